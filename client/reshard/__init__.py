@@ -1,0 +1,1 @@
+"""Reshard: any sharding of a training checkpoint into any other, bit for bit."""

@@ -1,0 +1,263 @@
+"""Typed errors with stable codes: the one table that the CLI, the API and the SDK share.
+
+The class says *who can fix it*, the code says *what happened*, and the table below says
+what each code means to HTTP, to a shell and to a retry loop::
+
+    ReshardError
+    |-- RequestError     the caller
+    |-- SourceError      the owner of the checkpoint
+    |-- StorageError     the operator of the storage (or of the service)
+    |-- IntegrityError   us: what we wrote does not verify
+    `-- JobError         the life of a job (cancelled, lost, timed out)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+MAX_TEXT_CHARS = 2_000
+
+
+class ExitCode(IntEnum):
+    """Exit codes of `reshard`, frozen: scripts and schedulers depend on them."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    SOURCE = 3
+    AUTH = 4
+    CONFLICT = 5
+    RETRYABLE = 6
+    MISMATCH = 7
+    REFUSED = 8
+    WAIT_TIMEOUT = 124
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class CodeEntry:
+    """What one stable code means to each surface."""
+
+    http_status: int
+    exit_code: ExitCode
+    meaning: str
+    retryable: bool = False
+
+
+def _source(meaning: str) -> CodeEntry:
+    return CodeEntry(422, ExitCode.SOURCE, meaning)
+
+
+CODES: Mapping[str, CodeEntry] = {
+    # Requests: the caller can fix them.
+    "request.invalid": CodeEntry(422, ExitCode.USAGE, "A field of the request is wrong."),
+    "request.unknown_scheme": CodeEntry(422, ExitCode.USAGE, "No storage backend serves this URL scheme."),
+    "request.target_exists": CodeEntry(409, ExitCode.CONFLICT, "The target holds something else already."),
+    "request.target_busy": CodeEntry(409, ExitCode.CONFLICT, "Another conversion owns the target now."),
+    "request.overlap": CodeEntry(422, ExitCode.USAGE, "Source and target overlap."),
+    "request.budget_too_small": CodeEntry(422, ExitCode.REFUSED, "No plan fits the memory limit."),
+    "request.unsatisfiable": CodeEntry(422, ExitCode.REFUSED, "The target cannot hold this source."),
+    "request.root_forbidden": CodeEntry(403, ExitCode.AUTH, "The URL is outside the service's roots."),
+    "request.unknown_profile": CodeEntry(422, ExitCode.USAGE, "No storage profile has this name."),
+    "request.idempotency_conflict": CodeEntry(409, ExitCode.CONFLICT, "A request with this key is in flight."),
+    "request.idempotency_mismatch": CodeEntry(422, ExitCode.CONFLICT, "The key was used for another request."),
+    "request.unauthorized": CodeEntry(401, ExitCode.AUTH, "The token is missing or not valid."),
+    "request.not_found": CodeEntry(404, ExitCode.SOURCE, "The service has no such resource."),
+    "request.engine_missing": CodeEntry(422, ExitCode.USAGE, "Local work needs the `worker` extra."),
+    # Sources: the owner of the checkpoint can fix them.
+    "source.not_found": _source("Nothing is there."),
+    "source.unknown_kind": _source("Not a file or directory of a known kind."),
+    "source.unsupported": CodeEntry(422, ExitCode.REFUSED, "A known kind that is not supported."),
+    "source.unsupported_version": CodeEntry(422, ExitCode.REFUSED, "A file shape of an unsupported version."),
+    "source.changed": CodeEntry(409, ExitCode.RETRYABLE, "An object changed while it was read.", True),
+    "checkpoint.incomplete": _source("Files or parts of tensors are missing."),
+    "checkpoint.bad_latest": _source("`latest` does not name a checkpoint."),
+    "checkpoint.bad_index": _source("An index does not describe its files."),
+    "checkpoint.ambiguous": _source("Two things claim the same name."),
+    "checkpoint.mixed": _source("Files of different checkpoints are mixed."),
+    "checkpoint.coverage": _source("The parts of a tensor do not add up."),
+    "checkpoint.disagree": _source("Replicas that must agree do not."),
+    "checkpoint.malformed": _source("Metadata of the checkpoint has the wrong shape."),
+    "checkpoint.too_large": _source("Declared sizes pass the limits."),
+    "name.invalid": _source("A name that must not become a path."),
+    "pickle.too_large": _source("The pickle passes the size limit."),
+    "pickle.too_much_work": _source("The pickle passes the opcode limit."),
+    "pickle.too_much_memory": _source("The pickle passes the memory limit."),
+    "pickle.bad_memo": _source("Bad memo index."),
+    "pickle.too_deep": _source("Nested too deep."),
+    "pickle.truncated": _source("The pickle ends early."),
+    "pickle.malformed": _source("Not a well-formed pickle."),
+    "pickle.bad_number": _source("A number that no writer writes."),
+    "pickle.bad_frame": _source("Bad framing."),
+    "pickle.trailing": _source("Bytes after the end of the pickle."),
+    "pickle.forbidden_global": _source("A class or function that is not on the allow-list."),
+    "pickle.forbidden_call": _source("A call that is not on the allow-list."),
+    "pickle.forbidden_build": _source("State for an object that may not have any."),
+    "pickle.ext_forbidden": _source("Extension registry codes are never read."),
+    "pickle.bad_persistent_id": _source("Bad persistent id."),
+    "pickle.type_confusion": _source("An operation on the wrong kind of value."),
+    "pickle.unsupported_op": _source("Unknown or out-of-band opcode."),
+    "pickle.cyclic": _source("A value contains itself."),
+    "pickle.ambiguous_key": _source("Dictionary keys that Python would merge."),
+    "tensor.bad_extent": _source("A tensor reaches outside its storage."),
+    "tensor.amplification": _source("Tensors repeat a storage far beyond its size."),
+    "tensor.unsupported": CodeEntry(422, ExitCode.REFUSED, "A tensor kind that is not supported."),
+    "zip.bad_directory": _source("The zip directory does not describe the file."),
+    "zip.bad_record": _source("A record of the archive is not what torch writes."),
+    "zip.ambiguous": _source("Readers would disagree about this archive."),
+    "zip.overlap": _source("Records overlap."),
+    "zip.bomb": _source("A record expands beyond its limits."),
+    "zip.unsupported": _source("A zip feature that torch never writes."),
+    "zip.too_many": _source("Too many records."),
+    "zip.crc": _source("A record does not match its CRC."),
+    "safetensors.header_size": _source("The safetensors header is too large."),
+    "safetensors.header": _source("The safetensors header is malformed."),
+    "safetensors.offsets": _source("Offsets of a tensor are wrong."),
+    "safetensors.overlap": _source("Tensors overlap."),
+    "safetensors.coverage": _source("The buffer has holes or a tail."),
+    # Storage: the operator can fix them.
+    "storage.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The store timed out or throttled.", True),
+    "storage.denied": CodeEntry(403, ExitCode.AUTH, "The store refused these credentials."),
+    "storage.no_bucket": CodeEntry(422, ExitCode.SOURCE, "The bucket does not exist."),
+    "storage.no_space": CodeEntry(507, ExitCode.REFUSED, "The store is full."),
+    "storage.protocol": CodeEntry(502, ExitCode.FAILED, "The store answered against its protocol."),
+    "storage.conflict": CodeEntry(409, ExitCode.CONFLICT, "Someone else wrote the object first."),
+    # Our output.
+    "integrity.mismatch": CodeEntry(500, ExitCode.MISMATCH, "What was written is not what was planned."),
+    "integrity.no_manifest": CodeEntry(422, ExitCode.SOURCE, "No `reshard.json`: not an output of reshard."),
+    "integrity.journal": CodeEntry(500, ExitCode.MISMATCH, "The journal does not belong to this plan."),
+    # The life of a job.
+    "job.cancelled": CodeEntry(409, ExitCode.INTERRUPTED, "The job was cancelled."),
+    "job.lost": CodeEntry(503, ExitCode.RETRYABLE, "The worker died; the job can be retried.", True),
+    "job.attempts_exhausted": CodeEntry(500, ExitCode.FAILED, "Every allowed attempt was lost."),
+    "job.not_finished": CodeEntry(409, ExitCode.CONFLICT, "The job has no result yet."),
+    "job.finished": CodeEntry(409, ExitCode.CONFLICT, "The job has ended already."),
+    "job.wait_timeout": CodeEntry(504, ExitCode.WAIT_TIMEOUT, "The job did not end in time."),
+    "service.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The service cannot be reached.", True),
+    "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service answered against its schema."),
+    "internal.error": CodeEntry(500, ExitCode.FAILED, "A bug in reshard; please report it."),
+}
+
+
+def printable(text: object, *, max_chars: int = 256) -> str:
+    """`text` as one safe line: control, bidi and surrogate characters escaped, length cut.
+
+    Names in errors come from checkpoints; a log line or a terminal must not obey them.
+    """
+    raw = text if isinstance(text, str) else repr(text)
+    cut = raw[:max_chars]
+    safe = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in cut)
+    return safe if len(raw) <= max_chars else f"{safe}... ({len(raw)} characters)"
+
+
+class ReshardError(Exception):
+    """Root of all errors that a user meets.
+
+    Attributes:
+        code: Stable code, a key of `CODES`.
+        message: What happened, with the numbers.
+        fix: What the user can do, pasteable where possible.
+        details: Machine-readable facts (JSON values).
+    """
+
+    def __init__(self, code: str, message: str, *, fix: str = "", details: Mapping[str, Any] | None = None) -> None:
+        if code not in CODES:
+            raise AssertionError(f"error code {code!r} is not in the table")
+        super().__init__(message)
+        self.code = code
+        self.message = message[:MAX_TEXT_CHARS]
+        self.fix = fix[:MAX_TEXT_CHARS]
+        self.details: dict[str, Any] = dict(details or {})
+
+    @property
+    def entry(self) -> CodeEntry:
+        """The row of the table for this code."""
+        return CODES[self.code]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Exit code of a command that ends with this error."""
+        return self.entry.exit_code
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request can succeed later without a change."""
+        return self.entry.retryable
+
+    def to_problem(self) -> dict[str, Any]:
+        """The error as an RFC 9457 problem object (JSON values only)."""
+        return {
+            "type": f"urn:reshard:error:{self.code}",
+            "title": self.entry.meaning,
+            "status": self.entry.http_status,
+            "detail": self.message,
+            "code": self.code,
+            "fix": self.fix,
+            "retryable": self.retryable,
+            "details": self.details,
+        }
+
+    def __str__(self) -> str:
+        """Message with its code, one line."""
+        return f"{self.code}: {self.message}"
+
+
+class RequestError(ReshardError):
+    """The caller asked for something that cannot be."""
+
+
+class SourceError(ReshardError):
+    """The checkpoint is missing, damaged, hostile or of an unsupported kind."""
+
+
+class StorageError(ReshardError):
+    """The storage refused or failed."""
+
+
+class IntegrityError(ReshardError):
+    """Our output does not verify. Never retried blindly."""
+
+
+class JobError(ReshardError):
+    """A job ended without a result, or the service could not be used."""
+
+
+_BRANCHES: Mapping[str, type[ReshardError]] = {
+    "request": RequestError,
+    "source": SourceError,
+    "checkpoint": SourceError,
+    "name": SourceError,
+    "pickle": SourceError,
+    "tensor": SourceError,
+    "zip": SourceError,
+    "safetensors": SourceError,
+    "storage": StorageError,
+    "integrity": IntegrityError,
+    "job": JobError,
+    "service": JobError,
+    "internal": JobError,
+}
+
+
+def class_of(code: str) -> type[ReshardError]:
+    """The class whose branch owns `code`."""
+    return _BRANCHES[code.split(".", 1)[0]]
+
+
+def from_problem(problem: Mapping[str, Any]) -> ReshardError:
+    """The typed error that `ReshardError.to_problem` described.
+
+    A code that this version does not know becomes `service.protocol`, so that an older client keeps
+    the text of a newer service's error.
+    """
+    code = str(problem.get("code", ""))
+    details = problem.get("details")
+    facts: dict[str, Any] = dict(details) if isinstance(details, Mapping) else {}  # pyright: ignore[reportUnknownArgumentType]
+    if code not in CODES:
+        facts["problem"] = {k: problem[k] for k in ("title", "status", "code", "detail") if k in problem}
+        text = str(problem.get("detail") or problem.get("title") or "the service sent an unknown error")
+        return JobError("service.protocol", text, fix="upgrade the client", details=facts)
+    return class_of(code)(code, str(problem.get("detail", "")), fix=str(problem.get("fix", "")), details=facts)

@@ -1,0 +1,68 @@
+"""The one seam between the slim package and the engine: an entry point, looked up when it is needed.
+
+`pip install reshard` brings no engine. With the `worker` extra's dependencies the entry point
+`reshard.engine` loads; without them the user is told what to install.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Protocol, cast
+
+from reshard.errors import RequestError
+from reshard.models import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, SourceSpec, VerifyReport
+
+ENTRY_POINT_GROUP = "reshard.engine"
+
+
+class Engine(Protocol):
+    """What the engine offers in this process. All calls are synchronous and raise `ReshardError`s."""
+
+    def inspect(self, source: SourceSpec) -> Inspection:
+        """What the checkpoint is, from metadata only."""
+        ...
+
+    def plan(self, request: ConvertRequest) -> PlanSummary:
+        """What `convert` would do; nothing is written."""
+        ...
+
+    def convert(
+        self,
+        request: ConvertRequest,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> ConvertResult:
+        """Run the conversion to its commit; resumes what an interrupted run left.
+
+        `on_progress` is called from one thread at a time; `should_stop` is polled between units and
+        ends the run with `job.cancelled`, leaving the journal for a later resume.
+        """
+        ...
+
+    def verify(self, target: str, *, profile: str | None = None) -> VerifyReport:
+        """Re-read a target against its manifest."""
+        ...
+
+    def discard(self, request: ConvertRequest) -> None:
+        """Remove what an unfinished conversion of this request left (staging, uploads, journal)."""
+        ...
+
+
+def load_engine() -> Engine:
+    """The installed engine.
+
+    Raises:
+        RequestError: `request.engine_missing` when the engine's dependencies are not installed.
+    """
+    found = tuple(entry_points(group=ENTRY_POINT_GROUP))
+    fix = "pip install 'reshard[worker]', or use a service: export RESHARD_URL=http://host:8000 and `reshard submit`"
+    if not found:
+        raise RequestError("request.engine_missing", "the conversion engine is not installed", fix=fix)
+    try:
+        return cast("Engine", found[0].load())
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            "request.engine_missing", f"the conversion engine needs {error.name!r}, which is not installed", fix=fix
+        ) from error

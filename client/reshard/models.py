@@ -1,0 +1,268 @@
+"""Wire models: what crosses the API, the CLI's `--json` and the worker's pipe. Frozen, versioned.
+
+Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/key` is no path.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
+DEFAULT_PART_BYTES = 64 << 20
+
+
+class TargetFormat(StrEnum):
+    """What a conversion writes."""
+
+    UNIVERSAL = "universal"
+    """DeepSpeed universal checkpoint: one atom per parameter and state."""
+    SAFETENSORS = "safetensors"
+    """Consolidated weights, safetensors with a Hugging Face index."""
+    TORCH = "torch"
+    """Consolidated weights, `pytorch_model.bin` with a Hugging Face index."""
+
+
+class WeightDtype(StrEnum):
+    """Element type of consolidated weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+class OpaquePolicy(StrEnum):
+    """What happens to objects whose classes are not on the allow-list when they would be re-emitted."""
+
+    REFUSE = "refuse"
+    KEEP = "keep"
+    DROP = "drop"
+
+
+class JobState(StrEnum):
+    """States of a job; a lost lease means QUEUED again with the next attempt."""
+
+    QUEUED = "QUEUED"
+    PLANNING = "PLANNING"
+    RUNNING = "RUNNING"
+    VERIFYING = "VERIFYING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLING = "CANCELLING"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the job will never change state again."""
+        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+
+
+class WireModel(BaseModel):
+    """Base of all wire models: frozen, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SourceSpec(WireModel):
+    """Which checkpoint to read."""
+
+    url: str = Field(min_length=1, max_length=4096)
+    tag: str | None = Field(default=None, max_length=512)
+    profile: str | None = Field(default=None, max_length=128)
+    """Name of a storage profile that the operator configured; never credentials."""
+
+
+class ConvertRequest(WireModel):
+    """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
+
+    source: SourceSpec
+    target: str = Field(min_length=1, max_length=4096)
+    to: TargetFormat
+    target_profile: str | None = Field(default=None, max_length=128)
+    dtype: WeightDtype | None = None
+    """Consolidated weights only; default fp32 (from the masters)."""
+    max_shard_bytes: int | None = Field(default=None, ge=1)
+    """Consolidated weights only: largest size of one weights file; default one file per 5 GB."""
+    exclude_frozen: bool = False
+    opaque: OpaquePolicy = OpaquePolicy.REFUSE
+    overwrite: bool = False
+    memory_limit_bytes: int = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1)
+    part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10)
+    """Grain of work: bytes of one unit and of one multipart part."""
+    threads: int | None = Field(default=None, ge=1, le=1024)
+
+
+class Progress(WireModel):
+    """How far a conversion is; bytes are of the output and never decrease within an attempt."""
+
+    phase: Literal["planning", "running", "verifying", "committing", "done"]
+    bytes_done: int = 0
+    bytes_total: int = 0
+    units_done: int = 0
+    units_total: int = 0
+    rate_bytes_per_s: float = 0.0
+    eta_s: float | None = None
+
+
+class FileEntry(WireModel):
+    """One file of a target, path relative to the target's directory."""
+
+    path: str
+    size_bytes: int
+
+
+class PlanSummary(WireModel):
+    """What a conversion would do, before it does it."""
+
+    schema_version: int = SCHEMA_VERSION
+    digest: str
+    source_format: str
+    source_url: str
+    tag: str | None
+    target: str
+    to: TargetFormat
+    tensors: int
+    files: tuple[FileEntry, ...]
+    units: int
+    read_bytes: int
+    write_bytes: int
+    peak_memory_bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+class TensorInfo(WireModel):
+    """One logical tensor as inspection shows it."""
+
+    fqn: str
+    states: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    frozen: bool = False
+    shared_with: str | None = None
+
+
+class Inspection(WireModel):
+    """What a checkpoint is, found without reading tensor data."""
+
+    schema_version: int = SCHEMA_VERSION
+    url: str
+    tag: str | None
+    format: str
+    framework_version: str | None
+    zero_stage: int | None
+    world: dict[str, int]
+    step: int | None
+    param_groups: int
+    parameters: int
+    parameter_elems: int
+    optimizer_states: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    files: int
+    total_bytes: int
+    foreign_globals: tuple[str, ...]
+    warnings: tuple[str, ...]
+    tensors: tuple[TensorInfo, ...]
+
+
+class ConvertResult(WireModel):
+    """What a finished conversion did."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    to: TargetFormat
+    files: tuple[FileEntry, ...]
+    read_bytes: int
+    write_bytes: int
+    resumed_bytes: int = 0
+    """Bytes that an earlier, interrupted attempt had already written."""
+    seconds: dict[str, float]
+    plan_digest: str
+    already_done: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+class VerifyProblem(WireModel):
+    """One thing that is not as the manifest says."""
+
+    path: str
+    offset: int | None
+    length_bytes: int | None
+    problem: str
+
+
+class VerifyReport(WireModel):
+    """Outcome of re-reading a target against its manifest."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    files: int
+    read_bytes: int
+    ok: bool
+    problems: tuple[VerifyProblem, ...]
+    seconds: float
+
+
+class Problem(WireModel):
+    """RFC 9457 problem object with Reshard's members."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    fix: str = ""
+    retryable: bool = False
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class Job(WireModel):
+    """A job as the API shows it."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    state: JobState
+    done: bool
+    attempt: int
+    max_attempts: int
+    request: ConvertRequest
+    labels: dict[str, str] = Field(default_factory=dict)
+    progress: Progress | None = None
+    plan_digest: str | None = None
+    worker: str | None = None
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    error: Problem | None = None
+    result: ConvertResult | None = None
+    links: dict[str, str] = Field(default_factory=dict)
+
+
+class JobList(WireModel):
+    """One page of jobs, newest first."""
+
+    jobs: tuple[Job, ...]
+    next_page_token: str = ""
+
+
+class SubmitRequest(ConvertRequest):
+    """Body of `POST /v1/jobs`: a conversion with the job's own fields."""
+
+    labels: dict[str, str] = Field(default_factory=dict, max_length=32)
+    max_attempts: int = Field(default=3, ge=1, le=20)
+
+
+class JobEvent(WireModel):
+    """One entry of a job's event log; `seq` grows by one within a job."""
+
+    seq: int
+    job_id: str
+    at: datetime
+    kind: Literal["state", "progress"]
+    state: JobState
+    progress: Progress | None = None
