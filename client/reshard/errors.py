@@ -138,6 +138,8 @@ CODES: Mapping[str, CodeEntry] = {
     "job.wait_timeout": CodeEntry(504, ExitCode.WAIT_TIMEOUT, "The job did not end in time."),
     "service.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The service cannot be reached.", True),
     "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service answered against its schema."),
+    "service.wrong_host": CodeEntry(503, ExitCode.CONFLICT, "The job database belongs to another host."),
+    "service.schema_version": CodeEntry(503, ExitCode.FAILED, "The job database has another schema version."),
     "internal.error": CodeEntry(500, ExitCode.FAILED, "A bug in reshard; please report it."),
 }
 

@@ -221,11 +221,20 @@ class Problem(WireModel):
     details: dict[str, Any] = Field(default_factory=dict)
 
 
+class JobKind(StrEnum):
+    """What a job is for."""
+
+    CONVERT = "convert"
+    PLAN = "plan"
+    """Planning only: `POST /v1/plans` took longer than a request may."""
+
+
 class Job(WireModel):
     """A job as the API shows it."""
 
     schema_version: int = SCHEMA_VERSION
     id: str
+    kind: JobKind = JobKind.CONVERT
     state: JobState
     done: bool
     attempt: int
@@ -240,6 +249,8 @@ class Job(WireModel):
     finished_at: datetime | None = None
     error: Problem | None = None
     result: ConvertResult | None = None
+    plan: PlanSummary | None = None
+    """The outcome of a job of kind `plan`."""
     links: dict[str, str] = Field(default_factory=dict)
 
 
@@ -266,3 +277,11 @@ class JobEvent(WireModel):
     kind: Literal["state", "progress"]
     state: JobState
     progress: Progress | None = None
+
+
+class JobEventPage(WireModel):
+    """Events after a sequence number: the polling form of a job's event stream."""
+
+    events: tuple[JobEvent, ...]
+    done: bool
+    """Whether the job has ended and `events` reaches its last event."""

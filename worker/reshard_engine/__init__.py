@@ -1,0 +1,1 @@
+"""The library: geometry, shard map, plan, execute, readers, writers, storage. Needs no service."""

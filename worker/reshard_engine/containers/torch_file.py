@@ -1,0 +1,110 @@
+"""A file that `torch.save` wrote, of either kind: its value as inert nodes, its tensors as byte extents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard.errors import SourceError, printable
+
+from reshard_engine.containers import legacy_stream
+from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.containers.zip_reader import ZipEntry, read_record, read_zip_directory
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.pickles.limits import DEFAULT_LIMITS, PickleLimits
+from reshard_engine.pickles.nodes import Node, PStorage, PTensor
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.vm import parse_pickle
+
+_ZIP_MAGIC = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordExtent:
+    """Where the bytes of one storage are in the file, and their CRC-32 if the container has one."""
+
+    offset: int
+    length_bytes: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """A parsed file. `storages` holds every storage by key."""
+
+    file: SourceFile
+    root: Node
+    storages: Mapping[str, RecordExtent]
+    kind: str
+    """`zip` or `legacy`."""
+
+    def storage_extent(self, storage: PStorage) -> RecordExtent:
+        """The bytes behind a storage reference.
+
+        Raises:
+            SourceError: `checkpoint.incomplete` if the file has no such record, `tensor.bad_extent` if the
+                record does not have the size that the reference says.
+        """
+        record = self.storages.get(storage.key)
+        name = printable(f"{self.file.name}:{storage.key}")
+        if record is None:
+            raise SourceError("checkpoint.incomplete", f"{name}: the record of a tensor is missing")
+        itemsize = BY_NAME[storage.dtype].itemsize_bytes
+        if storage.root_numel * itemsize != record.length_bytes:
+            raise SourceError(
+                "tensor.bad_extent", f"{name}: {storage.root_numel} elements of {itemsize} bytes in {record.length_bytes} bytes"
+            )
+        if storage.view_offset:
+            offset = record.offset + storage.view_offset * itemsize
+            return RecordExtent(offset, storage.numel * itemsize, None)
+        return record
+
+    def tensor_offset(self, tensor: PTensor) -> int:
+        """Absolute byte offset of the tensor's first element in the file."""
+        return self.storage_extent(tensor.storage).offset + tensor.offset * BY_NAME[tensor.dtype].itemsize_bytes
+
+    def read_scalar_bytes(self, tensor: PTensor) -> bytes:
+        """The bytes of a tensor with one element."""
+        return self.file.read(self.tensor_offset(tensor), BY_NAME[tensor.dtype].itemsize_bytes)
+
+
+def open_torch_file(file: SourceFile, ledger: OpaqueLedger, *, limits: PickleLimits = DEFAULT_LIMITS) -> TorchFile:
+    """Parse a torch file's metadata. The magic decides the kind, never the name.
+
+    Raises:
+        SourceError: `source.unknown_kind` if torch did not write it; `zip.*`, `pickle.*`, `tensor.*`.
+    """
+    if file.size_bytes == 0:
+        raise SourceError("checkpoint.incomplete", f"{printable(file.name)} is empty", fix="copy the checkpoint again")
+    window = Window(file)
+    head = window.read(0, min(4, file.size_bytes))
+    if head == _ZIP_MAGIC:
+        return _open_zip(window, ledger, limits)
+    if head[:1] == b"\x80":
+        root, storages = legacy_stream.read_legacy_stream(window, ledger, limits)
+        return TorchFile(file, root, {k: RecordExtent(o, n, None) for k, (o, n) in storages.items()}, "legacy")
+    raise SourceError(
+        "source.unknown_kind",
+        f"{printable(file.name)} begins with {head.hex()}: neither a torch zip archive nor a legacy torch stream",
+        fix="check that the file is complete and was written by torch.save",
+    )
+
+
+def _open_zip(window: Window, ledger: OpaqueLedger, limits: PickleLimits) -> TorchFile:
+    directory = read_zip_directory(window)
+    entries = directory.entries
+    name = printable(window.file.name)
+    if "constants.pkl" in entries or any(n.startswith("code/") for n in entries):
+        raise SourceError("source.unknown_kind", f"{name} is a TorchScript archive, not a checkpoint")
+    if "data.pkl" not in entries:
+        raise SourceError("source.unknown_kind", f"{name} is a zip archive without data.pkl: torch.save did not write it")
+    if "byteorder" in entries and read_record(window, entries["byteorder"], limit_bytes=16) != b"little":
+        raise SourceError("zip.bad_record", f"{name} was not written on a little-endian machine")
+    data = read_record(window, entries["data.pkl"], limit_bytes=limits.stream_bytes)
+    root, _ = parse_pickle(data, ledger, limits=limits)
+    storages = {n.removeprefix("data/"): _extent(e) for n, e in entries.items() if n.startswith("data/")}
+    return TorchFile(window.file, root, storages, "zip")
+
+
+def _extent(entry: ZipEntry) -> RecordExtent:
+    return RecordExtent(entry.data_offset, entry.size_bytes, entry.crc32 or None)

@@ -1,0 +1,64 @@
+"""Element types: one table that maps the names of torch, safetensors and storage classes to sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reshard.errors import SourceError, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """An element type. Two dtypes are the same object if they are equal.
+
+    Source: torch 2.13.0 `torch/storage.py` (storage class names), safetensors 0.6 README (names).
+    """
+
+    name: str
+    """torch's name, without `torch.`"""
+    itemsize_bytes: int
+    storage_class: str | None
+    """Name in module `torch` of the typed storage that pickles name; None where torch pickles bytes."""
+    safetensors: str | None
+    """Name in safetensors headers; None where the format has no such type."""
+    floating: bool
+
+
+_TABLE = (
+    Dtype("float64", 8, "DoubleStorage", "F64", True),
+    Dtype("float32", 4, "FloatStorage", "F32", True),
+    Dtype("float16", 2, "HalfStorage", "F16", True),
+    Dtype("bfloat16", 2, "BFloat16Storage", "BF16", True),
+    Dtype("int64", 8, "LongStorage", "I64", False),
+    Dtype("int32", 4, "IntStorage", "I32", False),
+    Dtype("int16", 2, "ShortStorage", "I16", False),
+    Dtype("int8", 1, "CharStorage", "I8", False),
+    Dtype("uint8", 1, "ByteStorage", "U8", False),
+    Dtype("bool", 1, "BoolStorage", "BOOL", False),
+    Dtype("complex64", 8, "ComplexFloatStorage", "C64", False),
+    Dtype("complex128", 16, "ComplexDoubleStorage", None, False),
+    Dtype("uint16", 2, None, "U16", False),
+    Dtype("uint32", 4, None, "U32", False),
+    Dtype("uint64", 8, None, "U64", False),
+    Dtype("float8_e4m3fn", 1, None, "F8_E4M3", True),
+    Dtype("float8_e5m2", 1, None, "F8_E5M2", True),
+)
+BY_NAME = {d.name: d for d in _TABLE}
+BY_STORAGE_CLASS = {d.storage_class: d for d in _TABLE if d.storage_class}
+BY_SAFETENSORS = {d.safetensors: d for d in _TABLE if d.safetensors}
+SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+FLOAT32 = BY_NAME["float32"]
+UINT8 = BY_NAME["uint8"]
+
+
+def dtype_named(name: str) -> Dtype:
+    """The dtype that torch calls `torch.<name>`.
+
+    Raises:
+        SourceError: `tensor.unsupported` for a type that is not in the table.
+    """
+    found = BY_NAME.get(name)
+    if found is None:
+        raise SourceError("tensor.unsupported", f"element type {printable(name)!r} is not supported")
+    return found

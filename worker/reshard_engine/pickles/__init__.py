@@ -1,0 +1,1 @@
+"""Pickles without Python's unpickler: parsed into inert nodes, written from inert nodes."""

@@ -1,0 +1,296 @@
+"""Inert nodes to pickle bytes: protocol 2, as `torch.save` writes, with only allow-listed names.
+
+Output is a pure function of the nodes: equal trees give equal bytes.
+
+Source: torch 2.13.0 `torch/serialization.py` (`DEFAULT_PROTOCOL = 2`, persistent ids),
+CPython 3.11 `Lib/pickle.py` (opcode choice, so that every unpickler reads it).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from reshard.errors import SourceError
+
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PBytearray,
+    PDict,
+    PList,
+    PObject,
+    PSet,
+    PStorage,
+    PTensor,
+    PTuple,
+    kind_of,
+)
+from reshard_engine.pickles.policy import is_listed
+
+_BATCH = 1_000
+_ORDERED_DICT = Global("collections", "OrderedDict")
+_REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
+_REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
+
+
+class _Emitter:
+    """Writes one pickle; memoises by node identity, so that aliases stay aliases."""
+
+    def __init__(self, *, keep_foreign: bool) -> None:
+        self._out: list[bytes] = [b"\x80\x02"]
+        self._memo: dict[int, int] = {}
+        self._texts: dict[str, int] = {}
+        self._globals: dict[str, int] = {}
+        self._storages: dict[str, PTuple] = {}
+        self._alive: list[Any] = []
+        self._next = 0
+        self._keep_foreign = keep_foreign
+
+    def finish(self, node: Node) -> bytes:
+        """The whole stream."""
+        self.write(node)
+        self._out.append(b".")
+        return b"".join(self._out)
+
+    def write(self, node: Node) -> None:
+        """Append the opcodes that push `node`."""
+        if node is None or isinstance(node, bool | int | float | str | bytes):
+            self._scalar(node)
+            return
+        if isinstance(node, Global):
+            self._global(node)
+            return
+        known = self._memo.get(id(node))
+        if known is not None:
+            self._get(known)
+            return
+        match node:
+            case PTuple():
+                self._tuple(node)
+            case PList():
+                self._out.append(b"]")
+                self._put(node)
+                self._batches(node.items, b"e", step=1)
+            case PDict():
+                self._out.append(b"}")
+                self._put(node)
+                self._batches(node.pairs, b"u", step=2)
+            case PSet():
+                self._set(node)
+            case PObject():
+                self._object(node)
+            case PTensor():
+                self._tensor(node)
+            case PBytearray():
+                self._call(Global("__builtin__", "bytearray"), (node.data,))
+                self._put(node)
+            case _:
+                raise SourceError("checkpoint.malformed", f"cannot write {kind_of(node)}")
+
+    def _get(self, index: int) -> None:
+        self._out.append(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
+
+    def _put_index(self) -> int:
+        index = self._next
+        self._next += 1
+        self._out.append(b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index))
+        return index
+
+    def _put(self, node: Node) -> None:
+        self._memo[id(node)] = self._put_index()
+        # Keys of the memo are addresses: keep the node alive so that no other takes its place.
+        self._alive.append(node)
+
+    def _scalar(self, value: float | str | bytes | None) -> None:
+        if value is None:
+            self._out.append(b"N")
+        elif value is True or value is False:
+            self._out.append(b"\x88" if value else b"\x89")
+        elif isinstance(value, int):
+            self._out.append(_integer(value))
+        elif isinstance(value, float):
+            self._out.append(b"G" + struct.pack(">d", value))
+        elif isinstance(value, str):
+            self._text(value)
+        else:
+            self._call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
+
+    def _text(self, value: str) -> None:
+        known = self._texts.get(value)
+        if known is not None:
+            self._get(known)
+            return
+        raw = value.encode("utf-8", "surrogatepass")
+        self._out.append(b"X" + struct.pack("<I", len(raw)) + raw)
+        self._texts[value] = self._put_index()
+
+    def _global(self, name: Global) -> None:
+        if not self._keep_foreign and not is_listed(name):
+            raise SourceError(
+                "pickle.forbidden_global",
+                f"{name.dotted} would be written out, and is not on the allow-list",
+                fix="--opaque keep writes such objects out again, unexecuted; --opaque drop writes None instead",
+            )
+        known = self._globals.get(name.dotted)
+        if known is not None:
+            self._get(known)
+            return
+        self._out.append(b"c" + name.module.encode() + b"\n" + name.name.encode() + b"\n")
+        self._globals[name.dotted] = self._put_index()
+
+    def _tuple(self, node: PTuple) -> None:
+        count = len(node.items)
+        if count > 3:
+            self._out.append(b"(")
+        for item in node.items:
+            self.write(item)
+        known = self._memo.get(id(node))
+        if known is not None:  # The tuple holds a list that holds the tuple: it exists by now.
+            self._out.append(b"1" if count > 3 else b"0" * count)
+            self._get(known)
+            return
+        self._out.append((b")", b"\x85", b"\x86", b"\x87")[count] if count <= 3 else b"t")
+        if count:
+            self._put(node)
+
+    def _batches(self, values: list[Node], opcode: bytes, *, step: int) -> None:
+        for start in range(0, len(values), _BATCH * step):
+            self._out.append(b"(")
+            for value in values[start : start + _BATCH * step]:
+                self.write(value)
+            self._out.append(opcode)
+
+    def _call(self, func: Global, args: tuple[Node, ...]) -> None:
+        self._global(func)
+        self._tuple(PTuple(args))
+        self._out.append(b"R")
+
+    def _set(self, node: PSet) -> None:
+        self._call(Global("__builtin__", "frozenset" if node.frozen else "set"), (PList(node.items),))
+        self._put(node)
+
+    def _object(self, node: PObject) -> None:
+        cls = node.cls
+        if not isinstance(cls, Global):
+            raise SourceError("checkpoint.malformed", "cannot write an object of no named class")
+        if node.how == "inst":
+            self._out.append(b"(")
+            self._global(cls)
+            for item in node.args.items:
+                self.write(item)
+            self._out.append(b"o")
+        else:
+            self._global(cls)
+            self.write(node.args)
+            if node.how == "newobj_ex":
+                self.write(node.kwargs)
+            self._out.append({"reduce": b"R", "newobj": b"\x81", "newobj_ex": b"\x92"}[node.how])
+        self._put(node)
+        self._batches(node.items, b"u", step=2)
+        self._batches(node.appends, b"e", step=1)
+        if node.has_state:
+            self.write(node.state)
+            self._out.append(b"b")
+
+    def _tensor(self, node: PTensor) -> None:
+        self._global(_REBUILD_PARAMETER) if node.parameter else None
+        dtype = BY_NAME[node.dtype]
+        typed = dtype.storage_class is not None
+        args: tuple[Node, ...] = (node.offset, PTuple(node.shape), PTuple(node.stride), node.requires_grad)
+        self._global(_REBUILD if typed else _REBUILD_V3)
+        self._out.append(b"(")
+        self._storage(node.storage, dtype.storage_class)
+        for item in args:
+            self.write(item)
+        self._empty_hooks()
+        if not typed:
+            self._global(Global("torch", node.dtype))
+        self._out.append(b"tR")
+        if node.parameter:
+            self._out.append(b"\x88" if node.requires_grad else b"\x89")
+            self._empty_hooks()
+            self._out.append(b"\x87R")
+        self._put(node)
+
+    def _empty_hooks(self) -> None:
+        self._global(_ORDERED_DICT)
+        self._out.append(b")R")
+
+    def _storage(self, storage: PStorage, storage_class: str | None) -> None:
+        # A fresh tuple for each reference, as torch writes it: unpicklers cache storages by key.
+        cls = Global("torch", storage_class) if storage_class else Global("torch.storage", "UntypedStorage")
+        known = self._storages.get(storage.key)
+        if known is None:
+            known = PTuple(("storage", cls, storage.key, storage.location, storage.numel))
+            self._storages[storage.key] = known
+        self.write(known)
+        self._out.append(b"Q")
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes([value])
+    if 0 <= value < 65536:
+        return b"M" + struct.pack("<H", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+    if len(raw) < 256:
+        return b"\x8a" + bytes([len(raw)]) + raw
+    return b"\x8b" + struct.pack("<i", len(raw)) + raw
+
+
+def emit_pickle(node: Node, *, keep_foreign: bool = False) -> bytes:
+    """The pickle stream (protocol 2) whose value is `node`.
+
+    Raises:
+        SourceError: `pickle.forbidden_global` if a name is not on the allow-list and `keep_foreign` is False.
+    """
+    return _Emitter(keep_foreign=keep_foreign).finish(node)
+
+
+def rewrite(node: Node, tensor: Any, foreign: Any, memo: dict[int, Any] | None = None) -> Node:
+    """A copy of the tree with each tensor replaced by `tensor(node)` and each foreign object by `foreign(node)`.
+
+    Aliases and cycles through lists and dicts are preserved. `foreign` gets `PObject`s and `Global`s whose
+    name is not on the allow-list and returns what stands in their place.
+    """
+    memo = {} if memo is None else memo
+    if id(node) in memo:
+        return memo[id(node)]
+
+    def again(child: Node) -> Node:
+        return rewrite(child, tensor, foreign, memo)
+
+    match node:
+        case PTensor():
+            result: Node = tensor(node)
+        case PList():
+            result = memo[id(node)] = PList(depth=node.depth)
+            result.items.extend(again(i) for i in node.items)
+        case PDict():
+            result = memo[id(node)] = PDict(depth=node.depth)
+            result.pairs.extend(again(i) for i in node.pairs)
+        case PTuple():
+            result = PTuple(tuple(again(i) for i in node.items), node.depth)
+        case PSet():
+            result = PSet([again(i) for i in node.items], node.frozen, node.depth)
+        case PObject():
+            if not (isinstance(node.cls, Global) and is_listed(node.cls)):
+                replaced = foreign(node)
+                if replaced is not node:
+                    return replaced
+            result = memo[id(node)] = PObject(node.how, node.cls, PTuple(), depth=node.depth, has_state=node.has_state)
+            result.args = again(node.args)
+            result.kwargs, result.state = again(node.kwargs), again(node.state)
+            result.items = [again(i) for i in node.items]
+            result.appends = [again(i) for i in node.appends]
+        case Global():
+            result = node if is_listed(node) else foreign(node)
+        case _:
+            return node
+    memo[id(node)] = result
+    return result

@@ -1,0 +1,183 @@
+"""Inert nodes: what a pickle says, as data. Nothing here can run, and nothing hashes attacker values.
+
+Scalars are Python's own `None`, `bool`, `int`, `float`, `str` and `bytes` (bounded when parsed).
+Identity matters: the same node reached twice is an alias, and is written back as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from reshard.errors import SourceError, printable
+
+Node: TypeAlias = Any
+"""A scalar or one of the classes below. `Any`, because attacker-shaped data has no better static type."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PList:
+    """A list."""
+
+    items: list[Node] = field(default_factory=list[Any])
+    depth: int = 1
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PTuple:
+    """A tuple."""
+
+    items: tuple[Node, ...] = ()
+    depth: int = 1
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PSet:
+    """A set (or frozenset), in stream order, not de-duplicated."""
+
+    items: list[Node] = field(default_factory=list[Any])
+    frozen: bool = False
+    depth: int = 1
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PDict:
+    """A dict as the ordered pairs of the stream: `pairs[2k]` is a key, `pairs[2k+1]` its value."""
+
+    pairs: list[Node] = field(default_factory=list[Any])
+    depth: int = 1
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PBytearray:
+    """A bytearray."""
+
+    data: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Global:
+    """A name that some Python would import; we never do. Names are bounded, checked strings."""
+
+    module: str
+    name: str
+
+    @property
+    def dotted(self) -> str:
+        """`module.name`."""
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PObject:
+    """An object: what is called or instantiated, with which arguments, and what is done to it after.
+
+    `how` is the opcode family: `reduce` (callable applied to args), `newobj`, `newobj_ex`, `inst`.
+    """
+
+    how: str
+    cls: Node
+    args: PTuple
+    kwargs: Node = None
+    state: Node = None
+    has_state: bool = False
+    items: list[Node] = field(default_factory=list[Any])
+    """Pairs of SETITEM(S), flat."""
+    appends: list[Node] = field(default_factory=list[Any])
+    depth: int = 1
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PStorage:
+    """A storage reference. `numel` counts elements of `dtype`; untyped storages count bytes (uint8)."""
+
+    dtype: str
+    key: str
+    location: str
+    numel: int
+    untyped: bool = False
+    view_offset: int = 0
+    """Legacy streams: first element of this view in the root storage `key`."""
+    root_numel: int = 0
+    """Legacy streams: elements of the root storage; equals `numel` elsewhere."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PTensor:
+    """A tensor over a storage. Offsets and strides count elements of `dtype`."""
+
+    storage: PStorage
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+    parameter: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+
+def is_mapping(node: Node) -> bool:
+    """Whether the node is a dict or an OrderedDict."""
+    return isinstance(node, PDict) or (
+        isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "collections.OrderedDict"
+    )
+
+
+def mapping_items(node: Node, *, what: str) -> dict[str | int, Node]:
+    """The mapping as a Python dict with `str` or `int` keys, in order.
+
+    Raises:
+        SourceError: `checkpoint.malformed` if it is no mapping or a key is neither, `pickle.ambiguous_key`
+            if Python would merge two keys.
+    """
+    if not is_mapping(node):
+        raise SourceError("checkpoint.malformed", f"{what} is not a mapping but {kind_of(node)}")
+    pairs: list[Node] = node.pairs if isinstance(node, PDict) else node.items
+    found: dict[str | int, Node] = {}
+    for at in range(0, len(pairs), 2):
+        key = pairs[at]
+        if type(key) is not str and type(key) is not int:
+            raise SourceError("checkpoint.malformed", f"{what} has a key that is {kind_of(key)}")
+        if key in found:
+            raise SourceError("pickle.ambiguous_key", f"{what} has the key {printable(str(key))!r} twice")
+        found[key] = pairs[at + 1]
+    return found
+
+
+def sequence_items(node: Node, *, what: str) -> list[Node]:
+    """The items of a list or tuple.
+
+    Raises:
+        SourceError: `checkpoint.malformed` otherwise.
+    """
+    if isinstance(node, PList):
+        return node.items
+    if isinstance(node, PTuple):
+        return list(node.items)
+    raise SourceError("checkpoint.malformed", f"{what} is not a list but {kind_of(node)}")
+
+
+def kind_of(node: Node) -> str:
+    """A short, safe description of the node's kind for messages."""
+    if isinstance(node, Global):
+        return f"the name {printable(node.dotted)}"
+    if isinstance(node, PObject):
+        return f"an object of {printable(node.cls.dotted) if isinstance(node.cls, Global) else 'no named class'}"
+    return {PList: "a list", PTuple: "a tuple", PDict: "a dict", PSet: "a set", PTensor: "a tensor"}.get(
+        type(node), f"of type {type(node).__name__}"
+    )
+
+
+def mapping_of(pairs: dict[str | int, Node]) -> PDict:
+    """A dict node with these keys and values."""
+    flat: list[Node] = []
+    for key, value in pairs.items():
+        flat += (key, value)
+    return PDict(flat)

@@ -1,0 +1,96 @@
+"""Which classes and functions a checkpoint may name: the reviewed allow-list, and what to do with others.
+
+Nothing on the list is ever imported or called here. A name is listed because it is what DeepSpeed,
+Megatron, numpy or torch really write, and because a reader of *our* output that does call it meets
+nothing that acts beyond building the value. Re-emission is a threat of its own: an opaque value
+written out unchanged carries the source's names into our output.
+
+Source: names seen in checkpoints written by deepspeed 0.19.8, Megatron-DeepSpeed (July 2025),
+torch 2.13.0, numpy 2.4 and their older spellings (`numpy.core` before numpy 2).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from reshard.errors import SourceError, printable
+from reshard.models import OpaquePolicy
+
+from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
+from reshard_engine.pickles.nodes import Global
+
+_CALLABLE = frozenset(
+    {
+        "collections.OrderedDict",
+        "collections.defaultdict",
+        "torch.Size",
+        "torch.device",
+        "torch._utils._rebuild_tensor",
+        "torch._utils._rebuild_tensor_v2",
+        "torch._utils._rebuild_tensor_v3",
+        "torch._utils._rebuild_parameter",
+        "torch._tensor._rebuild_from_type_v2",
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.bf16_optimizer.fragment_address",
+        "deepspeed.checkpoint.universal_checkpoint.SubparamShape",
+        "argparse.Namespace",
+        "numpy.core.multiarray._reconstruct",
+        "numpy._core.multiarray._reconstruct",
+        "numpy.core.multiarray.scalar",
+        "numpy._core.multiarray.scalar",
+        "numpy.dtype",
+        "numpy.ndarray",
+        "_codecs.encode",
+        "__builtin__.set",
+        "builtins.set",
+        "__builtin__.frozenset",
+        "builtins.frozenset",
+        "__builtin__.bytearray",
+        "builtins.bytearray",
+        "__builtin__.complex",
+        "builtins.complex",
+        "datetime.timedelta",
+    }
+)
+_PLAIN = frozenset(
+    {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.float8_e4m3fn", "torch.storage.UntypedStorage"}
+    | {f"torch.{name}" for name in BY_STORAGE_CLASS}
+    | {f"torch.{name}" for name in BY_NAME}
+)
+# Enumerations of Megatron: pure values, rebuilt by calling the class with an integer or a string.
+_ENUMS = re.compile(r"megatron\.(?:core\.)?(?:model\.|transformer\.)?enums\.[A-Z][A-Za-z]{0,63}")
+
+
+def is_listed(name: Global) -> bool:
+    """Whether the name is on the allow-list."""
+    dotted = name.dotted
+    return dotted in _CALLABLE or dotted in _PLAIN or _ENUMS.fullmatch(dotted) is not None
+
+
+@dataclass(slots=True)
+class OpaqueLedger:
+    """Applies the policy to names that are not listed, and remembers them for the manifest."""
+
+    policy: OpaquePolicy
+    foreign: dict[str, None] = field(default_factory=dict[str, None])
+
+    def meet(self, name: Global, *, code: str) -> None:
+        """Record a name that is not on the list.
+
+        Raises:
+            SourceError: `code` under the policy `refuse`.
+        """
+        safe = printable(name.dotted)
+        self.foreign[safe] = None
+        if self.policy is OpaquePolicy.REFUSE:
+            raise SourceError(
+                code,
+                f"the checkpoint names {safe}, which is not on the allow-list; nothing of it was run",
+                fix="if you trust its origin: --opaque keep writes such objects out again, unexecuted; "
+                "--opaque drop writes None in their place",
+                details={"global": safe},
+            )

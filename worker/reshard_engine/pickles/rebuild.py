@@ -1,0 +1,175 @@
+"""What allow-listed calls mean: tensors, storages and plain values become nodes of our own table.
+
+Source: torch 2.13.0 `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild_parameter`),
+`torch/_tensor.py` (`_rebuild_from_type_v2`), `torch/serialization.py` (persistent ids).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.errors import SourceError, printable
+
+from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
+from reshard_engine.pickles.limits import PickleLimits
+from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
+
+MAX_ELEMS = 1 << 62
+_KEY_CHARS = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_.-")
+
+
+def _confused(message: str) -> SourceError:
+    return SourceError("pickle.type_confusion", message)
+
+
+def _count(value: Node, what: str) -> int:
+    if type(value) is not int:
+        raise _confused(f"{what} is not an integer")
+    if not 0 <= value < MAX_ELEMS:
+        raise SourceError("tensor.bad_extent", f"{what} is {printable(str(value), max_chars=40)}")
+    return value
+
+
+def _counts(node: Node, what: str, limits: PickleLimits) -> tuple[int, ...]:
+    if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "torch.Size":
+        node = node.args.items[0] if len(node.args.items) == 1 else None
+    if not isinstance(node, PTuple | PList):
+        raise _confused(f"{what} is no tuple")
+    if len(node.items) > limits.dims:
+        raise SourceError("tensor.bad_extent", f"{what} has {len(node.items)} dimensions, the limit is {limits.dims}")
+    return tuple(_count(item, what) for item in node.items)
+
+
+def storage_of(pid: Node) -> PStorage:
+    """The storage that a persistent id names.
+
+    Raises:
+        SourceError: `pickle.bad_persistent_id` for anything but torch's own form.
+    """
+    items = pid.items if isinstance(pid, PTuple) else ()
+    if len(items) not in (5, 6) or items[0] != "storage" or not isinstance(items[1], Global):
+        raise SourceError("pickle.bad_persistent_id", "a persistent id that is not torch's storage tuple")
+    _, kind, key, location, numel, *view = items
+    known = kind.module in ("torch", "torch.storage") and (kind.name in BY_STORAGE_CLASS or kind.name == "UntypedStorage")
+    good_key = type(key) is str and 0 < len(key) <= 64 and _KEY_CHARS.issuperset(key) and ".." not in key
+    good_location = type(location) is str and len(location) <= 64
+    good_numel = type(numel) is int and 0 <= numel < MAX_ELEMS
+    if not (known and good_key and good_location and good_numel):
+        raise SourceError(
+            "pickle.bad_persistent_id",
+            f"storage of {printable(kind.dotted)} with key {printable(key)}, location {printable(location)}, "
+            f"{printable(str(numel), max_chars=40)} elements",
+        )
+    untyped = kind.name == "UntypedStorage"
+    dtype = "uint8" if untyped else BY_STORAGE_CLASS[kind.name].name
+    offset, length = 0, numel
+    if view and view[0] is not None:
+        # Legacy streams only: (view key, first element, elements); torch 2.13 `_legacy_load.persistent_load`.
+        parts = view[0].items if isinstance(view[0], PTuple) else ()
+        if len(parts) != 3 or type(parts[1]) is not int or type(parts[2]) is not int:
+            raise SourceError("pickle.bad_persistent_id", "a storage view that is not (key, offset, size)")
+        offset, length = parts[1], parts[2]
+        if offset < 0 or length < 0 or offset + length > numel:
+            raise SourceError("tensor.bad_extent", f"a view of {length} elements at {offset} in a storage of {numel}")
+    return PStorage(dtype, key, location, length, untyped, offset, numel)
+
+
+def _tensor(storage: Node, rest: tuple[Node, ...], dtype: str | None, limits: PickleLimits) -> PTensor:
+    if not isinstance(storage, PStorage):
+        raise _confused("a tensor over something that is no storage")
+    offset = _count(rest[0], "a tensor's offset")
+    shape = _counts(rest[1], "a tensor's size", limits)
+    stride = _counts(rest[2], "a tensor's stride", limits)
+    if len(shape) != len(stride):
+        raise _confused(f"a tensor with {len(shape)} sizes and {len(stride)} strides")
+    name = dtype or storage.dtype
+    if storage.untyped and dtype is None:
+        raise _confused("a tensor over an untyped storage without a dtype")
+    numel, last = 1, offset
+    for length, step in zip(shape, stride, strict=True):
+        numel *= length
+        last += (length - 1) * step
+    if numel >= MAX_ELEMS or (numel and last >= MAX_ELEMS):
+        raise SourceError("tensor.bad_extent", "a tensor with more elements than 2**62")
+    room = storage.numel * BY_NAME[storage.dtype].itemsize_bytes // BY_NAME[name].itemsize_bytes
+    if numel and last + 1 > room:
+        raise SourceError(
+            "tensor.bad_extent", f"a tensor reaches element {last} of a storage that holds {room} ({printable(storage.key)})"
+        )
+    if 0 in stride and numel > max(1, room) * 4:
+        raise SourceError(
+            "tensor.amplification", f"a tensor of {numel} elements repeats a storage of {room} elements"
+        )
+    requires_grad = bool(rest[3]) if len(rest) > 3 and isinstance(rest[3], bool) else False
+    return PTensor(storage, name, offset, shape, stride, requires_grad)
+
+
+def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
+    """The node that calling an allow-listed name means; an inert object for names without a special meaning.
+
+    Raises:
+        SourceError: `pickle.type_confusion` for arguments of the wrong number or kind,
+            `tensor.bad_extent` for tensors that reach outside their storage.
+    """
+    name = func.dotted
+    items = args.items
+    if name in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
+        low, high = (4, 4) if name.endswith("tensor") else (6, 7)
+        if not low <= len(items) <= high:
+            raise _confused(f"{name} with {len(items)} arguments")
+        return _tensor(items[0], items[1:], None, limits)
+    if name == "torch._utils._rebuild_tensor_v3":
+        if len(items) not in (7, 8) or not isinstance(items[6], Global) or items[6].module != "torch":
+            raise _confused(f"{name} with {len(items)} arguments")
+        if items[6].name not in BY_NAME:
+            raise SourceError("tensor.unsupported", f"element type {printable(items[6].name)}")
+        return _tensor(items[0], items[1:], items[6].name, limits)
+    if name == "torch._utils._rebuild_parameter":
+        if len(items) != 3 or not isinstance(items[0], PTensor) or not isinstance(items[1], bool):
+            raise _confused(f"{name} with unexpected arguments")
+        inner = items[0]
+        return PTensor(inner.storage, inner.dtype, inner.offset, inner.shape, inner.stride, items[1], parameter=True)
+    if name == "torch._tensor._rebuild_from_type_v2":
+        return _from_type(items, limits)
+    if name in ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"):
+        return _set(items, frozen=name.endswith("frozenset"))
+    depth = max((i.depth for i in items if isinstance(i, PList | PTuple | PDict | PSet | PObject)), default=0) + 2
+    return PObject("reduce", func, args, depth=depth)
+
+
+def _from_type(items: tuple[Node, ...], limits: PickleLimits) -> PTensor:
+    if len(items) != 4 or not isinstance(items[0], Global) or not isinstance(items[2], PTuple):
+        raise _confused("_rebuild_from_type_v2 with unexpected arguments")
+    func, kind = items[0], items[1]
+    if not func.dotted.startswith("torch._utils._rebuild_tensor"):
+        raise SourceError("pickle.forbidden_call", f"_rebuild_from_type_v2 of {printable(func.dotted)}")
+    if not isinstance(kind, Global) or kind.dotted not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        raise SourceError("pickle.forbidden_call", "_rebuild_from_type_v2 of a type that is no torch tensor")
+    # The state holds attributes such as ZeRO-3's `ds_id`; they are not data of the tensor.
+    return apply(func, items[2], limits)
+
+
+def _set(items: tuple[Node, ...], *, frozen: bool) -> PSet:
+    if not items:
+        return PSet(frozen=frozen)
+    if len(items) != 1 or not isinstance(items[0], PList | PTuple):
+        raise _confused("a set from something that is no list")
+    return PSet(list(items[0].items), frozen=frozen, depth=items[0].depth + 1)
+
+
+def check_state(target: PObject, state: Any) -> None:
+    """Refuse state that no class on the allow-list writes.
+
+    Raises:
+        SourceError: `pickle.forbidden_build` for state on an OrderedDict that is not plain attributes,
+            or for names with two leading underscores.
+    """
+    dicts = [state] if isinstance(state, PDict) else list(state.items) if isinstance(state, PTuple) else []
+    for part in dicts:
+        if not isinstance(part, PDict):
+            continue
+        for key in part.pairs[::2]:
+            if type(key) is str and key.startswith("__"):
+                raise SourceError("pickle.forbidden_build", f"state that sets {printable(key)}")
+    if isinstance(target.cls, Global) and target.cls.dotted == "collections.OrderedDict" and not isinstance(state, PDict):
+        raise SourceError("pickle.forbidden_build", "state of an OrderedDict that is no dict")

@@ -1,0 +1,1 @@
+"""Storage: local files and object stores through one small protocol."""

@@ -1,0 +1,111 @@
+"""Local files, read by `preadv` into the caller's memory and pinned by mtime and size."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat as stat_module
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from reshard.errors import SourceError, StorageError, printable
+
+from reshard_engine.storage.protocol import Listing, ObjectInfo
+
+
+def _pin(found: os.stat_result) -> str:
+    return f"mtime:{found.st_mtime_ns}-{found.st_size}"
+
+
+@contextmanager
+def translated(path: str) -> Iterator[None]:
+    """Turn the operating system's errors into typed ones."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise SourceError("source.not_found", f"{printable(path)} does not exist") from None
+    except PermissionError as error:
+        raise StorageError(
+            "storage.denied", f"{printable(path)}: {error.strerror}", fix="check the owner and mode of the path"
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError("storage.no_space", f"{printable(path)}: {error.strerror}") from None
+        raise StorageError("storage.unavailable", f"{printable(path)}: {error.strerror}") from None
+
+
+class LocalStore:
+    """The local file system. Paths are absolute."""
+
+    scheme = "file"
+
+    def list_directory(self, path: str) -> Listing:
+        """The immediate children of a directory; empty if there is none."""
+        files: list[ObjectInfo] = []
+        directories: list[str] = []
+        try:
+            with translated(path), os.scandir(path) as entries:
+                for entry in entries:
+                    found = entry.stat()
+                    if stat_module.S_ISDIR(found.st_mode):
+                        directories.append(entry.name)
+                    elif stat_module.S_ISREG(found.st_mode):
+                        files.append(ObjectInfo(os.path.join(path, entry.name), found.st_size, _pin(found)))
+        except NotADirectoryError:
+            return Listing((), ())
+        except SourceError:
+            return Listing((), ())
+        return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
+
+    def list_tree(self, path: str) -> list[ObjectInfo]:
+        """Every regular file below a directory, sorted by path. Symbolic links to directories are not followed."""
+        found: list[ObjectInfo] = []
+        with translated(path):
+            for root, _, names in os.walk(path):
+                for name in names:
+                    full = os.path.join(root, name)
+                    status = os.stat(full)
+                    if stat_module.S_ISREG(status.st_mode):
+                        found.append(ObjectInfo(full, status.st_size, _pin(status)))
+        return sorted(found, key=lambda f: f.path)
+
+    def stat(self, path: str) -> ObjectInfo | None:
+        """The regular file at exactly this path, or None."""
+        try:
+            with translated(path):
+                status = os.stat(path)
+        except SourceError:
+            return None
+        except StorageError as error:
+            if isinstance(error.__context__, NotADirectoryError):
+                return None
+            raise
+        if not stat_module.S_ISREG(status.st_mode):
+            return None
+        return ObjectInfo(path, status.st_size, _pin(status))
+
+    def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on; the file must still be the pinned one."""
+        with translated(info.path):
+            descriptor = os.open(info.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if _pin(os.fstat(descriptor)) != info.pin:
+                    raise changed(info)
+                done = 0
+                while done < len(buffer):
+                    count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                    if count == 0:
+                        raise changed(info)
+                    done += count
+            finally:
+                os.close(descriptor)
+
+
+def changed(info: ObjectInfo) -> SourceError:
+    """The error for an object that is not what it was when it was listed."""
+    return SourceError(
+        "source.changed",
+        f"{printable(info.path)} changed while it was read (pinned as {info.pin})",
+        fix="wait until the training run has finished saving, then run the same command again",
+        details={"path": info.path, "pin": info.pin},
+    )

@@ -1,0 +1,353 @@
+"""S3: s3fs names and lists, a plain botocore client moves bytes and speaks the multipart verbs.
+
+One configuration serves both. The byte path uses botocore's synchronous client in our own threads:
+measured at 1.3 to 2 times the ranged-read rate of s3fs at a lower CPU cost (docs/adr/0003).
+
+Source: Amazon S3 API reference (multipart limits: 10,000 parts, 5 MiB least part, conditional writes);
+s3fs 2026.9.0 (`S3FileSystem`), botocore 1.43.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import botocore.exceptions
+import botocore.session
+import s3fs
+from botocore.config import Config
+from reshard.errors import ReshardError, SourceError, StorageError, printable
+
+from reshard_engine.storage.local import changed
+from reshard_engine.storage.profiles import S3Profile
+from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo
+
+_READ_TRIES = 4
+_DENIED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "Forbidden", "AllAccessDisabled"}
+_NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
+_CONFLICT = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
+
+
+def _typed(error: BaseException, path: str) -> ReshardError:
+    """The typed error for what botocore or s3fs raised."""
+    where = f"s3://{printable(path)}"
+    if isinstance(error, botocore.exceptions.ClientError):
+        facts = error.response.get("Error", {})
+        code = str(facts.get("Code", ""))
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        text = f"{where}: {printable(code)}: {printable(str(facts.get('Message', '')))}"
+        if code == "NoSuchBucket":
+            bucket = path.partition("/")[0]
+            return StorageError("storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name")
+        if code in _DENIED or status in (401, 403):
+            return StorageError(
+                "storage.denied", text, fix="check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a --profile"
+            )
+        if code in _NOT_FOUND or status == 404:
+            return SourceError("source.not_found", f"{where} does not exist")
+        if code in _CONFLICT:
+            return StorageError("storage.conflict", f"{where} is there already", fix="choose another target, or --overwrite")
+        if status >= 500 or code in {"SlowDown", "RequestTimeout", "Throttling"}:
+            return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
+        return StorageError("storage.protocol", text)
+    if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
+        return StorageError(
+            "storage.denied", f"{where}: no credentials", fix="export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    return StorageError(
+        "storage.unavailable", f"{where}: {type(error).__name__}: {printable(str(error))}", fix="check AWS_ENDPOINT_URL and the network"
+    )
+
+
+@contextmanager
+def _translated(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError, http.client.HTTPException) as error:
+        raise _typed(error, path) from error
+    except OSError as error:  # s3fs translates; the cause has the store's own words.
+        cause = error.__cause__
+        if isinstance(cause, botocore.exceptions.ClientError | botocore.exceptions.BotoCoreError):
+            raise _typed(cause, path) from error
+        if isinstance(error, FileNotFoundError):
+            raise SourceError("source.not_found", f"s3://{printable(path)} does not exist") from error
+        raise _typed(error, path) from error
+
+
+def _split(path: str) -> tuple[str, str]:
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+class S3Store:
+    """One S3 service. Paths are `bucket/key`."""
+
+    scheme = "s3"
+    min_part_bytes = 5 << 20
+
+    def __init__(self, profile: S3Profile, *, connections: int = 64) -> None:
+        """Connect lazily; nothing is sent until the first call."""
+        options: dict[str, Any] = {"endpoint_url": profile.endpoint_url}
+        self._fs = s3fs.S3FileSystem(
+            key=profile.access_key_id,
+            secret=profile.secret_access_key,
+            token=profile.session_token,
+            endpoint_url=profile.endpoint_url,
+            client_kwargs={"region_name": profile.region} if profile.region else {},
+            config_kwargs={"retries": {"max_attempts": 4, "mode": "standard"}, "connect_timeout": 10},
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
+        if profile.access_key_id:
+            options["aws_access_key_id"] = profile.access_key_id
+            options["aws_secret_access_key"] = profile.secret_access_key
+            options["aws_session_token"] = profile.session_token
+        self._client: Any = botocore.session.get_session().create_client(
+            "s3",
+            region_name=profile.region or botocore.session.get_session().get_config_variable("region") or "us-east-1",
+            config=Config(
+                max_pool_connections=connections,
+                retries={"max_attempts": 4, "mode": "standard"},
+                connect_timeout=10,
+                read_timeout=60,
+                # We hand our own CRC-32 to the store with each write and verify reads ourselves.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+            **options,
+        )
+
+    # -- names and listings: s3fs -----------------------------------------------------------------
+
+    def list_directory(self, path: str) -> Listing:
+        """The immediate children of a prefix; empty if there is none."""
+        files: list[ObjectInfo] = []
+        directories: list[str] = []
+        with _translated(path):
+            try:
+                # `_lsdir` is what `ls` builds on; `ls` itself answers for a file of that name too.
+                entries: list[dict[str, Any]] = self._fs.ls(path, detail=True, refresh=True)
+            except FileNotFoundError as error:
+                if error.__cause__ is not None:
+                    raise
+                self._client.head_bucket(Bucket=_split(path)[0])
+                return Listing((), ())
+        for entry in entries:
+            name = str(entry["name"])
+            if name.rstrip("/") == path.rstrip("/"):
+                continue
+            if entry["type"] == "directory":
+                directories.append(name.rstrip("/").rpartition("/")[2])
+            else:
+                files.append(_info(entry))
+        return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
+
+    def list_tree(self, path: str) -> list[ObjectInfo]:
+        """Every object below a prefix, sorted by path; empty if there is none."""
+        with _translated(path):
+            found: dict[str, dict[str, Any]] = self._fs.find(path.rstrip("/") + "/", detail=True, refresh=True)
+        return sorted((_info(e) for e in found.values() if e["type"] == "file"), key=lambda f: f.path)
+
+    def stat(self, path: str) -> ObjectInfo | None:
+        """The object at exactly this key, or None."""
+        head = self._head(path)
+        return None if head is None else ObjectInfo(path, int(head["ContentLength"]), "etag:" + head["ETag"].strip('"'))
+
+    def metadata(self, path: str) -> Mapping[str, str] | None:
+        """User metadata of an object, or None if there is no object."""
+        head = self._head(path)
+        return None if head is None else dict(head.get("Metadata", {}))
+
+    def _head(self, path: str) -> Any:
+        bucket, key = _split(path)
+        try:
+            with _translated(path):
+                return self._client.head_object(Bucket=bucket, Key=key)
+        except SourceError as error:
+            if error.code == "source.not_found":
+                return None
+            raise
+
+    # -- bytes: botocore ----------------------------------------------------------------------------
+
+    def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on; the object must still have the pinned ETag."""
+        bucket, key = _split(info.path)
+        last = offset + len(buffer) - 1
+        etag = info.pin.removeprefix("etag:")
+        for attempt in range(_READ_TRIES):
+            try:
+                with _translated(info.path):
+                    answer = self._client.get_object(Bucket=bucket, Key=key, Range=f"bytes={offset}-{last}", IfMatch=f'"{etag}"')
+                    if answer["ETag"].strip('"') != etag:
+                        raise changed(info)
+                    _fill(answer["Body"], buffer, info.path)
+                return
+            except StorageError as error:
+                if error.code == "storage.conflict":
+                    raise changed(info) from error
+                if not error.retryable or attempt == _READ_TRIES - 1:
+                    raise
+            except SourceError as error:
+                if error.code == "source.not_found":
+                    raise changed(info) from error
+                raise
+
+    def put(self, path: str, data: bytes | memoryview, *, metadata: Mapping[str, str], if_absent: bool) -> ObjectInfo:
+        """Write a whole object, with a CRC-32 that the store checks."""
+        bucket, key = _split(path)
+        extra: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
+        with _translated(path):
+            answer = self._client.put_object(
+                Bucket=bucket, Key=key, Body=_body(data), Metadata=dict(metadata), ChecksumCRC32=_crc(data), **extra
+            )
+        return ObjectInfo(path, len(data), "etag:" + answer["ETag"].strip('"'))
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Remove objects; absent ones are no error."""
+        for path in paths:
+            bucket, key = _split(path)
+            with _translated(path):
+                self._client.delete_object(Bucket=bucket, Key=key)
+
+    # -- multipart ------------------------------------------------------------------------------------
+
+    def create_multipart(self, path: str, *, metadata: Mapping[str, str]) -> str:
+        """Begin a multipart upload; returns its id."""
+        bucket, key = _split(path)
+        with _translated(path):
+            answer = self._client.create_multipart_upload(
+                Bucket=bucket, Key=key, Metadata=dict(metadata), ChecksumAlgorithm="CRC32", ChecksumType="COMPOSITE"
+            )
+        return str(answer["UploadId"])
+
+    def put_part(self, path: str, upload_id: str, number: int, data: memoryview) -> PartInfo:
+        """Upload one part, with a CRC-32 that the store checks."""
+        bucket, key = _split(path)
+        with _translated(path):
+            answer = self._client.upload_part(
+                Bucket=bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=_body(data), ChecksumCRC32=_crc(data)
+            )
+        return PartInfo(number, len(data), answer["ETag"].strip('"'))
+
+    def copy_part(self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int) -> PartInfo:
+        """Fill one part from a byte range of a pinned object of this service (at most 5 GiB)."""
+        bucket, key = _split(path)
+        source_bucket, source_key = _split(source.path)
+        with _translated(path):
+            answer = self._client.upload_part_copy(
+                Bucket=bucket,
+                Key=key,
+                UploadId=upload_id,
+                PartNumber=number,
+                CopySource={"Bucket": source_bucket, "Key": source_key},
+                CopySourceRange=f"bytes={offset}-{offset + length - 1}",
+                CopySourceIfMatch=f'"{source.pin.removeprefix("etag:")}"',
+            )
+        return PartInfo(number, length, answer["CopyPartResult"]["ETag"].strip('"'))
+
+    def list_parts(self, path: str, upload_id: str) -> list[PartInfo] | None:
+        """The parts of an upload in number order, or None if the upload is gone."""
+        bucket, key = _split(path)
+        parts: list[PartInfo] = []
+        try:
+            with _translated(path):
+                pages = self._client.get_paginator("list_parts").paginate(Bucket=bucket, Key=key, UploadId=upload_id)
+                for page in pages:
+                    parts += [PartInfo(p["PartNumber"], p["Size"], p["ETag"].strip('"')) for p in page.get("Parts", [])]
+        except StorageError as error:
+            if _store_code(error) == "NoSuchUpload":
+                return None
+            raise
+        except SourceError:
+            return None
+        return parts
+
+    def list_uploads(self, prefix: str) -> list[tuple[str, str]]:
+        """(path, upload id) of every unfinished upload below a prefix."""
+        bucket, key = _split(prefix)
+        found: list[tuple[str, str]] = []
+        with _translated(prefix):
+            for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
+                found += [(f"{bucket}/{u['Key']}", u["UploadId"]) for u in page.get("Uploads", [])]
+        return found
+
+    def complete_multipart(self, path: str, upload_id: str, parts: Sequence[PartInfo]) -> None:
+        """Make the object visible."""
+        bucket, key = _split(path)
+        listed = [{"PartNumber": p.number, "ETag": f'"{p.etag}"'} for p in parts]
+        with _translated(path):
+            self._client.complete_multipart_upload(
+                Bucket=bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
+            )
+
+    def abort_multipart(self, path: str, upload_id: str) -> None:
+        """Drop an upload; one that is gone is no error."""
+        bucket, key = _split(path)
+        try:
+            with _translated(path):
+                self._client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
+        except SourceError:
+            return
+        except StorageError as error:
+            if _store_code(error) != "NoSuchUpload":
+                raise
+
+
+def _store_code(error: StorageError) -> str:
+    cause = error.__cause__
+    return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, botocore.exceptions.ClientError) else ""
+
+
+def _info(entry: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(str(entry["name"]), int(entry["size"]), "etag:" + str(entry.get("ETag", "")).strip('"'))
+
+
+def _crc(data: bytes | memoryview) -> str:
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+class _Body:
+    """A seekable view of a buffer that botocore sends without a copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def read(self, count: int = -1) -> memoryview:
+        end = len(self._data) if count is None or count < 0 else min(len(self._data), self._at + count)
+        piece = self._data[self._at : end]
+        self._at = end
+        return piece
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset if whence == 0 else self._at + offset if whence == 1 else len(self._data) + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+def _body(data: bytes | memoryview) -> Any:
+    return data if isinstance(data, bytes) else _Body(data)
+
+
+def _fill(body: Any, buffer: memoryview, path: str) -> None:
+    done = 0
+    try:
+        for chunk in body.iter_chunks(1 << 20):
+            if done + len(chunk) > len(buffer):
+                raise StorageError("storage.protocol", f"s3://{printable(path)}: more bytes than were asked for")
+            buffer[done : done + len(chunk)] = chunk
+            done += len(chunk)
+    finally:
+        body.close()
+    if done != len(buffer):
+        raise StorageError("storage.unavailable", f"s3://{printable(path)}: {done} of {len(buffer)} bytes arrived")

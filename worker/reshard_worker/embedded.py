@@ -1,0 +1,72 @@
+"""The embedded executor of `reshard serve`: polls the job table, needs no broker.
+
+Run as `python -m reshard_worker.embedded`; settings come from `RESHARD_*` variables.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import time
+from types import FrameType
+
+from sqlalchemy.exc import DBAPIError
+
+from reshard.errors import ReshardError
+from reshard_jobs.database import Database
+from reshard_jobs.leases import Leases
+from reshard_jobs.reaper import Reaper
+from reshard_worker.lifetime import die_with_parent
+from reshard_worker.reaping import ReaperThread
+from reshard_worker.settings import WorkerSettings, worker_name
+from reshard_worker.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25
+
+
+def serve_jobs(settings: WorkerSettings) -> None:
+    """Run jobs one after the other until SystemExit is raised in this thread."""
+    database = Database(settings.jobs.database_url)
+    leases = Leases(database, lease_s=settings.jobs.lease_s)
+    reaper = ReaperThread(Reaper(database, lease_s=settings.jobs.lease_s), interval_s=settings.jobs.reaper_s)
+    supervisor = Supervisor(leases, settings, name=worker_name("embedded"))
+    reaper.start()
+    try:
+        while True:
+            try:
+                idle = supervisor.run_next() is None
+            except DBAPIError as error:
+                logger.warning("the database does not answer: %s", error)
+                idle = True
+            if idle:
+                time.sleep(POLL_S)
+    finally:
+        reaper.stop()
+        database.close()
+
+
+def main() -> int:
+    """Serve until SIGTERM or SIGINT, or until the parent dies."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    die_with_parent(signal.SIGTERM)
+    try:
+        serve_jobs(WorkerSettings.from_env())
+    except ReshardError as error:
+        sys.stderr.write(f"{error}\nfix: {error.fix}\n")
+        return int(error.exit_code)
+    return 0
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    # The supervisor gives its job back on the way out. A second signal must not cut that short.
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

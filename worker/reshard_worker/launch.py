@@ -1,0 +1,43 @@
+"""`reshard worker`: replaces this process by a Celery worker with the options that were proven."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import NoReturn
+
+from reshard.errors import RequestError
+from reshard_jobs.settings import DOORBELL_QUEUE
+
+
+def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = "INFO") -> NoReturn:
+    """Become a Celery worker that runs one job at a time.
+
+    Args:
+        gpu: Value of CUDA_VISIBLE_DEVICES for this worker; None leaves the environment as it is.
+        name: Node name before the `@`; must differ between the workers of one host.
+        log_level: Celery's log level.
+
+    Raises:
+        RequestError: `RESHARD_BROKER_URL` is not set.
+    """
+    if not os.environ.get("RESHARD_BROKER_URL"):
+        raise RequestError(
+            "request.invalid",
+            "a worker needs a broker, and RESHARD_BROKER_URL is not set",
+            fix="export RESHARD_BROKER_URL=redis://host:6379/0, or use `reshard serve`, which needs no broker",
+        )
+    environment = dict(os.environ)
+    # SIGTERM must mean: give the job back after a grace time. Celery's default waits for its end.
+    environment["REMAP_SIGTERM"] = "SIGQUIT"
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    node = name or (f"gpu{gpu}" if gpu is not None else f"worker{os.getpid()}")
+    argv = [
+        *(sys.executable, "-m", "celery", "-A", "reshard_worker.app", "worker"),
+        *("--pool", "prefork", "--concurrency", "1", "--queues", DOORBELL_QUEUE),
+        *("--hostname", f"{node}@{platform.node()}", "--without-gossip", "--without-mingle"),
+        *("--disable-prefetch", "--loglevel", log_level),
+    ]
+    os.execve(sys.executable, argv, environment)  # noqa: S606 - no shell is wanted

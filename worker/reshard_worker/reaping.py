@@ -1,0 +1,60 @@
+"""The reaper beside a driver: a thread that sweeps while jobs run, and rings for what it found."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from sqlalchemy.exc import DBAPIError
+
+from reshard_jobs.reaper import Reaper
+
+logger = logging.getLogger(__name__)
+
+
+class ReaperThread:
+    """Sweeps at once and then every `interval_s`, until stopped.
+
+    Args:
+        reaper: What to run.
+        interval_s: Seconds between two sweeps.
+        ring: Called with the id of each job whose doorbell is due; may raise `OSError`.
+    """
+
+    def __init__(self, reaper: Reaper, *, interval_s: float, ring: Callable[[str], None] | None = None) -> None:
+        self._reaper = reaper
+        self._interval_s = interval_s
+        self._ring = ring
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
+
+    def start(self) -> None:
+        """Begin to sweep."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the sweep that runs now."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while True:
+            self._sweep()
+            if self._stop.wait(self._interval_s):
+                return
+
+    def _sweep(self) -> None:
+        try:
+            sweep = self._reaper.sweep()
+        except DBAPIError as error:
+            logger.warning("the reaper's sweep failed and will be repeated: %s", error)
+            return
+        if sweep.requeued or sweep.failed or sweep.cancelled:
+            logger.info("reaper: requeued %s, failed %s, cancelled %s", sweep.requeued, sweep.failed, sweep.cancelled)
+        for job_id in sweep.to_ring if self._ring else ():
+            try:
+                self._ring(job_id)  # type: ignore[misc]
+            except OSError as error:
+                logger.warning("the doorbell of job %s could not be rung: %s", job_id, error)

@@ -1,0 +1,55 @@
+"""Settings of a worker, beside those that it shares with the API."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from reshard_jobs.settings import JobSettings, read_seconds
+
+_RUNNER = (sys.executable, "-m", "reshard_worker.runner")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """How a worker runs jobs.
+
+    Attributes:
+        jobs: What is shared with the API.
+        runner_command: Command line of the engine process; operators wrap it (`nice`, `systemd-run`).
+        cancel_poll_s: How often a running job's cancel flag is read.
+        term_grace_s: How long an engine may take to stop by itself.
+        discard_limit_s: How long a clean-up may take.
+        progress_s: Least time between two recorded progress entries; a new phase is recorded at once.
+        retry_delay_s: Pause before the second attempt after a passing failure; doubles with each.
+    """
+
+    jobs: JobSettings = field(default_factory=JobSettings)
+    runner_command: tuple[str, ...] = _RUNNER
+    cancel_poll_s: float = 0.5
+    term_grace_s: float = 2.0
+    discard_limit_s: float = 60.0
+    progress_s: float = 0.5
+    retry_delay_s: float = 5.0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> WorkerSettings:
+        """Settings from `RESHARD_*` variables."""
+        values = os.environ if env is None else env
+        command = values.get("RESHARD_RUNNER_COMMAND", "")
+        return cls(
+            jobs=JobSettings.from_env(values),
+            runner_command=tuple(shlex.split(command)) if command else _RUNNER,
+            retry_delay_s=read_seconds(values, "RESHARD_RETRY_DELAY_S", 5.0),
+        )
+
+
+def worker_name(kind: str) -> str:
+    """How a worker process is shown: what it is, where it runs."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
+    device = f"/gpu{gpu}" if gpu else ""
+    return f"{kind}@{platform.node()}/{os.getpid()}{device}"
