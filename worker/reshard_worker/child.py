@@ -94,7 +94,7 @@ class RunnerProcess:
             logger.debug("runner %d has ended already", self._process.pid)
 
     def _write(self, line: bytes) -> None:
-        assert self._process.stdin is not None  # noqa: S101 - opened above
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
             self._process.stdin.flush()
@@ -102,7 +102,7 @@ class RunnerProcess:
             logger.warning("runner %d closed its input", self._process.pid)
 
     def _read(self) -> None:
-        assert self._process.stdout is not None  # noqa: S101 - opened above
+        assert self._process.stdout is not None
         with self._process.stdout as stdout:
             for line in stdout:
                 try:

@@ -53,8 +53,11 @@ class ReaperThread:
             return
         if sweep.requeued or sweep.failed or sweep.cancelled:
             logger.info("reaper: requeued %s, failed %s, cancelled %s", sweep.requeued, sweep.failed, sweep.cancelled)
-        for job_id in sweep.to_ring if self._ring else ():
+        ring = self._ring
+        if ring is None:
+            return
+        for job_id in sweep.to_ring:
             try:
-                self._ring(job_id)  # type: ignore[misc]
+                ring(job_id)
             except OSError as error:
                 logger.warning("the doorbell of job %s could not be rung: %s", job_id, error)

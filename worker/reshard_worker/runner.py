@@ -75,7 +75,7 @@ def main() -> int:
     # What a library prints must not end up among the messages.
     messages = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    reporter = Reporter(sys.stdin.buffer, messages)  # type: ignore[arg-type]
+    reporter = Reporter(sys.stdin.buffer, messages)
     command = Command.model_validate_json(sys.stdin.buffer.readline())
     try:
         reporter.send(run(command, load_engine(), reporter, stop).line())

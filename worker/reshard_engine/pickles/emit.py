@@ -24,6 +24,7 @@ from reshard_engine.pickles.nodes import (
     PSet,
     PStorage,
     PTensor,
+    PTensorRef,
     PTuple,
     kind_of,
 )
@@ -266,7 +267,7 @@ def rewrite(node: Node, tensor: Any, foreign: Any, memo: dict[int, Any] | None =
         return rewrite(child, tensor, foreign, memo)
 
     match node:
-        case PTensor():
+        case PTensor() | PTensorRef():
             result: Node = tensor(node)
         case PList():
             result = memo[id(node)] = PList(depth=node.depth)

@@ -123,6 +123,13 @@ class PTensor:
         return count
 
 
+@dataclass(slots=True, frozen=True)
+class PTensorRef:
+    """A tensor of the checkpoint's shard map, in a tree that will be written again."""
+
+    index: int
+
+
 def is_mapping(node: Node) -> bool:
     """Whether the node is a dict or an OrderedDict."""
     return isinstance(node, PDict) or (

@@ -1,0 +1,181 @@
+"""The zoo of training runs: what each is, and the DeepSpeed configuration it means.  Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+GLOBAL_BATCH = 12  # 1, 2, 3 and 4 ranks divide it, so every world sees the same batch at the same step
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Stage = Literal[0, 1, 2, 3, "bf16opt"]
+OptimizerName = Literal["adamw", "sgd", "adagrad", "lion"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of training run.
+
+    Attributes:
+        name: unique; also the test id.
+        stage: ZeRO stage, or ``"bf16opt"`` for DeepSpeed's BF16_Optimizer (stage 1 with fp32 gradient accumulation).
+        dtype: model dtype.
+        optimizer: AdamW from DeepSpeed's config; the others are client optimizers.
+        two_groups: two parameter groups with their own lr and weight decay (vectors apart from matrices).
+        scheduler: WarmupLR.
+        round_robin: ``round_robin_gradients``.
+        parameter_alignment: ``parameter_alignment``.
+        elastic: ``elastic_checkpoint``.
+        sub_group_size: ZeRO-3 sub-group size in elements of one rank's partition; DeepSpeed's default if None.
+        tied: head shares the embedding's weight.
+        frozen: a matrix without gradient.
+        unused: a trainable parameter that never takes part in the forward pass.
+        buffers: persistent int and float buffers that training changes and the loss depends on.
+        local_buffer: a float buffer that depends on the rank's own data, as batch norm's does: replicas disagree.
+        empty_param: a trainable parameter of no elements.
+        zip_files: False writes torch's legacy stream (``checkpoint_serialization: false``).
+        steps: steps trained before the save.
+        loss_scale_power: fp16's initial loss scale is 2 to this; a large one overflows and skips the first steps.
+        writer: ``checkpoint.writer.type``; torch.save straight into the file if None.
+        tiny: one narrow layer, for frozen test data.
+    """
+
+    name: str
+    stage: Stage
+    dtype: Dtype
+    optimizer: OptimizerName = "adamw"
+    two_groups: bool = False
+    scheduler: bool = False
+    round_robin: bool = False
+    parameter_alignment: bool = False
+    elastic: bool = False
+    sub_group_size: int | None = None
+    tied: bool = True
+    frozen: bool = True
+    unused: bool = True
+    buffers: bool = True
+    local_buffer: bool = False
+    empty_param: bool = False
+    zip_files: bool = True
+    steps: int = 3
+    loss_scale_power: int = 4
+    writer: Literal["python", "fast"] | None = None
+    tiny: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data from which ``Case(**data)`` is this case again, for the way into a rank."""
+        return asdict(self)
+
+
+def ds_config(case: Case, world: int, *, load_universal: bool = False) -> dict[str, Any]:
+    """DeepSpeed's configuration of ``case`` on ``world`` data-parallel ranks."""
+    if GLOBAL_BATCH % world:
+        raise ValueError(f"{world} ranks do not divide a batch of {GLOBAL_BATCH}")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.5,
+        "zero_optimization": _zero_section(case),
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "checkpoint": _checkpoint_section(case, load_universal=load_universal),
+    }
+    if case.optimizer == "adamw":
+        params = {"torch_adam": True, "lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+    if case.scheduler:
+        top: float | list[float] = [1e-2, 5e-3] if case.two_groups else 1e-2
+        config["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0, "warmup_max_lr": top, "warmup_num_steps": 10, "warmup_type": "linear"},
+        }
+    if case.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    if case.dtype == "fp16":
+        config["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": case.loss_scale_power,
+            "loss_scale_window": 4,
+            "hysteresis": 1,
+        }
+    if case.stage == "bf16opt":
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def _zero_section(case: Case) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": 1 if case.stage == "bf16opt" else case.stage}
+    if case.round_robin:
+        zero["round_robin_gradients"] = True
+    if case.parameter_alignment:
+        zero["parameter_alignment"] = True
+    if case.elastic:
+        zero["elastic_checkpoint"] = True
+    if case.sub_group_size is not None:
+        zero["sub_group_size"] = case.sub_group_size
+    if case.stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # else tiny models are never really gathered
+    return zero
+
+
+def _checkpoint_section(case: Case, *, load_universal: bool) -> dict[str, Any]:
+    section: dict[str, Any] = {}
+    if load_universal:
+        section["load_universal"] = True
+    if not case.zip_files:
+        section["checkpoint_serialization"] = False
+    if case.writer is not None:
+        section["writer"] = {"type": case.writer, "io_buffer_size": 1 << 20, "data_parallel": "replica"}
+    return section
+
+
+def _zoo() -> dict[str, Case]:
+    cases = [
+        Case("z0_fp32", 0, "fp32"),
+        Case("z0_bf16", 0, "bf16"),
+        Case("z1_fp32", 1, "fp32", scheduler=True),
+        Case("z1_bf16", 1, "bf16"),
+        Case("z2_fp32", 2, "fp32"),
+        Case("z2_bf16", 2, "bf16", scheduler=True),
+        Case("z3_fp32", 3, "fp32"),
+        Case("z3_bf16", 3, "bf16", scheduler=True),
+        Case("bf16opt", "bf16opt", "bf16"),
+        Case("bf16opt_two_groups", "bf16opt", "bf16", two_groups=True, scheduler=True),
+        Case("z1_fp16", 1, "fp16"),
+        Case("z2_fp16", 2, "fp16"),
+        Case("z3_fp16", 3, "fp16"),
+        Case("z2_fp16_skipped", 2, "fp16", loss_scale_power=22, steps=7, scheduler=True),
+        Case("z1_before_first_step", 1, "fp32", steps=0),
+        Case("z2_before_first_step", 2, "bf16", steps=0),
+        Case("z3_before_first_step", 3, "bf16", steps=0),
+        Case("z2_round_robin", 2, "bf16", round_robin=True),
+        Case("z1_round_robin_two_groups", 1, "bf16", round_robin=True, two_groups=True),
+        Case("z2_alignment", 2, "bf16", parameter_alignment=True),
+        Case("z2_round_robin_alignment", 2, "bf16", round_robin=True, parameter_alignment=True),
+        Case("z1_two_groups", 1, "bf16", two_groups=True),
+        Case("z2_two_groups", 2, "bf16", two_groups=True, scheduler=True),
+        Case("z3_two_groups", 3, "bf16", two_groups=True),
+        Case("z3_sub_groups", 3, "bf16", sub_group_size=150),
+        Case("z3_sub_groups_two_groups", 3, "bf16", sub_group_size=150, two_groups=True),
+        Case("z1_elastic", 1, "bf16", elastic=True),
+        Case("z2_sgd", 2, "bf16", optimizer="sgd"),
+        Case("z3_sgd", 3, "bf16", optimizer="sgd"),
+        Case("z1_adagrad", 1, "bf16", optimizer="adagrad"),
+        Case("z2_lion", 2, "bf16", optimizer="lion"),
+        Case("z2_legacy_stream", 2, "bf16", zip_files=False),
+        Case("z3_legacy_stream", 3, "bf16", zip_files=False),
+        Case("z2_python_writer", 2, "bf16", writer="python"),
+        Case("z2_fast_writer", 2, "bf16", writer="fast"),
+        Case("z3_fast_writer", 3, "bf16", writer="fast"),
+        Case("z2_local_buffer", 2, "bf16", local_buffer=True),
+        Case("z3_local_buffer", 3, "bf16", local_buffer=True),
+        Case("z2_empty_param", 2, "bf16", empty_param=True),
+        Case("z2_plain", 2, "bf16", tied=False, frozen=False, unused=False, buffers=False),
+        Case("z3_plain", 3, "bf16", tied=False, frozen=False, unused=False, buffers=False),
+        Case("zero2_tiny", 2, "bf16", tiny=True, scheduler=True),
+        Case("zero3_tiny", 3, "bf16", tiny=True, scheduler=True),
+    ]
+    return {case.name: case for case in cases}
+
+
+CASES: dict[str, Case] = _zoo()

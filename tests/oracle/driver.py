@@ -1,0 +1,148 @@
+"""The oracle as tests call it: typed wrappers around the rank functions.  Imports neither torch nor DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oracle.cases import Case
+from oracle.launcher import Worlds
+from oracle.truth import Truth
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint of a real run and everything known about it.
+
+    Attributes:
+        case: what was trained.
+        world: data-parallel ranks that wrote it.
+        dir: the save folder: ``latest``, ``<tag>/`` and the truth.
+        tag: the tag saved.
+        losses_before: global losses up to the save.
+        losses_after: the uninterrupted run's losses after the save.
+    """
+
+    case: Case
+    world: int
+    dir: Path
+    tag: str
+    losses_before: tuple[float, ...]
+    losses_after: tuple[float, ...]
+
+    @property
+    def tag_dir(self) -> Path:
+        """The folder that holds the checkpoint's files."""
+        return self.dir / self.tag
+
+    @property
+    def truth(self) -> Truth:
+        """The logical state at the save; kept beside the checkpoint folder, so that no reader trips over it."""
+        return Truth(self.dir.parent / "truth.safetensors", self.dir.parent / "truth.json")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What DeepSpeed made of a checkpoint: its state right after loading, and the losses of its next steps."""
+
+    state: Truth
+    losses: tuple[float, ...]
+    out: Path
+
+    @property
+    def wrong_weights(self) -> list[str]:
+        """Parameters whose model-dtype weight was not the rounded master after loading."""
+        names: list[str] = self.state.meta["wrong_weights"]
+        return names
+
+
+class Oracle:
+    """Trains, resumes and converts with DeepSpeed itself."""
+
+    def __init__(self, worlds: Worlds) -> None:
+        self.worlds = worlds
+
+    def train(self, case: Case, folder: Path, *, world: int = 2, steps_after: int = 3) -> Trained:
+        """Trains ``case`` and saves it under ``folder/ckpt``, with the truth in ``folder``."""
+        save_dir = folder / "ckpt"
+        results = self.worlds.run(
+            "oracle.train:train_and_save",
+            world=world,
+            case=case.to_json(),
+            save_dir=str(save_dir),
+            truth_dir=str(folder),
+            steps_after=steps_after,
+        )
+        got: dict[str, Any] = results[0]
+        return Trained(case, world, save_dir, got["tag"], tuple(got["losses_before"]), tuple(got["losses_after"]))
+
+    def resume_universal(
+        self,
+        case: Case,
+        load_dir: Path,
+        out: Path,
+        *,
+        world: int,
+        tag: str | None = None,
+        steps: int = 3,
+        restore_from: Truth | None = None,
+    ) -> Resumed:
+        """A new run on ``world`` ranks that loads a universal checkpoint; see ``oracle.train.resume_universal``.
+
+        Args:
+            case: the target run.
+            load_dir: the folder above the tag.
+            out: folder for the dump.
+            world: data-parallel ranks.
+            tag: folder name; ``latest_universal`` decides if None.
+            steps: steps to train after loading.
+            restore_from: takes buffers and frozen weights from this truth before training (the loader does not).
+
+        Raises:
+            WorldError: DeepSpeed refused; the traceback is in it.
+        """
+        return self._resume("resume_universal", case, load_dir, out, world, tag, steps, restore_from)
+
+    def resume_native(
+        self, case: Case, load_dir: Path, out: Path, *, world: int, tag: str | None = None, steps: int = 3
+    ) -> Resumed:
+        """A new run on ``world`` ranks that loads by plain ``engine.load_checkpoint``; arguments as above."""
+        return self._resume("resume_native", case, load_dir, out, world, tag, steps, None)
+
+    def _resume(
+        self,
+        function: str,
+        case: Case,
+        load_dir: Path,
+        out: Path,
+        world: int,
+        tag: str | None,
+        steps: int,
+        restore_from: Truth | None,
+    ) -> Resumed:
+        results = self.worlds.run(
+            f"oracle.train:{function}",
+            world=world,
+            case=case.to_json(),
+            load_dir=str(load_dir),
+            tag=tag,
+            out=str(out),
+            steps=steps,
+            restore_from=str(restore_from.tensors_path) if restore_from else None,
+        )
+        state = Truth(out / "resumed.safetensors", out / "resumed.json")
+        return Resumed(state, tuple(results[0]["losses"]), out)
+
+    def peer_fp32(self, checkpoint_dir: Path, out: Path, *, tag: str | None = None) -> str | None:
+        """Consolidates with zero_to_fp32 into the safetensors file ``out``; its error's text, or None."""
+        run = self.worlds.run
+        got = run("oracle.peers:peer_fp32", world=1, checkpoint_dir=str(checkpoint_dir), out=str(out), tag=tag)
+        error: str | None = got[0]["error"]
+        return error
+
+    def peer_universal(self, tag_dir: Path, out_dir: Path) -> str | None:
+        """Converts with ds_to_universal (missing state injected); its error's text, or None."""
+        got = self.worlds.run("oracle.peers:peer_universal", world=1, tag_dir=str(tag_dir), out_dir=str(out_dir))
+        error: str | None = got[0]["error"]
+        return error

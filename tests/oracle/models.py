@@ -1,0 +1,148 @@
+"""The model, its optimizers and its data: small, odd-sized, deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oracle.cases import GLOBAL_BATCH, Case
+
+VOCAB = 29
+SEQUENCE = 9
+
+
+class Block(nn.Module):
+    """Norm and a gated residual; no width divides another, so partitions cut through rows."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Hidden states, same shape."""
+        return hidden + self.down(F.gelu(self.up(self.norm(hidden))))
+
+
+class TinyLM(nn.Module):
+    """A language model of a couple of thousand parameters with the switches of ``Case``."""
+
+    seen: Tensor
+    wave: Tensor
+    running: Tensor
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        width, inner, depth = (6, 7, 1) if case.tiny else (11, 17, 3)
+        self.case = case
+        self.embed = nn.Embedding(VOCAB, width)
+        nn.init.normal_(self.embed.weight, std=0.3)  # it is the head too: unit variance would start far off
+        self.layers = nn.ModuleList(Block(width, inner) for _ in range(depth))
+        self.gain = nn.Parameter(torch.ones(1))  # fewer elements than ranks: some ranks own none of it
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        if case.tied:
+            self.head.weight = self.embed.weight
+        if case.frozen:
+            self.adapter = nn.Linear(width, width, bias=False)
+            self.adapter.weight.requires_grad_(False)
+        if case.unused:
+            self.unused = nn.Parameter(torch.linspace(-1.0, 1.0, 7))
+        if case.empty_param:
+            self.empty = nn.Parameter(torch.empty(0))
+        if case.buffers:
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("wave", torch.zeros(5))
+        if case.local_buffer:
+            self.register_buffer("running", torch.zeros(3))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the next tokens."""
+        hidden = self.embed(tokens)
+        if self.case.frozen:
+            hidden = hidden + 0.1 * self.adapter(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits = self.head(hidden).float() * self.gain.float()
+        if self.case.buffers:
+            self._advance_buffers()
+            # The loss depends on the buffer, so losing it on the way shows in the losses.
+            logits = logits * (1.0 + self.wave.float().mean())
+        if self.case.local_buffer and self.training:
+            with torch.no_grad():
+                self.running.mul_(0.9).add_(0.1 * hidden.float().std())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def _advance_buffers(self) -> None:
+        """Moves the buffers in a way that does not depend on the rank's own data: replicas stay equal."""
+        if self.training:
+            self.seen.add_(1)
+            step = float(self.seen.item())
+            phase = torch.arange(self.wave.numel(), dtype=torch.float32)
+            self.wave.mul_(0.5).add_(torch.sin(phase + step).abs().to(self.wave.dtype), alpha=0.1)
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign momentum (arXiv 2302.06675): one moment and no step counter, unlike the Adam family."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One update; the closure is ignored."""
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                moment = state["exp_avg"]
+                param.mul_(1.0 - group["lr"] * group["weight_decay"])
+                param.add_(torch.sign(first * moment + (1.0 - first) * param.grad), alpha=-group["lr"])
+                moment.mul_(second).add_(param.grad, alpha=1.0 - second)
+
+
+def build_model(case: Case, seed: int) -> TinyLM:
+    """The model of ``case`` with weights drawn from ``seed``."""
+    torch.manual_seed(seed)
+    return TinyLM(case)
+
+
+def param_groups(case: Case, model: nn.Module) -> list[Any]:
+    """Trainable parameters as DeepSpeed's ``model_parameters``; frozen ones stay out, as frameworks do it."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not case.two_groups:
+        return trainable
+    return [
+        {"params": [p for p in trainable if p.ndim > 1], "lr": 1e-2, "weight_decay": 0.1},
+        {"params": [p for p in trainable if p.ndim <= 1], "lr": 5e-3, "weight_decay": 0.0},
+    ]
+
+
+def client_optimizer(case: Case, groups: list[Any]) -> torch.optim.Optimizer | None:
+    """The optimizer object for kinds that DeepSpeed's config cannot name on a CPU, else None."""
+    match case.optimizer:
+        case "adamw":
+            return None
+        case "sgd":
+            return torch.optim.SGD(groups, lr=5e-2, momentum=0.9, weight_decay=0.01)
+        case "adagrad":
+            return torch.optim.Adagrad(groups, lr=2e-2, eps=1e-8)
+        case "lion":
+            return Lion(groups, lr=2e-3, weight_decay=0.01)
+
+
+def batch(step: int, rank: int, world: int) -> tuple[Tensor, Tensor]:
+    """This rank's rows of the global batch of ``step``; the rows of all ranks together do not depend on ``world``."""
+    generator = torch.Generator().manual_seed(90_001 + step)
+    rows = torch.randint(VOCAB, (GLOBAL_BATCH, SEQUENCE), generator=generator)
+    # A learnable rule, so that losses move: every other token repeats its neighbour.
+    rows[:, 1::2] = rows[:, 0:-1:2]
+    mine = rows[rank * GLOBAL_BATCH // world : (rank + 1) * GLOBAL_BATCH // world]
+    return mine[:, :-1], mine[:, 1:]

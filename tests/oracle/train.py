@@ -1,0 +1,219 @@
+"""Functions that run inside the ranks: train and save, resume, and say what the state is.
+
+Every function is collective, takes JSON-able arguments and returns a JSON-able summary; tensors go through files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from safetensors.torch import load_file, save_file
+
+from oracle.cases import Case, ds_config
+from oracle.fastio import enable_fast_writer
+from oracle.gather import gather_module, gather_states
+from oracle.models import batch, build_model, client_optimizer, param_groups
+
+SOURCE_SEED = 1234
+RESUME_SEED = 98765  # other weights than the source's: what a loader does not load shows
+CLIENT_STATE = {"note": "client state", "epoch": 1, "nested": {"list": [1, 2.5, None, True]}}
+
+
+def start_world() -> tuple[int, int]:
+    """Joins the process group; returns (rank, world)."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # A file store instead of host and port: nothing else on the machine can take the port between launch and bind.
+    deepspeed.init_distributed(
+        dist_backend="gloo", init_method=os.environ["ORACLE_STORE"], rank=rank, world_size=world, verbose=False
+    )
+    return rank, world
+
+
+def _allow_fp16() -> None:
+    """The CPU accelerator denies fp16 without AMX; torch computes it anyway, slowly, which is all that a test needs."""
+    accelerator: Any = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+
+
+def build_engine(case: Case, world: int, *, seed: int, load_universal: bool = False) -> Any:
+    """A DeepSpeed engine for ``case`` with freshly drawn weights."""
+    if case.dtype == "fp16":
+        _allow_fp16()
+    if case.writer == "fast":
+        enable_fast_writer()
+    model = build_model(case, seed)
+    groups = param_groups(case, model)
+    initialize: Any = deepspeed.initialize
+    engine, *_ = initialize(
+        model=model,
+        model_parameters=groups,
+        optimizer=client_optimizer(case, groups),
+        config=ds_config(case, world, load_universal=load_universal),
+    )
+    return engine
+
+
+def train_steps(engine: Any, steps: int, rank: int, world: int) -> list[float]:
+    """Global mean losses of the next ``steps`` steps; the data follow ``engine.global_steps``."""
+    losses = []
+    engine.train()
+    for _ in range(steps):
+        tokens, targets = batch(engine.global_steps, rank, world)
+        loss = engine(tokens, targets)
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().to(torch.float64)
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return losses
+
+
+def dump_states(engine: Any, folder: Path, stem: str, extra: dict[str, Any]) -> None:
+    """Writes ``<stem>.safetensors`` and ``<stem>.json`` (rank 0); collective."""
+    gathered = gather_states(engine)
+    tensors = gather_module(engine) | gathered.tensors
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    meta = {
+        "scalars": gathered.scalars,
+        "groups": gathered.groups,
+        "flat_order": gathered.flat_order,
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
+        "loss_scale": float(scaler.loss_scale) if scaler is not None else None,
+        "optimizer_class": type(engine.optimizer).__name__,
+        "world": dist.get_world_size(),
+        **extra,
+    }
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({key: value.contiguous() for key, value in tensors.items()}, folder / f"{stem}.safetensors")
+        (folder / f"{stem}.json").write_text(json.dumps(meta, indent=1, sort_keys=True))
+    dist.barrier()
+
+
+def masters_match_weights(engine: Any) -> list[str]:
+    """Names whose 16-bit weight is not the rounded master: must be none, else the gather walks wrong offsets."""
+    masters = {k.removeprefix("fp32/"): v for k, v in gather_states(engine).tensors.items() if k.startswith("fp32/")}
+    weights = {k.removeprefix("module/"): v for k, v in gather_module(engine).items() if k.startswith("module/")}
+    return [name for name, master in masters.items() if not torch.equal(master.to(weights[name].dtype), weights[name])]
+
+
+def train_and_save(
+    case: dict[str, Any], save_dir: str, truth_dir: str, steps_after: int, tag: str | None = None
+) -> dict[str, Any]:
+    """Trains ``case.steps`` steps, saves a checkpoint and the truth about it, trains on.
+
+    Args:
+        case: a ``Case`` as plain data.
+        save_dir: DeepSpeed's save folder.
+        truth_dir: folder for ``truth.safetensors`` and ``truth.json``.
+        steps_after: steps after the save.
+        tag: ``global_step<N>`` if None.
+
+    Returns:
+        ``tag``, ``losses_before``, and ``losses_after`` of the uninterrupted run.
+    """
+    rank, world = start_world()
+    parsed = Case(**case)
+    engine = build_engine(parsed, world, seed=SOURCE_SEED)
+    before = train_steps(engine, parsed.steps, rank, world)
+    wrong = masters_match_weights(engine)
+    if wrong:
+        raise AssertionError(f"gathered masters disagree with the weights of {wrong}")
+    tag = tag or f"global_step{engine.global_steps}"
+    engine.save_checkpoint(save_dir, tag=tag, client_state=dict(CLIENT_STATE))
+    extra = {
+        "tag": tag,
+        "client_state": CLIENT_STATE,
+        "losses_before": before,
+        "aliases": _aliases(engine.module),
+        "case": case,
+        "ds_version": deepspeed.__version__,
+        "torch_version": str(torch.__version__),
+    }
+    dump_states(engine, Path(truth_dir), "truth", extra)
+    after = train_steps(engine, steps_after, rank, world)
+    if rank == 0:
+        meta = Path(truth_dir, "truth.json")
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"losses_after": after}, indent=1, sort_keys=True))
+    return {"tag": tag, "losses_before": before, "losses_after": after}
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Tied names, alias to owner; the owner is the name that ``named_parameters`` reports."""
+    owners = {id(param): name for name, param in module.named_parameters()}
+    everything = module.named_parameters(remove_duplicate=False)
+    return {name: owners[id(param)] for name, param in everything if owners[id(param)] != name}
+
+
+def _restore_unloaded(engine: Any, truth: Path) -> None:
+    """Copies buffers and frozen weights from a truth file into the engine: universal loading leaves them as drawn."""
+    wanted = load_file(truth)
+    for name, buffer in engine.module.named_buffers():
+        if f"buffer/{name}" in wanted:
+            buffer.data.copy_(wanted[f"buffer/{name}"])
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            continue
+        whole = wanted[f"frozen/{name}"]
+        if hasattr(param, "ds_id"):
+            piece = param.ds_tensor.numel()
+            mine = whole.flatten()[dist.get_rank() * piece : (dist.get_rank() + 1) * piece]
+            param.ds_tensor.data[: mine.numel()].copy_(mine)
+        else:
+            param.data.copy_(whole)
+
+
+def _resume(
+    case: dict[str, Any],
+    load_dir: str,
+    tag: str | None,
+    out: str,
+    steps: int,
+    restore_from: str | None,
+    universal: bool,
+) -> dict[str, Any]:
+    rank, world = start_world()
+    engine = build_engine(Case(**case), world, seed=RESUME_SEED, load_universal=universal)
+    path, client_state = engine.load_checkpoint(load_dir, tag=tag)
+    if path is None:
+        raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag!r} in {load_dir}")
+    kept = {key: value for key, value in client_state.items() if key in CLIENT_STATE}
+    dump_states(engine, Path(out), "resumed", {"client_state": kept, "wrong_weights": masters_match_weights(engine)})
+    if restore_from is not None:
+        _restore_unloaded(engine, Path(restore_from))
+    return {"losses": train_steps(engine, steps, rank, world)}
+
+
+def resume_universal(
+    case: dict[str, Any], load_dir: str, tag: str | None, out: str, steps: int, restore_from: str | None = None
+) -> dict[str, Any]:
+    """Loads a universal checkpoint into a new engine, dumps ``out/resumed.*`` as loaded, trains ``steps`` steps.
+
+    Args:
+        case: the target run; its stage and options may differ from the source's.
+        load_dir: folder that holds the tag's folder.
+        tag: folder name; ``latest_universal`` decides if None.
+        out: folder for the dump.
+        steps: steps to train afterwards.
+        restore_from: a ``truth.safetensors`` whose buffers and frozen weights are copied in after the dump and before
+            training, because DeepSpeed's universal loader restores neither (0.19.8, engine.py ``_load_checkpoint``).
+    """
+    return _resume(case, load_dir, tag, out, steps, restore_from, universal=True)
+
+
+def resume_native(
+    case: dict[str, Any], load_dir: str, tag: str | None, out: str, steps: int, restore_from: str | None = None
+) -> dict[str, Any]:
+    """As ``resume_universal`` by plain ``engine.load_checkpoint``, which restores buffers and frozen weights itself."""
+    return _resume(case, load_dir, tag, out, steps, restore_from, universal=False)

@@ -1,0 +1,111 @@
+"""One server process of a test."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+START_S = 40.0
+STOP_S = 15.0
+
+
+class ServerProcess:
+    """A child in its own process group, with its output in a file."""
+
+    def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self.popen = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=cwd,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process that was started."""
+        return self.popen.pid
+
+    def wait_until(self, ready: Callable[[], bool], *, timeout_s: float = START_S) -> None:
+        """Return when `ready()` holds; fail with the server's output if it ends or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            status = self.popen.poll()
+            if status is not None or time.monotonic() > deadline:
+                tail = self.log.read_text(errors="replace")[-4000:]
+                raise AssertionError(f"{self.popen.args!r} is not ready (status {status}):\n{tail}")
+            time.sleep(0.05)
+
+    def stop(self, sign: signal.Signals = signal.SIGTERM) -> int:
+        """Stop the process and return its status; what does not stop is killed."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(sign)
+        try:
+            return self.popen.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return self.popen.wait(STOP_S)
+
+    def kill(self) -> None:
+        """SIGKILL to this one process, as an out-of-memory killer would; its group is left to itself."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.popen.wait(STOP_S)
+
+
+@contextmanager
+def running(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: Path,
+    cwd: Path | None = None,
+    stop_sign: signal.Signals = signal.SIGTERM,
+) -> Generator[ServerProcess]:
+    """A server process for the length of the block."""
+    process = ServerProcess(argv, env=env, log=log, cwd=cwd)
+    try:
+        yield process
+    finally:
+        process.stop(stop_sign)
+
+
+def free_port(*, twin_offset: int = 0) -> int:
+    """A free loopback port; with `twin_offset`, one whose neighbour at that distance is free too."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        # Low enough that the twin is a port, and out of the range that the kernel hands out itself.
+        port = 20_000 + port % 12_000 if twin_offset else port
+        if all(_is_free(candidate) for candidate in {port, port + twin_offset}):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def accepts(port: int) -> bool:
+    """Whether something listens on the loopback port."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1.0):
+            return True
+    except OSError:
+        return False

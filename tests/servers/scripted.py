@@ -1,0 +1,204 @@
+"""An engine that follows a script, for tests of what surrounds the engine. Never used by the product.
+
+The script is the last part of the source URL: `/scripted/units=20,unit_s=0.1,fail=storage.unavailable`.
+It "converts" to a local directory: one file per unit in a journal beside the target, then, at its
+commit, the target itself. A finished unit is never done again.
+
+Entries: `python scripted.py` is a runner process; `python scripted.py probe ...` a probe; and
+`servers.scripted:create_app` an API whose probes it answers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import JobError, class_of
+from reshard.models import (
+    ConvertRequest,
+    ConvertResult,
+    FileEntry,
+    Inspection,
+    PlanSummary,
+    Progress,
+    SourceSpec,
+    VerifyReport,
+)
+
+UNIT_BYTES = 1000
+
+
+class ScriptedEngine:
+    """Does what the source URL says."""
+
+    def inspect(self, source: SourceSpec) -> Inspection:
+        script = _script(source)
+        time.sleep(float(script.get("inspect_s", 0)))
+        if code := script.get("refuse"):
+            raise class_of(code)(code, f"scripted: {code}", fix="change the script")
+        return Inspection(
+            url=source.url,
+            tag=None,
+            format="scripted",
+            framework_version=None,
+            zero_stage=None,
+            world={},
+            step=None,
+            param_groups=0,
+            parameters=0,
+            parameter_elems=0,
+            optimizer_states=(),
+            dtypes=(),
+            files=0,
+            total_bytes=0,
+            foreign_globals=(),
+            warnings=(),
+            tensors=(),
+        )
+
+    def plan(self, request: ConvertRequest) -> PlanSummary:
+        script = _script(request.source)
+        time.sleep(float(script.get("plan_s", 0)))
+        units = int(script.get("units", 4))
+        return PlanSummary(
+            digest="scripted",
+            source_format="scripted",
+            source_url=request.source.url,
+            tag=None,
+            target=request.target,
+            to=request.to,
+            tensors=0,
+            files=(FileEntry(path="output", size_bytes=units * UNIT_BYTES),),
+            units=units,
+            read_bytes=0,
+            write_bytes=units * UNIT_BYTES,
+            peak_memory_bytes=0,
+        )
+
+    def convert(
+        self,
+        request: ConvertRequest,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> ConvertResult:
+        script = _script(request.source)
+        units = int(script.get("units", 4))
+        report = on_progress or _ignore
+        journal, target = journal_of(request), Path(request.target)
+        journal.mkdir(parents=True, exist_ok=True)
+        report(Progress(phase="planning"))
+        for unit in range(units):
+            if should_stop is not None and should_stop() and "deaf" not in script:
+                raise JobError("job.cancelled", "stopped between units")
+            self._unit(script, journal, unit)
+            done = (unit + 1) * UNIT_BYTES
+            report(Progress(phase="running", bytes_done=done, bytes_total=units * UNIT_BYTES, units_done=unit + 1))
+        report(Progress(phase="verifying", bytes_done=units * UNIT_BYTES, bytes_total=units * UNIT_BYTES))
+        time.sleep(float(script.get("verify_s", 0)))
+        report(Progress(phase="committing", bytes_done=units * UNIT_BYTES, bytes_total=units * UNIT_BYTES))
+        time.sleep(float(script.get("commit_s", 0)))
+        body = b"".join((journal / f"unit{unit}").read_bytes() for unit in range(units))
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "output").write_bytes(body)
+        with (target / "commits").open("a") as commits:
+            commits.write(f"{os.getpid()}\n")
+        return ConvertResult(
+            target=request.target,
+            to=request.to,
+            files=(FileEntry(path="output", size_bytes=len(body)),),
+            read_bytes=0,
+            write_bytes=len(body),
+            seconds={},
+            plan_digest="scripted",
+        )
+
+    def verify(self, target: str, *, profile: str | None = None) -> VerifyReport:
+        del profile
+        return VerifyReport(target=target, files=1, read_bytes=0, ok=True, problems=(), seconds=0.0)
+
+    def discard(self, request: ConvertRequest) -> None:
+        shutil.rmtree(journal_of(request), ignore_errors=True)
+
+    def _unit(self, script: dict[str, str], journal: Path, unit: int) -> None:
+        done = journal / f"unit{unit}"
+        if done.exists():
+            return
+        time.sleep(float(script.get("unit_s", 0)))
+        if unit == int(script.get("at", 0)):
+            self._misbehave(script, journal)
+        done.write_bytes(f"unit {unit}".encode().ljust(UNIT_BYTES, b"."))
+        with (journal.parent / f"{journal.name}.log").open("a") as log:
+            log.write(f"{unit} {os.getpid()}\n")
+
+    def _misbehave(self, script: dict[str, str], journal: Path) -> None:
+        times = len(list(journal.glob("failed*")))
+        if times >= int(script.get("times", 1000)):
+            return
+        (journal / f"failed{times}").touch()
+        if code := script.get("fail"):
+            raise class_of(code)(code, f"scripted: {code}", fix="change the script")
+        if "crash" in script:
+            os.kill(os.getpid(), int(script["crash"]))
+        if "bug" in script:
+            raise ZeroDivisionError("a bug with a secret in its text")
+
+
+def scripted(**script: Any) -> str:
+    """A source URL with a script."""
+    return "/scripted/" + ",".join(f"{name}={value}" for name, value in script.items())
+
+
+def journal_of(request: ConvertRequest) -> Path:
+    """Where the finished units of a request are."""
+    target = Path(request.target)
+    return target.parent / f".{target.name}.journal"
+
+
+def units_done(target: Path) -> list[tuple[int, int]]:
+    """(unit, process id) of every unit that was done for a target, in order."""
+    log = target.parent / f".{target.name}.journal.log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [(int(unit), int(pid)) for unit, pid in (line.split() for line in lines)]
+
+
+def _script(source: SourceSpec) -> dict[str, str]:
+    words = [word.partition("=") for word in source.url.rpartition("/")[2].split(",") if word]
+    return {name: value for name, _, value in words}
+
+
+def _ignore(_progress: Progress) -> None:
+    return
+
+
+def create_app() -> Any:
+    """An API whose probes ask the scripted engine."""
+    from dataclasses import replace
+
+    from reshard_service.app import create_app as create
+    from reshard_service.settings import ServiceSettings
+
+    return create(replace(ServiceSettings.from_env(), probe_command=(sys.executable, __file__, "probe")))
+
+
+def main() -> int:
+    """A runner or a probe with the scripted engine in the engine's place."""
+    if sys.argv[1:2] == ["probe"]:
+        from reshard_service import probe
+
+        del sys.argv[1]
+        probe.load_engine = ScriptedEngine
+        return probe.main()
+    from reshard_worker import runner
+
+    runner.load_engine = ScriptedEngine
+    return runner.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

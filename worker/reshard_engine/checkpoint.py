@@ -1,0 +1,100 @@
+"""What a reader finds: logical tensors with a shard map, and the non-tensor state as inert trees.
+
+The hub between readers and writers: neither side knows the other's format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.dtypes import Dtype
+from reshard_engine.pickles.nodes import Node
+from reshard_engine.shardmap import ShardMap
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number as its file holds it: a Python number, or a one-element tensor with its bytes."""
+
+    value: int | float
+    dtype: Dtype | None = None
+    """None for a Python number."""
+    raw: bytes = b""
+    """Little-endian bytes of the tensor's one element."""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the model under its owner's name. Tensor numbers index the shard map."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    group: int | None
+    """Index of its optimizer param group; None for parameters that the optimizer does not own."""
+    weight: int | None
+    """The weight in the model's dtype, where the source stores it."""
+    states: Mapping[str, int] = field(default_factory=dict[str, int])
+    """`fp32` and the optimizer's per-element states."""
+    scalars: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
+    """Optimizer states that are one number per parameter or group, such as `step`."""
+
+    @property
+    def trained(self) -> bool:
+        """Whether the optimizer owns it."""
+        return self.group is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A persistent buffer."""
+
+    fqn: str
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """What the optimizer keeps beside its per-element states, as trees."""
+
+    param_groups: tuple[Node, ...]
+    """Per group the mapping of hyper-parameters, as in the source."""
+    extras: Mapping[str, Node]
+    """Loss scaler, overflow flag, clip_grad, ds_version, ... by the framework's key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint as data: metadata and extents, no tensor bytes."""
+
+    url: str
+    tag: str | None
+    format: str
+    """Name of the reader's format, for people."""
+    framework_version: str | None
+    zero_stage: int | None
+    world: Mapping[str, int]
+    step: int | None
+    files: tuple[SourceFile, ...]
+    shard_map: ShardMap
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    shared: Mapping[str, str]
+    """Alias name to owner name of tied parameters."""
+    optimizer: OptimizerState | None
+    model_state: Node
+    """The framework's model-state mapping with `PTensorRef`s in place of tensors."""
+    foreign_globals: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The parameters that the optimizer owns, in its order."""
+        return tuple(p for p in self.parameters if p.trained)
+
+    @property
+    def frozen(self) -> tuple[Parameter, ...]:
+        """The parameters that the optimizer does not own."""
+        return tuple(p for p in self.parameters if not p.trained)

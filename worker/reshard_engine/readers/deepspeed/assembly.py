@@ -1,0 +1,212 @@
+"""From parsed rank files to a checkpoint: names, tensors and pieces of a ZeRO source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from reshard.errors import SourceError, printable
+
+from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.pickles.nodes import PTensor
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
+from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes, parse_param_shapes
+from reshard_engine.readers.deepspeed.module import ModuleTensors
+from reshard_engine.readers.deepspeed.optim_states import RankStates, read_scalar
+from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
+from reshard_engine.readers.deepspeed.trees import TreeTensors
+from reshard_engine.shardmap import ShardMapBuilder
+
+
+def assemble(
+    states: Sequence[RankStates],
+    models: Sequence[ModelStates],
+    *,
+    url: str,
+    tag: str | None,
+    files: tuple[SourceFile, ...],
+    prefix: str,
+    ledger: OpaqueLedger,
+) -> Checkpoint:
+    """The checkpoint of a ZeRO run from its parsed files, in rank order.
+
+    Raises:
+        SourceError: `checkpoint.*` if the files do not add up.
+    """
+    model, first = models[0], states[0]
+    number = {f: i for i, f in enumerate(files)}
+    builder = ShardMapBuilder()
+    shapes = _param_shapes(model, first)
+    group_of = _group_of_subgroup(first, len(shapes))
+    scalars = _scalars(states)
+    trained: list[Parameter] = []
+    by_name: dict[str, dict[str, int]] = {}
+    for key in ("fp32", *_positional_keys(states)):
+        _add_state(builder, key, states, shapes, number, by_name)
+    for index, group in enumerate(shapes):
+        for name, shape in group:
+            trained.append(Parameter(name, shape, group_of[index], None, by_name[name], scalars[index]))
+    module = ModuleTensors(builder, models, number, owned={p.fqn: p.shape for p in trained}, sharded=first.stage == 3)
+    parameters = [
+        Parameter(p.fqn, p.shape, p.group, module.weight_of(p.fqn, p.shape), p.states, p.scalars) for p in trained
+    ]
+    trees = TreeTensors(builder, number)
+    optimizer = OptimizerState(
+        tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
+        {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
+    )
+    warnings = list(module.warnings)
+    if first.elastic:
+        warnings.append("elastic (list-form) optimizer states carry no hyper-parameters: they come from ds_config")
+    if not any(first.states):
+        warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
+    return Checkpoint(
+        url=url,
+        tag=tag,
+        format="deepspeed-bf16-optimizer" if first.bf16_optimizer else f"deepspeed-zero{first.stage}",
+        framework_version=model.version,
+        zero_stage=first.stage,
+        world={"dp": len(states), "tp": 1, "pp": 1},
+        step=model.integer("global_steps"),
+        files=files,
+        parameters=tuple([*parameters, *module.frozen_parameters]),
+        buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
+        shared=module.shared,
+        optimizer=optimizer,
+        model_state=trees.model_state(model, module),
+        shard_map=builder.build(),
+        foreign_globals=tuple(sorted(ledger.foreign)),
+        warnings=tuple(warnings),
+    )
+
+
+def _param_shapes(model: ModelStates, first: RankStates) -> tuple[Shapes, ...]:
+    shapes = model.param_shapes
+    if shapes is None and first.legacy_param_shapes is not None:
+        shapes = parse_param_shapes(first.legacy_param_shapes, what="param_shapes of the optimizer file")
+    if shapes is None:
+        raise SourceError(
+            "source.unsupported_version",
+            f"neither the model file nor the optimizer file has `param_shapes` (deepspeed {model.version or 'of unknown version'})",
+            fix="load it once with a DeepSpeed of 0.5 or later at the old world size, and save again",
+        )
+    if len(shapes) != len(first.fp32):
+        raise SourceError(
+            "checkpoint.mixed", f"{len(shapes)} groups of parameter shapes, {len(first.fp32)} groups of flat tensors"
+        )
+    return shapes
+
+
+def _group_of_subgroup(first: RankStates, count: int) -> list[int]:
+    """Per entry of `param_shapes` the optimizer param group; at ZeRO-3 entries are sub-groups."""
+    if first.elastic:
+        return list(range(count)) if first.stage != 3 else [0] * count
+    found: dict[int, int] = {}
+    for index, group in enumerate(first.param_groups):
+        params = group.get("params")
+        for item in params.items if params is not None and hasattr(params, "items") else ():
+            if type(item) is int:
+                found[item] = index
+    missing = [i for i in range(count) if i not in found]
+    if missing:
+        raise SourceError("checkpoint.malformed", f"flat groups {missing[:8]} belong to no optimizer param group")
+    return [found[i] for i in range(count)]
+
+
+def _flat(torch_file: TorchFile, tensor: PTensor, number: Mapping[SourceFile, int]) -> Partition:
+    return Partition(number[torch_file.file], torch_file.tensor_offset(tensor), tensor.numel)
+
+
+def _positional_keys(states: Sequence[RankStates]) -> list[str]:
+    keys: dict[str, None] = {}
+    for group in states[0].states:
+        for key, value in group.items():
+            if isinstance(value, PTensor) and len(value.shape) == 1:
+                keys[key] = None
+    return list(keys)
+
+
+def _add_state(
+    builder: ShardMapBuilder,
+    key: str,
+    states: Sequence[RankStates],
+    shapes: Sequence[Shapes],
+    number: Mapping[SourceFile, int],
+    by_name: dict[str, dict[str, int]],
+) -> None:
+    """Register one state of every (sub-)group that has it."""
+    per_rank: list[list[Partition]] = [[] for _ in states]
+    wide_shapes: list[tuple[str, tuple[int, ...]]] = []
+    wide_tensors: list[int] = []
+    itemsize = 0
+    for index, group in enumerate(shapes):
+        flats = [s.fp32[index] if key == "fp32" else s.states[index].get(key) for s in states]
+        if all(f is None for f in flats):
+            continue
+        found = [f for f in flats if isinstance(f, PTensor) and len(f.shape) == 1]
+        if len(found) != len(states):
+            raise SourceError("checkpoint.incomplete", f"group {index}: {printable(key)} is on {len(found)} of {len(states)} ranks")
+        if len({f.dtype for f in found}) != 1:
+            raise SourceError("checkpoint.mixed", f"group {index}: {printable(key)} has several element types")
+        dtype = BY_NAME[found[0].dtype]
+        tensors = [builder.tensor(name, key, dtype, shape) for name, shape in group]
+        for (name, _), tensor in zip(group, tensors, strict=True):
+            by_name.setdefault(name, {})[key] = tensor
+        partitions = [_flat(s.torch_file, f, number) for s, f in zip(states, found, strict=True)]
+        what = f"group {index}, {printable(key)}"
+        if states[0].stage != 3:
+            pads = states[0].alignment_paddings[index] if index < len(states[0].alignment_paddings) else ()
+            add_flat_group(
+                builder, tensors, group, partitions=partitions, paddings=pads, itemsize_bytes=dtype.itemsize_bytes, what=what
+            )
+            continue
+        for rank, partition in enumerate(partitions):
+            per_rank[rank].append(partition)
+        wide_shapes += group
+        wide_tensors += tensors
+        itemsize = dtype.itemsize_bytes
+    if wide_shapes:
+        add_sharded_params(
+            builder, wide_tensors, tuple(wide_shapes), partitions=per_rank, itemsize_bytes=itemsize, what=printable(key)
+        )
+
+
+def _scalars(states: Sequence[RankStates]) -> list[Mapping[str, Scalar]]:
+    """Per (sub-)group its one-number states, which must agree on all ranks."""
+    found: list[Mapping[str, Scalar]] = []
+    for index in range(len(states[0].fp32)):
+        mine: dict[str, Scalar] = {}
+        for rank, state in enumerate(states):
+            theirs = _group_scalars(state, index)
+            if rank == 0:
+                mine = theirs
+            elif theirs != mine:
+                text = ", ".join(f"{printable(k)}={v.value}" for k, v in theirs.items())
+                raise SourceError(
+                    "checkpoint.mixed",
+                    f"rank {rank} has {text or 'no counters'}, rank 0 has "
+                    + (", ".join(f"{printable(k)}={v.value}" for k, v in mine.items()) or "none"),
+                    fix="the files are of different steps: copy one whole save",
+                )
+        found.append(mine)
+    return found
+
+
+def _group_scalars(state: RankStates, index: int) -> dict[str, Scalar]:
+    entries = state.states[index]
+    name = state.torch_file.file.name
+    scalars = {
+        key: read_scalar(value, state.torch_file, what=f"{printable(name)}: {printable(key)}")
+        for key, value in entries.items()
+        if value is not None and not (isinstance(value, PTensor) and len(value.shape) == 1)
+    }
+    if "step" not in scalars and entries and state.param_groups:
+        # Fused optimizers, and everything before 0.6, count in the param group.
+        for group in state.param_groups:
+            params = group.get("params")
+            if group.get("step") is not None and params is not None and index in getattr(params, "items", ()):
+                scalars["step"] = read_scalar(group["step"], state.torch_file, what="param_groups: step")
+    return scalars

@@ -1,0 +1,141 @@
+"""Which file of a tag directory is what: names parsed to integers, never sorted as text.
+
+Source: deepspeed 0.19.8 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_optimizer_ckpt_name`,
+`_get_expert_ckpt_name`), `runtime/model_checkpointing/writer_factory.py` (FAST parts), `runtime/pipe/module.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from reshard.errors import SourceError, printable
+
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.storage.protocol import Listing, ObjectInfo, Store
+
+_N = r"(0|[1-9][0-9]{0,8})"  # a rank that is not padded
+_P = r"([0-9]{2,9})"  # a rank padded to two digits
+# `_optim_states` lost its underscore in very old checkpoints; the engine still accepts that.
+_OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<mp>{_P})_?optim_states\.pt")
+_MODEL_Z3 = re.compile(rf"zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<mp>{_P})_model_states\.pt")
+_MODEL = re.compile(rf"mp_rank_(?P<mp>{_P})_model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_[0-9]+_.*_optim_states\.pt")
+_LAYER = re.compile(r"layer_[0-9]+(?:-model_[0-9]+)?-model_states\.pt")
+_K = TypeVar("_K")
+_PART = re.compile(r"(?P<name>.+\.pt)-(?P<rank>0|[1-9][0-9]{0,5})\.(?P<count>[1-9][0-9]{0,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of a tag directory by role; keys are data-parallel ranks where a rank is in the name."""
+
+    model: SourceFile | None
+    """`mp_rank_00_model_states.pt`."""
+    model_by_rank: Mapping[int, SourceFile]
+    """ZeRO-3: every rank writes its model states."""
+    optim: Mapping[int, SourceFile]
+    prefix: str
+    """`bf16_`, `fp16_` or empty."""
+    model_parallel: int
+    """Number of model-parallel ranks in the names."""
+    experts: tuple[str, ...]
+    layers: tuple[str, ...]
+    swapped: bool
+    """Whether a folder of NVMe-offloaded tensors is there."""
+
+
+def looks_like_deepspeed(listing: Listing) -> bool:
+    """Whether any file name of the listing is one that DeepSpeed gives to a checkpoint's file."""
+    for info in listing.files:
+        name = _without_part(info.path.rpartition("/")[2])
+        if any(p.fullmatch(name) for p in (_OPTIM, _MODEL_Z3, _MODEL, _LAYER)):
+            return True
+    return False
+
+
+def _without_part(name: str) -> str:
+    part = _PART.fullmatch(name)
+    return part["name"] if part else name
+
+
+def sort_files(store: Store, listing: Listing) -> RankFiles:
+    """The files of a tag directory by role.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` if two files claim one role, `checkpoint.incomplete` if parts of a
+            split file are missing.
+    """
+    model: dict[int, SourceFile] = {}
+    model_z3: dict[tuple[int, int], SourceFile] = {}
+    optim: dict[tuple[int, int], SourceFile] = {}
+    prefixes: set[str] = set()
+    experts: list[str] = []
+    layers: list[str] = []
+    for file in _joined(store, listing.files):
+        if found := _OPTIM.fullmatch(file.name):
+            _claim(optim, (int(found["dp"]), int(found["mp"])), file)
+            prefixes.add(found["prefix"] or "")
+        elif found := _MODEL_Z3.fullmatch(file.name):
+            _claim(model_z3, (int(found["dp"]), int(found["mp"])), file)
+        elif found := _MODEL.fullmatch(file.name):
+            _claim(model, int(found["mp"]), file)
+        elif _EXPERT.fullmatch(file.name):
+            experts.append(file.name)
+        elif _LAYER.fullmatch(file.name):
+            layers.append(file.name)
+    if len(prefixes) > 1:
+        raise SourceError(
+            "checkpoint.ambiguous",
+            f"optimizer files with and without the prefix {sorted(prefixes)[-1]!r}: two checkpoints in one directory",
+            fix="keep one of the two sets of *_optim_states.pt",
+        )
+    model_ranks = {mp for _, mp in optim} | {mp for _, mp in model_z3} | set(model)
+    return RankFiles(
+        model.get(0),
+        {dp: f for (dp, mp), f in sorted(model_z3.items()) if mp == 0},
+        {dp: f for (dp, mp), f in sorted(optim.items()) if mp == 0},
+        prefixes.pop() if prefixes else "",
+        max(model_ranks, default=0) + 1,
+        tuple(experts),
+        tuple(layers),
+        "offloaded_tensors" in listing.directories,
+    )
+
+
+def _claim(table: dict[_K, SourceFile], key: _K, file: SourceFile) -> None:
+    if key in table:
+        raise SourceError(
+            "checkpoint.ambiguous", f"{printable(file.name)} and {printable(table[key].name)} claim the same rank"
+        )
+    table[key] = file
+
+
+def _joined(store: Store, files: Iterable[ObjectInfo]) -> list[SourceFile]:
+    """Source files with the parts of split ones put together in writer order."""
+    whole: dict[str, SourceFile] = {}
+    parts: dict[str, dict[int, ObjectInfo]] = {}
+    counts: dict[str, set[int]] = {}
+    for info in files:
+        name = info.path.rpartition("/")[2]
+        part = _PART.fullmatch(name)
+        if part is None:
+            whole[name] = SourceFile(store, name, (info,))
+        else:
+            parts.setdefault(part["name"], {})[int(part["rank"])] = info
+            counts.setdefault(part["name"], set()).add(int(part["count"]))
+    for name, by_rank in parts.items():
+        if name in whole or len(counts[name]) != 1:
+            raise SourceError("checkpoint.ambiguous", f"{printable(name)} is there whole and in parts, or cut in two ways")
+        count = next(iter(counts[name]))
+        missing = [r for r in range(count) if r not in by_rank] if count <= 1 << 16 else [0]
+        if missing or len(by_rank) != count:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{printable(name)} is split into {count} parts, missing: {missing[:8]}",
+                fix=f"copy the missing parts, such as {printable(name)}-{missing[0] if missing else 0}.{count}",
+            )
+        whole[name] = SourceFile(store, name, tuple(by_rank[r] for r in range(count)))
+    return list(whole.values())

@@ -1,0 +1,162 @@
+"""The tensors of `module`: weights in the model's dtype, buffers, frozen parameters, tied aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from reshard.errors import SourceError, printable
+
+from reshard_engine.checkpoint import Parameter
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.pickles.nodes import PTensor
+from reshard_engine.readers.deepspeed.flat_groups import Partition
+from reshard_engine.readers.deepspeed.model_states import ModelStates
+from reshard_engine.readers.deepspeed.sharded_params import add_sharded_tensor
+from reshard_engine.shardmap import ShardMapBuilder
+
+
+def add_whole_tensor(
+    builder: ShardMapBuilder, name: str, state: str, tensor: PTensor, *, torch_file: TorchFile, file: int
+) -> int:
+    """Register a tensor that one file holds whole, packed or strided; returns its number."""
+    index = builder.tensor(name, state, BY_NAME[tensor.dtype], tensor.shape)
+    if tensor.numel:
+        builder.whole(index, file=file, offset=torch_file.tensor_offset(tensor), stride=tensor.stride)
+    return index
+
+
+class ModuleTensors:
+    """Sorts the entries of `module` into weights, buffers, frozen parameters and aliases.
+
+    Source: deepspeed 0.19.8 `runtime/engine.py` (`_get_zero_frozen_param_attributes`: fragments at stage 2
+    are whole, at stage 3 each rank's share; below stage 2 frozen parameters are only in `module`).
+    """
+
+    def __init__(
+        self,
+        builder: ShardMapBuilder,
+        models: Sequence[ModelStates],
+        number: Mapping[SourceFile, int],
+        *,
+        owned: Mapping[str, tuple[int, ...]],
+        sharded: bool,
+    ) -> None:
+        """Register everything that `module` and the frozen fragments hold.
+
+        Args:
+            builder: Collects tensors and pieces.
+            models: Model states of all ranks that are needed, rank 0 first.
+            number: File numbers of the shard map.
+            owned: Names and shapes of the parameters that the optimizer owns.
+            sharded: Whether parameters are sharded (ZeRO-3) and `module` holds empty placeholders.
+
+        Raises:
+            SourceError: `checkpoint.*` if names or shapes do not fit.
+        """
+        self._builder = builder
+        self._model = models[0]
+        self._file = number[models[0].torch_file.file]
+        self.buffers: dict[str, int] = {}
+        self.weights: dict[str, int] = {}
+        self.shared: dict[str, str] = dict(self._model.shared)
+        self.frozen_parameters: list[Parameter] = []
+        self.warnings: list[str] = []
+        self._frozen = dict(self._model.frozen_shapes)
+        self._frozen_numbers: dict[str, int] = {}
+        self._add_buffers()
+        if sharded:
+            self._add_frozen_shares(models, number)
+        self._add_rest(owned, sharded=sharded)
+
+    def _whole(self, name: str, state: str, tensor: PTensor) -> int:
+        return add_whole_tensor(
+            self._builder, name, state, tensor, torch_file=self._model.torch_file, file=self._file
+        )
+
+    def _add_buffers(self) -> None:
+        for name in self._model.buffer_names:
+            tensor = self._model.module.get(name)
+            if tensor is not None:
+                self.buffers[name] = self._whole(name, "value", tensor)
+
+    def _add_frozen_shares(self, models: Sequence[ModelStates], number: Mapping[SourceFile, int]) -> None:
+        for name, shape in self._model.frozen_shapes:
+            shares: list[Partition] = []
+            dtypes: set[str] = set()
+            for rank, model in enumerate(models):
+                share = model.frozen_fragments.get(name)
+                if share is None or len(share.shape) != 1:
+                    raise SourceError("checkpoint.incomplete", f"rank {rank} holds no share of frozen {printable(name)}")
+                dtypes.add(share.dtype)
+                shares.append(Partition(number[model.torch_file.file], model.torch_file.tensor_offset(share), share.numel))
+            if dtypes <= {"int8", "uint8"}:
+                raise SourceError(
+                    "source.unsupported",
+                    f"frozen {printable(name)} was saved quantized without its scales (zero_quantized_nontrainable_weights)",
+                    fix="take the frozen weights from the base model, and convert with --exclude-frozen after saving without them",
+                )
+            if len(dtypes) != 1:
+                raise SourceError("checkpoint.mixed", f"frozen {printable(name)} has several element types")
+            dtype = BY_NAME[dtypes.pop()]
+            index = self._builder.tensor(name, "weight", dtype, shape)
+            add_sharded_tensor(
+                self._builder, index, partitions=shares, itemsize_bytes=dtype.itemsize_bytes, what=f"frozen {printable(name)}"
+            )
+            self._add_frozen(name, shape, index)
+
+    def _add_frozen(self, name: str, shape: tuple[int, ...], index: int) -> None:
+        self.frozen_parameters.append(Parameter(name, shape, None, index))
+        self._frozen_numbers[name] = index
+
+    def _add_rest(self, owned: Mapping[str, tuple[int, ...]], *, sharded: bool) -> None:
+        places: dict[tuple[str, int, tuple[int, ...]], str] = {}
+        module = {**self._model.frozen_fragments, **self._model.module} if not sharded else self._model.module
+        for name, tensor in module.items():
+            place = (tensor.storage.key, tensor.offset, tensor.shape)
+            if name in self.buffers or name in self._frozen_numbers:
+                continue
+            if name in owned:
+                if not sharded:
+                    places[place] = name
+                    self.weights[name] = self._whole(name, "weight", tensor)
+                continue
+            if name in self.shared:
+                continue
+            if not sharded and tensor.numel and place in places:
+                # Before 0.9.0 aliases were not listed; they share their owner's storage.
+                self.shared[name] = places[place]
+                continue
+            if sharded and tensor.numel == 0 and name not in self._frozen:
+                self.warnings.append(f"{printable(name)} is an empty placeholder that nothing describes; left out")
+                continue
+            places[place] = name
+            self._add_frozen(name, tensor.shape, self._whole(name, "weight", tensor))
+
+    def weight_of(self, name: str, shape: tuple[int, ...]) -> int | None:
+        """The tensor number of an owned parameter's weight in the model's dtype, where it is stored.
+
+        Raises:
+            SourceError: `checkpoint.mixed` if the weight has another shape than the optimizer knows.
+        """
+        index = self.weights.get(name)
+        if index is not None and self._builder.tensors[index].shape != shape:
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(name)} is {self._builder.tensors[index].shape} in `module`, {shape} in `param_shapes`",
+            )
+        return index
+
+    def number_of(self, name: str) -> int | None:
+        """The tensor number of any entry of `module`; aliases give their owner's."""
+        name = self.shared.get(name, name)
+        for table in (self.weights, self.buffers, self._frozen_numbers):
+            if name in table:
+                return table[name]
+        return None
+
+    @property
+    def frozen_numbers(self) -> Mapping[str, int]:
+        """Tensor numbers of frozen parameters by name."""
+        return self._frozen_numbers

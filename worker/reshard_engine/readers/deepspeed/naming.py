@@ -1,0 +1,83 @@
+"""Names for optimizer parameters that have only numbers: the one order-preserving assignment, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from reshard.errors import SourceError
+
+_MANY = 2
+_MAX_STATES = 20_000
+_Path = Any  # None, or (path before, choice): shared tails keep it linear
+Named = tuple[str, tuple[int, ...]]
+
+
+def _refused(ways: int, owned: int, candidates: int) -> SourceError:
+    found = "no way" if ways == 0 else "more than one way"
+    return SourceError(
+        "source.unsupported",
+        f"stage 0 stores no names for optimizer states, and there is {found} to give {owned} of them "
+        f"the names of {candidates} tensors",
+        fix="convert the weights alone (--to safetensors), or save once with ZeRO stage 1, which stores names",
+    )
+
+
+def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[int, ...] | None]]) -> list[list[str]]:
+    """Per group the names of its parameters, in the optimizer's order.
+
+    Args:
+        candidates: Names and shapes in the model's order; some may be frozen and belong to no group.
+        groups: Per group the shapes in the optimizer's order, None where the optimizer shows none.
+
+    Raises:
+        SourceError: `source.unsupported` unless exactly one assignment keeps the model's order in each group.
+    """
+    owned = sum(len(g) for g in groups)
+    # Per reachable state (how many of each group are placed): ways to reach it, and one predecessor.
+    layer: dict[tuple[int, ...], tuple[int, _Path]] = {tuple(0 for _ in groups): (1, None)}
+    goal = tuple(len(g) for g in groups)
+    for position, (_, shape) in enumerate(candidates):
+        left = len(candidates) - position - 1
+        following: dict[tuple[int, ...], tuple[int, _Path]] = {}
+        for placed, (ways, path) in layer.items():
+            for choice in range(-1, len(groups)):
+                if choice < 0:
+                    after = placed
+                elif placed[choice] < goal[choice] and groups[choice][placed[choice]] in (shape, None):
+                    after = tuple(n + (i == choice) for i, n in enumerate(placed))
+                else:
+                    continue
+                if owned - sum(after) > left:
+                    continue
+                known = following.get(after)
+                following[after] = (min(_MANY, ways + (known[0] if known else 0)), (path, choice))
+        if len(following) > _MAX_STATES:
+            raise _refused(_MANY, owned, len(candidates))
+        layer = following
+    ways, path = layer.get(goal, (0, None))
+    if ways != 1:
+        raise _refused(ways, owned, len(candidates))
+    names: list[list[str]] = [[] for _ in groups]
+    for name, _ in reversed(candidates):
+        if path is None:
+            break
+        path, choice = path
+        if choice >= 0:
+            names[choice].insert(0, name)
+    return names
+
+
+def assign_names_flat(candidates: Sequence[Named], totals: Sequence[int]) -> list[list[str]]:
+    """Per group the names of the parameters that its flat tensor of so many elements holds.
+
+    Only one group that holds every candidate has a provable order; several could hold them in many ways.
+
+    Raises:
+        SourceError: `source.unsupported` otherwise.
+    """
+    numel = sum(prod(shape) for _, shape in candidates)
+    if len(totals) == 1 and totals[0] == numel:
+        return [[name for name, _ in candidates]]
+    raise _refused(0 if len(totals) == 1 else _MANY, sum(totals), len(candidates))

@@ -1,0 +1,187 @@
+"""Stage 0: no partitions; weights in `module`, the optimizer's state beside them.
+
+The optimizer numbers its parameters group by group and stores no names. Names follow from `module`
+(which is in the model's order) only if exactly one assignment keeps that order within each group and
+fits every shape; otherwise the optimizer states are refused, never guessed.
+
+Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`: `optimizer` at stage 0),
+`runtime/fp16/fused_optimizer.py` and `unfused_optimizer.py` (`state_dict`), torch 2.13.0 `optim/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from reshard.errors import SourceError, printable
+
+from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.pickles.nodes import Node, PTensor, mapping_items, sequence_items
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
+from reshard_engine.readers.deepspeed.model_states import ModelStates
+from reshard_engine.readers.deepspeed.module import ModuleTensors, add_whole_tensor
+from reshard_engine.readers.deepspeed.naming import assign_names, assign_names_flat
+from reshard_engine.readers.deepspeed.optim_states import read_scalar
+from reshard_engine.readers.deepspeed.trees import TreeTensors
+from reshard_engine.shardmap import ShardMapBuilder
+
+_EXTRA_KEYS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "clip_grad")
+
+
+def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+    """The checkpoint of a run without ZeRO.
+
+    Raises:
+        SourceError: `source.unsupported` if the optimizer's states cannot be given names.
+    """
+    builder = ShardMapBuilder()
+    number = {model.torch_file.file: 0}
+    module = ModuleTensors(builder, [model], number, owned={}, sharded=False)
+    # Without `param_shapes` everything that is no buffer and no alias is a candidate, in the model's order.
+    candidates = {p.fqn: p for p in module.frozen_parameters}
+    trees = TreeTensors(builder, number)
+    node = model.entries.get("optimizer")
+    optimizer: OptimizerState | None = None
+    parameters = list(candidates.values())
+    warnings: list[str] = []
+    if node is None:
+        warnings.append("the checkpoint has no optimizer: weights only")
+    else:
+        states = _Stage0Optimizer(node, model.torch_file, builder)
+        owned = states.assign({n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()})
+        parameters = [owned.get(n, p) for n, p in candidates.items()]
+        order = {n: i for i, n in enumerate(owned)}
+        parameters.sort(key=lambda p: (p.fqn not in order, order.get(p.fqn, 0)))
+        optimizer = OptimizerState(
+            tuple(trees.carried(n, model.torch_file) for n in states.group_nodes),
+            {k: trees.carried(v, model.torch_file) for k, v in states.extras.items()}
+            | ({"ds_version": model.version} if model.version else {}),
+        )
+        if not any(p.states.keys() - {"fp32"} for p in owned.values()):
+            warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
+    return Checkpoint(
+        url=url,
+        tag=tag,
+        format="deepspeed-stage0",
+        framework_version=model.version,
+        zero_stage=0,
+        world={"dp": model.integer("dp_world_size") or 1, "tp": 1, "pp": 1},
+        step=model.integer("global_steps"),
+        files=(model.torch_file.file,),
+        parameters=tuple(parameters),
+        buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
+        shared=module.shared,
+        optimizer=optimizer,
+        model_state=trees.model_state(model, module),
+        shard_map=builder.build(),
+        foreign_globals=tuple(sorted(ledger.foreign)),
+        warnings=tuple(warnings),
+    )
+
+
+class _Stage0Optimizer:
+    """The `optimizer` entry: torch's own state dict, or the 16-bit wrapper with fp32 masters around it."""
+
+    def __init__(self, node: Node, torch_file: TorchFile, builder: ShardMapBuilder) -> None:
+        outer = mapping_items(node, what="optimizer")
+        self._torch_file = torch_file
+        self._builder = builder
+        self._flat = [t for t in _tensors(outer.get("fp32_groups_flat"))]
+        self._masters = [_tensors(g) for g in sequence_items(outer["fp32_groups"], what="fp32_groups")] if "fp32_groups" in outer else []
+        inner = mapping_items(outer["optimizer_state_dict"], what="optimizer") if "optimizer_state_dict" in outer else outer
+        self.extras: dict[str, Node] = {k: outer[k] for k in _EXTRA_KEYS if k in outer}
+        state = inner.get("state")
+        self._state = {} if state is None else mapping_items(state, what="optimizer state")
+        self.group_nodes = tuple(sequence_items(inner.get("param_groups"), what="param_groups"))
+        self._groups = [
+            [i for i in sequence_items(mapping_items(g, what="param_groups").get("params"), what="params") if type(i) is int]
+            for g in self.group_nodes
+        ]
+
+    def assign(
+        self, candidates: Mapping[str, tuple[int, ...]], weights: Mapping[str, int | None]
+    ) -> dict[str, Parameter]:
+        """The parameters that the optimizer owns, in its order, with their states registered."""
+        if self._flat:
+            return self._assign_flat(candidates, weights)
+        shapes = [[self._shape(g, p, i) for p, i in enumerate(ids)] for g, ids in enumerate(self._groups)]
+        names = assign_names(list(candidates.items()), shapes)
+        owned: dict[str, Parameter] = {}
+        for group, (ids, group_names) in enumerate(zip(self._groups, names, strict=True)):
+            for place, (index, name) in enumerate(zip(ids, group_names, strict=True)):
+                states, scalars = self._whole_states(name, index)
+                master = self._masters[group][place] if self._masters else None
+                if master is not None:
+                    states["fp32"] = add_whole_tensor(self._builder, name, "fp32", master, torch_file=self._torch_file, file=0)
+                elif (weight := weights[name]) is not None:
+                    states["fp32"] = weight
+                owned[name] = Parameter(name, candidates[name], group, weights[name], states, scalars)
+        return owned
+
+    def _shape(self, group: int, place: int, index: int) -> tuple[int, ...] | None:
+        """The shape that the optimizer's own tensors show, or None before the first step."""
+        if self._masters:
+            return self._masters[group][place].shape
+        entry = self._state.get(index)
+        if entry is not None:
+            for value in mapping_items(entry, what="optimizer state").values():
+                if isinstance(value, PTensor) and value.shape:
+                    return value.shape
+        return None
+
+    def _whole_states(self, name: str, index: int) -> tuple[dict[str, int], dict[str, Scalar]]:
+        states: dict[str, int] = {}
+        scalars: dict[str, Scalar] = {}
+        entry = self._state.get(index)
+        for key, value in ({} if entry is None else mapping_items(entry, what="optimizer state")).items():
+            if isinstance(value, PTensor) and value.shape:
+                states[str(key)] = add_whole_tensor(self._builder, name, str(key), value, torch_file=self._torch_file, file=0)
+            elif value is not None:
+                scalars[str(key)] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(str(key))}")
+        return states, scalars
+
+    def _assign_flat(
+        self, candidates: Mapping[str, tuple[int, ...]], weights: Mapping[str, int | None]
+    ) -> dict[str, Parameter]:
+        names = assign_names_flat(list(candidates.items()), [f.numel for f in self._flat])
+        owned: dict[str, Parameter] = {}
+        for group, group_names in enumerate(names):
+            shapes = tuple((n, candidates[n]) for n in group_names)
+            flats: dict[str, PTensor] = {"fp32": self._flat[group]}
+            scalars: dict[str, Scalar] = {}
+            entry = self._state.get(group)
+            for key, value in ({} if entry is None else mapping_items(entry, what="optimizer state")).items():
+                if isinstance(value, PTensor) and value.shape:
+                    flats[str(key)] = value
+                elif value is not None:
+                    scalars[str(key)] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(str(key))}")
+            by_name: dict[str, dict[str, int]] = {n: {} for n in group_names}
+            for key, flat in flats.items():
+                dtype = BY_NAME[flat.dtype]
+                tensors = [self._builder.tensor(n, key, dtype, s) for n, s in shapes]
+                for name, tensor in zip(group_names, tensors, strict=True):
+                    by_name[name][key] = tensor
+                add_flat_group(
+                    self._builder,
+                    tensors,
+                    shapes,
+                    partitions=[Partition(0, self._torch_file.tensor_offset(flat), flat.numel)],
+                    paddings=(),
+                    itemsize_bytes=dtype.itemsize_bytes,
+                    what=f"group {group}, {printable(key)}",
+                )
+            for name, shape in shapes:
+                owned[name] = Parameter(name, shape, group, weights[name], by_name[name], scalars)
+        return owned
+
+
+def _tensors(node: Node) -> list[PTensor]:
+    items: Sequence[Node] = [] if node is None else sequence_items(node, what="fp32 groups")
+    if not all(isinstance(i, PTensor) for i in items):
+        raise SourceError("checkpoint.malformed", "an fp32 group holds something that is no tensor")
+    if any(prod(i.shape) != i.numel for i in items):
+        raise SourceError("checkpoint.malformed", "an fp32 group has an impossible shape")
+    return list(items)
