@@ -11,8 +11,8 @@ import pytest
 
 from servers.postgres import PostgresServer, postgres_server
 from servers.redis import redis_server
-from servers.reshard import Stack
 from servers.s3 import S3Server, s3_server
+from servers.stack import Stack
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pgserver
 import psycopg
+from psycopg.sql import SQL, Identifier
 
 
 class PostgresServer:
@@ -22,7 +23,7 @@ class PostgresServer:
         self._databases += 1
         name = f"jobs{self._databases}"
         with psycopg.connect(self._uri, autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}")  # pyright: ignore[reportArgumentType]
+            connection.execute(SQL("CREATE DATABASE {}").format(Identifier(name)))
         return self._uri.replace("/postgres?", f"/{name}?")
 
 
@@ -30,7 +31,7 @@ class PostgresServer:
 def postgres_server(directory: Path) -> Generator[PostgresServer]:
     """PostgreSQL with its data in `directory`, on a Unix socket."""
     # The socket's path may not be longer than about 100 bytes: `directory` must be short.
-    server = pgserver.get_server(directory, cleanup_mode="stop")  # pyright: ignore[reportUnknownMemberType]
+    server = pgserver.get_server(directory, cleanup_mode="stop")  # pyright: ignore[reportUnknownMemberType, reportPrivateImportUsage]
     try:
         yield PostgresServer(server.get_uri())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     finally:

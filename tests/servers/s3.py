@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3
+import boto3  # pyright: ignore[reportMissingTypeStubs]
 import httpx
 
 from servers.process import free_port, running
@@ -39,7 +39,7 @@ class S3Server:
 
     def client(self) -> Any:
         """A boto3 client: the tests' own eyes, independent of our storage code."""
-        return boto3.client(  # pyright: ignore[reportUnknownMemberType]
+        return boto3.client(  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             "s3",
             endpoint_url=self.endpoint,
             aws_access_key_id=ACCESS_KEY,

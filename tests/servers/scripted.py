@@ -183,7 +183,7 @@ def create_app() -> Any:
     from reshard_service.app import create_app as create
     from reshard_service.settings import ServiceSettings
 
-    return create(replace(ServiceSettings.from_env(), probe_command=(sys.executable, __file__, "probe")))
+    return create(replace(ServiceSettings.from_env(), probe_command=(sys.executable, "-P", __file__, "probe")))
 
 
 def main() -> int:

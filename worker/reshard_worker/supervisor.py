@@ -86,7 +86,9 @@ class Supervisor:
                 raise
             if end is None and watch.pulse.held and watch.pulse.cancel_requested:
                 end = self._stop(child, watch)
-            status = child.kill()
+            # A runner that closed its output ends by itself; killed at once, its own status would be lost.
+            status = child.wait(self._settings.term_grace_s) if child.ended else None
+            status = child.kill() if status is None else status
         if not watch.pulse.held:
             return Outcome.FENCED
         if isinstance(end, Result):

@@ -20,6 +20,7 @@ from reshard_engine.pickles.nodes import (
     PBytearray,
     PDict,
     PList,
+    PLiteral,
     PObject,
     PSet,
     PStorage,
@@ -267,7 +268,7 @@ def rewrite(node: Node, tensor: Any, foreign: Any, memo: dict[int, Any] | None =
         return rewrite(child, tensor, foreign, memo)
 
     match node:
-        case PTensor() | PTensorRef():
+        case PTensor() | PTensorRef() | PLiteral():
             result: Node = tensor(node)
         case PList():
             result = memo[id(node)] = PList(depth=node.depth)

@@ -130,6 +130,15 @@ class PTensorRef:
     index: int
 
 
+@dataclass(slots=True, frozen=True)
+class PLiteral:
+    """A packed tensor whose bytes are known, in a tree that will be written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
 def is_mapping(node: Node) -> bool:
     """Whether the node is a dict or an OrderedDict."""
     return isinstance(node, PDict) or (

@@ -31,6 +31,8 @@ def translated(path: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError("storage.no_space", f"{printable(path)}: {error.strerror}") from None
+        if error.errno == errno.ENAMETOOLONG:
+            raise SourceError("name.invalid", f"{printable(path)}: {error.strerror}") from None
         raise StorageError("storage.unavailable", f"{printable(path)}: {error.strerror}") from None
 
 

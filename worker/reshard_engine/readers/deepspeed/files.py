@@ -14,6 +14,7 @@ from typing import TypeVar
 from reshard.errors import SourceError, printable
 
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.split_files import joined_parts
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store
 
 _N = r"(0|[1-9][0-9]{0,8})"  # a rank that is not padded
@@ -137,5 +138,5 @@ def _joined(store: Store, files: Iterable[ObjectInfo]) -> list[SourceFile]:
                 f"{printable(name)} is split into {count} parts, missing: {missing[:8]}",
                 fix=f"copy the missing parts, such as {printable(name)}-{missing[0] if missing else 0}.{count}",
             )
-        whole[name] = SourceFile(store, name, tuple(by_rank[r] for r in range(count)))
+        whole[name] = joined_parts(SourceFile(store, name, tuple(by_rank[r] for r in range(count))))
     return list(whole.values())

@@ -133,7 +133,7 @@ def resume(processes: Iterable[psutil.Process]) -> None:
 def scripted_runner() -> dict[str, str]:
     """The setting that puts the scripted engine into the engine process."""
     script = Path(__file__).with_name("scripted.py")
-    return {"RESHARD_RUNNER_COMMAND": shlex.join([sys.executable, str(script)])}
+    return {"RESHARD_RUNNER_COMMAND": shlex.join([sys.executable, "-P", str(script)])}
 
 
 def client_of(url: str, token: str = "") -> Client:

@@ -1,0 +1,282 @@
+"""The API in a real uvicorn: what a caller sees, with the engine scripted and no worker unless one is named."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from reshard.client import Client
+from reshard.errors import JobError, RequestError, ReshardError, SourceError
+from reshard.models import JobKind, JobState, PlanSummary
+from servers.scripted import scripted
+from servers.stack import Stack, client_of
+
+TOKEN = "a token with späce"
+
+
+@dataclass
+class Api:
+    url: str
+    stack: Stack
+    directory: Path
+
+    def post(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=20)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=20)
+
+    def body(self, name: str = "out", **script: object) -> dict[str, Any]:
+        return {"source": {"url": scripted(**script)}, "target": str(self.directory / name), "to": "universal"}
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Generator[Api]:
+    directory = tmp_path_factory.mktemp("api")
+    stack = Stack(directory / "logs", f"sqlite:///{directory}/jobs.db", extra={"RESHARD_ADMISSION_S": "1.5"})
+    with stack.api() as url:
+        yield Api(url, stack, directory)
+
+
+@pytest.fixture
+def client(api: Api) -> Generator[Client]:
+    with client_of(api.url) as found:
+        yield found
+
+
+def test_submission_says_where_to_look(api: Api) -> None:
+    answer = api.post("/v1/jobs", {**api.body(), "labels": {"team": "x"}, "max_attempts": 5})
+    assert answer.status_code == 202
+    job = answer.json()
+    assert answer.headers["location"] == f"/v1/jobs/{job['id']}"
+    assert answer.headers["operation-location"] == answer.headers["location"]
+    assert answer.headers["retry-after"] == "2"
+    assert job["state"] == "QUEUED"
+    assert job["labels"] == {"team": "x"}
+    assert job["max_attempts"] == 5
+    again = api.get(answer.headers["location"])
+    assert again.json() == job
+    unchanged = api.get(answer.headers["location"], **{"If-None-Match": again.headers["etag"]})
+    assert unchanged.status_code == 304
+    result = api.get(f"/v1/jobs/{job['id']}/result")
+    assert result.status_code == 409
+    assert result.json()["code"] == "job.not_finished"
+
+
+def test_idempotency_key_in_sequence(api: Api) -> None:
+    first = api.post("/v1/jobs", api.body(), **{"Idempotency-Key": "sequence"})
+    again = api.post("/v1/jobs", api.body(), **{"Idempotency-Key": "sequence"})
+    assert first.status_code == again.status_code == 202
+    assert first.json()["id"] == again.json()["id"]
+    other = api.post("/v1/jobs", api.body("other"), **{"Idempotency-Key": "sequence"})
+    assert other.status_code == 422
+    assert other.json()["code"] == "request.idempotency_mismatch"
+    refused = api.post("/v1/jobs", api.body(refuse="source.not_found"), **{"Idempotency-Key": "corrected"})
+    assert refused.json()["code"] == "source.not_found"
+    assert api.post("/v1/jobs", api.body(), **{"Idempotency-Key": "corrected"}).status_code == 202
+
+
+def test_idempotency_key_sixteen_at_once(api: Api) -> None:
+    answers: list[httpx.Response] = []
+    start = threading.Barrier(16)
+
+    def post() -> None:
+        start.wait()
+        answers.append(api.post("/v1/jobs", {**api.body(), "labels": {"n": "16"}}, **{"Idempotency-Key": "at once"}))
+
+    threads = [threading.Thread(target=post) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {answer.status_code for answer in answers} <= {202, 409}
+    assert {answer.json()["code"] for answer in answers if answer.status_code == 409} <= {
+        "request.idempotency_conflict"
+    }
+    assert len({answer.json()["id"] for answer in answers if answer.status_code == 202}) == 1
+    assert len(api.get("/v1/jobs?label=n=16").json()["jobs"]) == 1
+
+
+def test_client_submissions_with_one_key_at_once_all_get_the_job(api: Api) -> None:
+    ids: list[str] = []
+
+    def submit() -> None:
+        with client_of(api.url) as client:
+            job = client.submit(scripted(), str(api.directory / "out"), to="universal", idempotency_key="sdk")
+            ids.append(job.id)
+
+    threads = [threading.Thread(target=submit) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ids) == 6
+    assert len(set(ids)) == 1
+
+
+@pytest.mark.parametrize("code", ["source.not_found", "checkpoint.bad_latest", "storage.no_bucket", "storage.denied"])
+def test_what_is_known_at_once_is_refused_at_submission(client: Client, api: Api, code: str) -> None:
+    with pytest.raises(ReshardError) as caught:
+        client.submit(scripted(refuse=code), str(api.directory / "out"), to="universal")
+    assert caught.value.code == code
+    assert caught.value.fix == "change the script"
+
+
+@pytest.mark.parametrize("script", [{"refuse": "storage.unavailable"}, {"inspect_s": 30}])
+def test_what_is_not_known_in_time_is_accepted(client: Client, api: Api, script: dict[str, object]) -> None:
+    began = time.monotonic()
+    assert client.submit(scripted(**script), str(api.directory / "out"), to="universal").state is JobState.QUEUED
+    assert time.monotonic() - began < 5
+
+
+def test_plans_and_inspections(client: Client, api: Api) -> None:
+    plan = client.plan(scripted(units=3), str(api.directory / "out"), to="universal")
+    assert plan.units == 3
+    assert client.inspect(scripted()).format == "scripted"
+    with pytest.raises(SourceError, match=r"source\.not_found"):
+        client.inspect(scripted(refuse="source.not_found"))
+    slow = api.post("/v1/plans", api.body("planned", plan_s=3, units=5))
+    assert slow.status_code == 202
+    job = client.get(slow.json()["id"])
+    assert job.kind is JobKind.PLAN
+    with api.stack.worker():
+        ended = client.wait(job.id, timeout_s=20)
+    assert ended.state is JobState.SUCCEEDED
+    outcome = client.result(job.id)
+    assert isinstance(outcome, PlanSummary)
+    assert outcome == ended.plan
+    assert outcome.units == 5
+    assert not (api.directory / "planned").exists()
+
+
+def test_events_as_stream_and_as_pages(api: Api) -> None:
+    job = api.post("/v1/jobs", api.body()).json()
+    assert api.post(f"/v1/jobs/{job['id']}/cancel").status_code == 202
+    stream = api.get(f"/v1/jobs/{job['id']}/events")
+    assert stream.headers["content-type"].startswith("text/event-stream")
+    blocks = [block for block in stream.text.replace("\r\n", "\n").split("\n\n") if "data:" in block]
+    assert [block.split("\n")[0] for block in blocks] == ["id: 1", "id: 2"]
+    resumed = api.get(f"/v1/jobs/{job['id']}/events", **{"Last-Event-ID": "1"})
+    assert "id: 1" not in resumed.text
+    assert "id: 2" in resumed.text
+    assert api.get(f"/v1/jobs/{job['id']}/events", **{"Last-Event-ID": "2"}).status_code == 204
+    page = api.get(f"/v1/jobs/{job['id']}/events?after_seq=1", Accept="application/json").json()
+    assert [event["state"] for event in page["events"]] == ["CANCELLED"]
+    assert page["done"]
+    data = [line.removeprefix("data: ") for block in blocks for line in block.split("\n") if line.startswith("data")]
+    assert json.loads(data[1]) == page["events"][0]
+    wrong = api.get(f"/v1/jobs/{job['id']}/events", **{"Last-Event-ID": "x"})
+    assert wrong.json()["code"] == "request.invalid"
+    assert api.get("/v1/jobs/job_none/events").json()["code"] == "request.not_found"
+
+
+def test_waits_end_in_time(api: Api, client: Client) -> None:
+    job = client.submit(scripted(), str(api.directory / "out"), to="universal")
+    began = time.monotonic()
+    assert api.get(f"/v1/jobs/{job.id}?wait=1").json()["state"] == "QUEUED"
+    assert 0.9 < time.monotonic() - began < 3
+    with pytest.raises(JobError, match=r"job\.wait_timeout"):
+        client.wait(job.id, timeout_s=0.5)
+    with pytest.raises(JobError, match=r"job\.wait_timeout"):
+        list(client.watch(job.id, timeout_s=0.5))
+    began = time.monotonic()
+    answer = api.post("/v1/jobs", api.body(), Prefer="respond-async, wait=1")
+    assert answer.status_code == 202
+    assert time.monotonic() - began > 0.9
+    threading.Timer(0.3, client.cancel, [job.id]).start()
+    tag = api.get(f"/v1/jobs/{job.id}").headers["etag"]
+    changed = api.get(f"/v1/jobs/{job.id}?wait=20", **{"If-None-Match": tag})
+    assert changed.json()["state"] == "CANCELLED"
+
+
+def test_every_error_is_a_problem(api: Api) -> None:
+    cases = {
+        api.post("/v1/jobs", {"source": {"url": "x" * 5000}}): (422, "request.invalid"),
+        api.post("/v1/jobs", {**api.body(), "credentials": "secret-value"}): (422, "request.invalid"),
+        api.post("/v1/jobs", {**api.body(), "target": "relative/path"}): (422, "request.invalid"),
+        api.get("/v1/jobs/job_none"): (404, "request.not_found"),
+        api.get("/nothing/here"): (404, "request.not_found"),
+        httpx.delete(f"{api.url}/v1/jobs"): (405, "request.invalid"),
+        api.get("/v1/jobs?page_token=zzz"): (422, "request.invalid"),
+        api.get("/v1/jobs?state=ODD"): (422, "request.invalid"),
+        httpx.post(f"{api.url}/v1/jobs", content=b"{", headers={"Content-Type": "application/json"}): (
+            422,
+            "request.invalid",
+        ),
+        httpx.post(f"{api.url}/v1/jobs", content=b"[" * 2_000_000): (413, "request.invalid"),
+    }
+    for answer, (status, code) in cases.items():
+        assert answer.headers["content-type"].startswith("application/problem+json"), answer.text
+        problem = answer.json()
+        assert (answer.status_code, problem["code"]) == (status, code)
+        assert problem["status"] == status
+        assert problem["type"] == f"urn:reshard:error:{code}"
+        assert "secret-value" not in answer.text
+
+
+def test_operations(api: Api) -> None:
+    assert api.get("/healthz").json() == {"status": "ok"}
+    assert api.get("/readyz").json() == {"status": "ok", "database": "ok", "broker": "ok"}
+    api.get("/v1/jobs/job_none")
+    metrics = api.get("/metrics").text
+    assert 'reshard_jobs{state="QUEUED"}' in metrics
+    assert 'reshard_http_requests_total{method="GET",route="/v1/jobs/{job_id}",status="404"}' in metrics
+    paths = api.get("/openapi.json").json()["paths"]
+    for path in ("/v1/jobs", "/v1/jobs/{job_id}/events", "/v1/plans", "/v1/inspections", "/metrics", "/readyz"):
+        assert path in paths
+    api.post("/v1/jobs", api.body("<script>alert(1)</script>"))
+    page = api.get("/")
+    assert "&lt;script&gt;" in page.text
+    assert "<script" not in page.text
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_tokens_and_roots(tmp_path: Path) -> None:
+    allowed = tmp_path / "allowed"
+    allowed.mkdir()
+    (allowed / "link").symlink_to(tmp_path)
+    extra = {"RESHARD_TOKEN": TOKEN, "RESHARD_ROOTS": f"{allowed},/scripted,s3://bucket/some"}
+    stack = Stack(tmp_path / "logs", f"sqlite:///{tmp_path}/jobs.db", extra=extra)
+    with stack.api() as url:
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        for path in ("/v1/jobs", "/metrics", "/"):
+            refused = httpx.get(f"{url}{path}")
+            assert refused.status_code == 401
+            assert refused.json()["code"] == "request.unauthorized"
+        with client_of(url, "wrong") as wrong, pytest.raises(RequestError, match="unauthorized"):
+            wrong.list()
+        with client_of(url, TOKEN) as client:
+            client.submit(scripted(), f"{allowed}/out", to="universal")
+            outside = (f"{tmp_path}/out", f"{allowed}-twin/out", f"{allowed}/link/out", f"{allowed}/../out", "/")
+            for target in (*outside, "s3://bucket/something/x", "s3://bucket", "http://127.0.0.1/x"):
+                with pytest.raises(RequestError) as caught:
+                    client.submit(scripted(), target, to="universal")
+                assert caught.value.code == "request.root_forbidden", target
+            for target in ("s3://bucket/some/../x", "simplecache::s3://bucket/some/x", "s3://bucket//some"):
+                with pytest.raises(RequestError, match=r"request\.invalid"):
+                    client.submit(scripted(), target, to="universal")
+            with pytest.raises(RequestError, match="root_forbidden"):
+                client.inspect(f"{tmp_path}/x")
+            with pytest.raises(RequestError, match="root_forbidden"):
+                client.plan(f"{tmp_path}/x", f"{allowed}/out", to="universal")
+
+
+def test_a_broker_that_is_away_does_not_lose_jobs(tmp_path: Path) -> None:
+    stack = Stack(tmp_path / "logs", f"sqlite:///{tmp_path}/jobs.db", "redis://127.0.0.1:1/0")
+    with stack.api() as url, client_of(url) as client:
+        job = client.submit(scripted(), str(tmp_path / "out"), to="universal")
+        assert job.state is JobState.QUEUED
+        ready = httpx.get(f"{url}/readyz", timeout=20)
+        assert ready.status_code == 503
+        assert ready.json()["details"] == {"database": "ok", "broker": "away"}
+        stack.broker_url = ""
+        with stack.worker():
+            assert client.wait(job.id, timeout_s=20).state is JobState.SUCCEEDED

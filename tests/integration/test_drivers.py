@@ -1,0 +1,212 @@
+"""One claim-and-run path under both drivers: the embedded executor on SQLite, Celery on PostgreSQL and Redis."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reshard.client import Client
+from reshard.errors import JobError, ReshardError
+from reshard.models import Job, JobEvent, JobState
+from servers.process import ServerProcess
+from servers.scripted import journal_of, scripted, units_done
+from servers.stack import LEASE_S, Stack, client_of, end_tree, pause, resume, runners_of, tree_of
+
+
+@dataclass
+class Service:
+    stack: Stack
+    client: Client
+    directory: Path
+
+    def submit(self, name: str, **script: object) -> Job:
+        return self.client.submit(scripted(**script), str(self.directory / name), to="universal")
+
+    def target(self, name: str) -> Path:
+        return self.directory / name
+
+    def wait_for_units(self, name: str, count: int) -> None:
+        wait_until(lambda: len(units_done(self.target(name))) >= count)
+
+
+def wait_until(ready: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def service(stack: Stack, tmp_path: Path) -> Generator[Service]:
+    with stack.api() as url, client_of(url) as client:
+        yield Service(stack, client, tmp_path)
+
+
+@pytest.fixture
+def worker(service: Service) -> Generator[ServerProcess]:
+    with service.stack.worker() as process:
+        yield process
+
+
+def test_jobs_end_and_every_observer_agrees(service: Service, worker: ServerProcess) -> None:
+    del worker
+    job = service.submit("out", units=8, unit_s=0.1)
+    assert job.state is JobState.QUEUED
+    waited: list[Job] = []
+    waiter = threading.Thread(target=lambda: waited.append(service.client.wait(job.id, timeout_s=30)))
+    waiter.start()
+    events = list(service.client.watch(job.id))
+    waiter.join(30)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    states = [event.state.value for event in events if event.kind == "state"]
+    assert states == ["QUEUED", "PLANNING", "RUNNING", "VERIFYING", "SUCCEEDED"]
+    assert waited[0].state is JobState.SUCCEEDED
+    assert waited[0] == service.client.get(job.id)
+    assert waited[0].attempt == 1
+    assert list(service.client.watch(job.id, after_seq=2)) == events[2:]
+    progress = [event.progress.bytes_done for event in events if event.progress]
+    assert progress == sorted(progress)
+    result = service.client.result(job.id)
+    assert result == waited[0].result
+    assert (service.target("out") / "output").stat().st_size == 8000
+
+    # The same worker, now with what goes wrong in a job.
+    refused = service.client.wait(service.submit("bad", fail="checkpoint.incomplete").id)
+    assert refused.state is JobState.FAILED
+    with pytest.raises(ReshardError) as caught:
+        service.client.result(refused.id)
+    assert caught.value.code == "checkpoint.incomplete"
+    assert caught.value.fix == "change the script"
+
+    bug = service.client.wait(service.submit("bug", bug=1).id)
+    assert bug.error is not None
+    assert bug.error.code == "internal.error"
+    assert "secret" not in bug.model_dump_json()
+
+    passing = service.client.wait(service.submit("passing", fail="storage.unavailable", times=1, at=2).id)
+    assert passing.state is JobState.SUCCEEDED
+    assert passing.attempt == 2
+    assert [unit for unit, _ in units_done(service.target("passing"))] == [0, 1, 2, 3]
+
+    crashed = service.client.wait(service.submit("crash", crash=11, at=1).id, timeout_s=40)
+    assert crashed.error is not None
+    assert crashed.error.code == "job.attempts_exhausted"
+    assert crashed.attempt == 3
+
+
+def test_cancel_stops_a_running_job_and_removes_what_it_left(service: Service, worker: ServerProcess) -> None:
+    # One engine that stops when asked, and one that does not listen.
+    for name, script in (("polite", {}), ("deaf", {"deaf": 1})):
+        job = service.submit(name, units=400, unit_s=0.05, **script)
+        service.wait_for_units(name, 3)
+        began = time.monotonic()
+        assert service.client.cancel(job.id).state is JobState.CANCELLING
+        ended = service.client.wait(job.id, timeout_s=10)
+        assert ended.state is JobState.CANCELLED
+        assert time.monotonic() - began < 5
+        assert not service.target(name).exists()
+        assert not journal_of(job.request).exists()
+        assert runners_of(worker.pid) == []
+        assert service.client.cancel(job.id).state is JobState.CANCELLED
+        with pytest.raises(JobError, match=r"job\.cancelled"):
+            service.client.result(job.id)
+    # A job that nobody has begun.
+    blocker = service.submit("blocker", units=400, unit_s=0.05)
+    service.wait_for_units("blocker", 1)
+    queued = service.submit("queued")
+    assert service.client.cancel(queued.id).state is JobState.CANCELLED
+    service.client.cancel(blocker.id)
+    assert service.client.wait(blocker.id, timeout_s=10).state is JobState.CANCELLED
+    assert units_done(service.target("queued")) == []
+
+
+def test_a_killed_worker_costs_no_finished_unit(service: Service) -> None:
+    job = service.submit("out", units=20, unit_s=0.1)
+    first = service.stack.start_worker()
+    service.wait_for_units("out", 6)
+    victims = tree_of(first.pid)
+    assert len(runners_of(first.pid)) == 1
+    first.kill()
+    wait_until(lambda: not any(alive(victim) for victim in victims), timeout_s=3)
+    killed_at = time.monotonic()
+    with service.stack.worker():
+        ended = service.client.wait(job.id, timeout_s=40)
+    assert ended.state is JobState.SUCCEEDED
+    assert ended.attempt == 2
+    assert time.monotonic() - killed_at > LEASE_S / 2
+    units = [unit for unit, _ in units_done(service.target("out"))]
+    assert units == list(range(20))
+    assert len({pid for _, pid in units_done(service.target("out"))}) == 2
+
+
+def test_a_paused_worker_is_fenced(service: Service) -> None:
+    job = service.submit("out", units=10, unit_s=0.1)
+    zombie = service.stack.start_worker()
+    service.wait_for_units("out", 2)
+    stopped = tree_of(zombie.pid)
+    pause(stopped)
+    with service.stack.worker():
+        ended = service.client.wait(job.id, timeout_s=40)
+        assert ended.state is JobState.SUCCEEDED
+        assert ended.attempt == 2
+        resume(stopped)
+        wait_until(lambda: runners_of(zombie.pid) == [])
+        time.sleep(0.5)
+        assert service.client.get(job.id) == ended
+    end_tree(zombie)
+    assert len((service.target("out") / "commits").read_text().split()) == 1
+
+
+def test_a_paused_supervisor_cannot_commit(service: Service) -> None:
+    # Only the supervisor sleeps; its engine works on, past the lease, up to the commit.
+    job = service.submit("out", units=4, unit_s=0.2, verify_s=0.3)
+    zombie = service.stack.start_worker()
+    service.wait_for_units("out", 1)
+    runner = runners_of(zombie.pid)[0]
+    supervisor = runner.parent()
+    assert supervisor is not None
+    pause([supervisor])
+    wait_until(lambda: len(units_done(service.target("out"))) == 4)
+    time.sleep(1.0)
+    assert alive(runner)
+    assert not service.target("out").exists()
+    with service.stack.worker():
+        assert service.client.wait(job.id, timeout_s=40).state is JobState.SUCCEEDED
+    resume([supervisor])
+    wait_until(lambda: not alive(runner))
+    end_tree(zombie)
+    assert len((service.target("out") / "commits").read_text().split()) == 1
+
+
+def test_a_stopped_worker_gives_its_job_back(service: Service) -> None:
+    job = service.submit("out", units=30, unit_s=0.1)
+    first = service.stack.start_worker()
+    service.wait_for_units("out", 3)
+    assert first.stop(signal.SIGTERM) == 0
+    given_back = service.client.get(job.id)
+    assert given_back.state is JobState.QUEUED
+    assert given_back.worker is None
+    began = time.monotonic()
+    with service.stack.worker():
+        service.wait_for_units("out", 15)
+        assert time.monotonic() - began < 15
+        ended = service.client.wait(job.id, timeout_s=30)
+    assert ended.state is JobState.SUCCEEDED
+    assert [unit for unit, _ in units_done(service.target("out"))] == list(range(30))
+    events: list[JobEvent] = list(service.client.watch(job.id))
+    states = [event.state.value for event in events if event.kind == "state"]
+    assert states[:4] == ["QUEUED", "PLANNING", "RUNNING", "QUEUED"]
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

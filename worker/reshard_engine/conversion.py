@@ -1,0 +1,195 @@
+"""One conversion from request to commit: read, lay out, plan, execute, verify, publish."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from reshard.errors import RequestError, printable
+from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress
+
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.execute.executor import Executor
+from reshard_engine.execute.local_sink import LocalSink
+from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.execute.recheck import prove_source_unchanged
+from reshard_engine.layout import TargetLayout
+from reshard_engine.manifest import MANIFEST_NAME, Manifest, build_manifest, read_manifest
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.plan.budget import threads_within
+from reshard_engine.plan.model import Plan
+from reshard_engine.plan.planner import plan_conversion
+from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.storage.locations import Location, open_location, scheme_of
+from reshard_engine.storage.protocol import ObjectStore, parent_and_name
+from reshard_engine.writers.registry import WRITERS
+
+REMOTE_THREADS = 8
+"""Units in flight where latency, not the processor, is what they wait for."""
+
+
+def sink_for(target: Location) -> LocalSink | ObjectSink | None:
+    """Where a conversion into this location writes; None for stores that can only be read."""
+    if target.store.scheme == "file":
+        return LocalSink(target.path)
+    if isinstance(target.store, ObjectStore):
+        return ObjectSink(target.store, target.path)
+    return None
+
+
+def _overlaps(one: str, other: str) -> bool:
+    return one == other or one.startswith(other + "/") or other.startswith(one + "/")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A planned conversion, ready to run."""
+
+    request: ConvertRequest
+    checkpoint: Checkpoint
+    layout: TargetLayout
+    plan: Plan
+    target: Location
+    sink: LocalSink | ObjectSink
+    planning_s: float
+
+    @classmethod
+    def prepare(cls, request: ConvertRequest) -> Conversion:
+        """Read the source's metadata and plan; nothing is written.
+
+        Raises:
+            ReshardError: Everything that can be wrong with request and source.
+        """
+        started = time.monotonic()
+        source = open_location(request.source.url, request.source.profile)
+        target = open_location(request.target, request.target_profile)
+        sink = sink_for(target)
+        if sink is None:
+            raise RequestError(
+                "request.unknown_scheme",
+                f"{scheme_of(request.target)}:// can be read, not written",
+                fix="write to a local path or to s3://",
+            )
+        checkpoint = read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque))
+        if _overlaps(target.url, checkpoint.url):
+            raise RequestError(
+                "request.overlap",
+                f"the target {printable(target.url)} overlaps the checkpoint {printable(checkpoint.url)}",
+                fix=f"write beside it, such as {printable(checkpoint.url)}_{request.to.value}",
+            )
+        name = parent_and_name(target.path)[1]
+        layout = WRITERS[request.to].lay_out(checkpoint, request, name=name)
+        least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
+        plan = plan_conversion(checkpoint, layout, request, min_part_bytes=least)
+        return cls(request, checkpoint, layout, plan, target, sink, time.monotonic() - started)
+
+    @property
+    def wanted_threads(self) -> int:
+        """Units to run at once if memory allows."""
+        if self.request.threads is not None:
+            return self.request.threads
+        local = self.target.store.scheme == "file" and all(f.store.scheme == "file" for f in self.checkpoint.files)
+        cores = len(os.sched_getaffinity(0))
+        return cores if local else max(cores, REMOTE_THREADS)
+
+    def run(
+        self, *, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
+    ) -> ConvertResult:
+        """Execute, verify and commit; a finished, unchanged target is recognised and left alone.
+
+        Raises:
+            ReshardError: The journal stays, so that the same request resumes.
+        """
+        if (finished := self._finished()) is not None:
+            return self._already_done(finished)
+        try:
+            return self._run(on_progress, should_stop)
+        finally:
+            self.sink.close()
+
+    def _run(
+        self, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
+    ) -> ConvertResult:
+        plan, seconds = self.plan, {"plan": self.planning_s}
+        clock = time.monotonic()
+        done = self.sink.begin(plan, overwrite=self.request.overwrite)
+        executor = Executor(
+            self.checkpoint, self.layout, plan, self.sink, done=done, on_progress=on_progress, should_stop=should_stop
+        )
+        executor.report("running", force=True)
+        threads = threads_within(self.request.memory_limit_bytes, plan.chunk_bytes, self.wanted_threads)
+        executor.run([u for u in plan.units if not u.commit], threads)
+        clock = _lap(seconds, "run", clock)
+        executor.report("verifying", force=True)
+        self.sink.seal(executor.records)
+        prove_source_unchanged(self.checkpoint)
+        clock = _lap(seconds, "verify", clock)
+        executor.report("committing", force=True)
+        executor.run([u for u in plan.units if u.commit], threads)
+        there = self.sink.publish(executor.records)
+        warnings = (*plan.warnings, *_overflow_warnings(executor))
+        manifest = build_manifest(
+            plan,
+            executor.records,
+            there,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            foreign_globals=self.checkpoint.foreign_globals,
+            warnings=warnings,
+        )
+        self.sink.commit(manifest, self.layout.pointer)
+        _lap(seconds, "commit", clock)
+        executor.report("done", force=True)
+        return ConvertResult(
+            target=self.target.url,
+            to=self.request.to,
+            files=tuple(FileEntry(path=f.path, size_bytes=f.size_bytes) for f in plan.files),
+            read_bytes=sum(r.read_bytes for k, r in executor.records.items() if k not in done),
+            write_bytes=plan.write_bytes,
+            resumed_bytes=executor.resumed_bytes,
+            seconds=seconds,
+            plan_digest=plan.digest,
+            warnings=warnings,
+        )
+
+    def _finished(self) -> Manifest | None:
+        """The manifest of the target if it is this plan's result, unchanged since its commit."""
+        manifest = read_manifest(self.target)
+        if manifest is None or manifest.plan_digest != self.plan.digest:
+            return None
+        there = {i.path[len(self.target.path) + 1 :]: i for i in self.target.store.list_tree(self.target.path)}
+        there.pop(MANIFEST_NAME, None)
+        same = len(there) == len(manifest.files) and all(
+            f.path in there and (there[f.path].size_bytes, there[f.path].pin) == (f.size_bytes, f.pin) for f in manifest.files
+        )
+        return manifest if same else None
+
+    def _already_done(self, manifest: Manifest) -> ConvertResult:
+        self.sink.finish_after_crash(self.plan, self.layout.pointer)
+        return ConvertResult(
+            target=self.target.url,
+            to=self.request.to,
+            files=tuple(FileEntry(path=f.path, size_bytes=f.size_bytes) for f in manifest.files),
+            read_bytes=0,
+            write_bytes=0,
+            seconds={"plan": self.planning_s},
+            plan_digest=self.plan.digest,
+            already_done=True,
+            warnings=manifest.warnings,
+        )
+
+
+def _lap(seconds: dict[str, float], phase: str, clock: float) -> float:
+    now = time.monotonic()
+    seconds[phase] = now - clock
+    return now
+
+
+def _overflow_warnings(executor: Executor) -> list[str]:
+    lost: dict[str, int] = {}
+    for record in executor.records.values():
+        for fqn, count in record.overflows.items():
+            lost[fqn] = lost.get(fqn, 0) + count
+    return [f"{count} elements of {printable(fqn)} became infinite in the narrower type" for fqn, count in sorted(lost.items())]

@@ -1,0 +1,182 @@
+"""The loop that moves bytes: units in order over threads, under the memory budget, resumable.
+
+Units start in order, so that a unit which waits for a CRC of an earlier one never waits for one that
+has not started.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from reshard.errors import JobError
+from reshard.models import Progress
+
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.execute.cast import CastKernel, default_kernel
+from reshard_engine.execute.crc import CrcBoard
+from reshard_engine.execute.gather import Buffer, Gathered, fill_chunk
+from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.sink import Sink
+from reshard_engine.layout import TargetLayout
+from reshard_engine.plan.model import Chunk, Plan, Unit
+
+_PROGRESS_PERIOD_S = 0.2
+
+
+class Stopped(JobError):
+    """The caller asked the run to stop."""
+
+    def __init__(self) -> None:
+        """Stopping is no failure: what is finished stays finished."""
+        super().__init__("job.cancelled", "stopped on request", fix="run the same command again: it resumes")
+
+
+class Executor:
+    """Runs the units of one plan into one sink."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        layout: TargetLayout,
+        plan: Plan,
+        sink: Sink,
+        *,
+        done: Mapping[int, UnitRecord],
+        on_progress: Callable[[Progress], None] | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> None:
+        """`done` holds the records of an earlier attempt; their units are not run again."""
+        self._checkpoint = checkpoint
+        self._layout = layout
+        self._plan = plan
+        self._sink = sink
+        self._kernel: CastKernel = default_kernel()
+        self._on_progress = on_progress
+        self._should_stop = should_stop or (lambda: False)
+        self._board = CrcBoard()
+        self._lock = threading.Lock()
+        self._reported_at = 0.0
+        self._started_at = time.monotonic()
+        self.records: dict[int, UnitRecord] = dict(done)
+        self._resumed_bytes = sum(plan.units[k].length_bytes for k in done)
+        self._done_bytes = self._resumed_bytes
+        for record in done.values():
+            for file, number, offset, length, crc in record.spans:
+                self._board.put(file, number, [(offset, length, crc)])
+
+    @property
+    def resumed_bytes(self) -> int:
+        """Bytes that an earlier attempt had written."""
+        return self._resumed_bytes
+
+    def run(self, units: Sequence[Unit], threads: int) -> None:
+        """Run the units that are not done.
+
+        Raises:
+            ReshardError: The first failure; units in flight are finished or abandoned, none half recorded.
+            Stopped: If the caller asked for it.
+        """
+        todo = [u for u in units if u.index not in self.records]
+        slots = threading.Semaphore(threads)
+        failed = threading.Event()
+        futures: list[Future[None]] = []
+
+        def one(unit: Unit) -> None:
+            try:
+                self._run_unit(unit)
+            except BaseException:
+                failed.set()
+                self._board.fail()
+                raise
+            finally:
+                slots.release()
+
+        stopped = False
+        with ThreadPoolExecutor(threads, thread_name_prefix="unit") as pool:
+            for unit in todo:
+                slots.acquire()
+                stopped = self._should_stop()
+                if failed.is_set() or stopped:
+                    slots.release()
+                    break
+                futures.append(pool.submit(one, unit))
+        for future in futures:
+            future.result()
+        if stopped:
+            raise Stopped
+        self.report("running", force=True)
+
+    def _run_unit(self, unit: Unit) -> None:
+        report = Gathered()
+        buffers: list[tuple[Chunk, Buffer]] = []
+        spans: list[tuple[int, int, int, int, int]] = []
+        for chunk in unit.chunks:
+            buffer = np.empty(chunk.length_bytes, dtype=np.uint8)
+            file = self._layout.files[chunk.file]
+            fill_chunk(self._checkpoint, file, begin=chunk.offset, buffer=buffer, kernel=self._kernel, report=report)
+            spans += self._sum_records(chunk, buffer)
+            buffers.append((chunk, buffer))
+        written: list[ChunkRecord] = []
+        for chunk, buffer in buffers:
+            if not self._fill_slots(chunk, buffer):
+                return  # another unit failed, and with it what this one waits for
+            view = memoryview(buffer)
+            crc = zlib.crc32(view)
+            written.append(ChunkRecord(chunk, crc, self._sink.write(chunk, view, crc)))
+        record = UnitRecord(unit.index, tuple(written), tuple(spans), report.read_bytes, report.overflows)
+        self._sink.record(record)
+        with self._lock:
+            self.records[unit.index] = record
+            self._done_bytes += unit.length_bytes
+        self.report("running")
+
+    def _sum_records(self, chunk: Chunk, buffer: Buffer) -> list[tuple[int, int, int, int, int]]:
+        """CRC-32s of the parts of records that lie in the chunk, put up for other units."""
+        spans: list[tuple[int, int, int, int, int]] = []
+        end = chunk.offset + chunk.length_bytes
+        for number, (offset, length) in enumerate(self._layout.files[chunk.file].template.records):
+            low, high = max(offset, chunk.offset), min(offset + length, end)
+            if low < high:
+                crc = zlib.crc32(memoryview(buffer)[low - chunk.offset : high - chunk.offset])
+                self._board.put(chunk.file, number, [(low - offset, high - low, crc)])
+                spans.append((chunk.file, number, low - offset, high - low, crc))
+        return spans
+
+    def _fill_slots(self, chunk: Chunk, buffer: Buffer) -> bool:
+        template = self._layout.files[chunk.file].template
+        for offset, record in template.slots_in(chunk.offset, chunk.offset + chunk.length_bytes):
+            crc = self._board.wait_for(chunk.file, record, template.records[record][1])
+            if crc is None:
+                return False
+            data = np.frombuffer(crc.to_bytes(4, "little"), dtype=np.uint8)
+            low, high = max(offset, chunk.offset), min(offset + 4, chunk.offset + chunk.length_bytes)
+            buffer[low - chunk.offset : high - chunk.offset] = data[low - offset : high - offset]
+        return True
+
+    def report(self, phase: str, *, force: bool = False) -> None:
+        """Tell the caller how far the run is, at most a few times a second."""
+        if self._on_progress is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if not force and now - self._reported_at < _PROGRESS_PERIOD_S:
+                return
+            self._reported_at = now
+            total = self._plan.write_bytes
+            rate = (self._done_bytes - self._resumed_bytes) / max(now - self._started_at, 1e-6)
+            self._on_progress(
+                Progress(
+                    phase=phase,  # pyright: ignore[reportArgumentType]
+                    bytes_done=self._done_bytes,
+                    bytes_total=total,
+                    units_done=len(self.records),
+                    units_total=len(self._plan.units),
+                    rate_bytes_per_s=rate,
+                    eta_s=(total - self._done_bytes) / rate if rate > 0 else None,
+                )
+            )

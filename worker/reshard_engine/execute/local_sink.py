@@ -1,0 +1,267 @@
+"""A target on the local file system: a hidden sibling directory, synced once, then one rename.
+
+The rename does not replace. With `--overwrite` the old directory is renamed aside first and removed after
+the commit: a crash between leaves no checkpoint there, never a mixture.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from reshard.errors import IntegrityError, RequestError, StorageError, printable
+
+from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.layout import Pointer
+from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.storage.local import LocalStore, translated
+from reshard_engine.storage.protocol import ObjectInfo
+
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _boot_id() -> str:
+    # Data that was written but not synced does not survive a power loss: a journal of another boot is void.
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else "unknown"
+
+
+class LocalSink:
+    """Writes one local directory."""
+
+    def __init__(self, target: str) -> None:
+        """`target` is absolute; its parent is created when the sink begins."""
+        self._target = target
+        self._parent, self._name = os.path.split(target)
+        self._journal = -1
+        self._lock = threading.Lock()
+        self._directories: set[str] = set()
+
+    def _paths(self, digest: str) -> None:
+        self._staging = os.path.join(self._parent, f".{self._name}.reshard-{digest[:16]}")
+        self._journal_path = self._staging + ".journal"
+        self._aside = os.path.join(self._parent, f".{self._name}.reshard-old")
+
+    # -- begin ------------------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
+        """Take the target and read the journal of an earlier attempt."""
+        self._plan = plan
+        self._overwrite = overwrite
+        self._paths(plan.digest)
+        with translated(self._parent):
+            os.makedirs(self._parent, exist_ok=True)
+        if not overwrite and self._occupied():
+            raise target_exists(self._target)
+        with translated(self._journal_path):
+            self._journal = os.open(self._journal_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RequestError(
+                "request.target_busy", f"another process is writing {printable(self._target)}", fix="wait for it to finish"
+            ) from None
+        return self._resume()
+
+    def _occupied(self) -> bool:
+        try:
+            with translated(self._target):
+                return not os.path.isdir(self._target) or bool(os.listdir(self._target)) if os.path.lexists(self._target) else False
+        except StorageError:
+            return True
+
+    def _resume(self) -> Mapping[int, UnitRecord]:
+        header = {"plan": self._plan.digest, "boot": _boot_id()}
+        size = os.fstat(self._journal).st_size
+        lines = os.pread(self._journal, size, 0).split(b"\n")
+        try:
+            same = json.loads(lines[0]) == header
+        except ValueError:
+            same = False
+        if same and os.path.isdir(self._staging):
+            found = [UnitRecord.from_json(line) for line in lines[1:-1]]
+            # A torn last line is cut off, so that the next one does not continue it.
+            os.ftruncate(self._journal, size - len(lines[-1]))
+            os.lseek(self._journal, 0, os.SEEK_END)
+            return {r.unit: r for r in found if r is not None}
+        with translated(self._staging):
+            shutil.rmtree(self._staging, ignore_errors=True)
+            os.makedirs(self._staging)
+            os.ftruncate(self._journal, 0)
+            os.lseek(self._journal, 0, os.SEEK_SET)
+            os.write(self._journal, json.dumps(header).encode() + b"\n")
+        return {}
+
+    # -- units ------------------------------------------------------------------------------------------
+
+    def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
+        """Write one chunk at its offset."""
+        path = os.path.join(self._staging, self._plan.files[chunk.file].path)
+        with translated(path):
+            self._make_directory(os.path.dirname(path))
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(descriptor, data[done:], chunk.offset + done)
+            finally:
+                os.close(descriptor)
+        return ""
+
+    def _make_directory(self, path: str) -> None:
+        with self._lock:
+            if path in self._directories:
+                return
+        os.makedirs(path, exist_ok=True)
+        with self._lock:
+            self._directories.add(path)
+
+    def record(self, record: UnitRecord) -> None:
+        """Append one line to the journal."""
+        line = record.to_json().encode() + b"\n"
+        with self._lock, translated(self._journal_path):
+            os.write(self._journal, line)
+
+    def seal(self, records: Mapping[int, UnitRecord]) -> None:
+        """Check the length of every file that is written by now."""
+        self._check_lengths([u.chunks for u in self._plan.units if not u.commit])
+
+    def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
+        """Check the commit files too, and list the staged target."""
+        self._check_lengths([u.chunks for u in self._plan.units if u.commit])
+        staged = LocalStore().list_tree(self._staging)
+        return [ObjectInfo(os.path.relpath(i.path, self._staging), i.size_bytes, i.pin) for i in staged]
+
+    def _check_lengths(self, chunks: Sequence[Sequence[Chunk]]) -> None:
+        for number in sorted({c.file for unit in chunks for c in unit}):
+            planned = self._plan.files[number]
+            path = os.path.join(self._staging, planned.path)
+            held = os.stat(path).st_size if os.path.exists(path) else -1
+            if held != planned.size_bytes:
+                raise IntegrityError(
+                    "integrity.mismatch", f"{printable(planned.path)} has {held} bytes, {planned.size_bytes} were planned"
+                )
+
+    # -- commit -----------------------------------------------------------------------------------------
+
+    def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
+        """Manifest, one sync, one rename, then the pointer."""
+        with translated(self._target):
+            Path(self._staging, MANIFEST_NAME).write_bytes(manifest)
+            self._sync()
+            if self._overwrite and os.path.lexists(self._target):
+                self._withdraw(pointer)
+            if os.path.isdir(self._target) and not os.listdir(self._target):
+                os.rmdir(self._target)
+            self._rename()
+            self._sync_directory(self._parent)
+        self.finish(pointer)
+
+    def finish(self, pointer: Pointer | None) -> None:
+        """What is left after the rename: the pointer, and forgetting the journal. Safe to repeat."""
+        with translated(self._target):
+            if pointer is not None:
+                self._write_pointer(pointer)
+            shutil.rmtree(self._aside, ignore_errors=True)
+            if os.path.exists(self._journal_path):
+                os.unlink(self._journal_path)
+
+    def finish_after_crash(self, plan: Plan, pointer: Pointer | None) -> None:
+        """Do what a crash after the rename left undone; nothing if the journal is gone."""
+        self._paths(plan.digest)
+        if os.path.exists(self._journal_path):
+            self.finish(pointer)
+
+    def _withdraw(self, pointer: Pointer | None) -> None:
+        if pointer is not None:
+            path = Path(self._parent, pointer.name)
+            if path.exists() and path.read_bytes().strip() == pointer.content.strip():
+                path.unlink()
+        shutil.rmtree(self._aside, ignore_errors=True)
+        if os.path.isdir(self._target) and not os.path.islink(self._target):
+            os.rename(self._target, self._aside)
+        else:
+            os.unlink(self._target)
+
+    def _write_pointer(self, pointer: Pointer) -> None:
+        temporary = os.path.join(self._parent, f".{pointer.name}.reshard")
+        with open(temporary, "wb") as file:
+            file.write(pointer.content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, os.path.join(self._parent, pointer.name))
+        self._sync_directory(self._parent)
+
+    def _sync(self) -> None:
+        descriptor = os.open(self._staging, os.O_RDONLY)
+        try:
+            # One sync for the whole tree: a sync per atom costs more than writing them.
+            if _LIBC.syncfs(descriptor) != 0:
+                os.sync()
+        finally:
+            os.close(descriptor)
+
+    def _sync_directory(self, path: str) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _rename(self) -> None:
+        old, new = os.fsencode(self._staging), os.fsencode(self._target)
+        if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) == 0:
+            return
+        code = ctypes.get_errno()
+        if code == errno.EEXIST:
+            raise target_exists(self._target)
+        if code not in (errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code), self._target)
+        # File systems without the flag: a directory does not replace a non-empty one either.
+        os.rename(self._staging, self._target)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._journal >= 0:
+            os.close(self._journal)
+            self._journal = -1
+
+    def discard_all(self) -> None:
+        """Remove every staging directory and journal of this target that no process holds."""
+        with translated(self._parent):
+            prefix = f".{self._name}.reshard-"
+            names = os.listdir(self._parent) if os.path.isdir(self._parent) else []
+            for name in names:
+                if not name.startswith(prefix) or name == os.path.basename(f"{prefix}old"):
+                    continue
+                path = os.path.join(self._parent, name)
+                if os.path.isdir(path):
+                    if not os.path.exists(path + ".journal"):
+                        shutil.rmtree(path, ignore_errors=True)
+                    continue
+                with open(path, "rb") as journal:
+                    try:
+                        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        continue
+                    shutil.rmtree(path.removesuffix(".journal"), ignore_errors=True)
+                    os.unlink(path)
+
+
+def target_exists(target: str) -> RequestError:
+    """The error for a target that holds something else."""
+    return RequestError(
+        "request.target_exists",
+        f"{printable(target)} exists already",
+        fix="choose another target, or add --overwrite (the old data will be gone)",
+    )

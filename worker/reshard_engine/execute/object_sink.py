@@ -1,0 +1,276 @@
+"""A target in an object store: nothing is staged, objects appear whole at their final keys.
+
+Large objects are one multipart upload each, whose id is in the journal before its first part; small
+ones are created if absent. Bytes are deterministic, so a part or an object that an earlier attempt (or
+a zombie) wrote is the same one; a lost acknowledgement is resolved by reading back. The journal is one
+small object per unit beside the target.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from reshard.errors import IntegrityError, ReshardError, StorageError, printable
+
+from reshard_engine.execute.control import ControlObjects
+from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.local_sink import target_exists
+from reshard_engine.layout import Pointer
+from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name
+
+PLAN_KEY, CRC_KEY = "reshard-plan", "reshard-crc32"
+_THREADS = 8
+
+
+class ObjectSink:
+    """Writes one prefix of an object store."""
+
+    def __init__(self, store: ObjectStore, target: str) -> None:
+        """`target` is `bucket/key...` without a trailing slash."""
+        self._store = store
+        self._target = target
+        self._parent, self._name = parent_and_name(target)
+        self._control = ControlObjects(store, target)
+        self._uploads: dict[int, str] = {}
+        self._completed: set[int] = set()
+        self._lock = threading.Lock()
+        self._creating: dict[int, threading.Lock] = {}
+
+    def _path(self, file: int) -> str:
+        return join(self._target, self._plan.files[file].path)
+
+    # -- begin ------------------------------------------------------------------------------------------
+
+    def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
+        """Claim the target and read the journal of an earlier attempt."""
+        self._plan = plan
+        there = {i.path: i for i in self._store.list_tree(self._target)}
+        claim = self._control.claimed_by()
+        if there and (claim is None or claim.plan != plan.digest) and not overwrite:
+            raise target_exists(f"{self._store.scheme}://{self._target}")
+        fresh = self._control.claim(plan, overwrite=overwrite, clear=bool(there))
+        if fresh.clearing:
+            self._clear(sorted(there))
+            self._control.cleared(plan)
+            return {}
+        self._uploads = self._control.uploads()
+        self._abort_strays()
+        return self._still_valid(self._control.records(), there)
+
+    def _clear(self, paths: Sequence[str]) -> None:
+        # What makes the old target readable goes first.
+        first = [p for p in paths if p.endswith((MANIFEST_NAME, ".index.json", "_states.pt", "optimizer_state.pt"))]
+        pointers = ["latest_universal"]
+        for name in pointers:
+            path = join(self._parent, name) if self._parent else name
+            info = self._store.stat(path)
+            if info is not None and info.size_bytes < 1024:
+                data = bytearray(info.size_bytes)
+                self._store.read_into(info, 0, memoryview(data))
+                if bytes(data).decode("utf-8", "replace").strip() == self._name:
+                    self._store.delete([path])
+        self._store.delete(first)
+        self._store.delete([p for p in paths if p not in set(first)])
+
+    def _abort_strays(self) -> None:
+        known = set(self._uploads.values())
+        mine = {join(self._target, f.path) for f in self._plan.files}
+        for path, upload_id in self._store.list_uploads(self._target + "/"):
+            if path in mine and upload_id not in known:
+                self._store.abort_multipart(path, upload_id)
+
+    def _still_valid(self, records: Mapping[int, UnitRecord], there: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
+        """The records whose bytes the store still holds."""
+        parts: dict[int, dict[int, PartInfo]] = {}
+        for file, upload_id in list(self._uploads.items()):
+            listed = self._store.list_parts(self._path(file), upload_id)
+            if listed is not None:
+                parts[file] = {p.number: p for p in listed}
+            elif self._is_mine(self._path(file), self._plan.files[file].size_bytes):
+                self._completed.add(file)
+            else:
+                del self._uploads[file]
+
+        def held(record: UnitRecord) -> bool:
+            for entry in record.chunks:
+                file = entry.chunk.file
+                if not self._is_large(file):
+                    info = there.get(self._path(file))
+                    if info is None or info.size_bytes != entry.chunk.length_bytes or info.pin != f"etag:{entry.etag}":
+                        return False
+                elif file not in self._completed:
+                    part = parts.get(file, {}).get(self._number(entry.chunk))
+                    if part is None or (part.size_bytes, part.etag) != (entry.chunk.length_bytes, entry.etag):
+                        return False
+            return True
+
+        return {k: r for k, r in records.items() if held(r)}
+
+    def _is_large(self, file: int) -> bool:
+        return self._plan.files[file].size_bytes > self._plan.chunk_bytes
+
+    def _number(self, chunk: Chunk) -> int:
+        return chunk.offset // self._plan.chunk_bytes + 1
+
+    def _is_mine(self, path: str, size_bytes: int, crc32: int | None = None) -> bool:
+        info = self._store.stat(path)
+        facts = self._store.metadata(path)
+        if info is None or facts is None or info.size_bytes != size_bytes or facts.get(PLAN_KEY) != self._plan.digest:
+            return False
+        return crc32 is None or facts.get(CRC_KEY) == f"{crc32:08x}"
+
+    # -- units ------------------------------------------------------------------------------------------
+
+    def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
+        """Put a small object, or upload one part of a large one."""
+        path = self._path(chunk.file)
+        if self._is_large(chunk.file):
+            if chunk.file in self._completed:
+                raise IntegrityError("integrity.journal", f"{printable(path)} is complete, but a unit of it is not")
+            return self._store.put_part(path, self._upload(chunk.file), self._number(chunk), data).etag
+        facts = {PLAN_KEY: self._plan.digest, CRC_KEY: f"{crc32:08x}"}
+        return self._put_once(path, data, facts, crc32)
+
+    def _put_once(self, path: str, data: bytes | memoryview, facts: Mapping[str, str], crc32: int) -> str:
+        try:
+            return self._store.put(path, data, metadata=facts, if_absent=True).pin.removeprefix("etag:")
+        except StorageError as error:
+            if not (error.code == "storage.conflict" or error.retryable) or not self._is_mine(path, len(data), crc32):
+                raise
+        info = self._store.stat(path)
+        if info is None:
+            raise StorageError("storage.protocol", f"{printable(path)} vanished after it was written")
+        return info.pin.removeprefix("etag:")
+
+    def _upload(self, file: int) -> str:
+        with self._lock:
+            gate = self._creating.setdefault(file, threading.Lock())
+        with gate:
+            if file not in self._uploads:
+                upload_id = self._store.create_multipart(self._path(file), metadata={PLAN_KEY: self._plan.digest})
+                self._control.put_upload(file, upload_id)
+                self._uploads[file] = upload_id
+            return self._uploads[file]
+
+    def record(self, record: UnitRecord) -> None:
+        """One small object per unit."""
+        self._control.put_record(record)
+
+    # -- commit -----------------------------------------------------------------------------------------
+
+    def seal(self, records: Mapping[int, UnitRecord]) -> None:
+        """Complete the uploads that no loader waits for, then compare a listing with the receipts."""
+        etags = self._receipts(records)
+        large = [i for i in range(len(self._plan.files)) if self._is_large(i)]
+        self._complete_all([i for i in large if not self._plan.files[i].commit], etags)
+        for file in large:
+            if self._plan.files[file].commit and file not in self._completed:
+                self._check_parts(file, etags)
+        self._check_listing([i for i, f in enumerate(self._plan.files) if not f.commit], etags)
+
+    def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
+        """Complete the commit files' uploads; returns the listing of the target."""
+        etags = self._receipts(records)
+        self._complete_all([i for i, f in enumerate(self._plan.files) if f.commit and self._is_large(i)], etags)
+        there = self._check_listing(range(len(self._plan.files)), etags)
+        return [ObjectInfo(i.path.removeprefix(self._target + "/"), i.size_bytes, i.pin) for i in there]
+
+    def _receipts(self, records: Mapping[int, UnitRecord]) -> dict[int, dict[int, tuple[int, str]]]:
+        found: dict[int, dict[int, tuple[int, str]]] = {}
+        for record in records.values():
+            for entry in record.chunks:
+                number = self._number(entry.chunk)
+                found.setdefault(entry.chunk.file, {})[number] = (entry.chunk.length_bytes, entry.etag)
+        return found
+
+    def _complete_all(self, files: Sequence[int], etags: Mapping[int, Mapping[int, tuple[int, str]]]) -> None:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda f: self._complete(f, etags), [f for f in files if f not in self._completed]))
+
+    def _complete(self, file: int, etags: Mapping[int, Mapping[int, tuple[int, str]]]) -> None:
+        path = self._path(file)
+        parts = [PartInfo(n, size, etag) for n, (size, etag) in sorted(etags[file].items())]
+        try:
+            self._store.complete_multipart(path, self._uploads[file], parts)
+        except ReshardError:
+            # The reply may be lost and the effect done: only reading back tells.
+            if not self._is_mine(path, self._plan.files[file].size_bytes):
+                raise
+        self._completed.add(file)
+
+    def _check_parts(self, file: int, etags: Mapping[int, Mapping[int, tuple[int, str]]]) -> None:
+        listed = self._store.list_parts(self._path(file), self._uploads[file]) or []
+        held = {p.number: (p.size_bytes, p.etag) for p in listed}
+        if held != dict(etags[file]):
+            raise IntegrityError("integrity.mismatch", f"{printable(self._path(file))}: the store holds other parts than were sent")
+
+    def _check_listing(self, files: Sequence[int], etags: Mapping[int, Mapping[int, tuple[int, str]]]) -> list[ObjectInfo]:
+        there = {i.path: i for i in self._store.list_tree(self._target)}
+        for file in files:
+            planned, info = self._plan.files[file], there.get(self._path(file))
+            receipt = etags[file].get(1) if not self._is_large(file) else None
+            held = -1 if info is None else info.size_bytes
+            if info is None or held != planned.size_bytes or (receipt is not None and info.pin != f"etag:{receipt[1]}"):
+                raise IntegrityError(
+                    "integrity.mismatch",
+                    f"{printable(planned.path)}: the store holds {held} bytes, {planned.size_bytes} were written, or another object",
+                )
+        return list(there.values())
+
+    def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
+        """The manifest, then the pointer, then the journal goes."""
+        facts = {PLAN_KEY: self._plan.digest}
+        path = join(self._target, MANIFEST_NAME)
+        try:
+            self._store.put(path, manifest, metadata=facts, if_absent=True)
+        except StorageError as error:
+            found = self._store.metadata(path)
+            if not (error.code == "storage.conflict" or error.retryable) or (found or {}).get(PLAN_KEY) != self._plan.digest:
+                raise
+        self.finish(pointer)
+
+    def finish(self, pointer: Pointer | None) -> None:
+        """What is left after the manifest. Safe to repeat."""
+        if pointer is not None:
+            path = join(self._parent, pointer.name)
+            self._store.put(path, pointer.content, metadata={PLAN_KEY: self._plan.digest}, if_absent=False)
+        self._control.remove(self._plan.digest)
+
+    def finish_after_crash(self, plan: Plan, pointer: Pointer | None) -> None:
+        """Do what a crash after the manifest left undone; nothing if the claim is gone."""
+        self._plan = plan
+        claim = self._control.claimed_by()
+        if claim is not None and claim.plan == plan.digest:
+            self.finish(pointer)
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+        self._creating.clear()
+
+    def discard_all(self) -> None:
+        """Remove what the unfinished conversion that claims this target wrote."""
+        claim = self._control.claimed_by()
+        if claim is None:
+            return
+        plan = self._control.stored_plan(claim.plan)
+        paths = {join(self._target, f[0]) for f in plan.get("files", [])}
+        for path, upload_id in self._store.list_uploads(self._target + "/"):
+            if path in paths:
+                self._store.abort_multipart(path, upload_id)
+
+        def mine(info: ObjectInfo) -> bool:
+            return info.path in paths and (self._store.metadata(info.path) or {}).get(PLAN_KEY) == claim.plan
+
+        there = self._store.list_tree(self._target)
+        if any(i.path == join(self._target, MANIFEST_NAME) for i in there):
+            self._control.remove(claim.plan)
+            return
+        commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]}
+        with ThreadPoolExecutor(_THREADS) as pool:
+            doomed = [i.path for i, yes in zip(there, pool.map(mine, there), strict=True) if yes]
+        self._store.delete(sorted(doomed, key=lambda p: p not in commit))
+        self._control.remove(claim.plan)

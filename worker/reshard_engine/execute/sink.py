@@ -1,0 +1,51 @@
+"""Where a conversion writes: staging, journal and commit of one target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.layout import Pointer
+from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.storage.protocol import ObjectInfo
+
+
+class Sink(Protocol):
+    """One target being written. Methods are called in the order in which they stand here."""
+
+    def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
+        """Take the target; returns what an earlier attempt at the same plan finished.
+
+        Raises:
+            RequestError: `request.target_exists`, `request.target_busy`.
+        """
+        ...
+
+    def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
+        """Write one chunk, from any thread; returns the store's receipt, if it gives one."""
+        ...
+
+    def record(self, record: UnitRecord) -> None:
+        """Remember a finished unit, from any thread."""
+        ...
+
+    def seal(self, records: Mapping[int, UnitRecord]) -> None:
+        """Make everything but the commit files final, and check lengths.
+
+        Raises:
+            IntegrityError: `integrity.mismatch` if what is there is not what was written.
+        """
+        ...
+
+    def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
+        """Make the commit files final; returns every file of the target as it is there."""
+        ...
+
+    def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
+        """Write the manifest, make the target visible, then the pointer; forget the journal."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the target, committed or not; the journal stays if not."""
+        ...

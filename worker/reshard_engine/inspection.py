@@ -1,0 +1,58 @@
+"""What a checkpoint is, for people and scripts."""
+
+from __future__ import annotations
+
+from reshard.models import Inspection, TensorInfo
+
+from reshard_engine.checkpoint import Checkpoint, Parameter
+
+
+def describe(checkpoint: Checkpoint) -> Inspection:
+    """The inspection of a checkpoint that was read."""
+    tensors = checkpoint.shard_map.tensors
+
+    def parameter(p: Parameter) -> TensorInfo:
+        best = p.weight if p.weight is not None else p.states["fp32"]
+        return TensorInfo(
+            fqn=p.fqn, states=tuple(p.states), shape=p.shape, dtype=tensors[best].dtype.name, frozen=not p.trained
+        )
+
+    infos = [parameter(p) for p in checkpoint.parameters]
+    infos += [
+        TensorInfo(fqn=b.fqn, states=("buffer",), shape=tensors[b.tensor].shape, dtype=tensors[b.tensor].dtype.name)
+        for b in checkpoint.buffers
+    ]
+    shapes = {i.fqn: i for i in infos}
+    infos += [
+        TensorInfo(fqn=alias, states=(), shape=shapes[owner].shape, dtype=shapes[owner].dtype, shared_with=owner)
+        for alias, owner in checkpoint.shared.items()
+        if owner in shapes
+    ]
+    states = dict.fromkeys(s for p in checkpoint.trained for s in p.states if s != "fp32")
+    scalars = dict.fromkeys(s for p in checkpoint.trained for s in p.scalars)
+    return Inspection(
+        url=checkpoint.url,
+        tag=checkpoint.tag,
+        format=checkpoint.format,
+        framework_version=checkpoint.framework_version,
+        zero_stage=checkpoint.zero_stage,
+        world=dict(checkpoint.world),
+        step=checkpoint.step,
+        param_groups=len(checkpoint.optimizer.param_groups) if checkpoint.optimizer else 0,
+        parameters=len(checkpoint.parameters),
+        parameter_elems=sum(_numel(p.shape) for p in checkpoint.parameters),
+        optimizer_states=tuple([*states, *scalars]),
+        dtypes=tuple(sorted({t.dtype.name for t in tensors})),
+        files=sum(len(f.objects) for f in checkpoint.files),
+        total_bytes=sum(f.size_bytes for f in checkpoint.files),
+        foreign_globals=checkpoint.foreign_globals,
+        warnings=checkpoint.warnings,
+        tensors=tuple(infos),
+    )
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

@@ -1,0 +1,85 @@
+"""The engine as the slim package sees it: inspect, plan, convert, verify, discard.
+
+`engine` is what the entry point `reshard.engine` loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from reshard.errors import RequestError, printable
+from reshard.models import (
+    ConvertRequest,
+    ConvertResult,
+    FileEntry,
+    Inspection,
+    OpaquePolicy,
+    PlanSummary,
+    Progress,
+    SourceSpec,
+    VerifyReport,
+)
+
+from reshard_engine.conversion import Conversion, sink_for
+from reshard_engine.inspection import describe
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.plan.budget import threads_within, unit_bytes
+from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.storage.locations import open_location
+from reshard_engine.verification import verify_target
+
+
+class LocalEngine:
+    """Works in this process. See `reshard.local.Engine`."""
+
+    def inspect(self, source: SourceSpec) -> Inspection:
+        """What the checkpoint is. Foreign objects are listed, never refused: nothing is written."""
+        ledger = OpaqueLedger(OpaquePolicy.KEEP)
+        return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger))
+
+    def plan(self, request: ConvertRequest) -> PlanSummary:
+        """What `convert` would do."""
+        conversion = Conversion.prepare(request)
+        plan, checkpoint = conversion.plan, conversion.checkpoint
+        threads = threads_within(request.memory_limit_bytes, plan.chunk_bytes, conversion.wanted_threads)
+        return PlanSummary(
+            digest=plan.digest,
+            source_format=checkpoint.format,
+            source_url=checkpoint.url,
+            tag=checkpoint.tag,
+            target=conversion.target.url,
+            to=request.to,
+            tensors=len(checkpoint.shard_map.tensors),
+            files=tuple(FileEntry(path=f.path, size_bytes=f.size_bytes) for f in plan.files),
+            units=len(plan.units),
+            read_bytes=plan.read_bytes,
+            write_bytes=plan.write_bytes,
+            peak_memory_bytes=threads * unit_bytes(plan.chunk_bytes),
+            warnings=plan.warnings,
+        )
+
+    def convert(
+        self,
+        request: ConvertRequest,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> ConvertResult:
+        """Run the conversion to its commit, resuming what an interrupted run left."""
+        if on_progress is not None:
+            on_progress(Progress(phase="planning"))
+        return Conversion.prepare(request).run(on_progress=on_progress, should_stop=should_stop)
+
+    def verify(self, target: str, *, profile: str | None = None) -> VerifyReport:
+        """Re-read a target against its manifest."""
+        return verify_target(open_location(target, profile))
+
+    def discard(self, request: ConvertRequest) -> None:
+        """Remove what an unfinished conversion into this target left."""
+        sink = sink_for(open_location(request.target, request.target_profile))
+        if sink is None:
+            raise RequestError("request.unknown_scheme", f"nothing can be written to {printable(request.target)}")
+        sink.discard_all()
+
+
+engine = LocalEngine()

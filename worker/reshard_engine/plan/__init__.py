@@ -1,0 +1,1 @@
+"""Plans: which bytes of which files each unit of work writes. Pure, deterministic, JSON."""

@@ -1,0 +1,111 @@
+"""From a checkpoint and a layout to a plan: pure, no I/O, deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.errors import RequestError
+from reshard.models import ConvertRequest
+
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.layout import ZEROS, TargetFile, TargetLayout
+from reshard_engine.plan.budget import chunk_bytes_within
+from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
+
+MAX_PARTS = 9_000
+MAX_FILES_PER_UNIT = 256
+
+
+def plan_conversion(
+    checkpoint: Checkpoint, layout: TargetLayout, request: ConvertRequest, *, min_part_bytes: int | None
+) -> Plan:
+    """The plan of a conversion.
+
+    Args:
+        checkpoint: What the reader found.
+        layout: What the writer will write.
+        request: Options; `part_bytes` is the wanted grain, `memory_limit_bytes` bounds it.
+        min_part_bytes: Least size of a part where the target is written in multipart uploads, else None.
+
+    Raises:
+        RequestError: `request.budget_too_small` if no grain fits the memory limit.
+    """
+    largest = max((f.size_bytes for f in layout.files), default=0)
+    least = max(min_part_bytes or 1, -(-largest // MAX_PARTS) if min_part_bytes else 1)
+    chunk_bytes = chunk_bytes_within(request.memory_limit_bytes, max(request.part_bytes, least), least_bytes=least)
+    return Plan(
+        source=_source(checkpoint),
+        target=_target(request),
+        files=tuple(PlannedFile(f.path, f.size_bytes, f.commit, f.template.digest) for f in layout.files),
+        units=tuple(_units(layout.files, chunk_bytes)),
+        chunk_bytes=chunk_bytes,
+        read_bytes=_read_bytes(checkpoint, layout.files),
+        write_bytes=sum(f.size_bytes for f in layout.files),
+        pointer=layout.pointer.name if layout.pointer else None,
+        warnings=(*checkpoint.warnings, *layout.warnings),
+    )
+
+
+def _source(checkpoint: Checkpoint) -> dict[str, object]:
+    return {
+        "url": checkpoint.url,
+        "tag": checkpoint.tag,
+        "format": checkpoint.format,
+        "objects": [
+            [file.name, number, info.size_bytes, info.pin]
+            for file in sorted(checkpoint.files, key=lambda f: f.name)
+            for number, info in enumerate(file.objects)
+        ],
+    }
+
+
+def _target(request: ConvertRequest) -> dict[str, object]:
+    return {
+        "to": request.to.value,
+        "dtype": request.dtype.value if request.dtype else None,
+        "max_shard_bytes": request.max_shard_bytes,
+        "exclude_frozen": request.exclude_frozen,
+        "opaque": request.opaque.value,
+    }
+
+
+def _read_bytes(checkpoint: Checkpoint, files: Sequence[TargetFile]) -> int:
+    tensors = checkpoint.shard_map.tensors
+    total = 0
+    for file in files:
+        for body in file.template.bodies:
+            number = file.tensors[body.slot]
+            if number != ZEROS:
+                total += (body.end - body.begin) * tensors[number].dtype.itemsize_bytes
+    return total
+
+
+def _units(files: Sequence[TargetFile], chunk_bytes: int) -> list[Unit]:
+    """Large files one chunk a unit; small ones gathered until a chunk is full. Commit files come last."""
+    units: list[Unit] = []
+    gathered: list[Chunk] = []
+
+    def flush(*, commit: bool) -> None:
+        if gathered:
+            units.append(Unit(len(units), tuple(gathered), commit))
+            gathered.clear()
+
+    order = sorted(range(len(files)), key=lambda i: files[i].commit and files[i].size_bytes <= chunk_bytes)
+    was_commit = False
+    for index in order:
+        file = files[index]
+        commit = file.commit and file.size_bytes <= chunk_bytes
+        room = chunk_bytes - sum(c.length_bytes for c in gathered)
+        if commit != was_commit or file.size_bytes > room or len(gathered) >= MAX_FILES_PER_UNIT:
+            flush(commit=was_commit)
+        was_commit = commit
+        if file.size_bytes <= chunk_bytes:
+            gathered.append(Chunk(index, 0, file.size_bytes))
+            continue
+        for offset in range(0, file.size_bytes, chunk_bytes):
+            gathered.append(Chunk(index, offset, min(chunk_bytes, file.size_bytes - offset)))
+            flush(commit=False)
+    flush(commit=was_commit)
+    if not units:
+        raise RequestError("request.unsatisfiable", "there is nothing to write")
+    return units

@@ -1,0 +1,78 @@
+"""`reshard verify`: every byte of a target read again and compared with its manifest."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from reshard.errors import IntegrityError, printable
+from reshard.models import VerifyProblem, VerifyReport
+
+from reshard_engine.manifest import MANIFEST_NAME, ManifestFile, read_manifest
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import ObjectInfo
+
+_READ_BYTES = 8 << 20
+_THREADS = 4
+
+
+def verify_target(target: Location) -> VerifyReport:
+    """Whether the target is what its manifest says.
+
+    Raises:
+        IntegrityError: `integrity.no_manifest` if there is none.
+    """
+    started = time.monotonic()
+    manifest = read_manifest(target)
+    if manifest is None:
+        raise IntegrityError(
+            "integrity.no_manifest",
+            f"{printable(target.url)} has no {MANIFEST_NAME}",
+            fix="name a directory that `reshard convert` wrote",
+        )
+    there = {i.path[len(target.path) + 1 :]: i for i in target.store.list_tree(target.path)}
+    problems: list[VerifyProblem] = []
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for found in pool.map(lambda f: _check_file(target, f, there.get(f.path)), manifest.files):
+            problems += found
+    known = {f.path for f in manifest.files} | {MANIFEST_NAME}
+    for path in sorted(set(there) - known):
+        problems.append(VerifyProblem(path=printable(path), offset=None, length_bytes=None, problem="not in the manifest"))
+    return VerifyReport(
+        target=target.url,
+        files=len(manifest.files),
+        read_bytes=sum(f.size_bytes for f in manifest.files),
+        ok=not problems,
+        problems=tuple(problems),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _check_file(target: Location, file: ManifestFile, info: ObjectInfo | None) -> Sequence[VerifyProblem]:
+    def problem(text: str, offset: int | None = None, length: int | None = None) -> VerifyProblem:
+        return VerifyProblem(path=file.path, offset=offset, length_bytes=length, problem=text)
+
+    if info is None:
+        return [problem("missing")]
+    if info.size_bytes != file.size_bytes:
+        return [problem(f"{info.size_bytes} bytes, the manifest says {file.size_bytes}")]
+    found: list[VerifyProblem] = []
+    covered = 0
+    buffer = bytearray(min(_READ_BYTES, file.size_bytes))
+    for offset, length, expected in file.chunks:
+        if offset != covered:
+            return [problem("the manifest does not cover the file", covered, offset - covered)]
+        crc, done = 0, 0
+        while done < length:
+            view = memoryview(buffer)[: min(len(buffer), length - done)]
+            target.store.read_into(info, offset + done, view)
+            crc = zlib.crc32(view, crc)
+            done += len(view)
+        if crc != expected:
+            found.append(problem(f"CRC-32 {crc:08x}, the manifest says {expected:08x}", offset, length))
+        covered += length
+    if covered != file.size_bytes:
+        found.append(problem("the manifest does not cover the file", covered, file.size_bytes - covered))
+    return found

@@ -1,0 +1,114 @@
+"""Consolidated weights: which tensors in which dtype, cut into files as Hugging Face cuts them.
+
+Source: huggingface_hub 2.4.0 `serialization/_base.py` (`split_state_dict_into_shards_factory`: greedy, in
+order, a file per `max_shard_size`), transformers 5.23.0 (names of files and index).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from reshard.errors import RequestError, printable
+from reshard.models import ConvertRequest, WeightDtype
+
+from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
+from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template
+
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of the output."""
+
+    fqn: str
+    tensor: int
+    dtype: Dtype
+    shape: tuple[int, ...]
+    numel: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the output."""
+        return self.numel * self.dtype.itemsize_bytes
+
+
+FileTemplateOf = Callable[[Sequence[Weight], dict[str, str]], tuple[FileTemplate, tuple[int, ...]]]
+"""Weights of a file and the aliases of them, to its template and slots."""
+
+
+def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
+    """Every tensor to write: trained parameters from their masters, frozen ones, buffers.
+
+    Floating tensors become the requested dtype; scalars, integers and booleans stay what they are.
+
+    Raises:
+        RequestError: `request.unsatisfiable` if a parameter is stored nowhere.
+    """
+    wanted = BY_NAME[SHORT_NAMES[(request.dtype or WeightDtype.FP32).value]]
+    found: list[Weight] = []
+    for parameter in checkpoint.parameters:
+        if request.exclude_frozen and not parameter.trained:
+            continue
+        found.append(_weight(checkpoint, parameter.fqn, _best(parameter), wanted))
+    found += [_weight(checkpoint, b.fqn, b.tensor, wanted) for b in checkpoint.buffers]
+    return found
+
+
+def _best(parameter: Parameter) -> int:
+    # The master is the truth; the 16-bit weight is its rounding.
+    best = parameter.states.get("fp32", parameter.weight)
+    if best is None:
+        raise RequestError("request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}")
+    return best
+
+
+def _weight(checkpoint: Checkpoint, fqn: str, index: int, wanted: Dtype) -> Weight:
+    stored = checkpoint.shard_map.tensors[index]
+    cast = stored.dtype.floating and stored.shape != () and stored.dtype.itemsize_bytes > 1
+    return Weight(fqn, index, wanted if cast else stored.dtype, stored.shape, stored.numel)
+
+
+def lay_out_weights(
+    checkpoint: Checkpoint, request: ConvertRequest, *, stem: str, suffix: str, template_of: FileTemplateOf
+) -> TargetLayout:
+    """Files `stem.suffix`, or `stem-00001-of-0000N.suffix` with an index.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for a checkpoint without weights.
+    """
+    weights = weights_of(checkpoint, request)
+    if not weights:
+        raise RequestError("request.unsatisfiable", "the checkpoint holds no weights")
+    written = {w.fqn for w in weights}
+    aliases = {a: o for a, o in sorted(checkpoint.shared.items()) if o in written and a not in written}
+    shards = _shards(weights, request.max_shard_bytes or DEFAULT_SHARD_BYTES)
+    count = len(shards)
+    files: list[TargetFile] = []
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"{stem}.{suffix}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{suffix}"
+        names = {w.fqn for w in shard}
+        template, slots = template_of(shard, {a: o for a, o in aliases.items() if o in names})
+        files.append(TargetFile(name, template, slots, commit=count == 1))
+        weight_map |= {w.fqn: name for w in shard}
+    if count > 1:
+        index = {"metadata": {"total_size": sum(w.size_bytes for w in weights)}, "weight_map": dict(sorted(weight_map.items()))}
+        text = json.dumps(index, indent=2).encode() + b"\n"
+        files.append(TargetFile(f"{stem}.{suffix}.index.json", literal_template(text), (), commit=True))
+    return TargetLayout(tuple(files), None)
+
+
+def _shards(weights: Sequence[Weight], limit_bytes: int) -> list[list[Weight]]:
+    shards: list[list[Weight]] = [[]]
+    size = 0
+    for weight in weights:
+        if shards[-1] and size + weight.size_bytes > limit_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(weight)
+        size += weight.size_bytes
+    return shards

@@ -1,0 +1,30 @@
+"""Consolidated weights as safetensors: `model.safetensors`, or shards with an index.
+
+Tied weights are stored once, under their owner's name; the header's metadata says which alias means
+which owner, as huggingface_hub 2.4.0 does (`serialization/_torch.py`, `_clean_state_dict_for_safetensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.models import ConvertRequest
+
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.safetensors_layout import safetensors_template
+from reshard_engine.layout import FileTemplate, TargetLayout
+from reshard_engine.writers.consolidated import Weight, lay_out_weights
+
+
+class SafetensorsWriter:
+    """Lays out safetensors weights."""
+
+    def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
+        """One file or several with `model.safetensors.index.json`."""
+        return lay_out_weights(checkpoint, request, stem="model", suffix="safetensors", template_of=_template)
+
+
+def _template(weights: Sequence[Weight], aliases: dict[str, str]) -> tuple[FileTemplate, tuple[int, ...]]:
+    metadata = {"format": "pt", **aliases}
+    tensors = [(w.fqn, w.dtype, w.shape, w.numel) for w in weights]
+    return safetensors_template(tensors, metadata), tuple(w.tensor for w in weights)

@@ -1,0 +1,85 @@
+"""A tree and the tensors in it as one torch archive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from reshard.models import OpaquePolicy
+
+from reshard_engine.checkpoint import Scalar
+from reshard_engine.containers.zip_layout import StorageRecord, zip_template
+from reshard_engine.dtypes import BY_NAME, UINT8, Dtype
+from reshard_engine.layout import FileTemplate
+from reshard_engine.pickles.emit import emit_pickle, rewrite
+from reshard_engine.pickles.nodes import Node, PLiteral, PStorage, PTensor, PTensorRef
+from reshard_engine.shardmap import ShardMap, packed_stride
+
+
+def tree_template(
+    root: str, node: Node, shard_map: ShardMap, *, opaque: OpaquePolicy, dtype_of: Callable[[int], Dtype] | None = None
+) -> tuple[FileTemplate, tuple[int, ...]]:
+    """The template of an archive whose value is `node`, and the tensors of its slots.
+
+    Each tensor gets a storage of its own, exactly as long as it is; two references to one tensor
+    share it, so that tied weights stay tied.
+
+    Args:
+        root: Root name inside the archive.
+        node: The value; its tensors are `PTensorRef`s.
+        shard_map: Where the references point to.
+        opaque: Whether objects that are not on the allow-list are kept or dropped.
+        dtype_of: Element type to write a tensor in, by number; the stored one by default.
+
+    Raises:
+        SourceError: `pickle.forbidden_global` under the policy `refuse`.
+    """
+    slots: dict[int, PTensor] = {}
+    storages: list[StorageRecord] = []
+
+    def placed(ref: PTensorRef | PLiteral) -> PTensor:
+        if isinstance(ref, PLiteral):
+            storages.append(StorageRecord(str(len(storages)), (), ref.data))
+            return output_tensor(storages[-1].key, BY_NAME[ref.dtype], ref.shape)
+        if ref.index not in slots:
+            stored = shard_map.tensors[ref.index]
+            dtype = dtype_of(ref.index) if dtype_of else stored.dtype
+            key = str(len(storages))
+            storages.append(StorageRecord(key, ((len(slots), 0, stored.numel, dtype),)))
+            slots[ref.index] = output_tensor(key, dtype, stored.shape)
+        return slots[ref.index]
+
+    tree = rewrite(node, placed, lambda foreign: None if opaque is OpaquePolicy.DROP else foreign)
+    pickle = emit_pickle(tree, keep_foreign=opaque is OpaquePolicy.KEEP)
+    return zip_template(root, pickle, storages), tuple(slots)
+
+
+def output_tensor(key: str, dtype: Dtype, shape: tuple[int, ...]) -> PTensor:
+    """A packed tensor over a storage of its own."""
+    numel = 1
+    for length in shape:
+        numel *= length
+    untyped = dtype.storage_class is None
+    storage = PStorage(
+        UINT8.name if untyped else dtype.name, key, "cpu", numel * dtype.itemsize_bytes if untyped else numel, untyped
+    )
+    return PTensor(storage, dtype.name, 0, shape, packed_stride(shape))
+
+
+def scalar_node(scalar: Scalar) -> Node:
+    """A number as a value of a tree, of the kind that the source had: Python number or one-element tensor."""
+    return scalar.value if scalar.dtype is None else PLiteral(scalar.dtype.name, scalar.shape, scalar.raw)
+
+
+def single_tensor_template(
+    root: str, dtype: Dtype, shape: tuple[int, ...], wrap: Callable[[Node], Node], *, cache: dict[object, FileTemplate]
+) -> FileTemplate:
+    """The template of an archive that holds one tensor, in the value that `wrap` makes around it. Cached by shape."""
+    key = (root, dtype.name, shape)
+    found = cache.get(key)
+    if found is None:
+        tensor = output_tensor("0", dtype, shape)
+        pickle = emit_pickle(wrap(tensor))
+        found = zip_template(root, pickle, [StorageRecord("0", ((0, 0, tensor.numel, dtype),))])
+        cache[key] = found
+    return found
+

@@ -1,0 +1,192 @@
+"""The DeepSpeed universal checkpoint: one directory that stages 1, 2, 3 and BF16_Optimizer all load.
+
+A superset of what `ds_to_universal` writes for each stage: dict atoms with real shapes and `step.pt`
+(which stages 1 and 2 address by name, and stage 3 flattens), an `optimizer_state.pt` with the keys
+that both loaders read, and the model states under both names. Frozen parameters have atoms too, and
+the model states hold them and the buffers whole, although DeepSpeed's universal loader restores neither.
+
+Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (tree), `checkpoint/universal_checkpoint.py`
+(`load_hp_checkpoint_state`), `runtime/base_optimizer.py` (`load_hp_checkpoint_state_from_checkpoint_dir`),
+`runtime/zero/stage3.py` (`load_hp_checkpoint_state_from_checkpoint_dir_stage3`); verified by running.
+"""
+
+from __future__ import annotations
+
+from reshard.errors import RequestError, printable
+from reshard.models import ConvertRequest, OpaquePolicy
+
+from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.dtypes import FLOAT32
+from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
+from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
+from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template
+
+PARAM_KEY = "param"
+LATEST = "latest_universal"
+MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+class UniversalWriter:
+    """Lays out the universal form."""
+
+    def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
+        """Atoms by state, then the files that loaders refuse to do without.
+
+        Raises:
+            RequestError: `request.unsatisfiable` if moments are missing for some parameters only.
+        """
+        if request.dtype is not None or request.max_shard_bytes is not None:
+            raise RequestError("request.invalid", "dtype and max_shard_bytes apply to consolidated weights only")
+        if checkpoint.optimizer is None:
+            raise RequestError(
+                "request.unsatisfiable",
+                "the checkpoint holds no optimizer, and a universal checkpoint is one",
+                fix="write the weights alone: --to safetensors",
+            )
+        states, warnings = _states_to_write(checkpoint)
+        files = _atoms(checkpoint, states)
+        files += _step_files(checkpoint)
+        if not request.exclude_frozen:
+            files += _frozen_atoms(checkpoint)
+        files += _commit_files(checkpoint, request)
+        return TargetLayout(tuple(files), Pointer(LATEST, name.encode()), tuple(warnings))
+
+
+def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    states: dict[str, None] = {"fp32": None}
+    for parameter in checkpoint.trained:
+        states |= dict.fromkeys(parameter.states)
+        if other := sorted(set(parameter.scalars) - {"step"}):
+            raise RequestError(
+                "request.unsatisfiable",
+                f"optimizer state {printable(other[0])!r} is one number per group, for which the universal form has no place",
+                fix="write the weights alone: --to safetensors",
+            )
+    lacking = [p.fqn for p in checkpoint.trained if set(states) - set(p.states)]
+    if lacking and len(states) > 1:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{len(lacking)} of {len(checkpoint.trained)} parameters have no optimizer states ({printable(lacking[0])}, ...): "
+            "they were offloaded and not saved",
+            fix="write the weights alone: --to safetensors",
+        )
+    if len(states) == 1 and _is_adam(checkpoint.optimizer):
+        # What Adam itself starts from; DeepSpeed's stage-3 loader refuses atoms without moments.
+        return ["fp32", "exp_avg", "exp_avg_sq"], ["no optimizer step had been taken: moments are zero, step is 0"]
+    return list(states), []
+
+
+def _is_adam(optimizer: OptimizerState | None) -> bool:
+    groups = [mapping_items(g, what="param_groups") for g in (optimizer.param_groups if optimizer else ())]
+    return bool(groups) and all("betas" in g and "eps" in g for g in groups)
+
+
+def _wrapped(tensor: Node) -> Node:
+    return mapping_of({PARAM_KEY: tensor})
+
+
+def _atoms(checkpoint: Checkpoint, states: list[str]) -> list[TargetFile]:
+    # State by state: the parameters of one flat partition follow one another in both files' order,
+    # so that a unit reads one long run from each rank.
+    cache: dict[object, FileTemplate] = {}
+    tensors = checkpoint.shard_map.tensors
+    files: list[TargetFile] = []
+    for state in states:
+        for parameter in checkpoint.trained:
+            index = parameter.states.get(state, ZEROS)
+            dtype = FLOAT32 if index == ZEROS else tensors[index].dtype
+            template = single_tensor_template(state, dtype, parameter.shape, _wrapped, cache=cache)
+            files.append(TargetFile(f"zero/{parameter.fqn}/{state}.pt", template, (index,)))
+    return files
+
+
+def _frozen_atoms(checkpoint: Checkpoint) -> list[TargetFile]:
+    # fp32, so that a run that unfreezes the parameter can start its master from it (16 bits widen exactly).
+    cache: dict[object, FileTemplate] = {}
+    files: list[TargetFile] = []
+    for parameter in checkpoint.frozen:
+        if parameter.weight is None or not checkpoint.shard_map.tensors[parameter.weight].dtype.floating:
+            continue
+        template = single_tensor_template("fp32", FLOAT32, parameter.shape, _wrapped, cache=cache)
+        files.append(TargetFile(f"zero/{parameter.fqn}/fp32.pt", template, (parameter.weight,)))
+    return files
+
+
+def _step(parameter: Parameter) -> Scalar:
+    return parameter.scalars.get("step") or Scalar(0.0, FLOAT32, bytes(4), ())
+
+
+def _step_files(checkpoint: Checkpoint) -> list[TargetFile]:
+    cache: dict[tuple[object, ...], FileTemplate] = {}
+    files: list[TargetFile] = []
+    counts = any(p.scalars for p in checkpoint.trained) or _is_adam(checkpoint.optimizer)
+    for parameter in checkpoint.trained if counts else ():
+        step = _step(parameter)
+        # 0.0 and -0.0 or nan would be one key by value: the bytes decide.
+        key = (step.raw, step.dtype, step.shape, type(step.value), None if step.dtype else repr(step.value))
+        if key not in cache:
+            cache[key], _ = tree_template("step", scalar_node(step), checkpoint.shard_map, opaque=OpaquePolicy.REFUSE)
+        files.append(TargetFile(f"zero/{parameter.fqn}/step.pt", cache[key], ()))
+    return files
+
+
+def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[TargetFile]:
+    files: list[TargetFile] = []
+    entries = mapping_items(checkpoint.model_state, what="model states")
+    if request.exclude_frozen:
+        entries = _without_frozen(entries, checkpoint)
+    entries["mp_world_size"] = 1
+    for path in MODEL_FILES:
+        template, slots = tree_template(path[:-3], mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
+        files.append(TargetFile(path, template, slots, commit=True))
+    template, slots = tree_template(
+        "optimizer_state", _optimizer_state(checkpoint), checkpoint.shard_map, opaque=request.opaque
+    )
+    files.append(TargetFile("zero/optimizer_state.pt", template, slots, commit=True))
+    return files
+
+
+def _without_frozen(entries: dict[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
+    frozen = {p.fqn for p in checkpoint.frozen}
+    kept = dict(entries)
+    for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
+        if is_mapping(entries.get(key)):
+            items = mapping_items(entries[key], what=key)
+            kept[key] = mapping_of({n: v for n, v in items.items() if n not in frozen})
+    return kept
+
+
+def _optimizer_state(checkpoint: Checkpoint) -> Node:
+    optimizer = checkpoint.optimizer
+    if optimizer is None:
+        raise AssertionError("checked by lay_out")
+    groups: Node = PList(list(optimizer.param_groups or _groups_from_config(checkpoint)))
+    first = checkpoint.trained[0] if checkpoint.trained else None
+    step: Node = scalar_node(_step(first)) if first is not None else 0
+    inner = mapping_of({"state": mapping_of({0: mapping_of({"step": step})}), "param_groups": groups})
+    entries: dict[str | int, Node] = {**optimizer.extras}
+    # Both loaders insist on it; the oldest version that wrote universal checkpoints stands in where it is unknown.
+    entries.setdefault("ds_version", checkpoint.framework_version or "0.7.4")
+    entries["param_groups"] = groups
+    entries["optimizer_state_dict"] = inner
+    return mapping_of(entries)
+
+
+def _groups_from_config(checkpoint: Checkpoint) -> list[Node]:
+    """Hyper-parameters from `ds_config` for list-form states, which carry none: the same for every group."""
+    entries = mapping_items(checkpoint.model_state, what="model states")
+    config = entries.get("ds_config")
+    optimizer = mapping_items(config, what="ds_config").get("optimizer") if is_mapping(config) else None
+    params = mapping_items(optimizer, what="optimizer").get("params") if is_mapping(optimizer) else None
+    if not is_mapping(params):
+        raise RequestError(
+            "request.unsatisfiable",
+            "the optimizer states carry no hyper-parameters and ds_config names none",
+            fix="save again with elastic_checkpoint off, or write the weights alone: --to safetensors",
+        )
+    known = mapping_items(params, what="optimizer.params")
+    keep = {k: known[k] for k in ("lr", "betas", "eps", "weight_decay", "momentum", "bias_correction") if k in known}
+    if isinstance(keep.get("betas"), PList):
+        keep["betas"] = PTuple(tuple(keep["betas"].items))
+    count = 1 + max((p.group for p in checkpoint.trained if p.group is not None), default=0)
+    return [mapping_of({**keep, "params": PList([g])}) for g in range(count)]
