@@ -54,7 +54,7 @@ class LocalEngine:
             units=len(plan.units),
             read_bytes=plan.read_bytes,
             write_bytes=plan.write_bytes,
-            peak_memory_bytes=threads * unit_bytes(plan.chunk_bytes),
+            peak_memory_bytes=min(threads, len(plan.units)) * unit_bytes(max(u.length_bytes for u in plan.units)),
             warnings=plan.warnings,
         )
 

@@ -74,7 +74,7 @@ class Executor:
         """Bytes that an earlier attempt had written."""
         return self._resumed_bytes
 
-    def run(self, units: Sequence[Unit], threads: int) -> None:
+    def run(self, units: Sequence[Unit], threads: int, *, phase: str) -> None:
         """Run the units that are not done.
 
         Raises:
@@ -88,7 +88,7 @@ class Executor:
 
         def one(unit: Unit) -> None:
             try:
-                self._run_unit(unit)
+                self._run_unit(unit, phase)
             except BaseException:
                 failed.set()
                 self._board.fail()
@@ -109,9 +109,9 @@ class Executor:
             future.result()
         if stopped:
             raise Stopped
-        self.report("running", force=True)
+        self.report(phase, force=True)
 
-    def _run_unit(self, unit: Unit) -> None:
+    def _run_unit(self, unit: Unit, phase: str) -> None:
         report = Gathered()
         buffers: list[tuple[Chunk, Buffer]] = []
         spans: list[tuple[int, int, int, int, int]] = []
@@ -133,7 +133,7 @@ class Executor:
         with self._lock:
             self.records[unit.index] = record
             self._done_bytes += unit.length_bytes
-        self.report("running")
+        self.report(phase)
 
     def _sum_records(self, chunk: Chunk, buffer: Buffer) -> list[tuple[int, int, int, int, int]]:
         """CRC-32s of the parts of records that lie in the chunk, put up for other units."""

@@ -1,0 +1,283 @@
+"""Commands that work in this process: `inspect`, `plan`, `convert`, `verify`. No service, no torch."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+
+from reshard.cli.progress import progress_shown
+from reshard.cli.sizes import format_size, parse_size
+from reshard.cli.tables import inspection_lines, plan_lines
+from reshard.errors import ExitCode, JobError, RequestError, printable
+from reshard.local import load_engine
+from reshard.models import (
+    DEFAULT_MEMORY_LIMIT_BYTES,
+    DEFAULT_PART_BYTES,
+    ConvertRequest,
+    OpaquePolicy,
+    SourceSpec,
+    TargetFormat,
+    WeightDtype,
+)
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="What to create; for universal the tag directory.")]
+Tag = Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")]
+Profile = Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")]
+TargetProfile = Annotated[str | None, typer.Option(help="Storage profile for DST.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+To = Annotated[TargetFormat, typer.Option("--to", help="What to write.")]
+Dtype = Annotated[WeightDtype | None, typer.Option(help="Of consolidated weights; default fp32, from the masters.")]
+ShardSize = Annotated[str | None, typer.Option(help="Largest weights file, such as 5GB.")]
+ExcludeFrozen = Annotated[bool, typer.Option("--exclude-frozen", help="Leave frozen parameters out.")]
+Opaque = Annotated[OpaquePolicy, typer.Option(help="Objects of classes that are not on the allow-list.")]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace what is at DST. The old data is gone, even if the run fails.")
+]
+MemoryLimit = Annotated[str | None, typer.Option(help="Buffer memory, such as 1GiB (the default).")]
+PartSize = Annotated[str | None, typer.Option(help="Grain of work and of multipart parts, such as 64MiB (the default).")]
+Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Units at once; default: cores, more for object stores.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the commands of this module."""
+    for command in (inspect, plan, convert, verify):
+        app.command()(command)
+
+
+def inspect(
+    source: Source,
+    *,
+    tag: Tag = None,
+    profile: Profile = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not a digest of them.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what a checkpoint is, from its metadata; nothing in it is executed. `reshard SRC` means this too."""
+    found = load_engine().inspect(_source(source, tag, profile))
+    if as_json:
+        _say(found.model_dump_json())
+        return
+    for line in inspection_lines(found, every_tensor=tensors):
+        _say(line)
+    for warning in found.warnings:
+        _hint(f"warning: {warning}")
+    _hint(f"next: reshard convert {printable(source)} DST --to universal")
+
+
+def _request(  # noqa: PLR0913  # the one place where flags become the wire model
+    source: str,
+    target: str,
+    *,
+    to: TargetFormat,
+    tag: str | None,
+    dtype: WeightDtype | None,
+    max_shard_size: str | None,
+    exclude_frozen: bool,
+    opaque: OpaquePolicy,
+    overwrite: bool,
+    memory_limit: str | None,
+    part_size: str | None,
+    threads: int | None,
+    profile: str | None,
+    target_profile: str | None,
+) -> ConvertRequest:
+    try:
+        return ConvertRequest(
+            source=_source(source, tag, profile),
+            target=target,
+            to=to,
+            target_profile=target_profile,
+            dtype=dtype,
+            max_shard_bytes=parse_size(max_shard_size) if max_shard_size else None,
+            exclude_frozen=exclude_frozen,
+            opaque=opaque,
+            overwrite=overwrite,
+            memory_limit_bytes=parse_size(memory_limit) if memory_limit else DEFAULT_MEMORY_LIMIT_BYTES,
+            part_bytes=parse_size(part_size) if part_size else DEFAULT_PART_BYTES,
+            threads=threads,
+        )
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _source(url: str, tag: str | None, profile: str | None) -> SourceSpec:
+    try:
+        return SourceSpec(url=url, tag=tag, profile=profile)
+    except ValidationError as error:
+        raise _invalid(error) from None
+
+
+def _invalid(error: ValidationError) -> RequestError:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return RequestError("request.invalid", f"{where}: {first['msg']}", fix="see reshard convert --help")
+
+
+def plan(
+    source: Source,
+    target: Target,
+    *,
+    to: To,
+    tag: Tag = None,
+    dtype: Dtype = None,
+    max_shard_size: ShardSize = None,
+    exclude_frozen: ExcludeFrozen = False,
+    opaque: Opaque = OpaquePolicy.REFUSE,
+    overwrite: Overwrite = False,
+    memory_limit: MemoryLimit = None,
+    part_size: PartSize = None,
+    threads: Threads = None,
+    profile: Profile = None,
+    target_profile: TargetProfile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say what `convert` with the same options would read, write and need; nothing is written."""
+    request = _request(
+        source,
+        target,
+        to=to,
+        tag=tag,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        exclude_frozen=exclude_frozen,
+        opaque=opaque,
+        overwrite=overwrite,
+        memory_limit=memory_limit,
+        part_size=part_size,
+        threads=threads,
+        profile=profile,
+        target_profile=target_profile,
+    )
+    summary = load_engine().plan(request)
+    if as_json:
+        _say(summary.model_dump_json())
+        return
+    for line in plan_lines(summary):
+        _say(line)
+    for warning in summary.warnings:
+        _hint(f"warning: {warning}")
+
+
+def convert(
+    source: Source,
+    target: Target,
+    *,
+    to: To,
+    tag: Tag = None,
+    dtype: Dtype = None,
+    max_shard_size: ShardSize = None,
+    exclude_frozen: ExcludeFrozen = False,
+    opaque: Opaque = OpaquePolicy.REFUSE,
+    overwrite: Overwrite = False,
+    memory_limit: MemoryLimit = None,
+    part_size: PartSize = None,
+    threads: Threads = None,
+    profile: Profile = None,
+    target_profile: TargetProfile = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Convert a checkpoint, here and now. The last line on stdout is the output path.
+
+    An interrupted run resumes when the same command runs again; a finished one is recognised.
+    """
+    request = _request(
+        source,
+        target,
+        to=to,
+        tag=tag,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        exclude_frozen=exclude_frozen,
+        opaque=opaque,
+        overwrite=overwrite,
+        memory_limit=memory_limit,
+        part_size=part_size,
+        threads=threads,
+        profile=profile,
+        target_profile=target_profile,
+    )
+    engine = load_engine()
+    try:
+        with _stoppable() as stop, progress_shown(quiet=quiet) as show:
+            result = engine.convert(request, on_progress=show, should_stop=stop.is_set)
+    except JobError as error:
+        if error.code != "job.cancelled":
+            raise
+        _hint("cancelled this local run; finished work is kept: the same command resumes it")
+        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+    for warning in result.warnings:
+        _hint(f"warning: {warning}")
+    if as_json:
+        _say(result.model_dump_json())
+        return
+    if result.already_done:
+        _hint("already done, verified: the target is this conversion's result, unchanged since its commit")
+    elif not quiet:
+        took = sum(result.seconds.values())
+        _hint(
+            f"read {format_size(result.read_bytes)}, wrote {format_size(result.write_bytes)} in {len(result.files)} files, "
+            f"{took:.1f} s, verified"
+        )
+    _say(result.target)
+
+
+@contextmanager
+def _stoppable() -> Generator[threading.Event]:
+    """The first Ctrl-C lets units in flight end, the second one does not."""
+    stop = threading.Event()
+
+    def on_interrupt(_number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def verify(
+    target: Annotated[str, typer.Argument(metavar="DST", help="What `convert` wrote.")],
+    *,
+    profile: Profile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Read every byte of a target again and compare it with its manifest."""
+    report = load_engine().verify(target, profile=profile)
+    if as_json:
+        _say(report.model_dump_json())
+    else:
+        for problem in report.problems:
+            where = "" if problem.offset is None else f" bytes {problem.offset}+{problem.length_bytes}"
+            _say(f"{problem.path}{where}: {problem.problem}")
+        if report.ok:
+            _say(f"ok: {report.files} files, {format_size(report.read_bytes)} match their checksums ({report.seconds:.1f} s)")
+    if not report.ok:
+        _hint(f"error: integrity.mismatch: {len(report.problems)} problems in {printable(target)}")
+        _hint("fix: convert again with --overwrite, or restore the files")
+        raise typer.Exit(int(ExitCode.MISMATCH))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _hint(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

@@ -1,0 +1,102 @@
+"""The `reshard` command: one app, one way to end. Data on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from reshard.cli import local, remote
+from reshard.errors import ExitCode, RequestError, ReshardError
+
+app = typer.Typer(
+    name="reshard",
+    help="Any sharding of a training checkpoint into any other, bit for bit.",
+    no_args_is_help=False,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+local.register(app)
+remote.register(app)
+
+# Newer versions of typer carry a click of their own, older ones import click: this finds the base in both.
+_UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+_THREE_LINES = """\
+reshard inspect CHECKPOINT                                   what is it?
+reshard convert CHECKPOINT DST --to universal                resume on another GPU count (DeepSpeed, load_universal)
+reshard convert CHECKPOINT DST --to safetensors --dtype bf16 consolidated weights
+"""
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    *,
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),  # noqa: FBT003
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        sys.stdout.write(f"reshard {installed('reshard')}\n")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        sys.stdout.write(_THREE_LINES)
+        sys.stderr.write("all commands: reshard --help\n")
+
+
+def _with_default_command(arguments: Sequence[str]) -> list[str]:
+    """`reshard PATH` means `reshard inspect PATH`."""
+    names: set[str] = set(getattr(typer.main.get_command(app), "commands", {}))
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        looks_like_path = any(mark in arguments[0] for mark in ("/", ".", "\\"))
+        if looks_like_path or not arguments[0].isidentifier():
+            return ["inspect", *arguments]
+    return list(arguments)
+
+
+def report(error: ReshardError, *, as_json: bool) -> int:
+    """Show an error the way the user asked for; returns the exit code."""
+    if as_json:
+        sys.stdout.write(json.dumps({"schema_version": 1, "error": error.to_problem()}) + "\n")
+    sys.stderr.write(f"error: {error.code}: {error.message}\n")
+    if error.fix:
+        sys.stderr.write(f"fix: {error.fix}\n")
+    return int(error.exit_code)
+
+
+def _help_hint(arguments: Sequence[str]) -> str:
+    command = next((a for a in arguments if not a.startswith("-")), "")
+    return f"reshard {command} --help" if command.isidentifier() else "reshard --help"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    as_json = "--json" in arguments
+    try:
+        outcome = app(args=_with_default_command(arguments), standalone_mode=False, prog_name="reshard")
+    except ReshardError as error:
+        return report(error, as_json=as_json)
+    except typer.Exit as error:
+        return error.exit_code
+    except typer.Abort:
+        return int(ExitCode.INTERRUPTED)
+    except _UsageProblem as error:
+        text = getattr(error, "format_message", error.__str__)()
+        return report(RequestError("request.invalid", text, fix=_help_hint(arguments)), as_json=as_json)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of our output went away: `reshard inspect X | head`.
+        sys.stderr.close()
+        return int(ExitCode.FAILED)
+    return outcome if isinstance(outcome, int) else int(ExitCode.OK)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,259 @@
+"""Commands against a service (`submit`, `jobs`), and those that start one (`serve`, `worker`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from reshard.cli.sizes import parse_size
+from reshard.cli.watching import DetachedError, follow
+from reshard.client import Client
+from reshard.errors import RequestError, printable
+from reshard.models import Job, JobEvent, JobState, OpaquePolicy, TargetFormat, WeightDtype
+
+ENTRY_POINT_GROUP = "reshard.commands"
+
+jobs = typer.Typer(help="Jobs of a service (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+WaitTimeout = Annotated[float | None, typer.Option("--wait-timeout", min=0, help="Seconds; then exit code 124.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the commands of this module."""
+    app.command()(submit)
+    app.add_typer(jobs, name="jobs")
+    app.command()(serve)
+    app.command()(worker)
+
+
+def submit(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="What to create.")],
+    *,
+    to: Annotated[TargetFormat, typer.Option("--to", help="What to write.")],
+    tag: Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")] = None,
+    dtype: Annotated[WeightDtype | None, typer.Option(help="Of consolidated weights; default fp32.")] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="Largest weights file, such as 5GB.")] = None,
+    exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave frozen parameters out.")] = False,
+    opaque: Annotated[OpaquePolicy, typer.Option(help="Objects of unlisted classes.")] = OpaquePolicy.REFUSE,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target; its old data is gone.")] = False,
+    memory_limit: Annotated[str | None, typer.Option(help="Buffer memory of the job, such as 1GiB.")] = None,
+    part_size: Annotated[str | None, typer.Option(help="Grain of work, such as 64MiB.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Parallel reads and writes.")] = None,
+    profile: Annotated[str | None, typer.Option(help="The service's storage profile for SRC.")] = None,
+    target_profile: Annotated[str | None, typer.Option(help="The service's storage profile for DST.")] = None,
+    label: Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")] = None,
+    max_attempts: Annotated[int, typer.Option(min=1, max=20, help="Workers that may be lost.")] = 3,
+    idempotency_key: Annotated[str | None, typer.Option(help="The same key again finds the same job.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Stay until the job ends; its end is the exit code.")] = False,
+    wait_timeout: WaitTimeout = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Submit a conversion to a service; prints the job's id, with --wait the target."""
+    options: dict[str, Any] = {
+        "memory_limit_bytes": memory_limit and parse_size(memory_limit),
+        "part_bytes": part_size and parse_size(part_size),
+        "max_shard_bytes": max_shard_size and parse_size(max_shard_size),
+        "tag": tag,
+        "dtype": dtype,
+        "profile": profile,
+        "target_profile": target_profile,
+        "threads": threads,
+    }
+    with Client() as client:
+        job = client.submit(
+            _absolute(source),
+            _absolute(target),
+            to=to,
+            labels=parse_labels(label or []),
+            max_attempts=max_attempts,
+            idempotency_key=idempotency_key,
+            exclude_frozen=exclude_frozen,
+            opaque=opaque,
+            overwrite=overwrite,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+        if not wait and wait_timeout is None:
+            _say(job.model_dump_json() if as_json else job.id)
+            _hint(f"watch it: reshard jobs watch {job.id}", quiet=quiet)
+            return
+        _hint(f"job {job.id}", quiet=quiet)
+        job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
+    _say(job.model_dump_json() if as_json else job.request.target)
+
+
+@jobs.command("list")
+def list_jobs(
+    *,
+    state: Annotated[list[JobState] | None, typer.Option(help="Only these states; may be repeated.")] = None,
+    label: Annotated[list[str] | None, typer.Option(help="Only with name=value; may be repeated.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most this many, newest first.")] = 50,
+    as_json: JsonFlag = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Ids only.")] = False,
+) -> None:
+    """List jobs, newest first."""
+    found: list[Job] = []
+    token = ""
+    with Client() as client:
+        while len(found) < limit:
+            size = min(200, limit - len(found))
+            labels = parse_labels(label or [])
+            page = client.list(states=tuple(state or ()), labels=labels, page_size=size, page_token=token)
+            found.extend(page.jobs)
+            token = page.next_page_token
+            if not token:
+                break
+    if as_json:
+        _say(json.dumps({"schema_version": 1, "jobs": [job.model_dump(mode="json") for job in found]}))
+        return
+    for job in found:
+        _say(job.id if quiet else _row(job))
+
+
+@jobs.command()
+def show(job_id: JobId, *, as_json: JsonFlag = False) -> None:
+    """Show one job."""
+    with Client() as client:
+        job = client.get(job_id)
+    if as_json:
+        _say(job.model_dump_json())
+        return
+    for name, value in _facts(job):
+        _say(f"{name:<9} {value}")
+
+
+@jobs.command()
+def watch(
+    job_id: JobId, *, wait_timeout: WaitTimeout = None, as_json: JsonFlag = False, quiet: QuietFlag = False
+) -> None:
+    """Follow a job to its end, which is the exit code. Ctrl-C leaves the job running."""
+    with Client() as client:
+        job = _follow(client, job_id, timeout_s=wait_timeout, quiet=quiet, as_json=as_json)
+    if not as_json:
+        _say(job.request.target)
+
+
+@jobs.command()
+def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
+    """Cancel a job: what it wrote is removed. Cancelling twice is harmless."""
+    with Client() as client:
+        job = client.cancel(job_id)
+    _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
+
+
+def serve(
+    *,
+    host: Annotated[
+        str, typer.Option(help="Other than loopback: needs RESHARD_TOKEN and RESHARD_ROOTS.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    data_dir: Annotated[Path, typer.Option(help="Where the job database lives.")] = Path("reshard-data"),
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+) -> None:
+    """Serve the API and, unless RESHARD_BROKER_URL is set, run the jobs too. Needs no other service."""
+    load_command("serve", extra="service,worker")(host=host, port=port, data_dir=data_dir, log_level=log_level)
+
+
+def worker(
+    *,
+    gpu: Annotated[str | None, typer.Option(help="The GPU of this worker (CUDA_VISIBLE_DEVICES).")] = None,
+    name: Annotated[str | None, typer.Option(help="Differs between the workers of one host.")] = None,
+    log_level: Annotated[str, typer.Option(help="Celery's log level.")] = "INFO",
+) -> None:
+    """Run one Celery worker: one job at a time, one worker per GPU. Needs RESHARD_BROKER_URL."""
+    load_command("worker", extra="worker")(gpu=gpu, name=name, log_level=log_level)
+
+
+def load_command(name: str, *, extra: str) -> Callable[..., None]:
+    """A command that another part of reshard brings.
+
+    Raises:
+        RequestError: `request.engine_missing`: its dependencies are not installed.
+    """
+    fix = f"pip install 'reshard[{extra}]'"
+    found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not found:
+        raise RequestError("request.engine_missing", f"`reshard {name}` is not installed", fix=fix)
+    try:
+        return found[0].load()
+    except ModuleNotFoundError as error:
+        message = f"`reshard {name}` needs {error.name!r}, which is not installed"
+        raise RequestError("request.engine_missing", message, fix=fix) from error
+
+
+def parse_labels(texts: list[str]) -> dict[str, str]:
+    """Labels from `name=value`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    labels: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise RequestError(
+                "request.invalid", f"the label {printable(text)!r} is not name=value", fix="--label team=x"
+            )
+        labels[name] = value
+    return labels
+
+
+def _absolute(url: str) -> str:
+    """A local path as the service must see it: its working directory is not ours."""
+    return url if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url) else os.path.abspath(url)
+
+
+def _follow(client: Client, job_id: str, *, timeout_s: float | None, quiet: bool, as_json: bool = False) -> Job:
+    on_event = _say_event if as_json else None
+    try:
+        return follow(client, job_id, timeout_s=timeout_s, quiet=quiet, on_event=on_event)
+    except DetachedError as error:
+        raise typer.Exit(int(error.exit_code)) from error
+
+
+def _say_event(event: JobEvent) -> None:
+    _say(event.model_dump_json())
+
+
+def _row(job: Job) -> str:
+    created = job.created_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return f"{job.id}  {job.state.value:<10}  {created}  {printable(job.request.source.url)} -> {job.request.target}"
+
+
+def _facts(job: Job) -> list[tuple[str, str]]:
+    facts = [
+        ("id", job.id),
+        ("state", job.state.value),
+        ("source", printable(job.request.source.url)),
+        ("target", f"{printable(job.request.target)} ({job.request.to.value})"),
+        ("attempt", f"{job.attempt} of {job.max_attempts}"),
+        ("worker", printable(job.worker or "-")),
+        ("created", job.created_at.astimezone().isoformat(timespec="seconds")),
+    ]
+    if job.progress is not None:
+        facts.append(("progress", f"{job.progress.units_done} of {job.progress.units_total} units"))
+    if job.error is not None:
+        facts += [("error", f"{job.error.code}: {printable(job.error.detail)}"), ("fix", printable(job.error.fix))]
+    return facts
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _hint(line: str, *, quiet: bool) -> None:
+    if not quiet:
+        sys.stderr.write(f"{line}\n")

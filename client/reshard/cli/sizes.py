@@ -1,0 +1,41 @@
+"""Sizes as people write and read them: `5GB` is decimal, `1GiB` is binary."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.errors import RequestError, printable
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_SIZE = re.compile(r"(\d{1,15})(?:\.(\d{1,6}))?\s*([a-z]{0,3})")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `1.5GiB`, `4096`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None or match[3] not in _UNITS:
+        raise RequestError(
+            "request.invalid", f"{printable(text)!r} is not a size", fix="write 5GB (decimal) or 1GiB (binary)"
+        )
+    scale = _UNITS[match[3]]
+    fraction = match[2] or ""
+    return int(match[1]) * scale + (int(fraction) * scale // 10 ** len(fraction) if fraction else 0)
+
+
+def format_size(size_bytes: float) -> str:
+    """A size in binary units, three digits."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"

@@ -1,0 +1,56 @@
+"""Inspections and plans as lines for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from reshard.cli.sizes import format_size
+from reshard.errors import printable
+from reshard.models import Inspection, PlanSummary, TensorInfo
+
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
+
+
+def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
+    """A checkpoint in a few lines; tensors that differ only in layer numbers share one."""
+    world = " ".join(f"{axis}={size}" for axis, size in found.world.items())
+    step = f", step {found.step}" if found.step is not None else ""
+    yield f"{found.format}{step}, {world}" + (f", deepspeed {found.framework_version}" if found.framework_version else "")
+    yield f"  {printable(found.url)}"
+    yield f"  {found.parameters} parameters, {found.parameter_elems:,} elements, {found.param_groups} param groups"
+    yield f"  optimizer states: {', '.join(map(printable, found.optimizer_states)) or 'none'}; types: {', '.join(found.dtypes)}"
+    yield f"  {found.files} files, {format_size(found.total_bytes)}"
+    if found.foreign_globals:
+        yield f"  foreign names, never executed: {', '.join(found.foreign_globals)}"
+    yield from (_tensor_line(t, 1) for t in found.tensors) if every_tensor else _digest_lines(found.tensors)
+
+
+def _tensor_line(tensor: TensorInfo, count: int, name: str | None = None) -> str:
+    kind = "tied to " + printable(tensor.shared_with) if tensor.shared_with else ", ".join(map(printable, tensor.states))
+    times = f" x{count}" if count > 1 else ""
+    frozen = "frozen" if tensor.frozen else kind
+    return f"    {printable(name or tensor.fqn)}{times}  {list(tensor.shape)}  {tensor.dtype}  {frozen}"
+
+
+def _digest_lines(tensors: tuple[TensorInfo, ...]) -> Iterator[str]:
+    groups: dict[tuple[object, ...], list[TensorInfo]] = {}
+    for tensor in tensors:
+        key = (_NUMBER.sub("#", tensor.fqn), tensor.shape, tensor.dtype, tensor.states, tensor.frozen, tensor.shared_with)
+        groups.setdefault(key, []).append(tensor)
+    for key, members in groups.items():
+        yield _tensor_line(members[0], len(members), str(key[0]) if len(members) > 1 else None)
+
+
+def plan_lines(summary: PlanSummary) -> Iterator[str]:
+    """A plan in a few lines."""
+    yield f"{summary.source_format} -> {summary.to.value}"
+    yield f"  from  {printable(summary.source_url)}"
+    yield f"  to    {printable(summary.target)}"
+    yield f"  reads {format_size(summary.read_bytes)}, writes {format_size(summary.write_bytes)} in {len(summary.files)} files"
+    yield f"  {summary.units} units, peak buffers {format_size(summary.peak_memory_bytes)}"
+    yield f"  digest {summary.digest}"
+    for file in summary.files[:12]:
+        yield f"    {printable(file.path)}  {format_size(file.size_bytes)}"
+    if len(summary.files) > 12:
+        yield f"    ... and {len(summary.files) - 12} more"
