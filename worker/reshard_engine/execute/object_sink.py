@@ -24,6 +24,8 @@ from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, j
 
 PLAN_KEY, CRC_KEY = "reshard-plan", "reshard-crc32"
 _THREADS = 8
+_Receipts = dict[int, dict[int, PartInfo]]
+"""By file, then by part number; a small object is its own part 1."""
 
 
 class ObjectSink:
@@ -179,21 +181,23 @@ class ObjectSink:
         there = self._check_listing(range(len(self._plan.files)), etags)
         return [ObjectInfo(i.path.removeprefix(self._target + "/"), i.size_bytes, i.pin) for i in there]
 
-    def _receipts(self, records: Mapping[int, UnitRecord]) -> dict[int, dict[int, tuple[int, str]]]:
-        found: dict[int, dict[int, tuple[int, str]]] = {}
+    def _receipts(self, records: Mapping[int, UnitRecord]) -> _Receipts:
+        found: _Receipts = {}
         for record in records.values():
             for entry in record.chunks:
                 number = self._number(entry.chunk)
-                found.setdefault(entry.chunk.file, {})[number] = (entry.chunk.length_bytes, entry.etag)
+                found.setdefault(entry.chunk.file, {})[number] = PartInfo(
+                    number, entry.chunk.length_bytes, entry.etag, entry.crc32
+                )
         return found
 
-    def _complete_all(self, files: Sequence[int], etags: Mapping[int, Mapping[int, tuple[int, str]]]) -> None:
+    def _complete_all(self, files: Sequence[int], etags: _Receipts) -> None:
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda f: self._complete(f, etags), [f for f in files if f not in self._completed]))
 
-    def _complete(self, file: int, etags: Mapping[int, Mapping[int, tuple[int, str]]]) -> None:
+    def _complete(self, file: int, etags: _Receipts) -> None:
         path = self._path(file)
-        parts = [PartInfo(n, size, etag) for n, (size, etag) in sorted(etags[file].items())]
+        parts = [part for _, part in sorted(etags[file].items())]
         try:
             self._store.complete_multipart(path, self._uploads[file], parts)
         except ReshardError:
@@ -202,19 +206,19 @@ class ObjectSink:
                 raise
         self._completed.add(file)
 
-    def _check_parts(self, file: int, etags: Mapping[int, Mapping[int, tuple[int, str]]]) -> None:
+    def _check_parts(self, file: int, etags: _Receipts) -> None:
         listed = self._store.list_parts(self._path(file), self._uploads[file]) or []
         held = {p.number: (p.size_bytes, p.etag) for p in listed}
-        if held != dict(etags[file]):
+        if held != {n: (p.size_bytes, p.etag) for n, p in etags[file].items()}:
             raise IntegrityError("integrity.mismatch", f"{printable(self._path(file))}: the store holds other parts than were sent")
 
-    def _check_listing(self, files: Sequence[int], etags: Mapping[int, Mapping[int, tuple[int, str]]]) -> list[ObjectInfo]:
+    def _check_listing(self, files: Sequence[int], etags: _Receipts) -> list[ObjectInfo]:
         there = {i.path: i for i in self._store.list_tree(self._target)}
         for file in files:
             planned, info = self._plan.files[file], there.get(self._path(file))
             receipt = etags[file].get(1) if not self._is_large(file) else None
             held = -1 if info is None else info.size_bytes
-            if info is None or held != planned.size_bytes or (receipt is not None and info.pin != f"etag:{receipt[1]}"):
+            if info is None or held != planned.size_bytes or (receipt is not None and info.pin != f"etag:{receipt.etag}"):
                 raise IntegrityError(
                     "integrity.mismatch",
                     f"{printable(planned.path)}: the store holds {held} bytes, {planned.size_bytes} were written, or another object",

@@ -36,6 +36,8 @@ class PartInfo:
     number: int
     size_bytes: int
     etag: str
+    crc32: int | None = None
+    """CRC-32 of the part; stores that keep checksums want it again when the upload is completed."""
 
 
 class Store(Protocol):

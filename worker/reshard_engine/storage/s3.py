@@ -279,7 +279,11 @@ class S3Store:
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[PartInfo]) -> None:
         """Make the object visible."""
         bucket, key = _split(path)
-        listed = [{"PartNumber": p.number, "ETag": f'"{p.etag}"'} for p in parts]
+        listed = [
+            {"PartNumber": p.number, "ETag": f'"{p.etag}"'}
+            | ({} if p.crc32 is None else {"ChecksumCRC32": base64.b64encode(p.crc32.to_bytes(4, "big")).decode()})
+            for p in parts
+        ]
         with _translated(path):
             self._client.complete_multipart_upload(
                 Bucket=bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
