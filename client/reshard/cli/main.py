@@ -100,3 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 def main() -> None:
     """Entry point of the console script."""
     sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

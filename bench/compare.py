@@ -1,0 +1,46 @@
+"""Whether our output holds the peer's tensors, bit for bit. Reads with torch and safetensors, not with our code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+_STATES = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
+
+
+def _tensor(path: Path) -> torch.Tensor:
+    value: Any = torch.load(path, weights_only=True)
+    return value["param"] if isinstance(value, dict) else value
+
+
+def same_universal(ours: Path, theirs: Path) -> list[str]:
+    """Differences between two universal checkpoints; stage-3 atoms of the peer are flat."""
+    problems: list[str] = []
+    names = sorted(str(p.parent.relative_to(theirs / "zero")) for p in (theirs / "zero").rglob("fp32.pt"))
+    for name in names:
+        for state in _STATES:
+            expected, found = theirs / "zero" / name / state, ours / "zero" / name / state
+            if not expected.exists():
+                continue
+            if not found.exists() or not torch.equal(_tensor(expected).flatten(), _tensor(found).flatten()):
+                problems.append(f"{name}/{state}")
+    return problems if names else ["the peer wrote no atoms"]
+
+
+def _weights(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def same_weights(ours: Path, theirs: Path) -> list[str]:
+    """Differences between two directories of safetensors weights."""
+    expected, found = _weights(theirs), _weights(ours)
+    problems = sorted(set(expected) ^ set(found))
+    problems += [n for n in expected if n in found and not torch.equal(expected[n], found[n])]
+    return problems if expected else ["the peer wrote no weights"]

@@ -1,0 +1,77 @@
+"""Runs a command as a process tree and says how long it took and how much memory it held."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_SAMPLE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run. Anonymous memory is what a process allocated; file-backed pages can be dropped and read again."""
+
+    wall_s: float
+    peak_anonymous_bytes: int
+    peak_file_backed_bytes: int
+
+
+class _Sampler(threading.Thread):
+    """Sums RssAnon and RssFile over a process tree until it is told to stop."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._root = psutil.Process(pid)
+        self._done = threading.Event()
+        self.anonymous = 0
+        self.file_backed = 0
+
+    def run(self) -> None:
+        while not self._done.wait(_SAMPLE_S):
+            anonymous = file_backed = 0
+            try:
+                tree = [self._root, *self._root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                return
+            for process in tree:
+                try:
+                    status = Path(f"/proc/{process.pid}/status").read_text()
+                except OSError:
+                    continue  # it ended between the listing and the look
+                fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+                anonymous += int(fields.get("RssAnon", "0 kB").split()[0]) << 10
+                file_backed += int(fields.get("RssFile", "0 kB").split()[0]) << 10
+            self.anonymous = max(self.anonymous, anonymous)
+            self.file_backed = max(self.file_backed, file_backed)
+
+    def finish(self) -> None:
+        self._done.set()
+        self.join()
+
+
+def measure(command: Sequence[str], *, env: dict[str, str]) -> Measured:
+    """Run the command to its end.
+
+    Raises:
+        RuntimeError: With the end of its output, if it fails.
+    """
+    with tempfile.TemporaryFile() as log:
+        started = time.perf_counter()
+        process = subprocess.Popen(list(command), stdout=log, stderr=subprocess.STDOUT, env=env)
+        sampler = _Sampler(process.pid)
+        sampler.start()
+        code = process.wait()
+        wall = time.perf_counter() - started
+        sampler.finish()
+        if code:
+            log.seek(0)
+            raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{log.read()[-4000:].decode('utf-8', 'replace')}")
+    return Measured(wall, sampler.anonymous, sampler.file_backed)
