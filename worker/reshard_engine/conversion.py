@@ -92,7 +92,7 @@ class Conversion:
         if self.request.threads is not None:
             return self.request.threads
         local = self.target.store.scheme == "file" and all(f.store.scheme == "file" for f in self.checkpoint.files)
-        cores = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cores if local else max(cores, REMOTE_THREADS)
 
     def run(
@@ -162,7 +162,8 @@ class Conversion:
         there = {i.path[len(self.target.path) + 1 :]: i for i in self.target.store.list_tree(self.target.path)}
         there.pop(MANIFEST_NAME, None)
         same = len(there) == len(manifest.files) and all(
-            f.path in there and (there[f.path].size_bytes, there[f.path].pin) == (f.size_bytes, f.pin) for f in manifest.files
+            f.path in there and (there[f.path].size_bytes, there[f.path].pin) == (f.size_bytes, f.pin)
+            for f in manifest.files
         )
         return manifest if same else None
 
@@ -192,4 +193,7 @@ def _overflow_warnings(executor: Executor) -> list[str]:
     for record in executor.records.values():
         for fqn, count in record.overflows.items():
             lost[fqn] = lost.get(fqn, 0) + count
-    return [f"{count} elements of {printable(fqn)} became infinite in the narrower type" for fqn, count in sorted(lost.items())]
+    return [
+        f"{count} elements of {printable(fqn)} became infinite in the narrower type"
+        for fqn, count in sorted(lost.items())
+    ]

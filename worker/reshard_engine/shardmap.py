@@ -107,7 +107,7 @@ class ShardMap:
             np.logical_or.at(bad, owners[self.end[ends] != numel[owners]], True)
         if not bad.any():
             return
-        names = [self.tensors[i] for i in np.flatnonzero(bad)[:MAX_PROBLEMS]]
+        names = [self.tensors[int(i)] for i in np.flatnonzero(bad)[:MAX_PROBLEMS].tolist()]
         listed = ", ".join(f"{printable(t.fqn)}/{t.state} {t.shape}" for t in names)
         raise SourceError(
             "checkpoint.coverage",

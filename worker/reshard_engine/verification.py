@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from reshard.errors import IntegrityError, printable
 from reshard.models import VerifyProblem, VerifyReport
@@ -35,11 +36,13 @@ def verify_target(target: Location) -> VerifyReport:
     there = {i.path[len(target.path) + 1 :]: i for i in target.store.list_tree(target.path)}
     problems: list[VerifyProblem] = []
     with ThreadPoolExecutor(_THREADS) as pool:
-        for found in pool.map(lambda f: _check_file(target, f, there.get(f.path)), manifest.files):
+        for found in pool.map(partial(_check_file, target, there), manifest.files):
             problems += found
     known = {f.path for f in manifest.files} | {MANIFEST_NAME}
     for path in sorted(set(there) - known):
-        problems.append(VerifyProblem(path=printable(path), offset=None, length_bytes=None, problem="not in the manifest"))
+        problems.append(
+            VerifyProblem(path=printable(path), offset=None, length_bytes=None, problem="not in the manifest")
+        )
     return VerifyReport(
         target=target.url,
         files=len(manifest.files),
@@ -50,7 +53,9 @@ def verify_target(target: Location) -> VerifyReport:
     )
 
 
-def _check_file(target: Location, file: ManifestFile, info: ObjectInfo | None) -> Sequence[VerifyProblem]:
+def _check_file(target: Location, there: Mapping[str, ObjectInfo], file: ManifestFile) -> Sequence[VerifyProblem]:
+    info = there.get(file.path)
+
     def problem(text: str, offset: int | None = None, length: int | None = None) -> VerifyProblem:
         return VerifyProblem(path=file.path, offset=offset, length_bytes=length, problem=text)
 

@@ -43,7 +43,9 @@ def read_legacy_stream(
         if number == 0 and value != MAGIC_NUMBER:
             raise SourceError("source.unknown_kind", f"{name} is a pickle, but no torch stream")
         if number == 1 and value != PROTOCOL_VERSION:
-            raise SourceError("pickle.malformed", f"{name}: torch stream protocol {printable(str(value), max_chars=40)}")
+            raise SourceError(
+                "pickle.malformed", f"{name}: torch stream protocol {printable(str(value), max_chars=40)}"
+            )
     system = mapping_items(values[2], what="sys_info")
     if system.get("little_endian") is not True:
         raise SourceError("zip.bad_record", f"{name} was not written on a little-endian machine")
@@ -111,7 +113,9 @@ def _storage_offsets(
             raise SourceError("checkpoint.malformed", f"{name}: storage {printable(key)} belongs to no tensor")
         count = int.from_bytes(window.file.read(at, 8), "little", signed=True)
         if count != storage.root_numel:
-            raise SourceError("tensor.bad_extent", f"{name}: storage {printable(key)} has {count} of {storage.root_numel} elements")
+            raise SourceError(
+                "tensor.bad_extent", f"{name}: storage {printable(key)} has {count} of {storage.root_numel} elements"
+            )
         length = count * BY_NAME[storage.dtype].itemsize_bytes
         if at + 8 + length > window.size_bytes:
             raise SourceError(

@@ -33,7 +33,9 @@ def safetensors_template(
         name, dtype, shape, numel = tensors[index]
         if dtype.safetensors is None:
             raise SourceError(
-                "tensor.unsupported", f"{name}: safetensors has no type for {dtype.name}", fix="write --to torch instead"
+                "tensor.unsupported",
+                f"{name}: safetensors has no type for {dtype.name}",
+                fix="write --to torch instead",
             )
         length = numel * dtype.itemsize_bytes
         header[name] = {"dtype": dtype.safetensors, "shape": list(shape), "data_offsets": [at, at + length]}
@@ -42,7 +44,11 @@ def safetensors_template(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise SourceError("safetensors.header_size", f"the header would take {len(text)} bytes", fix="use smaller shards")
+        raise SourceError(
+            "safetensors.header_size", f"the header would take {len(text)} bytes", fix="use smaller shards"
+        )
     head = len(text).to_bytes(8, "little") + text
-    bodies = [Body(len(head) + offset, index, 0, tensors[index][3], tensors[index][1], None) for index, offset in placed]
+    bodies = [
+        Body(len(head) + offset, index, 0, tensors[index][3], tensors[index][1], None) for index, offset in placed
+    ]
     return FileTemplate(len(head) + at, ((0, head),), tuple(bodies))

@@ -52,7 +52,8 @@ class TorchFile:
         itemsize = BY_NAME[storage.dtype].itemsize_bytes
         if storage.root_numel * itemsize != record.length_bytes:
             raise SourceError(
-                "tensor.bad_extent", f"{name}: {storage.root_numel} elements of {itemsize} bytes in {record.length_bytes} bytes"
+                "tensor.bad_extent",
+                f"{name}: {storage.root_numel} elements of {itemsize} bytes in {record.length_bytes} bytes",
             )
         if storage.view_offset:
             offset = record.offset + storage.view_offset * itemsize
@@ -97,7 +98,9 @@ def _open_zip(window: Window, ledger: OpaqueLedger, limits: PickleLimits) -> Tor
     if "constants.pkl" in entries or any(n.startswith("code/") for n in entries):
         raise SourceError("source.unknown_kind", f"{name} is a TorchScript archive, not a checkpoint")
     if "data.pkl" not in entries:
-        raise SourceError("source.unknown_kind", f"{name} is a zip archive without data.pkl: torch.save did not write it")
+        raise SourceError(
+            "source.unknown_kind", f"{name} is a zip archive without data.pkl: torch.save did not write it"
+        )
     if "byteorder" in entries and read_record(window, entries["byteorder"], limit_bytes=16) != b"little":
         raise SourceError("zip.bad_record", f"{name} was not written on a little-endian machine")
     data = read_record(window, entries["data.pkl"], limit_bytes=limits.stream_bytes)

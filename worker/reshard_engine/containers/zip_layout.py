@@ -69,7 +69,11 @@ class _Archive:
         padding = -start % ALIGNMENT
         extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
         flags = _FLAGS if size else _EMPTY_FLAGS
-        self._literal(struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra)
+        self._literal(
+            struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
+            + name
+            + extra
+        )
 
     def _descriptor(self, size: int, crc: int, record: int | None) -> None:
         if not size:
@@ -123,7 +127,9 @@ class _Archive:
             directory.append(entry + name + extra)
             at += len(directory[-1])
         self._literal(b"".join(directory) + self._end(start, at - start))
-        return FileTemplate(self.at, tuple(self.literals), tuple(self.bodies), tuple(self.records), tuple(self.crc_slots))
+        return FileTemplate(
+            self.at, tuple(self.literals), tuple(self.bodies), tuple(self.records), tuple(self.crc_slots)
+        )
 
     def _end(self, start: int, size: int) -> bytes:
         count = len(self._entries)
@@ -132,7 +138,9 @@ class _Archive:
             out += struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
             out += struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1)
         short = min(count, _U16_MAX)
-        return out + struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, short, short, min(size, _U32_MAX), min(start, _U32_MAX), 0)
+        return out + struct.pack(
+            "<4sHHHHIIH", b"PK\x05\x06", 0, 0, short, short, min(size, _U32_MAX), min(start, _U32_MAX), 0
+        )
 
 
 def zip_template(root: str, pickle: bytes, storages: Sequence[StorageRecord]) -> FileTemplate:

@@ -100,7 +100,9 @@ def read_record(window: Window, entry: ZipEntry, *, limit_bytes: int) -> bytes:
         SourceError: `zip.bomb` beyond `limit_bytes`, `zip.crc` on a mismatch.
     """
     if entry.size_bytes > limit_bytes:
-        raise _bad("bomb", window, f"record {printable(entry.name)} has {entry.size_bytes} bytes, the limit is {limit_bytes}")
+        raise _bad(
+            "bomb", window, f"record {printable(entry.name)} has {entry.size_bytes} bytes, the limit is {limit_bytes}"
+        )
     data = window.read(entry.data_offset, entry.size_bytes)
     if entry.crc32 and zlib.crc32(data) != entry.crc32:
         raise _bad("crc", window, f"record {printable(entry.name)} does not match its CRC-32: the file is damaged")
@@ -155,10 +157,16 @@ def _central_entries(window: Window, offset: int, size: int, count: int) -> list
         raw = data[at + _CENTRAL.size : at + _CENTRAL.size + n_name]
         extra = data[at + _CENTRAL.size + n_name : stop]
         if method != 0 or flags & ~(_DESCRIPTOR_FLAG | _UTF8_FLAG):
-            raise _bad("unsupported", window, f"record {printable(raw)}: method {method}, flags 0x{flags:x}; torch stores plainly")
+            raise _bad(
+                "unsupported",
+                window,
+                f"record {printable(raw)}: method {method}, flags 0x{flags:x}; torch stores plainly",
+            )
         length, packed, header = _zip64_sizes(window, extra, length, packed, header)
         if packed != length or header + length > offset:
-            raise _bad("bad_directory", window, f"record {printable(raw)} of {length} bytes at {header} reaches the directory")
+            raise _bad(
+                "bad_directory", window, f"record {printable(raw)} of {length} bytes at {header} reaches the directory"
+            )
         found.append(_Central(_clean_name(raw), n_name, flags, crc, length, header))
         at = stop
     if at != size:
@@ -223,7 +231,9 @@ def _data_offset(window: Window, entry: _Central, stop: int) -> int:
         start += 4 + 16 * (entry.size_bytes >= _U32_MAX) + 8 * (entry.header_offset >= _U32_MAX)
     predicted = -(-start // _ALIGNMENT) * _ALIGNMENT
     exact = any(predicted + entry.size_bytes + d == stop for d in _descriptor_sizes(entry))
-    at_hand = window.file.store.scheme == "file" or window.holds(entry.header_offset, _LOCAL.size + entry.raw_name_bytes)
+    at_hand = window.file.store.scheme == "file" or window.holds(
+        entry.header_offset, _LOCAL.size + entry.raw_name_bytes
+    )
     if exact and not at_hand:
         return predicted
     return _checked_local(window, entry, stop)
@@ -238,7 +248,11 @@ def _checked_local(window: Window, entry: _Central, stop: int) -> int:
     sizes_agree = crc == entry.crc32 and all(v in (entry.size_bytes, _U32_MAX) for v in (packed, length))
     if magic != b"PK\x03\x04" or name != entry.name.encode() or flags != entry.flags or method:
         raise _bad("ambiguous", window, f"the header of record {printable(entry.name)} is not what the directory says")
-    if not (plain or sizes_agree or (flags & _DESCRIPTOR_FLAG and crc == 0 and {packed, length} <= {0, _U32_MAX, entry.size_bytes})):
+    if not (
+        plain
+        or sizes_agree
+        or (flags & _DESCRIPTOR_FLAG and crc == 0 and {packed, length} <= {0, _U32_MAX, entry.size_bytes})
+    ):
         raise _bad("ambiguous", window, f"sizes of record {printable(entry.name)} are not what the directory says")
     gap = stop - data_offset - entry.size_bytes
     if gap not in _descriptor_sizes(entry) or gap < 0:
@@ -258,4 +272,6 @@ def _check_descriptor(window: Window, entry: _Central, at: int, length: int) -> 
     crc, packed, size = struct.unpack("<IQQ" if len(body) == 20 else "<III", body)
     signed = length in (12, 20) or data[:4] == b"PK\x07\x08"
     if not signed or (crc, packed, size) != (entry.crc32, entry.size_bytes, entry.size_bytes):
-        raise _bad("ambiguous", window, f"the descriptor of record {printable(entry.name)} is not what the directory says")
+        raise _bad(
+            "ambiguous", window, f"the descriptor of record {printable(entry.name)} is not what the directory says"
+        )

@@ -106,7 +106,9 @@ def default_kernel() -> CastKernel:
     except ImportError:
         if wanted == "auto":
             return NumpyCast()
-        raise RequestError("request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix="pip install torch") from None
+        raise RequestError(
+            "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix="pip install torch"
+        ) from None
     torch = kernel._torch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     if wanted == "auto" and not torch.cuda.is_available():
         return NumpyCast()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from reshard.errors import RequestError, StorageError, printable
@@ -74,12 +75,16 @@ class ControlObjects:
                 ) from error
             self.remove(there.plan)
             self._store.put(self._claim_path, self._encoded(wanted), metadata={}, if_absent=True)
-        self._store.put(join(self._prefix, "plan.json"), json.dumps(plan.to_json()).encode(), metadata={}, if_absent=False)
+        self._store.put(
+            join(self._prefix, "plan.json"), json.dumps(plan.to_json()).encode(), metadata={}, if_absent=False
+        )
         return wanted
 
     def cleared(self, plan: Plan) -> None:
         """What was there before is gone: from here on objects below the target are ours."""
-        self._store.put(self._claim_path, self._encoded(Claim(plan.digest, clearing=False)), metadata={}, if_absent=False)
+        self._store.put(
+            self._claim_path, self._encoded(Claim(plan.digest, clearing=False)), metadata={}, if_absent=False
+        )
 
     def _encoded(self, claim: Claim) -> bytes:
         return json.dumps({"plan": claim.plan, "clearing": claim.clearing}).encode()
@@ -91,17 +96,24 @@ class ControlObjects:
 
     def put_upload(self, file: int, upload_id: str) -> None:
         """Remember an upload before its first part."""
-        self._store.put(join(self._prefix, f"upload-{file}.json"), json.dumps({"id": upload_id}).encode(), metadata={}, if_absent=False)
+        self._store.put(
+            join(self._prefix, f"upload-{file}.json"),
+            json.dumps({"id": upload_id}).encode(),
+            metadata={},
+            if_absent=False,
+        )
 
     def put_record(self, record: UnitRecord) -> None:
         """Remember a finished unit. A second attempt writes the same record again."""
-        self._store.put(join(self._prefix, f"unit-{record.unit}.json"), record.to_json().encode(), metadata={}, if_absent=False)
+        self._store.put(
+            join(self._prefix, f"unit-{record.unit}.json"), record.to_json().encode(), metadata={}, if_absent=False
+        )
 
     def _read_all(self, kind: str) -> Mapping[int, bytes]:
         head = join(self._prefix, f"{kind}-")
         found = [i for i in self._store.list_tree(self._prefix) if i.path.startswith(head) and i.path.endswith(".json")]
         with ThreadPoolExecutor(_THREADS) as pool:
-            texts = list(pool.map(lambda i: read_bytes(self._store, i), found))
+            texts = list(pool.map(partial(read_bytes, self._store), found))
         numbers = [i.path[len(head) : -len(".json")] for i in found]
         return {int(n): t for n, t in zip(numbers, texts, strict=True) if n.isdecimal()}
 

@@ -125,7 +125,7 @@ class Executor:
         for chunk, buffer in buffers:
             if not self._fill_slots(chunk, buffer):
                 return  # another unit failed, and with it what this one waits for
-            view = memoryview(buffer)
+            view = buffer.data
             crc = zlib.crc32(view)
             written.append(ChunkRecord(chunk, crc, self._sink.write(chunk, view, crc)))
         record = UnitRecord(unit.index, tuple(written), tuple(spans), report.read_bytes, report.overflows)
@@ -142,7 +142,7 @@ class Executor:
         for number, (offset, length) in enumerate(self._layout.files[chunk.file].template.records):
             low, high = max(offset, chunk.offset), min(offset + length, end)
             if low < high:
-                crc = zlib.crc32(memoryview(buffer)[low - chunk.offset : high - chunk.offset])
+                crc = zlib.crc32(memoryview(buffer.data)[low - chunk.offset : high - chunk.offset])
                 self._board.put(chunk.file, number, [(low - offset, high - low, crc)])
                 spans.append((chunk.file, number, low - offset, high - low, crc))
         return spans

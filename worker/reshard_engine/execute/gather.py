@@ -109,8 +109,9 @@ def _extents(
     size = body.dtype.itemsize_bytes
     begin = body.begin + first
     pieces = checkpoint.shard_map.pieces(number, begin, begin + len(window) // size)
-    columns = zip(*(c.tolist() for c in (pieces.begin, pieces.end, pieces.file, pieces.offset, pieces.strides)), strict=True)
-    for low, high, file, offset, strides in columns:
+    for row in range(len(pieces.begin)):
+        low, high = int(pieces.begin[row]), int(pieces.end[row])
+        file, offset, strides = int(pieces.file[row]), int(pieces.offset[row]), int(pieces.strides[row])
         target = window[(low - begin) * size : (high - begin) * size]
         if strides >= 0:
             layout = checkpoint.shard_map.strides[strides]
@@ -121,7 +122,9 @@ def _extents(
             else:
                 _cast_into(data, target, stored.dtype, body.dtype, stored.fqn, kernel, report)
             continue
-        copies.append(Copy(file, offset, (high - low) * stored.dtype.itemsize_bytes, target, stored.dtype, body.dtype, number))
+        copies.append(
+            Copy(file, offset, (high - low) * stored.dtype.itemsize_bytes, target, stored.dtype, body.dtype, number)
+        )
 
 
 def run_copies(
@@ -152,7 +155,15 @@ def _bounded(copies: list[Copy]) -> list[Copy]:
             low = first * copy.target_dtype.itemsize_bytes
             high = low + count // copy.source_dtype.itemsize_bytes * copy.target_dtype.itemsize_bytes
             result.append(
-                Copy(copy.file, copy.offset + at, count, copy.target[low:high], copy.source_dtype, copy.target_dtype, copy.tensor)
+                Copy(
+                    copy.file,
+                    copy.offset + at,
+                    count,
+                    copy.target[low:high],
+                    copy.source_dtype,
+                    copy.target_dtype,
+                    copy.tensor,
+                )
             )
     return result
 
@@ -169,13 +180,13 @@ def _run_batch(
 ) -> None:
     first = batch[0]
     if len(batch) == 1 and first.source_dtype is first.target_dtype:
-        files[first.file].read_into(first.offset, memoryview(first.target))
+        files[first.file].read_into(first.offset, first.target.data)
         report.read_bytes += first.length_bytes
         return
     start = first.offset
     end = max(c.offset + c.length_bytes for c in batch)
     staging = np.empty(end - start, dtype=np.uint8)
-    files[first.file].read_into(start, memoryview(staging))
+    files[first.file].read_into(start, staging.data)
     report.read_bytes += len(staging)
     for copy in batch:
         data = staging[copy.offset - start : copy.offset - start + copy.length_bytes]
@@ -206,5 +217,5 @@ def read_strided(file: SourceFile, offset: int, layout: Strides, low: int, high:
         ids //= length
     first, last = int(places.min()), int(places.max())
     raw = np.empty((last - first + 1) * itemsize_bytes, dtype=np.uint8)
-    file.read_into(offset + first * itemsize_bytes, memoryview(raw))
+    file.read_into(offset + first * itemsize_bytes, raw.data)
     return raw.reshape(-1, itemsize_bytes)[places - first].reshape(-1)

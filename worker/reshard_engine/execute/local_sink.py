@@ -69,14 +69,20 @@ class LocalSink:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise RequestError(
-                "request.target_busy", f"another process is writing {printable(self._target)}", fix="wait for it to finish"
+                "request.target_busy",
+                f"another process is writing {printable(self._target)}",
+                fix="wait for it to finish",
             ) from None
         return self._resume()
 
     def _occupied(self) -> bool:
         try:
             with translated(self._target):
-                return not os.path.isdir(self._target) or bool(os.listdir(self._target)) if os.path.lexists(self._target) else False
+                return (
+                    not os.path.isdir(self._target) or bool(os.listdir(self._target))
+                    if os.path.lexists(self._target)
+                    else False
+                )
         except StorageError:
             return True
 
@@ -149,7 +155,8 @@ class LocalSink:
             held = os.stat(path).st_size if os.path.exists(path) else -1
             if held != planned.size_bytes:
                 raise IntegrityError(
-                    "integrity.mismatch", f"{printable(planned.path)} has {held} bytes, {planned.size_bytes} were planned"
+                    "integrity.mismatch",
+                    f"{printable(planned.path)} has {held} bytes, {planned.size_bytes} were planned",
                 )
 
     # -- commit -----------------------------------------------------------------------------------------
@@ -175,6 +182,8 @@ class LocalSink:
             shutil.rmtree(self._aside, ignore_errors=True)
             if os.path.exists(self._journal_path):
                 os.unlink(self._journal_path)
+        # What attempts with other options left beside the target serves nobody any more.
+        self.discard_all()
 
     def finish_after_crash(self, plan: Plan, pointer: Pointer | None) -> None:
         """Do what a crash after the rename left undone; nothing if the journal is gone."""
@@ -206,7 +215,7 @@ class LocalSink:
         descriptor = os.open(self._staging, os.O_RDONLY)
         try:
             # One sync for the whole tree: a sync per atom costs more than writing them.
-            if _LIBC.syncfs(descriptor) != 0:
+            if not hasattr(_LIBC, "syncfs") or _LIBC.syncfs(descriptor) != 0:
                 os.sync()
         finally:
             os.close(descriptor)
@@ -220,9 +229,11 @@ class LocalSink:
 
     def _rename(self) -> None:
         old, new = os.fsencode(self._staging), os.fsencode(self._target)
-        if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) == 0:
-            return
-        code = ctypes.get_errno()
+        code = errno.ENOSYS
+        if hasattr(_LIBC, "renameat2"):
+            if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) == 0:
+                return
+            code = ctypes.get_errno()
         if code == errno.EEXIST:
             raise target_exists(self._target)
         if code not in (errno.ENOSYS, errno.EINVAL):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from reshard.errors import IntegrityError, ReshardError, StorageError, printable
 
@@ -85,7 +86,9 @@ class ObjectSink:
             if path in mine and upload_id not in known:
                 self._store.abort_multipart(path, upload_id)
 
-    def _still_valid(self, records: Mapping[int, UnitRecord], there: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
+    def _still_valid(
+        self, records: Mapping[int, UnitRecord], there: Mapping[str, ObjectInfo]
+    ) -> Mapping[int, UnitRecord]:
         """The records whose bytes the store still holds."""
         parts: dict[int, dict[int, PartInfo]] = {}
         for file, upload_id in list(self._uploads.items()):
@@ -193,7 +196,8 @@ class ObjectSink:
 
     def _complete_all(self, files: Sequence[int], etags: _Receipts) -> None:
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(lambda f: self._complete(f, etags), [f for f in files if f not in self._completed]))
+            todo = [f for f in files if f not in self._completed]
+            list(pool.map(partial(self._complete, etags=etags), todo))
 
     def _complete(self, file: int, etags: _Receipts) -> None:
         path = self._path(file)
@@ -210,7 +214,9 @@ class ObjectSink:
         listed = self._store.list_parts(self._path(file), self._uploads[file]) or []
         held = {p.number: (p.size_bytes, p.etag) for p in listed}
         if held != {n: (p.size_bytes, p.etag) for n, p in etags[file].items()}:
-            raise IntegrityError("integrity.mismatch", f"{printable(self._path(file))}: the store holds other parts than were sent")
+            raise IntegrityError(
+                "integrity.mismatch", f"{printable(self._path(file))}: the store holds other parts than were sent"
+            )
 
     def _check_listing(self, files: Sequence[int], etags: _Receipts) -> list[ObjectInfo]:
         there = {i.path: i for i in self._store.list_tree(self._target)}
@@ -218,7 +224,11 @@ class ObjectSink:
             planned, info = self._plan.files[file], there.get(self._path(file))
             receipt = etags[file].get(1) if not self._is_large(file) else None
             held = -1 if info is None else info.size_bytes
-            if info is None or held != planned.size_bytes or (receipt is not None and info.pin != f"etag:{receipt.etag}"):
+            if (
+                info is None
+                or held != planned.size_bytes
+                or (receipt is not None and info.pin != f"etag:{receipt.etag}")
+            ):
                 raise IntegrityError(
                     "integrity.mismatch",
                     f"{printable(planned.path)}: the store holds {held} bytes, {planned.size_bytes} were written, or another object",
@@ -233,7 +243,10 @@ class ObjectSink:
             self._store.put(path, manifest, metadata=facts, if_absent=True)
         except StorageError as error:
             found = self._store.metadata(path)
-            if not (error.code == "storage.conflict" or error.retryable) or (found or {}).get(PLAN_KEY) != self._plan.digest:
+            if (
+                not (error.code == "storage.conflict" or error.retryable)
+                or (found or {}).get(PLAN_KEY) != self._plan.digest
+            ):
                 raise
         self.finish(pointer)
 

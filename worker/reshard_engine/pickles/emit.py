@@ -9,6 +9,7 @@ CPython 3.11 `Lib/pickle.py` (opcode choice, so that every unpickler reads it).
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import SourceError
@@ -254,7 +255,9 @@ def emit_pickle(node: Node, *, keep_foreign: bool = False) -> bytes:
     return _Emitter(keep_foreign=keep_foreign).finish(node)
 
 
-def rewrite(node: Node, tensor: Any, foreign: Any, memo: dict[int, Any] | None = None) -> Node:
+def rewrite(
+    node: Node, tensor: Callable[[Any], Node], foreign: Callable[[Node], Node], memo: dict[int, Any] | None = None
+) -> Node:
     """A copy of the tree with each tensor replaced by `tensor(node)` and each foreign object by `foreign(node)`.
 
     Aliases and cycles through lists and dicts are preserved. `foreign` gets `PObject`s and `Global`s whose

@@ -186,9 +186,16 @@ def kind_of(node: Node) -> str:
         return f"the name {printable(node.dotted)}"
     if isinstance(node, PObject):
         return f"an object of {printable(node.cls.dotted) if isinstance(node.cls, Global) else 'no named class'}"
-    return {PList: "a list", PTuple: "a tuple", PDict: "a dict", PSet: "a set", PTensor: "a tensor"}.get(
-        type(node), f"of type {type(node).__name__}"
-    )
+    for cls, text in (
+        (PList, "a list"),
+        (PTuple, "a tuple"),
+        (PDict, "a dict"),
+        (PSet, "a set"),
+        (PTensor, "a tensor"),
+    ):
+        if isinstance(node, cls):
+            return text
+    return "a value of another kind"
 
 
 def mapping_of(pairs: dict[str | int, Node]) -> PDict:

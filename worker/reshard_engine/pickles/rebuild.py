@@ -46,11 +46,13 @@ def storage_of(pid: Node) -> PStorage:
     Raises:
         SourceError: `pickle.bad_persistent_id` for anything but torch's own form.
     """
-    items = pid.items if isinstance(pid, PTuple) else ()
+    items: tuple[Node, ...] = pid.items if isinstance(pid, PTuple) else ()
     if len(items) not in (5, 6) or items[0] != "storage" or not isinstance(items[1], Global):
         raise SourceError("pickle.bad_persistent_id", "a persistent id that is not torch's storage tuple")
     _, kind, key, location, numel, *view = items
-    known = kind.module in ("torch", "torch.storage") and (kind.name in BY_STORAGE_CLASS or kind.name == "UntypedStorage")
+    known = kind.module in ("torch", "torch.storage") and (
+        kind.name in BY_STORAGE_CLASS or kind.name == "UntypedStorage"
+    )
     good_key = type(key) is str and 0 < len(key) <= 64 and _KEY_CHARS.issuperset(key) and ".." not in key
     good_location = type(location) is str and len(location) <= 64
     good_numel = type(numel) is int and 0 <= numel < MAX_ELEMS
@@ -94,12 +96,11 @@ def _tensor(storage: Node, rest: tuple[Node, ...], dtype: str | None, limits: Pi
     room = storage.numel * BY_NAME[storage.dtype].itemsize_bytes // BY_NAME[name].itemsize_bytes
     if numel and last + 1 > room:
         raise SourceError(
-            "tensor.bad_extent", f"a tensor reaches element {last} of a storage that holds {room} ({printable(storage.key)})"
+            "tensor.bad_extent",
+            f"a tensor reaches element {last} of a storage that holds {room} ({printable(storage.key)})",
         )
     if 0 in stride and numel > max(1, room) * 4:
-        raise SourceError(
-            "tensor.amplification", f"a tensor of {numel} elements repeats a storage of {room} elements"
-        )
+        raise SourceError("tensor.amplification", f"a tensor of {numel} elements repeats a storage of {room} elements")
     requires_grad = bool(rest[3]) if len(rest) > 3 and isinstance(rest[3], bool) else False
     return PTensor(storage, name, offset, shape, stride, requires_grad)
 
@@ -171,5 +172,9 @@ def check_state(target: PObject, state: Any) -> None:
         for key in part.pairs[::2]:
             if type(key) is str and key.startswith("__"):
                 raise SourceError("pickle.forbidden_build", f"state that sets {printable(key)}")
-    if isinstance(target.cls, Global) and target.cls.dotted == "collections.OrderedDict" and not isinstance(state, PDict):
+    if (
+        isinstance(target.cls, Global)
+        and target.cls.dotted == "collections.OrderedDict"
+        and not isinstance(state, PDict)
+    ):
         raise SourceError("pickle.forbidden_build", "state of an OrderedDict that is no dict")

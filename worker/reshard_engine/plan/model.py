@@ -82,7 +82,13 @@ class Plan:
             "target": self.target,
             "files": [[f.path, f.size_bytes, f.commit, f.shape] for f in self.files],
             "units": [
-                [u.chunks[0].file, u.chunks[0].offset, u.chunks[-1].file, u.chunks[-1].offset + u.chunks[-1].length_bytes, u.commit]
+                [
+                    u.chunks[0].file,
+                    u.chunks[0].offset,
+                    u.chunks[-1].file,
+                    u.chunks[-1].offset + u.chunks[-1].length_bytes,
+                    u.commit,
+                ]
                 for u in self.units
             ],
             "chunk_bytes": self.chunk_bytes,

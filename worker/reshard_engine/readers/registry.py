@@ -53,7 +53,9 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
                 f"{printable(location.url)} is a file; a checkpoint is a directory",
                 fix="name the directory that holds `latest` or the rank files",
             )
-        raise SourceError("source.not_found", f"nothing is at {printable(location.url)}", fix="check the path and the profile")
+        raise SourceError(
+            "source.not_found", f"nothing is at {printable(location.url)}", fix="check the path and the profile"
+        )
     if tag is not None:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
     here = _recognise(location, None)

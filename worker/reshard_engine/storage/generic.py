@@ -19,7 +19,11 @@ class FsspecStore:
         self.scheme = scheme
 
     def _info(self, entry: dict[str, Any]) -> ObjectInfo:
-        marks = [str(entry[k]) for k in ("ETag", "etag", "md5Hash", "mtime", "updated", "LastModified", "created") if entry.get(k)]
+        marks = [
+            str(entry[k])
+            for k in ("ETag", "etag", "md5Hash", "mtime", "updated", "LastModified", "created")
+            if entry.get(k)
+        ]
         size = int(entry.get("size") or 0)
         return ObjectInfo(str(entry["name"]), size, f"info:{size}:{':'.join(marks)}")
 

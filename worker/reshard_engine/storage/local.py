@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_module
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from reshard.errors import SourceError, StorageError, printable
@@ -18,7 +18,7 @@ def _pin(found: os.stat_result) -> str:
 
 
 @contextmanager
-def translated(path: str) -> Iterator[None]:
+def translated(path: str) -> Generator[None]:
     """Turn the operating system's errors into typed ones."""
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.errors import RequestError, printable
 
@@ -63,15 +64,16 @@ def open_location(url: str, profile: str | None = None) -> Location:
 
 
 def _generic(scheme: str) -> Store:
-    import fsspec
+    import fsspec  # pyright: ignore[reportMissingTypeStubs]  # it has none
 
     from reshard_engine.storage.generic import FsspecStore
 
     try:
-        return FsspecStore(fsspec.filesystem(scheme), scheme)
+        filesystem: Any = fsspec.filesystem(scheme)  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, ImportError) as error:
         raise RequestError(
             "request.unknown_scheme",
             f"no storage backend serves {printable(scheme)!r}: {printable(str(error))}",
             fix="use a local path, s3://, or install the fsspec backend of that scheme",
         ) from error
+    return FsspecStore(filesystem, scheme)

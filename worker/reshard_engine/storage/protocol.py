@@ -96,7 +96,9 @@ class ObjectStore(Store, Protocol):
         """Upload one part; uploading a number again replaces it."""
         ...
 
-    def copy_part(self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int) -> PartInfo:
+    def copy_part(
+        self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
+    ) -> PartInfo:
         """Fill one part from a byte range of an object of the same store, without moving bytes through us."""
         ...
 

@@ -7,12 +7,16 @@ Source: Amazon S3 API reference (multipart limits: 10,000 parts, 5 MiB least par
 s3fs 2026.9.0 (`S3FileSystem`), botocore 1.43.
 """
 
+# botocore and s3fs carry no type information: what comes out of them is checked where it is used.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
 from __future__ import annotations
 
 import base64
 import http.client
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +31,15 @@ from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo
 
 _READ_TRIES = 4
-_DENIED = {"403", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "Forbidden", "AllAccessDisabled"}
+_DENIED = {
+    "403",
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "Forbidden",
+    "AllAccessDisabled",
+}
 _NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
 _CONFLICT = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
 
@@ -42,7 +54,9 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         text = f"{where}: {printable(code)}: {printable(str(facts.get('Message', '')))}"
         if code == "NoSuchBucket":
             bucket = path.partition("/")[0]
-            return StorageError("storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name")
+            return StorageError(
+                "storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name"
+            )
         if code in _DENIED or status in (401, 403):
             return StorageError(
                 "storage.denied", text, fix="check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a --profile"
@@ -50,7 +64,9 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         if code in _NOT_FOUND or status == 404:
             return SourceError("source.not_found", f"{where} does not exist")
         if code in _CONFLICT:
-            return StorageError("storage.conflict", f"{where} is there already", fix="choose another target, or --overwrite")
+            return StorageError(
+                "storage.conflict", f"{where} is there already", fix="choose another target, or --overwrite"
+            )
         if status >= 500 or code in {"SlowDown", "RequestTimeout", "Throttling"}:
             return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
         return StorageError("storage.protocol", text)
@@ -59,12 +75,14 @@ def _typed(error: BaseException, path: str) -> ReshardError:
             "storage.denied", f"{where}: no credentials", fix="export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
     return StorageError(
-        "storage.unavailable", f"{where}: {type(error).__name__}: {printable(str(error))}", fix="check AWS_ENDPOINT_URL and the network"
+        "storage.unavailable",
+        f"{where}: {type(error).__name__}: {printable(str(error))}",
+        fix="check AWS_ENDPOINT_URL and the network",
     )
 
 
 @contextmanager
-def _translated(path: str) -> Iterator[None]:
+def _translated(path: str) -> Generator[None]:
     try:
         yield
     except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError, http.client.HTTPException) as error:
@@ -149,7 +167,7 @@ class S3Store:
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every object below a prefix, sorted by path; empty if there is none."""
         with _translated(path):
-            found: dict[str, dict[str, Any]] = self._fs.find(path.rstrip("/") + "/", detail=True, refresh=True)
+            found: Any = self._fs.find(path.rstrip("/") + "/", detail=True, refresh=True)
         return sorted((_info(e) for e in found.values() if e["type"] == "file"), key=lambda f: f.path)
 
     def stat(self, path: str) -> ObjectInfo | None:
@@ -182,7 +200,9 @@ class S3Store:
         for attempt in range(_READ_TRIES):
             try:
                 with _translated(info.path):
-                    answer = self._client.get_object(Bucket=bucket, Key=key, Range=f"bytes={offset}-{last}", IfMatch=f'"{etag}"')
+                    answer = self._client.get_object(
+                        Bucket=bucket, Key=key, Range=f"bytes={offset}-{last}", IfMatch=f'"{etag}"'
+                    )
                     if answer["ETag"].strip('"') != etag:
                         raise changed(info)
                     _fill(answer["Body"], buffer, info.path)
@@ -230,11 +250,18 @@ class S3Store:
         bucket, key = _split(path)
         with _translated(path):
             answer = self._client.upload_part(
-                Bucket=bucket, Key=key, UploadId=upload_id, PartNumber=number, Body=_body(data), ChecksumCRC32=_crc(data)
+                Bucket=bucket,
+                Key=key,
+                UploadId=upload_id,
+                PartNumber=number,
+                Body=_body(data),
+                ChecksumCRC32=_crc(data),
             )
         return PartInfo(number, len(data), answer["ETag"].strip('"'))
 
-    def copy_part(self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int) -> PartInfo:
+    def copy_part(
+        self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
+    ) -> PartInfo:
         """Fill one part from a byte range of a pinned object of this service (at most 5 GiB)."""
         bucket, key = _split(path)
         source_bucket, source_key = _split(source.path)
@@ -304,7 +331,11 @@ class S3Store:
 
 def _store_code(error: StorageError) -> str:
     cause = error.__cause__
-    return str(cause.response.get("Error", {}).get("Code", "")) if isinstance(cause, botocore.exceptions.ClientError) else ""
+    return (
+        str(cause.response.get("Error", {}).get("Code", ""))
+        if isinstance(cause, botocore.exceptions.ClientError)
+        else ""
+    )
 
 
 def _info(entry: Mapping[str, Any]) -> ObjectInfo:
@@ -323,7 +354,7 @@ class _Body:
         self._at = 0
 
     def read(self, count: int = -1) -> memoryview:
-        end = len(self._data) if count is None or count < 0 else min(len(self._data), self._at + count)
+        end = len(self._data) if count < 0 else min(len(self._data), self._at + count)
         piece = self._data[self._at : end]
         self._at = end
         return piece

@@ -96,7 +96,10 @@ def lay_out_weights(
         files.append(TargetFile(name, template, slots, commit=count == 1))
         weight_map |= {w.fqn: name for w in shard}
     if count > 1:
-        index = {"metadata": {"total_size": sum(w.size_bytes for w in weights)}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {
+            "metadata": {"total_size": sum(w.size_bytes for w in weights)},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         text = json.dumps(index, indent=2).encode() + b"\n"
         files.append(TargetFile(f"{stem}.{suffix}.index.json", literal_template(text), (), commit=True))
     return TargetLayout(tuple(files), None)

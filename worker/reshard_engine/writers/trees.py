@@ -82,4 +82,3 @@ def single_tensor_template(
         found = zip_template(root, pickle, [StorageRecord("0", ((0, 0, tensor.numel, dtype),))])
         cache[key] = found
     return found
-

@@ -148,7 +148,9 @@ def _add_state(
             continue
         found = [f for f in flats if isinstance(f, PTensor) and len(f.shape) == 1]
         if len(found) != len(states):
-            raise SourceError("checkpoint.incomplete", f"group {index}: {printable(key)} is on {len(found)} of {len(states)} ranks")
+            raise SourceError(
+                "checkpoint.incomplete", f"group {index}: {printable(key)} is on {len(found)} of {len(states)} ranks"
+            )
         if len({f.dtype for f in found}) != 1:
             raise SourceError("checkpoint.mixed", f"group {index}: {printable(key)} has several element types")
         dtype = BY_NAME[found[0].dtype]
@@ -160,7 +162,13 @@ def _add_state(
         if states[0].stage != 3:
             pads = states[0].alignment_paddings[index] if index < len(states[0].alignment_paddings) else ()
             add_flat_group(
-                builder, tensors, group, partitions=partitions, paddings=pads, itemsize_bytes=dtype.itemsize_bytes, what=what
+                builder,
+                tensors,
+                group,
+                partitions=partitions,
+                paddings=pads,
+                itemsize_bytes=dtype.itemsize_bytes,
+                what=what,
             )
             continue
         for rank, partition in enumerate(partitions):

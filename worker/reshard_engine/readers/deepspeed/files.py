@@ -14,7 +14,7 @@ from typing import TypeVar
 from reshard.errors import SourceError, printable
 
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.containers.split_files import joined_parts
+from reshard_engine.containers.split_files import joined_parts, whole_copy
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store
 
 _N = r"(0|[1-9][0-9]{0,8})"  # a rank that is not padded
@@ -23,7 +23,9 @@ _P = r"([0-9]{2,9})"  # a rank padded to two digits
 _OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<mp>{_P})_?optim_states\.pt")
 _MODEL_Z3 = re.compile(rf"zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<mp>{_P})_model_states\.pt")
 _MODEL = re.compile(rf"mp_rank_(?P<mp>{_P})_model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_[0-9]+_.*_optim_states\.pt")
+_EXPERT = re.compile(
+    r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_[0-9]+_.*_optim_states\.pt"
+)
 _LAYER = re.compile(r"layer_[0-9]+(?:-model_[0-9]+)?-model_states\.pt")
 _K = TypeVar("_K")
 _PART = re.compile(r"(?P<name>.+\.pt)-(?P<rank>0|[1-9][0-9]{0,5})\.(?P<count>[1-9][0-9]{0,5})")
@@ -129,14 +131,21 @@ def _joined(store: Store, files: Iterable[ObjectInfo]) -> list[SourceFile]:
             counts.setdefault(part["name"], set()).add(int(part["count"]))
     for name, by_rank in parts.items():
         if name in whole or len(counts[name]) != 1:
-            raise SourceError("checkpoint.ambiguous", f"{printable(name)} is there whole and in parts, or cut in two ways")
+            raise SourceError(
+                "checkpoint.ambiguous", f"{printable(name)} is there whole and in parts, or cut in two ways"
+            )
         count = next(iter(counts[name]))
+        present = SourceFile(store, name, tuple(by_rank[r] for r in sorted(by_rank)))
         missing = [r for r in range(count) if r not in by_rank] if count <= 1 << 16 else [0]
-        if missing or len(by_rank) != count:
+        if not missing and len(by_rank) == count:
+            whole[name] = joined_parts(present)
+        elif (copy := whole_copy(present)) is not None:
+            # A rank's own optimizer file bears its writer's number, and no other writer has a part of it.
+            whole[name] = copy
+        else:
             raise SourceError(
                 "checkpoint.incomplete",
                 f"{printable(name)} is split into {count} parts, missing: {missing[:8]}",
                 fix=f"copy the missing parts, such as {printable(name)}-{missing[0] if missing else 0}.{count}",
             )
-        whole[name] = joined_parts(SourceFile(store, name, tuple(by_rank[r] for r in range(count))))
     return list(whole.values())

@@ -66,7 +66,9 @@ def parse_model_states(torch_file: TorchFile) -> ModelStates:
     name = printable(torch_file.file.name)
     entries = mapping_items(torch_file.root, what=name)
     if "module" not in entries:
-        raise SourceError("source.unsupported_version", f"{name} has no `module`: not a model-states file of DeepSpeed 0.3 or later")
+        raise SourceError(
+            "source.unsupported_version", f"{name} has no `module`: not a model-states file of DeepSpeed 0.3 or later"
+        )
     module = _tensors(entries["module"], f"{name}: module", nested_ok=False)
     shapes = entries.get("param_shapes")
     shared = {
@@ -95,7 +97,9 @@ def checked_name(name: str) -> str:
     parts = name.split("/")
     bad = not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or "\\" in name
     if bad or any(p in ("", ".", "..") for p in parts):
-        raise SourceError("name.invalid", f"a parameter is called {printable(name)!r}", fix="rename it in the checkpoint")
+        raise SourceError(
+            "name.invalid", f"a parameter is called {printable(name)!r}", fix="rename it in the checkpoint"
+        )
     return name
 
 
@@ -129,7 +133,12 @@ def shape_of(node: Node, what: str) -> tuple[int, ...]:
     Raises:
         SourceError: `checkpoint.malformed` otherwise.
     """
-    if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "torch.Size" and len(node.args.items) == 1:
+    if (
+        isinstance(node, PObject)
+        and isinstance(node.cls, Global)
+        and node.cls.dotted == "torch.Size"
+        and len(node.args.items) == 1
+    ):
         node = node.args.items[0]
     items = node.items if isinstance(node, PTuple | PList) else None
     if items is None or len(items) > 64 or not all(type(i) is int and 0 <= i < 1 << 48 for i in items):
@@ -155,7 +164,9 @@ def parse_param_shapes(node: Node, *, what: str) -> tuple[Shapes, ...]:
     Raises:
         SourceError: `checkpoint.malformed`, `checkpoint.ambiguous` if a name comes twice.
     """
-    groups = (_shapes(node, what),) if is_mapping(node) else tuple(_shapes(g, what) for g in sequence_items(node, what=what))
+    groups = (
+        (_shapes(node, what),) if is_mapping(node) else tuple(_shapes(g, what) for g in sequence_items(node, what=what))
+    )
     seen: set[str] = set()
     for group in groups:
         for name, _ in group:

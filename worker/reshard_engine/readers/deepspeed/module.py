@@ -71,9 +71,7 @@ class ModuleTensors:
         self._add_rest(owned, sharded=sharded)
 
     def _whole(self, name: str, state: str, tensor: PTensor) -> int:
-        return add_whole_tensor(
-            self._builder, name, state, tensor, torch_file=self._model.torch_file, file=self._file
-        )
+        return add_whole_tensor(self._builder, name, state, tensor, torch_file=self._model.torch_file, file=self._file)
 
     def _add_buffers(self) -> None:
         for name in self._model.buffer_names:
@@ -88,9 +86,13 @@ class ModuleTensors:
             for rank, model in enumerate(models):
                 share = model.frozen_fragments.get(name)
                 if share is None or len(share.shape) != 1:
-                    raise SourceError("checkpoint.incomplete", f"rank {rank} holds no share of frozen {printable(name)}")
+                    raise SourceError(
+                        "checkpoint.incomplete", f"rank {rank} holds no share of frozen {printable(name)}"
+                    )
                 dtypes.add(share.dtype)
-                shares.append(Partition(number[model.torch_file.file], model.torch_file.tensor_offset(share), share.numel))
+                shares.append(
+                    Partition(number[model.torch_file.file], model.torch_file.tensor_offset(share), share.numel)
+                )
             if dtypes <= {"int8", "uint8"}:
                 raise SourceError(
                     "source.unsupported",
@@ -102,7 +104,11 @@ class ModuleTensors:
             dtype = BY_NAME[dtypes.pop()]
             index = self._builder.tensor(name, "weight", dtype, shape)
             add_sharded_tensor(
-                self._builder, index, partitions=shares, itemsize_bytes=dtype.itemsize_bytes, what=f"frozen {printable(name)}"
+                self._builder,
+                index,
+                partitions=shares,
+                itemsize_bytes=dtype.itemsize_bytes,
+                what=f"frozen {printable(name)}",
             )
             self._add_frozen(name, shape, index)
 

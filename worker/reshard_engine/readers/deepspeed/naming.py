@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from reshard.errors import SourceError
 
 _MANY = 2
 _MAX_STATES = 20_000
-_Path = Any  # None, or (path before, choice): shared tails keep it linear
+_Path: TypeAlias = Any  # None, or (path before, choice): shared tails keep it linear
 Named = tuple[str, tuple[int, ...]]
 
 
@@ -59,13 +59,14 @@ def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[in
     ways, path = layer.get(goal, (0, None))
     if ways != 1:
         raise _refused(ways, owned, len(candidates))
-    names: list[list[str]] = [[] for _ in groups]
-    for name, _ in reversed(candidates):
-        if path is None:
-            break
+    choices: list[int] = []
+    while path is not None:
         path, choice = path
+        choices.append(choice)
+    names: list[list[str]] = [[] for _ in groups]
+    for (name, _), choice in zip(candidates, reversed(choices), strict=True):
         if choice >= 0:
-            names[choice].insert(0, name)
+            names[choice].append(name)
     return names
 
 

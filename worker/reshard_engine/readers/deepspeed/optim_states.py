@@ -83,7 +83,12 @@ def parse_rank_states(torch_file: TorchFile) -> RankStates:
 
 def _stage(node: Node) -> int:
     # Missing in BF16_Optimizer files, which partition as stage 1 does.
-    if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.name == "ZeroStageEnum" and node.args.items:
+    if (
+        isinstance(node, PObject)
+        and isinstance(node.cls, Global)
+        and node.cls.name == "ZeroStageEnum"
+        and node.args.items
+    ):
         node = node.args.items[0]
     if node is None:
         return 1
@@ -122,7 +127,9 @@ def _base_states(
     found: list[Mapping[str, Node]] = []
     for index in range(count):
         entry = by_index.get(index)
-        found.append({} if entry is None else {str(k): v for k, v in mapping_items(entry, what=f"{name}: state").items()})
+        found.append(
+            {} if entry is None else {str(k): v for k, v in mapping_items(entry, what=f"{name}: state").items()}
+        )
     return tuple(found), groups, nodes, False
 
 

@@ -51,7 +51,9 @@ class DeepSpeedReader:
         if 0 not in model_files:
             name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if states[0].stage == 3 else "mp_rank_00_model_states.pt"
             raise SourceError(
-                "checkpoint.incomplete", f"{name} is missing: it names the parameters", fix=f"copy {name} of the same tag"
+                "checkpoint.incomplete",
+                f"{name} is missing: it names the parameters",
+                fix=f"copy {name} of the same tag",
             )
         first = parse_model_states(open_torch_file(model_files[0], ledger))
         _refuse_by_config(first)
@@ -62,10 +64,18 @@ class DeepSpeedReader:
                 models += _open_all(model_files, wanted[1:], ledger, parse_model_states)
         used = [*files.optim.values(), *(m.torch_file.file for m in models)]
         return assemble(
-            states, models, url=location.url, tag=tag, files=tuple(dict.fromkeys(used)), prefix=files.prefix, ledger=ledger
+            states,
+            models,
+            url=location.url,
+            tag=tag,
+            files=tuple(dict.fromkeys(used)),
+            prefix=files.prefix,
+            ledger=ledger,
         )
 
-    def _read_stage0(self, location: Location, files: RankFiles, *, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+    def _read_stage0(
+        self, location: Location, files: RankFiles, *, tag: str | None, ledger: OpaqueLedger
+    ) -> Checkpoint:
         if files.model_by_rank and files.model is None:
             raise SourceError(
                 "checkpoint.incomplete",
@@ -166,7 +176,12 @@ def _check_world(states: Sequence[RankStates]) -> None:
             fix="remove the files that an older save with more ranks left behind",
         )
     for rank, other in enumerate(states):
-        if (other.stage, len(other.fp32), len(other.param_groups)) != (first.stage, len(first.fp32), len(first.param_groups)):
+        if (other.stage, len(other.fp32), len(other.param_groups)) != (
+            first.stage,
+            len(first.fp32),
+            len(first.param_groups),
+        ):
             raise SourceError(
-                "checkpoint.mixed", f"{printable(other.torch_file.file.name)} (rank {rank}) is of another run than rank 0"
+                "checkpoint.mixed",
+                f"{printable(other.torch_file.file.name)} (rank {rank}) is of another run than rank 0",
             )

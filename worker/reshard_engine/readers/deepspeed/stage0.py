@@ -28,7 +28,15 @@ from reshard_engine.readers.deepspeed.optim_states import read_scalar
 from reshard_engine.readers.deepspeed.trees import TreeTensors
 from reshard_engine.shardmap import ShardMapBuilder
 
-_EXTRA_KEYS = ("dynamic_loss_scale", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "clip_grad")
+_EXTRA_KEYS = (
+    "dynamic_loss_scale",
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "scale_factor",
+    "scale_window",
+    "clip_grad",
+)
 
 
 def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
@@ -90,14 +98,24 @@ class _Stage0Optimizer:
         self._torch_file = torch_file
         self._builder = builder
         self._flat = [t for t in _tensors(outer.get("fp32_groups_flat"))]
-        self._masters = [_tensors(g) for g in sequence_items(outer["fp32_groups"], what="fp32_groups")] if "fp32_groups" in outer else []
-        inner = mapping_items(outer["optimizer_state_dict"], what="optimizer") if "optimizer_state_dict" in outer else outer
+        self._masters = (
+            [_tensors(g) for g in sequence_items(outer["fp32_groups"], what="fp32_groups")]
+            if "fp32_groups" in outer
+            else []
+        )
+        inner = (
+            mapping_items(outer["optimizer_state_dict"], what="optimizer") if "optimizer_state_dict" in outer else outer
+        )
         self.extras: dict[str, Node] = {k: outer[k] for k in _EXTRA_KEYS if k in outer}
         state = inner.get("state")
         self._state = {} if state is None else mapping_items(state, what="optimizer state")
         self.group_nodes = tuple(sequence_items(inner.get("param_groups"), what="param_groups"))
         self._groups = [
-            [i for i in sequence_items(mapping_items(g, what="param_groups").get("params"), what="params") if type(i) is int]
+            [
+                i
+                for i in sequence_items(mapping_items(g, what="param_groups").get("params"), what="params")
+                if type(i) is int
+            ]
             for g in self.group_nodes
         ]
 
@@ -115,7 +133,9 @@ class _Stage0Optimizer:
                 states, scalars = self._whole_states(name, index)
                 master = self._masters[group][place] if self._masters else None
                 if master is not None:
-                    states["fp32"] = add_whole_tensor(self._builder, name, "fp32", master, torch_file=self._torch_file, file=0)
+                    states["fp32"] = add_whole_tensor(
+                        self._builder, name, "fp32", master, torch_file=self._torch_file, file=0
+                    )
                 elif (weight := weights[name]) is not None:
                     states["fp32"] = weight
                 owned[name] = Parameter(name, candidates[name], group, weights[name], states, scalars)
@@ -138,7 +158,9 @@ class _Stage0Optimizer:
         entry = self._state.get(index)
         for key, value in ({} if entry is None else mapping_items(entry, what="optimizer state")).items():
             if isinstance(value, PTensor) and value.shape:
-                states[str(key)] = add_whole_tensor(self._builder, name, str(key), value, torch_file=self._torch_file, file=0)
+                states[str(key)] = add_whole_tensor(
+                    self._builder, name, str(key), value, torch_file=self._torch_file, file=0
+                )
             elif value is not None:
                 scalars[str(key)] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(str(key))}")
         return states, scalars
@@ -157,7 +179,9 @@ class _Stage0Optimizer:
                 if isinstance(value, PTensor) and value.shape:
                     flats[str(key)] = value
                 elif value is not None:
-                    scalars[str(key)] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(str(key))}")
+                    scalars[str(key)] = read_scalar(
+                        value, self._torch_file, what=f"optimizer state {printable(str(key))}"
+                    )
             by_name: dict[str, dict[str, int]] = {n: {} for n in group_names}
             for key, flat in flats.items():
                 dtype = BY_NAME[flat.dtype]

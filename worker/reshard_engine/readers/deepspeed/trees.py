@@ -50,9 +50,13 @@ class TreeTensors:
         entries: dict[str | int, Node] = {}
         for key, value in model.entries.items():
             if key == "module":
-                entries[key] = ordered_dict({n: PTensorRef(i) for n in _names(model, module) if (i := module.number_of(n)) is not None})
+                entries[key] = ordered_dict(
+                    {n: PTensorRef(i) for n in _names(model, module) if (i := module.number_of(n)) is not None}
+                )
             elif key == "frozen_param_fragments":
-                refs: dict[str, Node] = {n: PTensorRef(i) for n, i in module.frozen_numbers.items() if n in dict(model.frozen_shapes)}
+                refs: dict[str, Node] = {
+                    n: PTensorRef(i) for n, i in module.frozen_numbers.items() if n in dict(model.frozen_shapes)
+                }
                 entries[key] = ordered_dict(refs) if refs else None
             elif key == "optimizer":
                 entries[key] = None
