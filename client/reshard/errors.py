@@ -144,6 +144,24 @@ CODES: Mapping[str, CodeEntry] = {
 }
 
 
+_DEFAULT_FIXES: Mapping[str, str] = {
+    "request": "see reshard convert --help",
+    "source": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
+    "checkpoint": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
+    "name": "save the checkpoint again without this name",
+    "pickle": "copy the file again; if it still fails, do not load it with torch.load either",
+    "tensor": "copy the file again; if it still fails, do not load it with torch.load either",
+    "zip": "copy the file again; if it still fails, do not load it with torch.load either",
+    "safetensors": "copy the file again",
+    "storage": "run the same command again: it resumes",
+    "integrity": "run the same command again with --overwrite; if it fails again, please report it",
+    "job": "reshard jobs list",
+    "service": "check RESHARD_URL and run the same command again",
+    "internal": "please report it with the output of the command",
+}
+"""What to do where the place that raised the error knows nothing better, by branch."""
+
+
 def printable(text: object, *, max_chars: int = 256) -> str:
     """`text` as one safe line: control, bidi and surrogate characters escaped, length cut.
 
@@ -171,7 +189,7 @@ class ReshardError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message[:MAX_TEXT_CHARS]
-        self.fix = fix[:MAX_TEXT_CHARS]
+        self.fix = (fix or _DEFAULT_FIXES[code.partition(".")[0]])[:MAX_TEXT_CHARS]
         self.details: dict[str, Any] = dict(details or {})
 
     @property

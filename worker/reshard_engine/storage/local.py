@@ -22,7 +22,7 @@ def translated(path: str) -> Generator[None]:
     """Turn the operating system's errors into typed ones."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise SourceError("source.not_found", f"{printable(path)} does not exist") from None
     except PermissionError as error:
         raise StorageError(
@@ -53,8 +53,6 @@ class LocalStore:
                         directories.append(entry.name)
                     elif stat_module.S_ISREG(found.st_mode):
                         files.append(ObjectInfo(os.path.join(path, entry.name), found.st_size, _pin(found)))
-        except NotADirectoryError:
-            return Listing((), ())
         except SourceError:
             return Listing((), ())
         return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
@@ -78,10 +76,6 @@ class LocalStore:
                 status = os.stat(path)
         except SourceError:
             return None
-        except StorageError as error:
-            if isinstance(error.__context__, NotADirectoryError):
-                return None
-            raise
         if not stat_module.S_ISREG(status.st_mode):
             return None
         return ObjectInfo(path, status.st_size, _pin(status))

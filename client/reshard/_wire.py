@@ -1,0 +1,176 @@
+"""Calls of the API as data: what is sent, how the answer is read. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, TypeVar, cast
+from urllib.parse import quote
+
+from pydantic import BaseModel, ValidationError
+
+from reshard.errors import JobError, RequestError, ReshardError, from_problem, printable
+from reshard.models import ConvertRequest, JobState, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+class ConvertOptions(TypedDict, total=False):
+    """Options of a conversion; see `ConvertRequest`."""
+
+    tag: str | None
+    profile: str | None
+    target_profile: str | None
+    dtype: WeightDtype | str | None
+    max_shard_bytes: int | None
+    exclude_frozen: bool
+    opaque: OpaquePolicy | str
+    overwrite: bool
+    memory_limit_bytes: int
+    part_bytes: int
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request. Every call of this API may be repeated: submissions carry an idempotency key."""
+
+    method: str
+    path: str
+    params: tuple[tuple[str, str], ...] = ()
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    body: Any = None
+    wait_s: float = 0.0
+    """How long the service may take on purpose (long poll)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One response."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+def convert_request(
+    source: str | SourceSpec, target: str, to: TargetFormat | str, options: ConvertOptions
+) -> ConvertRequest:
+    """A request from what people write.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    fields: dict[str, Any] = dict(options)
+    tag, profile = fields.pop("tag", None), fields.pop("profile", None)
+    spec = source if isinstance(source, SourceSpec) else {"url": source, "tag": tag, "profile": profile}
+    try:
+        return ConvertRequest.model_validate({"source": spec, "target": target, "to": to, **fields})
+    except ValidationError as error:
+        raise invalid(error) from error
+
+
+def invalid(error: ValidationError) -> RequestError:
+    """A validation error in our own words."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return RequestError("request.invalid", f"{where}: {first['msg']}", fix="see `reshard convert --help`")
+
+
+def submit_call(request: ConvertRequest, labels: Mapping[str, str], max_attempts: int, key: str) -> Call:
+    """Submit a conversion."""
+    body = {**request.model_dump(mode="json"), "labels": dict(labels), "max_attempts": max_attempts}
+    return Call("POST", "/v1/jobs", headers={"Idempotency-Key": key}, body=body)
+
+
+def job_call(job_id: str, *, wait_s: float = 0.0, tag: str | None = None) -> Call:
+    """Look at a job; with `wait_s`, when it ends or (with `tag`, its last ETag) changes."""
+    params = (("wait", f"{wait_s:g}"),) if wait_s else ()
+    headers = {"If-None-Match": tag} if tag else {}
+    return Call("GET", _job_path(job_id), params, headers, wait_s=wait_s)
+
+
+def list_call(states: tuple[JobState, ...], labels: Mapping[str, str], page_size: int, page_token: str) -> Call:
+    """One page of jobs."""
+    params = [("page_size", str(page_size))]
+    params += [("state", state.value) for state in states]
+    params += [("label", f"{name}={value}") for name, value in labels.items()]
+    params += [("page_token", page_token)] if page_token else []
+    return Call("GET", "/v1/jobs", tuple(params))
+
+
+def cancel_call(job_id: str) -> Call:
+    """Ask for a job's end."""
+    return Call("POST", f"{_job_path(job_id)}/cancel")
+
+
+def events_call(job_id: str, after_seq: int) -> Call:
+    """Events after a sequence number, as a page."""
+    params = (("after_seq", str(after_seq)),)
+    return Call("GET", f"{_job_path(job_id)}/events", params, {"Accept": "application/json"})
+
+
+def stream_call(job_id: str, after_seq: int) -> Call:
+    """Events after a sequence number, as a stream."""
+    headers = {"Accept": "text/event-stream", "Cache-Control": "no-cache"}
+    if after_seq:
+        headers["Last-Event-ID"] = str(after_seq)
+    return Call("GET", f"{_job_path(job_id)}/events", (), headers)
+
+
+def parse(answer: Answer, model: type[ModelT]) -> ModelT:
+    """The model in an answer.
+
+    Raises:
+        ReshardError: The problem that the service sent, or `service.protocol`.
+    """
+    if answer.status >= 400:
+        raise error_of(answer)
+    try:
+        return model.model_validate_json(answer.body)
+    except ValidationError as error:
+        raise JobError(
+            "service.protocol",
+            f"the service's answer is not a {model.__name__}",
+            fix="is RESHARD_URL a reshard service, of this client's version?",
+        ) from error
+
+
+def error_of(answer: Answer) -> ReshardError:
+    """The typed error of an answer that is one."""
+    try:
+        problem: Any = json.loads(answer.body)
+    except ValueError:
+        problem = None
+    if isinstance(problem, Mapping) and "code" in problem:
+        return from_problem(cast("Mapping[str, Any]", problem))
+    # Not ours: a proxy answered.
+    text = printable(answer.body[:200].decode("utf-8", "replace"))
+    passing = answer.status in PASSING_STATUSES
+    code = "service.unavailable" if passing else "service.protocol"
+    return JobError(code, f"HTTP {answer.status}: {text}", fix="check RESHARD_URL, and any proxy on the way")
+
+
+PASSING_STATUSES = frozenset({429, 502, 503, 504})
+"""Statuses after which the same request may succeed."""
+
+
+def passing(answer: Answer) -> bool:
+    """Whether the same request may succeed later."""
+    if answer.status < 400:
+        return False
+    error = error_of(answer)
+    # In flight: our own first try, whose answer was lost, or a twin's; both end in the same job.
+    return error.retryable or error.code == "request.idempotency_conflict"
+
+
+def pause_s(tries: int, jitter: float, answer: Answer | None) -> float:
+    """Seconds before the next try: exponential with jitter (0 to 1), or what the service asks for, up to 10 s."""
+    backoff = min(0.25 * 2**tries, 8.0) * (0.5 + 0.5 * jitter)
+    asked = answer.headers.get("retry-after", "") if answer else ""
+    return min(max(backoff, float(asked)), 10.0) if asked.isdigit() else backoff
+
+
+def _job_path(job_id: str) -> str:
+    return f"/v1/jobs/{quote(job_id, safe='')}"

@@ -1,0 +1,314 @@
+"""The client of a reshard service."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import uuid
+from collections.abc import Generator, Iterator, Mapping
+from types import TracebackType
+from typing import Self, Unpack
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from reshard import _wire
+from reshard._sse import ServerEvent, parse_events
+from reshard._wire import Answer, Call, ConvertOptions, ModelT
+from reshard.errors import JobError, RequestError, ReshardError, from_problem
+from reshard.models import (
+    ConvertResult,
+    Inspection,
+    Job,
+    JobEvent,
+    JobEventPage,
+    JobKind,
+    JobList,
+    JobState,
+    PlanSummary,
+    SourceSpec,
+    TargetFormat,
+)
+
+_LONG_POLL_S = 25.0
+_SILENCE_S = 45.0
+"""A stream without even a ping for this long is dead; the service pings every 15 s."""
+_POLL_S = 1.0
+
+
+class Client:
+    """Talks to one service; one connection pool, safe to share between threads.
+
+    Args:
+        url: The service, default `RESHARD_URL`.
+        token: Its token, default `RESHARD_TOKEN`.
+        timeout_s: How long one request may take, waits on purpose not counted.
+        retries: How often a request is repeated after a passing failure. Every call is safe to repeat.
+
+    Raises:
+        RequestError: `request.invalid`: no URL is known.
+    """
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retries: int = 5
+    ) -> None:
+        base = url or os.environ.get("RESHARD_URL", "")
+        if not base.startswith(("http://", "https://")):
+            raise RequestError(
+                "request.invalid",
+                f"the service's URL is {base!r}" if base else "no service is configured",
+                fix="export RESHARD_URL=http://host:8000 (start one with `reshard serve`)",
+            )
+        key = token if token is not None else os.environ.get("RESHARD_TOKEN", "")
+        # As bytes: a token need not be ASCII.
+        headers: dict[bytes, bytes] = {b"Authorization": f"Bearer {key}".encode()} if key else {}
+        self.url = base.rstrip("/")
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        """The client itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close its connections."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection pool."""
+        self._http.close()
+
+    def inspect(self, url: str, *, tag: str | None = None, profile: str | None = None) -> Inspection:
+        """What a checkpoint is, as the service sees it."""
+        body = _dump(SourceSpec(url=url, tag=tag, profile=profile))
+        return self._ask(Call("POST", "/v1/inspections", body=body), Inspection)
+
+    def plan(
+        self, source: str | SourceSpec, target: str, *, to: TargetFormat | str, **options: Unpack[ConvertOptions]
+    ) -> PlanSummary:
+        """What a conversion would do. A plan that takes long is waited for."""
+        request = _wire.convert_request(source, target, to, options)
+        answer = self._send(Call("POST", "/v1/plans", body=_dump(request)))
+        if answer.status != 202:
+            return _wire.parse(answer, PlanSummary)
+        job = self.wait(_wire.parse(answer, Job).id)
+        outcome = self.result(job.id)
+        if not isinstance(outcome, PlanSummary):
+            raise JobError("service.protocol", "a planning job has no plan")
+        return outcome
+
+    def submit(
+        self,
+        source: str | SourceSpec,
+        target: str,
+        *,
+        to: TargetFormat | str,
+        labels: Mapping[str, str] | None = None,
+        max_attempts: int = 3,
+        idempotency_key: str | None = None,
+        **options: Unpack[ConvertOptions],
+    ) -> Job:
+        """Submit a conversion. Twice with one idempotency key is once.
+
+        Raises:
+            ReshardError: Why the service refuses; what it cannot know within seconds fails the job instead.
+        """
+        request = _wire.convert_request(source, target, to, options)
+        key = idempotency_key or str(uuid.uuid4())
+        return self._ask(_wire.submit_call(request, labels or {}, max_attempts, key), Job)
+
+    def get(self, job_id: str) -> Job:
+        """The job as it is now."""
+        return self._ask(_wire.job_call(job_id), Job)
+
+    def list(
+        self,
+        *,
+        states: tuple[JobState, ...] = (),
+        labels: Mapping[str, str] | None = None,
+        page_size: int = 50,
+        page_token: str = "",
+    ) -> JobList:
+        """One page of jobs, newest first; `next_page_token` leads to the next."""
+        return self._ask(_wire.list_call(states, labels or {}, page_size, page_token), JobList)
+
+    def wait(self, job_id: str, *, timeout_s: float | None = None) -> Job:
+        """The job after its end, whichever end: see `result`.
+
+        Raises:
+            JobError: `job.wait_timeout`; the job goes on.
+        """
+        deadline = _Deadline(job_id, timeout_s)
+        while True:
+            job = self._ask(_wire.job_call(job_id, wait_s=deadline.limit(_LONG_POLL_S)), Job)
+            if job.done:
+                return job
+            deadline.check()
+
+    def watch(self, job_id: str, *, after_seq: int = 0, timeout_s: float | None = None) -> Generator[JobEvent]:
+        """Events of a job until its end, each exactly once, over broken connections and restarts.
+
+        Raises:
+            ReshardError: The service refuses, or is away for longer than the retries last;
+                `job.wait_timeout` when the job did not end in time (it goes on).
+        """
+        deadline = _Deadline(job_id, timeout_s)
+        failures = 0
+        streaming = True
+        while True:
+            seen = after_seq
+            try:
+                source = (self._stream if streaming else self._poll)(job_id, after_seq, deadline)
+                for event in source:
+                    after_seq, failures = event.seq, 0
+                    yield event
+                    if event.kind == "state" and event.state.terminal:
+                        return
+            except _NotAStreamError:
+                # Something on the way does not pass streams through: poll from now on.
+                streaming = False
+                continue
+            except httpx.TransportError as error:
+                deadline.check()
+                if failures >= self._retries:
+                    raise _away(self.url, error) from error
+            if after_seq == seen:
+                failures += 1
+                if self._ended_before(job_id, after_seq):
+                    return
+            time.sleep(_wire.pause_s(failures, random.random(), None))  # noqa: S311 - jitter
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for a job's end; asking twice is asking once.
+
+        Raises:
+            JobError: `job.finished`: it has SUCCEEDED or FAILED already.
+        """
+        return self._ask(_wire.cancel_call(job_id), Job)
+
+    def result(self, job_id: str) -> ConvertResult | PlanSummary:
+        """What the job did.
+
+        Raises:
+            ReshardError: The job's own error, `job.cancelled`, or `job.not_finished`.
+        """
+        job = self.get(job_id)
+        if job.error is not None:
+            raise from_problem(job.error.model_dump())
+        model = PlanSummary if job.kind is JobKind.PLAN else ConvertResult
+        return self._ask(Call("GET", f"/v1/jobs/{job.id}/result"), model)
+
+    def _ended_before(self, job_id: str, after_seq: int) -> bool:
+        page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)
+        return page.done and not page.events
+
+    def _stream(self, job_id: str, after_seq: int, deadline: _Deadline) -> Generator[JobEvent]:
+        call = _wire.stream_call(job_id, after_seq)
+        timeout = httpx.Timeout(self._timeout_s, read=deadline.limit(_SILENCE_S))
+        with self._http.stream(call.method, call.path, headers=dict(call.headers), timeout=timeout) as response:
+            if response.status_code >= 400:
+                answer = _answer(response, response.read())
+                if _wire.passing(answer):
+                    raise httpx.ReadError(f"HTTP {response.status_code}")
+                raise _wire.error_of(answer)
+            if response.status_code == 204:
+                return
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                raise _NotAStreamError
+            for event in parse_events(deadline.checked(response.iter_lines())):
+                yield _job_event(event)
+
+    def _poll(self, job_id: str, after_seq: int, deadline: _Deadline) -> Generator[JobEvent]:
+        while True:
+            page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)
+            for event in page.events:
+                after_seq = event.seq
+                yield event
+            if page.done:
+                return
+            deadline.check()
+            time.sleep(deadline.limit(_POLL_S))
+
+    def _ask(self, call: Call, model: type[ModelT]) -> ModelT:
+        return _wire.parse(self._send(call), model)
+
+    def _send(self, call: Call) -> Answer:
+        for tries in range(self._retries + 1):
+            answer = None
+            try:
+                response = self._http.request(
+                    call.method,
+                    call.path,
+                    params=call.params,
+                    headers=dict(call.headers),
+                    json=call.body,
+                    timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + call.wait_s),
+                )
+                answer = _answer(response, response.content)
+                if not _wire.passing(answer) or tries == self._retries:
+                    return answer
+            except httpx.TransportError as error:
+                if tries == self._retries:
+                    raise _away(self.url, error) from error
+            time.sleep(_wire.pause_s(tries, random.random(), answer))  # noqa: S311 - jitter
+        raise AssertionError("the last try returns or raises")
+
+
+class _Deadline:
+    """When the wait for a job ends; None waits for ever."""
+
+    def __init__(self, job_id: str, timeout_s: float | None) -> None:
+        self._job_id = job_id
+        self._timeout_s = timeout_s
+        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def limit(self, wait_s: float) -> float:
+        """A pause that does not pass the deadline by more than a moment."""
+        return wait_s if self._at is None else max(0.05, min(wait_s, self._at - time.monotonic()))
+
+    def checked(self, lines: Iterator[str]) -> Iterator[str]:
+        """The lines that come in time; pings are lines too."""
+        for line in lines:
+            yield line
+            self.check()
+
+    def check(self) -> None:
+        """Raise `job.wait_timeout` after the deadline."""
+        if self._at is not None and time.monotonic() >= self._at:
+            raise JobError(
+                "job.wait_timeout",
+                f"job {self._job_id} has not ended after {self._timeout_s:g} s",
+                fix=f"it goes on; re-attach: reshard jobs watch {self._job_id}",
+                details={"job_id": self._job_id},
+            )
+
+
+class _NotAStreamError(Exception):
+    """The answer to a stream request is not a stream."""
+
+
+def _dump(model: BaseModel) -> object:
+    return model.model_dump(mode="json")
+
+
+def _answer(response: httpx.Response, body: bytes) -> Answer:
+    return Answer(response.status_code, response.headers, body)
+
+
+def _job_event(event: ServerEvent) -> JobEvent:
+    try:
+        return JobEvent.model_validate_json(event.data)
+    except ValidationError as error:
+        raise JobError("service.protocol", "the service sent an event of another kind") from error
+
+
+def _away(url: str, error: httpx.TransportError) -> ReshardError:
+    return JobError(
+        "service.unavailable",
+        f"{url} does not answer ({type(error).__name__})",
+        fix=f"check RESHARD_URL: curl {url}/healthz",
+    )
