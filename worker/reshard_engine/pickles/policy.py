@@ -42,6 +42,8 @@ _CALLABLE = frozenset(
         "numpy._core.multiarray._reconstruct",
         "numpy.core.multiarray.scalar",
         "numpy._core.multiarray.scalar",
+        "numpy.core.numeric._frombuffer",
+        "numpy._core.numeric._frombuffer",  # arrays at protocol 5
         "numpy.dtype",
         "numpy.ndarray",
         "_codecs.encode",
@@ -49,6 +51,8 @@ _CALLABLE = frozenset(
         "builtins.set",
         "__builtin__.frozenset",
         "builtins.frozenset",
+        "__builtin__.bytes",  # how protocol 2 spells empty bytes
+        "builtins.bytes",
         "__builtin__.bytearray",
         "builtins.bytearray",
         "__builtin__.complex",

@@ -13,9 +13,10 @@ from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
-from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes, parse_param_shapes
+from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.optim_states import RankStates, read_scalar
+from reshard_engine.readers.deepspeed.shapes import shapes_by_group
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
 from reshard_engine.readers.deepspeed.trees import TreeTensors
 from reshard_engine.shardmap import ShardMapBuilder
@@ -39,7 +40,7 @@ def assemble(
     model, first = models[0], states[0]
     number = {f: i for i, f in enumerate(files)}
     builder = ShardMapBuilder()
-    shapes = _param_shapes(model, first)
+    shapes = shapes_by_group(model, states)
     group_of = _group_of_subgroup(first, len(shapes))
     scalars = _scalars(states)
     trained: list[Parameter] = []
@@ -81,23 +82,6 @@ def assemble(
         foreign_globals=tuple(sorted(ledger.foreign)),
         warnings=tuple(warnings),
     )
-
-
-def _param_shapes(model: ModelStates, first: RankStates) -> tuple[Shapes, ...]:
-    shapes = model.param_shapes
-    if shapes is None and first.legacy_param_shapes is not None:
-        shapes = parse_param_shapes(first.legacy_param_shapes, what="param_shapes of the optimizer file")
-    if shapes is None:
-        raise SourceError(
-            "source.unsupported_version",
-            f"neither the model file nor the optimizer file has `param_shapes` (deepspeed {model.version or 'of unknown version'})",
-            fix="load it once with a DeepSpeed of 0.5 or later at the old world size, and save again",
-        )
-    if len(shapes) != len(first.fp32):
-        raise SourceError(
-            "checkpoint.mixed", f"{len(shapes)} groups of parameter shapes, {len(first.fp32)} groups of flat tensors"
-        )
-    return shapes
 
 
 def _group_of_subgroup(first: RankStates, count: int) -> list[int]:

@@ -118,6 +118,7 @@ class ModuleTensors:
 
     def _add_rest(self, owned: Mapping[str, tuple[int, ...]], *, sharded: bool) -> None:
         places: dict[tuple[str, int, tuple[int, ...]], str] = {}
+        owners: dict[str, str] = {}
         module = {**self._model.frozen_fragments, **self._model.module} if not sharded else self._model.module
         for name, tensor in module.items():
             place = (tensor.storage.key, tensor.offset, tensor.shape)
@@ -127,6 +128,7 @@ class ModuleTensors:
                 if not sharded:
                     places[place] = name
                     self.weights[name] = self._whole(name, "weight", tensor)
+                owners[tensor.storage.key] = name
                 continue
             if name in self.shared:
                 continue
@@ -134,11 +136,23 @@ class ModuleTensors:
                 # Before 0.9.0 aliases were not listed; they share their owner's storage.
                 self.shared[name] = places[place]
                 continue
-            if sharded and tensor.numel == 0 and name not in self._frozen:
-                self.warnings.append(f"{printable(name)} is an empty placeholder that nothing describes; left out")
+            if sharded and self._is_placeholder(tensor) and name not in self._frozen:
+                if not self._lists_shared and tensor.storage.key in owners:
+                    # Each parameter has a placeholder of its own, and an alias its owner's.
+                    self.shared[name] = owners[tensor.storage.key]
+                else:
+                    self.warnings.append(f"{printable(name)} is an empty placeholder that nothing describes; left out")
                 continue
             places[place] = name
             self._add_frozen(name, tensor.shape, self._whole(name, "weight", tensor))
+
+    @property
+    def _lists_shared(self) -> bool:
+        return "shared_params" in self._model.entries
+
+    def _is_placeholder(self, tensor: PTensor) -> bool:
+        # ZeRO-3 leaves `torch.empty(0)` in `module`; up to 0.5 it left `torch.ones(1)`.
+        return tensor.numel == 0 or ("frozen_param_shapes" not in self._model.entries and tensor.shape == (1,))
 
     def weight_of(self, name: str, shape: tuple[int, ...]) -> int | None:
         """The tensor number of an owned parameter's weight in the model's dtype, where it is stored.
