@@ -1,0 +1,324 @@
+"""Journal and commit of the engine: killed, interrupted, raced and resumed runs, on local disk and on S3."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import gpt_parameters, write_zero_checkpoint
+from servers.s3 import S3Server
+
+from reshard.errors import ReshardError, StorageError
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
+from reshard_engine.conversion import Conversion
+from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.storage.protocol import ObjectInfo, PartInfo
+from reshard_engine.storage.s3 import S3Store
+
+PART_BYTES = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ZeRO-3 checkpoint of 2 ranks and about 70 MB."""
+    directory = tmp_path_factory.mktemp("big")
+    write_zero_checkpoint(directory / "save", gpt_parameters(256, 2, 16_000), stage=3, ranks=2)
+    return directory / "save"
+
+
+@pytest.fixture(scope="module")
+def expected(big: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The universal form of `big`, written in one undisturbed run."""
+    target = tmp_path_factory.mktemp("expected") / "global_step7_universal"
+    load_engine().convert(_request(big, target))
+    return _content(target)
+
+
+def _request(source: Path | str, target: Path | str, **options: Any) -> ConvertRequest:
+    options.setdefault("to", TargetFormat.UNIVERSAL)
+    options.setdefault("part_bytes", PART_BYTES)
+    return ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), **options)
+
+
+def _content(directory: Path) -> dict[str, bytes]:
+    """Every file but the manifest, which names the time."""
+    files = (p for p in directory.rglob("*") if p.is_file() and p.name != "reshard.json")
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files}
+
+
+def _command(source: Path, target: Path) -> list[str]:
+    options = ["--to", "universal", "--part-size", "1MiB", "--threads", "1", "--json"]
+    return [sys.executable, "-m", "reshard.cli.main", "convert", str(source), str(target), *options]
+
+
+def _journal_units(parent: Path) -> int:
+    return sum(p.read_bytes().count(b'{"unit"') for p in parent.glob(".*.journal"))
+
+
+def _killed_midway(command: list[str], parent: Path, number: int) -> int:
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while _journal_units(parent) < 5:
+        assert process.poll() is None, "the run ended before it could be disturbed"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_disturbed_local_run_leaves_nothing_readable_and_resumes(
+    big: Path, expected: dict[str, bytes], tmp_path: Path, number: signal.Signals
+) -> None:
+    target = tmp_path / "global_step7_universal"
+    code = _killed_midway(_command(big, target), tmp_path, number)
+    assert code == (130 if number is signal.SIGINT else -signal.SIGKILL)
+    assert not target.exists()
+    assert not (tmp_path / "latest_universal").exists()
+    finished = subprocess.run(_command(big, target), capture_output=True, text=True, timeout=120, check=True)
+    result = ConvertResult.model_validate_json(finished.stdout.splitlines()[-1])
+    assert result.resumed_bytes >= 5 << 20
+    assert _content(target) == expected
+    assert (tmp_path / "latest_universal").read_text() == target.name
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step7_universal", "latest_universal"]
+
+
+def test_torn_journal_line_is_ignored(big: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    target = tmp_path / "global_step7_universal"
+    _killed_midway(_command(big, target), tmp_path, signal.SIGKILL)
+    journal = next(tmp_path.glob(".*.journal"))
+    journal.write_bytes(journal.read_bytes()[:-20])
+    load_engine().convert(_request(big, target, part_bytes=1 << 20, threads=1))
+    assert _content(target) == expected
+
+
+def test_two_runs_to_one_local_target(big: Path, expected: dict[str, bytes], tmp_path: Path) -> None:
+    target = tmp_path / "global_step7_universal"
+    outcomes: list[ConvertResult | ReshardError] = []
+
+    def run() -> None:
+        try:
+            outcomes.append(load_engine().convert(_request(big, target)))
+        except ReshardError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results = [o for o in outcomes if isinstance(o, ConvertResult)]
+    errors = [o.code for o in outcomes if isinstance(o, ReshardError)]
+    assert sum(not r.already_done for r in results) == 1
+    assert set(errors) <= {"request.target_busy", "request.target_exists"}
+    assert _content(target) == expected
+
+
+def test_another_request_cleans_up_what_an_earlier_one_left(big: Path, tmp_path: Path) -> None:
+    target = tmp_path / "global_step7_universal"
+    _killed_midway(_command(big, target), tmp_path, signal.SIGKILL)
+    load_engine().convert(_request(big, target, to=TargetFormat.SAFETENSORS))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step7_universal"]
+
+
+def test_discard_removes_staging(big: Path, tmp_path: Path) -> None:
+    target = tmp_path / "global_step7_universal"
+    _killed_midway(_command(big, target), tmp_path, signal.SIGKILL)
+    load_engine().discard(_request(big, target))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Generator[str]:
+    """A bucket of its own, with the environment that reaches it."""
+    for name, value in s3.env().items():
+        monkeypatch.setenv(name, value)
+    name = f"test-{os.urandom(6).hex()}"
+    s3.make_bucket(name)
+    yield name
+    uploads = s3.client().list_multipart_uploads(Bucket=name).get("Uploads") or []
+    assert uploads == [], "a multipart upload was left behind"
+
+
+def test_s3_to_s3_gives_the_same_bytes(s3: S3Server, bucket: str, big: Path, expected: dict[str, bytes]) -> None:
+    s3.upload(big, bucket, "source")
+    request = _request(f"s3://{bucket}/source", f"s3://{bucket}/out/global_step7_universal")
+    engine = load_engine()
+    result = engine.convert(request)
+    assert result.write_bytes == sum(map(len, expected.values()))
+    found = s3.read_all(bucket, "out")
+    assert found.pop("latest_universal") == b"global_step7_universal"
+    found.pop("global_step7_universal/reshard.json")
+    assert {k.removeprefix("global_step7_universal/"): v for k, v in found.items()} == expected
+    assert engine.verify(request.target).ok
+    assert engine.convert(request).already_done
+
+
+@pytest.mark.parametrize("stop_after", [1, 4, 9])
+def test_stopped_s3_run_resumes_or_is_discarded(
+    s3: S3Server, bucket: str, big: Path, expected: dict[str, bytes], stop_after: int
+) -> None:
+    request = _request(big, f"s3://{bucket}/out/global_step7_universal", threads=2)
+    engine = load_engine()
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > stop_after
+
+    def stopped() -> None:
+        nonlocal asked
+        asked = 0
+        with pytest.raises(ReshardError) as caught:
+            engine.convert(request, should_stop=stop)
+        assert caught.value.code == "job.cancelled"
+        keys = s3.read_all(bucket, "out/global_step7_universal").keys()
+        assert not any(k.endswith(("_states.pt", "optimizer_state.pt", "reshard.json")) for k in keys)
+        assert "latest_universal" not in s3.read_all(bucket, "out")
+
+    stopped()
+    engine.discard(request)
+    assert s3.read_all(bucket, "") == {}
+    stopped()
+    result = engine.convert(request)
+    assert result.resumed_bytes > 0
+    found = s3.read_all(bucket, "out/global_step7_universal")
+    found.pop("reshard.json")
+    assert found == expected
+    assert {k for k in s3.read_all(bucket, "") if ".reshard-" in k} == set()
+
+
+class LostAcknowledgements(S3Store):
+    """Does what it is asked, then says that it failed: the first time for each kind of call."""
+
+    lost: set[str]
+
+    def _lose(self, kind: str) -> None:
+        if kind not in self.lost:
+            self.lost.add(kind)
+            raise StorageError("storage.unavailable", f"the reply to {kind} was lost")
+
+    def put(self, path: str, data: bytes | memoryview, *, metadata: Mapping[str, str], if_absent: bool) -> ObjectInfo:
+        info = super().put(path, data, metadata=metadata, if_absent=if_absent)
+        if metadata and if_absent:
+            self._lose("manifest" if path.endswith("reshard.json") else "put")
+        return info
+
+    def complete_multipart(self, path: str, upload_id: str, parts: Sequence[PartInfo]) -> None:
+        super().complete_multipart(path, upload_id, parts)
+        self._lose("complete")
+
+
+def test_lost_acknowledgements_are_resolved_by_reading_back(
+    s3: S3Server, bucket: str, big: Path, expected: dict[str, bytes]
+) -> None:
+    request = _request(big, f"s3://{bucket}/out/global_step7_universal")
+    conversion = Conversion.prepare(request)
+    store = conversion.target.store
+    assert isinstance(store, S3Store)
+    store.__class__ = LostAcknowledgements
+    assert isinstance(store, LostAcknowledgements)
+    store.lost = set()
+    conversion.run(on_progress=None, should_stop=None)
+    assert store.lost == {"put", "complete", "manifest"}
+    found = s3.read_all(bucket, "out/global_step7_universal")
+    found.pop("reshard.json")
+    assert found == expected
+    assert load_engine().verify(request.target).ok
+
+
+def test_another_plan_gets_a_conflict_until_it_overwrites(s3: S3Server, bucket: str, big: Path) -> None:
+    target = f"s3://{bucket}/out/model"
+    engine = load_engine()
+    first = _request(big, target, to=TargetFormat.SAFETENSORS)
+    with pytest.raises(ReshardError):
+        engine.convert(first, should_stop=iter([False, True, True]).__next__)
+    other = _request(big, target, to=TargetFormat.SAFETENSORS, dtype=WeightDtype.BF16)
+    with pytest.raises(ReshardError) as caught:
+        engine.convert(other)
+    assert caught.value.code in {"request.target_busy", "request.target_exists"}
+    assert "--overwrite" in caught.value.fix
+    engine.convert(other.model_copy(update={"overwrite": True}))
+    assert set(s3.read_all(bucket, "")) == {"out/model/model.safetensors", "out/model/reshard.json"}
+    assert engine.verify(target).ok
+    with pytest.raises(ReshardError) as caught:
+        engine.convert(first)
+    assert caught.value.code == "request.target_exists"
+
+
+def test_crash_between_manifest_and_pointer_is_finished_by_the_next_run(
+    s3: S3Server, bucket: str, big: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = _request(big, f"s3://{bucket}/out/global_step7_universal")
+
+    def crash(_self: ObjectSink, _pointer: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectSink, "finish", crash)
+        with pytest.raises(KeyboardInterrupt):
+            load_engine().convert(request)
+    assert "latest_universal" not in s3.read_all(bucket, "out")
+    assert load_engine().convert(request).already_done
+    keys = set(s3.read_all(bucket, ""))
+    assert "out/latest_universal" in keys
+    assert not any(".reshard-" in k for k in keys)
+
+
+def test_storage_errors_are_typed(s3: S3Server, bucket: str, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_engine()
+
+    def code(source: str, target: str) -> str:
+        with pytest.raises(ReshardError) as caught:
+            engine.convert(_request(source, target))
+        assert caught.value.fix
+        return caught.value.code
+
+    good = f"s3://{bucket}/out"
+    assert code("s3://no-such-bucket-here/x", good) == "storage.no_bucket"
+    assert code(f"s3://{bucket}/absent", good) == "source.not_found"
+    assert code(str(big), "s3://no-such-bucket-here/out") == "storage.no_bucket"
+    assert code("s3://", good) == "request.invalid"
+    assert code(f"s3://{bucket}/../x", good) == "request.invalid"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    assert code(f"s3://{bucket}/absent", good) == "storage.denied"
+    assert code(str(big), good) == "storage.denied"
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    assert code(f"s3://{bucket}/absent", good) == "storage.denied"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert code(f"s3://{bucket}/absent", good) == "storage.unavailable"
+
+
+def test_profiles_name_credentials(
+    s3: S3Server, bucket: str, big: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = s3.env()
+    for name in env:
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "profiles.toml").write_text(
+        f'[profiles.here]\nendpoint_url = "{env["AWS_ENDPOINT_URL"]}"\naccess_key_id = "{env["AWS_ACCESS_KEY_ID"]}"\n'
+        f'secret_access_key = "{env["AWS_SECRET_ACCESS_KEY"]}"\nregion = "us-east-1"\n'
+    )
+    monkeypatch.setenv("RESHARD_PROFILES", str(tmp_path / "profiles.toml"))
+    request = _request(big, f"s3://{bucket}/out", to=TargetFormat.SAFETENSORS, target_profile="here")
+    load_engine().convert(request)
+    assert load_engine().verify(request.target, profile="here").ok
+    with pytest.raises(ReshardError) as caught:
+        load_engine().convert(request.model_copy(update={"target_profile": "elsewhere"}))
+    assert caught.value.code == "request.unknown_profile"
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
