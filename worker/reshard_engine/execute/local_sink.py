@@ -249,24 +249,28 @@ class LocalSink:
 
     def discard_all(self) -> None:
         """Remove every staging directory and journal of this target that no process holds."""
+        stem = os.path.join(self._parent, f".{self._name}.reshard-")
         with translated(self._parent):
-            prefix = f".{self._name}.reshard-"
             names = os.listdir(self._parent) if os.path.isdir(self._parent) else []
-            for name in names:
-                if not name.startswith(prefix) or name == os.path.basename(f"{prefix}old"):
-                    continue
-                path = os.path.join(self._parent, name)
-                if os.path.isdir(path):
-                    if not os.path.exists(path + ".journal"):
-                        shutil.rmtree(path, ignore_errors=True)
-                    continue
-                with open(path, "rb") as journal:
-                    try:
-                        fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    except BlockingIOError:
-                        continue
-                    shutil.rmtree(path.removesuffix(".journal"), ignore_errors=True)
-                    os.unlink(path)
+            ours = [
+                p for p in (os.path.join(self._parent, n) for n in names) if p.startswith(stem) and p != f"{stem}old"
+            ]
+            for journal in (p for p in ours if p.endswith(".journal")):
+                _remove_unless_held(journal)
+            for staging in (p for p in ours if not p.endswith(".journal")):
+                # A journal is made before its staging directory: without one, nobody owns the directory.
+                if not os.path.exists(staging + ".journal"):
+                    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _remove_unless_held(journal: str) -> None:
+    with open(journal, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        shutil.rmtree(journal.removesuffix(".journal"), ignore_errors=True)
+        os.unlink(journal)
 
 
 def target_exists(target: str) -> RequestError:
