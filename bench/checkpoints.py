@@ -84,7 +84,9 @@ def write_zero_checkpoint(
     generator = torch.Generator().manual_seed(seed)
     if stage == 3:
         length = sum(-(-n // ranks) for n in numels)
-        module: OrderedDict[str, torch.Tensor] = OrderedDict((n, torch.empty(0, dtype=torch.bfloat16)) for n, _ in parameters)
+        module: OrderedDict[str, torch.Tensor] = OrderedDict(
+            (n, torch.empty(0, dtype=torch.bfloat16)) for n, _ in parameters
+        )
     else:
         total = sum(numels)
         length = 2 * math.ceil(total / (2 * ranks))
@@ -133,7 +135,9 @@ def write_zero_checkpoint(
     return tag
 
 
-def _slices(parameters: list[tuple[str, tuple[int, ...]]], numels: list[int], rank: int, length: int) -> OrderedDict[str, Any]:
+def _slices(
+    parameters: list[tuple[str, tuple[int, ...]]], numels: list[int], rank: int, length: int
+) -> OrderedDict[str, Any]:
     """`param_slice_mappings`, which `ds_to_universal` needs: where each parameter's part is in the partition."""
     from deepspeed.utils.tensor_fragment import fragment_address
 

@@ -73,5 +73,7 @@ def measure(command: Sequence[str], *, env: dict[str, str]) -> Measured:
         sampler.finish()
         if code:
             log.seek(0)
-            raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{log.read()[-4000:].decode('utf-8', 'replace')}")
+            raise RuntimeError(
+                f"{' '.join(command)} ended with {code}:\n{log.read()[-4000:].decode('utf-8', 'replace')}"
+            )
     return Measured(wall, sampler.anonymous, sampler.file_backed)

@@ -85,7 +85,11 @@ def _case(
         raise SystemExit(f"{case}: outputs differ, no ratio is printed:\n" + "\n".join(problems[:10]))
     ours = results[contenders[0].name]
     rows = [_row(case, name, runs, ours) for name, runs in results.items()]
-    slower = [f"{case}: slower than {r['name']} ({r['times_ours']}x)" for r in rows[1:] if not str(r["name"]).startswith("cp") and float(str(r["times_ours"])) < 1]
+    slower = [
+        f"{case}: slower than {r['name']} ({r['times_ours']}x)"
+        for r in rows[1:]
+        if not str(r["name"]).startswith("cp") and float(str(r["times_ours"])) < 1
+    ]
     return rows, slower
 
 
@@ -96,7 +100,9 @@ def _stage_cases(stage: int, root: Path, arguments: argparse.Namespace) -> tuple
     kept = root / f"kept{stage}"
     measure([*_RESHARD, "convert", str(source), str(kept), "--to", "universal", "-q"], env=_environment())
     universal = [
-        Contender("reshard", [*_RESHARD, "convert", str(source), str(ours / "u"), "--to", "universal", "-q"], ours / "u"),
+        Contender(
+            "reshard", [*_RESHARD, "convert", str(source), str(ours / "u"), "--to", "universal", "-q"], ours / "u"
+        ),
         Contender(
             "ds_to_universal",
             [
@@ -114,9 +120,13 @@ def _stage_cases(stage: int, root: Path, arguments: argparse.Namespace) -> tuple
         shutil.rmtree(path, ignore_errors=True)
     script = [_PYTHON, "-m", "deepspeed.utils.zero_to_fp32", str(source), str(peer / "w"), "--safe_serialization"]
     weights = [
-        Contender("reshard", [*_RESHARD, "convert", str(source), str(ours / "w"), "--to", "safetensors", "-q"], ours / "w"),
+        Contender(
+            "reshard", [*_RESHARD, "convert", str(source), str(ours / "w"), "--to", "safetensors", "-q"], ours / "w"
+        ),
         Contender("zero_to_fp32 --safe_serialization", script, peer / "w"),
-        Contender("cp -r of the peer's output, synced", ["sh", "-c", f"cp -r {peer / 'w'} {copy} && sync -f {copy}"], copy),
+        Contender(
+            "cp -r of the peer's output, synced", ["sh", "-c", f"cp -r {peer / 'w'} {copy} && sync -f {copy}"], copy
+        ),
     ]
     more, also_slower = _case(
         f"ZeRO-{stage} to fp32 safetensors", weights, arguments.rounds, lambda: same_weights(ours / "w", peer / "w")

@@ -15,7 +15,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.executor import Executor
 from reshard_engine.execute.local_sink import LocalSink
 from reshard_engine.execute.object_sink import ObjectSink
-from reshard_engine.execute.recheck import prove_source_unchanged
+from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
 from reshard_engine.layout import TargetLayout
 from reshard_engine.manifest import MANIFEST_NAME, Manifest, build_manifest, read_manifest
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -125,10 +125,12 @@ class Conversion:
         clock = _lap(seconds, "run", clock)
         executor.report("verifying", force=True)
         self.sink.seal(executor.records)
+        prove_structure(self.sink.written, self.layout.files, executor.records)
         prove_source_unchanged(self.checkpoint)
         clock = _lap(seconds, "verify", clock)
         executor.report("committing", force=True)
         executor.run([u for u in plan.units if u.commit], threads, phase="committing")
+        prove_complete(plan, executor.records)
         there = self.sink.publish(executor.records)
         warnings = (*plan.warnings, *_overflow_warnings(executor))
         manifest = build_manifest(

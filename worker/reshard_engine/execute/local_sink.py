@@ -23,6 +23,7 @@ from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.local import LocalStore, translated
+from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
 
 _RENAME_NOREPLACE = 1
@@ -141,6 +142,11 @@ class LocalSink:
     def seal(self, records: Mapping[int, UnitRecord]) -> None:
         """Check the length of every file that is written by now."""
         self._check_lengths([u.chunks for u in self._plan.units if not u.commit])
+
+    @property
+    def written(self) -> Location:
+        """The staging directory."""
+        return Location(LocalStore(), self._staging, self._staging)
 
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
         """Check the commit files too, and list the staged target."""

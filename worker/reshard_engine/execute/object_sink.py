@@ -21,6 +21,7 @@ from reshard_engine.execute.local_sink import target_exists
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name
 
 PLAN_KEY, CRC_KEY = "reshard-plan", "reshard-crc32"
@@ -176,6 +177,11 @@ class ObjectSink:
             if self._plan.files[file].commit and file not in self._completed:
                 self._check_parts(file, etags)
         self._check_listing([i for i, f in enumerate(self._plan.files) if not f.commit], etags)
+
+    @property
+    def written(self) -> Location:
+        """The target itself: nothing is staged."""
+        return Location(self._store, self._target, f"{self._store.scheme}://{self._target}")
 
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
         """Complete the commit files' uploads; returns the listing of the target."""

@@ -1,15 +1,30 @@
-"""The last look before a commit: source objects are still the pinned ones, output archives parse."""
+"""The last look before a commit: source objects are still the pinned ones, what was written parses.
+
+Lengths of all files are the sink's to check; here archives are opened again by the reader that
+parses other people's files, and must say what the plan says: records, offsets, sizes, CRC-32s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from reshard.errors import IntegrityError, printable
+
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.containers.zip_reader import read_zip_directory
+from reshard_engine.execute.crc import combine
+from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.layout import TargetFile
+from reshard_engine.plan.model import Plan
 from reshard_engine.storage.local import changed
+from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
 _THREADS = 8
+SAMPLED_FILES = 64
+"""Archives that are opened again; a checkpoint of a hundred thousand atoms has a dozen shapes of them."""
 
 
 def prove_source_unchanged(checkpoint: Checkpoint) -> None:
@@ -27,3 +42,66 @@ def prove_source_unchanged(checkpoint: Checkpoint) -> None:
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(check, objects))
+
+
+def prove_complete(plan: Plan, records: Mapping[int, UnitRecord]) -> None:
+    """Every unit has a record, and the records' chunks are the plan's.
+
+    Raises:
+        IntegrityError: `integrity.mismatch`.
+    """
+    for unit in plan.units:
+        record = records.get(unit.index)
+        if record is None or tuple(c.chunk for c in record.chunks) != unit.chunks:
+            raise IntegrityError(
+                "integrity.mismatch", f"unit {unit.index} of {len(plan.units)} was not written as planned"
+            )
+
+
+def prove_structure(where: Location, files: Sequence[TargetFile], records: Mapping[int, UnitRecord]) -> None:
+    """Open archives that were written again and compare them with their templates.
+
+    Args:
+        where: The directory in which the files are now.
+        files: The target's files; those that hold records and are not written last are looked at.
+        records: What the units reported.
+
+    Raises:
+        IntegrityError: `integrity.mismatch`.
+    """
+    candidates = [i for i, f in enumerate(files) if f.template.records and not f.commit]
+    step = max(1, len(candidates) // SAMPLED_FILES)
+    sums = _record_sums(records, set(candidates[::step]))
+
+    def check(number: int) -> None:
+        file = files[number]
+        info = where.store.stat(where.child(file.path).path)
+        if info is None:
+            raise _differs(file, "it is not there")
+        directory = read_zip_directory(Window(SourceFile(where.store, file.path, (info,))))
+        found = {e.data_offset: (e.size_bytes, e.crc32) for e in directory.entries.values() if e.size_bytes}
+        for record, (offset, length) in enumerate(file.template.records):
+            if found.get(offset) != (length, sums[number, record]):
+                raise _differs(file, f"record {record} at byte {offset} is not as planned")
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(check, candidates[::step]))
+
+
+def _record_sums(records: Mapping[int, UnitRecord], wanted: set[int]) -> dict[tuple[int, int], int]:
+    parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for unit in records.values():
+        for file, record, offset, length, crc in unit.spans:
+            if file in wanted:
+                parts.setdefault((file, record), []).append((offset, length, crc))
+    sums: dict[tuple[int, int], int] = {}
+    for key, spans in parts.items():
+        total = 0
+        for _, length, crc in sorted(spans):
+            total = combine(total, crc, length)
+        sums[key] = total
+    return sums
+
+
+def _differs(file: TargetFile, text: str) -> IntegrityError:
+    return IntegrityError("integrity.mismatch", f"{printable(file.path)}: {text}")

@@ -8,6 +8,7 @@ from typing import Protocol
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.layout import Pointer
 from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
 
 
@@ -36,6 +37,11 @@ class Sink(Protocol):
         Raises:
             IntegrityError: `integrity.mismatch` if what is there is not what was written.
         """
+        ...
+
+    @property
+    def written(self) -> Location:
+        """Where the files are before the commit."""
         ...
 
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
