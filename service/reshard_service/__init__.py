@@ -1,0 +1,1 @@
+"""The REST API of reshard: accepts jobs, shows them, and rings the workers."""

@@ -157,6 +157,15 @@ def test_plans_and_inspections(client: Client, api: Api) -> None:
     assert not (api.directory / "planned").exists()
 
 
+def test_a_hostile_checkpoint_harms_only_its_probe(api: Api) -> None:
+    hungry = api.post("/v1/inspections", {"url": scripted(eat=8 << 30)})
+    assert (hungry.status_code, hungry.json()["code"]) == (422, "checkpoint.too_large")
+    assert api.post("/v1/jobs", api.body(eat=8 << 30)).json()["code"] == "checkpoint.too_large"
+    crashed = api.post("/v1/inspections", {"url": scripted(inspect_crash=11)})
+    assert (crashed.status_code, crashed.json()["code"]) == (500, "internal.error")
+    assert api.get("/healthz").status_code == 200
+
+
 def test_events_as_stream_and_as_pages(api: Api) -> None:
     job = api.post("/v1/jobs", api.body()).json()
     assert api.post(f"/v1/jobs/{job['id']}/cancel").status_code == 202

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -25,6 +25,12 @@ class Service:
     stack: Stack
     client: Client
     directory: Path
+    started: list[ServerProcess] = field(default_factory=list[ServerProcess])
+
+    def start_worker(self) -> ServerProcess:
+        """A worker that the test ends as it likes; what is left of it is killed after the test."""
+        self.started.append(self.stack.start_worker())
+        return self.started[-1]
 
     def submit(self, name: str, **script: object) -> Job:
         return self.client.submit(scripted(**script), str(self.directory / name), to="universal")
@@ -46,7 +52,12 @@ def wait_until(ready: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
 @pytest.fixture
 def service(stack: Stack, tmp_path: Path) -> Generator[Service]:
     with stack.api() as url, client_of(url) as client:
-        yield Service(stack, client, tmp_path)
+        found = Service(stack, client, tmp_path)
+        try:
+            yield found
+        finally:
+            for process in found.started:
+                end_tree(process)
 
 
 @pytest.fixture
@@ -129,7 +140,7 @@ def test_cancel_stops_a_running_job_and_removes_what_it_left(service: Service, w
 
 def test_a_killed_worker_costs_no_finished_unit(service: Service) -> None:
     job = service.submit("out", units=20, unit_s=0.1)
-    first = service.stack.start_worker()
+    first = service.start_worker()
     service.wait_for_units("out", 6)
     victims = tree_of(first.pid)
     assert len(runners_of(first.pid)) == 1
@@ -148,7 +159,7 @@ def test_a_killed_worker_costs_no_finished_unit(service: Service) -> None:
 
 def test_a_paused_worker_is_fenced(service: Service) -> None:
     job = service.submit("out", units=10, unit_s=0.1)
-    zombie = service.stack.start_worker()
+    zombie = service.start_worker()
     service.wait_for_units("out", 2)
     stopped = tree_of(zombie.pid)
     pause(stopped)
@@ -160,14 +171,13 @@ def test_a_paused_worker_is_fenced(service: Service) -> None:
         wait_until(lambda: runners_of(zombie.pid) == [])
         time.sleep(0.5)
         assert service.client.get(job.id) == ended
-    end_tree(zombie)
     assert len((service.target("out") / "commits").read_text().split()) == 1
 
 
 def test_a_paused_supervisor_cannot_commit(service: Service) -> None:
     # Only the supervisor sleeps; its engine works on, past the lease, up to the commit.
     job = service.submit("out", units=4, unit_s=0.2, verify_s=0.3)
-    zombie = service.stack.start_worker()
+    zombie = service.start_worker()
     service.wait_for_units("out", 1)
     runner = runners_of(zombie.pid)[0]
     supervisor = runner.parent()
@@ -181,13 +191,12 @@ def test_a_paused_supervisor_cannot_commit(service: Service) -> None:
         assert service.client.wait(job.id, timeout_s=40).state is JobState.SUCCEEDED
     resume([supervisor])
     wait_until(lambda: not alive(runner))
-    end_tree(zombie)
     assert len((service.target("out") / "commits").read_text().split()) == 1
 
 
 def test_a_stopped_worker_gives_its_job_back(service: Service) -> None:
-    job = service.submit("out", units=30, unit_s=0.1)
-    first = service.stack.start_worker()
+    job = service.submit("out", units=20, unit_s=0.1)
+    first = service.start_worker()
     service.wait_for_units("out", 3)
     assert first.stop(signal.SIGTERM) == 0
     given_back = service.client.get(job.id)
@@ -195,11 +204,11 @@ def test_a_stopped_worker_gives_its_job_back(service: Service) -> None:
     assert given_back.worker is None
     began = time.monotonic()
     with service.stack.worker():
-        service.wait_for_units("out", 15)
+        service.wait_for_units("out", 10)
         assert time.monotonic() - began < 15
         ended = service.client.wait(job.id, timeout_s=30)
     assert ended.state is JobState.SUCCEEDED
-    assert [unit for unit, _ in units_done(service.target("out"))] == list(range(30))
+    assert [unit for unit, _ in units_done(service.target("out"))] == list(range(20))
     events: list[JobEvent] = list(service.client.watch(job.id))
     states = [event.state.value for event in events if event.kind == "state"]
     assert states[:4] == ["QUEUED", "PLANNING", "RUNNING", "QUEUED"]

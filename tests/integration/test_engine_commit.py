@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
-from servers.s3 import S3Server
 
 from reshard.errors import ReshardError, StorageError
 from reshard.local import load_engine
@@ -23,6 +22,7 @@ from reshard_engine.conversion import Conversion
 from reshard_engine.execute.object_sink import ObjectSink
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 from reshard_engine.storage.s3 import S3Store
+from servers.s3 import S3Server
 
 PART_BYTES = 5 << 20
 
@@ -322,3 +322,22 @@ def test_profiles_name_credentials(
     assert caught.value.code == "request.unknown_profile"
     for name, value in env.items():
         monkeypatch.setenv(name, value)
+
+
+def test_discard_between_manifest_and_pointer_leaves_nothing_readable(
+    s3: S3Server, bucket: str, big: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = _request(big, f"s3://{bucket}/out/global_step7_universal")
+
+    def crash(_self: ObjectSink, _pointer: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectSink, "finish", crash)
+        with pytest.raises(KeyboardInterrupt):
+            load_engine().convert(request)
+    load_engine().discard(request)
+    assert s3.read_all(bucket, "") == {}
+    load_engine().convert(request)
+    load_engine().discard(request)
+    assert load_engine().verify(request.target).ok, "a finished conversion is nobody's to discard"

@@ -211,6 +211,7 @@ def test_cancel_of_a_running_job_is_its_owners_to_finish(jobs: Jobs) -> None:
 
 def jobs_finished(jobs: Jobs) -> str:
     claim = jobs.claimed()
+    assert not claim.cleanup
     assert jobs.leases.succeed(claim, RESULT, plan_digest="d")
     return claim.job_id
 
@@ -248,6 +249,48 @@ def test_cancel_between_attempts_leaves_a_clean_up(jobs: Jobs) -> None:
     assert jobs.leases.retry(claim, LOST, delay_s=0)
     assert jobs.store.cancel(claim.job_id).state is JobState.CANCELLING
     cleaner = jobs.leases.claim_next(worker="w")
+    assert cleaner is not None
+    assert cleaner.cleanup
+
+
+def test_one_writer_per_target(jobs: Jobs) -> None:
+    ids = [jobs.store.create(REQUEST).id for _ in range(4)]
+    elsewhere = jobs.store.create(REQUEST.model_copy(update={"target": "/out2"})).id
+    won: list[Claim] = []
+    start = threading.Barrier(4)
+
+    def claim(job_id: str) -> None:
+        start.wait()
+        if found := jobs.leases.claim(job_id, worker="w"):
+            won.append(found)
+
+    threads = [threading.Thread(target=claim, args=[job_id]) for job_id in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    other = jobs.leases.claim_next(worker="w")
+    assert other is not None
+    assert other.job_id == elsewhere
+    assert jobs.leases.claim_next(worker="w") is None
+    assert jobs.leases.succeed(won[0], RESULT, plan_digest="d")
+    waiting = set(ids) - {won[0].job_id}
+    assert set(jobs.reaper.sweep().to_ring) == waiting
+    following = jobs.leases.claim_next(worker="w")
+    assert following is not None
+    assert following.job_id in waiting
+
+
+def test_a_clean_up_waits_for_another_writer(jobs: Jobs) -> None:
+    first = jobs.claimed()
+    assert jobs.leases.retry(first, LOST, delay_s=0)
+    second = jobs.claimed()
+    assert jobs.store.cancel(first.job_id).state is JobState.CANCELLING
+    assert jobs.leases.claim(first.job_id, worker="w") is None
+    assert jobs.leases.heartbeat(second).held
+    assert jobs.leases.succeed(second, RESULT, plan_digest="d")
+    cleaner = jobs.leases.claim(first.job_id, worker="w")
     assert cleaner is not None
     assert cleaner.cleanup
 

@@ -39,6 +39,10 @@ class ScriptedEngine:
     def inspect(self, source: SourceSpec) -> Inspection:
         script = _script(source)
         time.sleep(float(script.get("inspect_s", 0)))
+        if "eat" in script:
+            bytearray(int(script["eat"]))
+        if "inspect_crash" in script:
+            os.kill(os.getpid(), int(script["inspect_crash"]))
         if code := script.get("refuse"):
             raise class_of(code)(code, f"scripted: {code}", fix="change the script")
         return Inspection(

@@ -28,7 +28,9 @@ from reshard.models import (
     WeightDtype,
 )
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")]
+Source = Annotated[
+    str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
+]
 Target = Annotated[str, typer.Argument(metavar="DST", help="What to create; for universal the tag directory.")]
 Tag = Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")]
 Profile = Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")]
@@ -44,8 +46,12 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace what is at DST. The old data is gone, even if the run fails.")
 ]
 MemoryLimit = Annotated[str | None, typer.Option(help="Buffer memory, such as 1GiB (the default).")]
-PartSize = Annotated[str | None, typer.Option(help="Grain of work and of multipart parts, such as 64MiB (the default).")]
-Threads = Annotated[int | None, typer.Option(min=1, max=1024, help="Units at once; default: cores, more for object stores.")]
+PartSize = Annotated[
+    str | None, typer.Option(help="Grain of work and of multipart parts, such as 64MiB (the default).")
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, max=1024, help="Units at once; default: cores, more for object stores.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -74,7 +80,7 @@ def inspect(
     _hint(f"next: reshard convert {printable(source)} DST --to universal")
 
 
-def _request(  # noqa: PLR0913  # the one place where flags become the wire model
+def _request(  # the one place where flags become the wire model
     source: str,
     target: str,
     *,
@@ -267,7 +273,9 @@ def verify(
             where = "" if problem.offset is None else f" bytes {problem.offset}+{problem.length_bytes}"
             _say(f"{problem.path}{where}: {problem.problem}")
         if report.ok:
-            _say(f"ok: {report.files} files, {format_size(report.read_bytes)} match their checksums ({report.seconds:.1f} s)")
+            _say(
+                f"ok: {report.files} files, {format_size(report.read_bytes)} match their checksums ({report.seconds:.1f} s)"
+            )
     if not report.ok:
         _hint(f"error: integrity.mismatch: {len(report.problems)} problems in {printable(target)}")
         _hint("fix: convert again with --overwrite, or restore the files")

@@ -36,7 +36,7 @@ reshard convert CHECKPOINT DST --to safetensors --dtype bf16 consolidated weight
 def _root(
     context: typer.Context,
     *,
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),  # noqa: FBT003
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     if version:
         from importlib.metadata import version as installed

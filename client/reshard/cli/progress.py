@@ -39,15 +39,20 @@ def _nothing(_progress: Progress) -> None:
 def _bar() -> Generator[Callable[[Progress], None]]:
     # rich.progress costs 60 ms to import: only where a bar is shown.
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"))
-    with Bar(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+    with Bar(
+        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
         task = bar.add_task("planning", total=None, size="")
 
         def show(progress: Progress) -> None:
-            size = f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}" if progress.bytes_total else ""
+            size = (
+                f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}"
+                if progress.bytes_total
+                else ""
+            )
             total = progress.bytes_total or None
             bar.update(task, description=progress.phase, completed=progress.bytes_done, total=total, size=size)
 

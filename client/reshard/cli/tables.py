@@ -16,7 +16,9 @@ def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
     """A checkpoint in a few lines; tensors that differ only in layer numbers share one."""
     world = " ".join(f"{axis}={size}" for axis, size in found.world.items())
     step = f", step {found.step}" if found.step is not None else ""
-    yield f"{found.format}{step}, {world}" + (f", deepspeed {found.framework_version}" if found.framework_version else "")
+    yield f"{found.format}{step}, {world}" + (
+        f", deepspeed {found.framework_version}" if found.framework_version else ""
+    )
     yield f"  {printable(found.url)}"
     yield f"  {found.parameters} parameters, {found.parameter_elems:,} elements, {found.param_groups} param groups"
     yield f"  optimizer states: {', '.join(map(printable, found.optimizer_states)) or 'none'}; types: {', '.join(found.dtypes)}"
@@ -27,7 +29,9 @@ def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
 
 
 def _tensor_line(tensor: TensorInfo, count: int, name: str | None = None) -> str:
-    kind = "tied to " + printable(tensor.shared_with) if tensor.shared_with else ", ".join(map(printable, tensor.states))
+    kind = (
+        "tied to " + printable(tensor.shared_with) if tensor.shared_with else ", ".join(map(printable, tensor.states))
+    )
     times = f" x{count}" if count > 1 else ""
     frozen = "frozen" if tensor.frozen else kind
     return f"    {printable(name or tensor.fqn)}{times}  {list(tensor.shape)}  {tensor.dtype}  {frozen}"
@@ -36,7 +40,14 @@ def _tensor_line(tensor: TensorInfo, count: int, name: str | None = None) -> str
 def _digest_lines(tensors: tuple[TensorInfo, ...]) -> Iterator[str]:
     groups: dict[tuple[object, ...], list[TensorInfo]] = {}
     for tensor in tensors:
-        key = (_NUMBER.sub("#", tensor.fqn), tensor.shape, tensor.dtype, tensor.states, tensor.frozen, tensor.shared_with)
+        key = (
+            _NUMBER.sub("#", tensor.fqn),
+            tensor.shape,
+            tensor.dtype,
+            tensor.states,
+            tensor.frozen,
+            tensor.shared_with,
+        )
         groups.setdefault(key, []).append(tensor)
     for key, members in groups.items():
         yield _tensor_line(members[0], len(members), str(key[0]) if len(members) > 1 else None)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from reshard.errors import IntegrityError, ReshardError, StorageError, printable
 
@@ -275,25 +276,32 @@ class ObjectSink:
         self._creating.clear()
 
     def discard_all(self) -> None:
-        """Remove what the unfinished conversion that claims this target wrote."""
+        """Remove what the unfinished conversion that claims this target wrote, commit files first.
+
+        A conversion is finished when its pointer is written, or its manifest where there is no pointer.
+        """
         claim = self._control.claimed_by()
         if claim is None:
             return
         plan = self._control.stored_plan(claim.plan)
-        paths = {join(self._target, f[0]) for f in plan.get("files", [])}
+        if self._is_finished(plan, claim.plan):
+            self._control.remove(claim.plan)
+            return
+        paths = {join(self._target, f[0]) for f in plan.get("files", [])} | {join(self._target, MANIFEST_NAME)}
         for path, upload_id in self._store.list_uploads(self._target + "/"):
             if path in paths:
                 self._store.abort_multipart(path, upload_id)
-
-        def mine(info: ObjectInfo) -> bool:
-            return info.path in paths and (self._store.metadata(info.path) or {}).get(PLAN_KEY) == claim.plan
-
-        there = self._store.list_tree(self._target)
-        if any(i.path == join(self._target, MANIFEST_NAME) for i in there):
-            self._control.remove(claim.plan)
-            return
-        commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]}
+        there = [i.path for i in self._store.list_tree(self._target) if i.path in paths]
         with ThreadPoolExecutor(_THREADS) as pool:
-            doomed = [i.path for i, yes in zip(there, pool.map(mine, there), strict=True) if yes]
+            mine = list(pool.map(lambda p: self._written_by(p, claim.plan), there))
+        commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]} | {join(self._target, MANIFEST_NAME)}
+        doomed = [p for p, yes in zip(there, mine, strict=True) if yes]
         self._store.delete(sorted(doomed, key=lambda p: p not in commit))
         self._control.remove(claim.plan)
+
+    def _is_finished(self, plan: Mapping[str, Any], digest: str) -> bool:
+        last = join(self._parent, plan["pointer"]) if plan.get("pointer") else join(self._target, MANIFEST_NAME)
+        return self._written_by(last, digest)
+
+    def _written_by(self, path: str, digest: str) -> bool:
+        return (self._store.metadata(path) or {}).get(PLAN_KEY) == digest

@@ -59,7 +59,10 @@ def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: Op
         warnings.append("the checkpoint has no optimizer: weights only")
     else:
         states = _Stage0Optimizer(node, model.torch_file, builder)
-        owned = states.assign({n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()})
+        shapes, weights = {n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()}
+        try:
+            owned = states.assign(shapes, weights)
+        XXX
         parameters = [owned.get(n, p) for n, p in candidates.items()]
         order = {n: i for i, n in enumerate(owned)}
         parameters.sort(key=lambda p: (p.fqn not in order, order.get(p.fqn, 0)))

@@ -1,0 +1,69 @@
+"""Rows of the job database as wire models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from reshard.models import (
+    ConvertRequest,
+    ConvertResult,
+    Job,
+    JobEvent,
+    JobKind,
+    JobState,
+    PlanSummary,
+    Problem,
+    Progress,
+)
+from reshard_jobs.tables import EventRow, JobRow
+
+
+def job_of(row: JobRow, labels: Mapping[str, str]) -> Job:
+    """The job as the API shows it. The error of an attempt is shown once it is the job's error."""
+    state = JobState(row.state)
+    kind = JobKind(row.kind)
+    path = f"/v1/jobs/{row.id}"
+    links = {"self": path, "events": f"{path}/events", "cancel": f"{path}/cancel", "result": f"{path}/result"}
+    result = row.result if state is JobState.SUCCEEDED else None
+    return Job(
+        id=row.id,
+        kind=kind,
+        state=state,
+        done=state.terminal,
+        attempt=row.attempt,
+        max_attempts=row.max_attempts,
+        request=ConvertRequest.model_validate_json(row.request),
+        labels=dict(labels),
+        progress=_progress_of(row.progress),
+        plan_digest=row.plan_digest,
+        worker=row.worker,
+        created_at=time_of(row.created_at),
+        started_at=None if row.started_at is None else time_of(row.started_at),
+        finished_at=None if row.finished_at is None else time_of(row.finished_at),
+        error=Problem.model_validate_json(row.error) if row.error and state.terminal else None,
+        result=ConvertResult.model_validate_json(result) if result and kind is JobKind.CONVERT else None,
+        plan=PlanSummary.model_validate_json(result) if result and kind is JobKind.PLAN else None,
+        links=links,
+    )
+
+
+def event_of(row: EventRow) -> JobEvent:
+    """One entry of the event log."""
+    return JobEvent(
+        seq=row.seq,
+        job_id=row.job_id,
+        at=time_of(row.at),
+        kind="state" if row.kind == "state" else "progress",
+        state=JobState(row.state),
+        progress=_progress_of(row.progress),
+    )
+
+
+def time_of(epoch_s: float) -> datetime:
+    """The database's time as an aware UTC time."""
+    return datetime.fromtimestamp(epoch_s, tz=UTC)
+
+
+def _progress_of(text: str | None) -> Progress | None:
+    return Progress.model_validate_json(text) if text else None

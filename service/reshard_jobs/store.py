@@ -1,0 +1,187 @@
+"""Jobs as the API sees them: create, look up, list, cancel, read events."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import and_, func, insert, or_, select, text
+from sqlalchemy.orm import Session
+
+from reshard.errors import JobError, RequestError, printable
+from reshard.models import ConvertRequest, Job, JobEvent, JobKind, JobList, JobState
+from reshard_jobs.database import Database
+from reshard_jobs.idempotency import Hold, bind
+from reshard_jobs.moves import log, move
+from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter, make_token, read_token
+from reshard_jobs.records import event_of, job_of
+from reshard_jobs.tables import EventRow, JobRow, LabelRow, db_now
+
+MAX_EVENTS_PER_READ = 500
+
+
+class JobStore:
+    """The jobs of a job database, without their ownership (see `Leases`)."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(
+        self,
+        request: ConvertRequest,
+        *,
+        kind: JobKind = JobKind.CONVERT,
+        labels: Mapping[str, str] | None = None,
+        max_attempts: int = 3,
+        hold: Hold | None = None,
+    ) -> Job:
+        """Record a job as QUEUED and, in the same transaction, bind the idempotency key.
+
+        Raises:
+            RequestError: `request.idempotency_conflict`: the key was lost to another request.
+        """
+        job_id = f"job_{base64.b32encode(secrets.token_bytes(15)).decode().lower()}"
+        with self._database.write() as session:
+            row = session.scalars(
+                insert(JobRow)
+                .values(
+                    id=job_id,
+                    kind=kind.value,
+                    state=JobState.QUEUED.value,
+                    request=request.model_dump_json(),
+                    target=_spelled_once(request.target) if kind is JobKind.CONVERT else "",
+                    max_attempts=max_attempts,
+                    created_at=db_now(),
+                    rung_at=db_now(),
+                    last_seq=1,
+                )
+                .returning(JobRow)
+            ).one()
+            names = dict(labels or {})
+            if names:
+                session.execute(insert(LabelRow), [{"job_id": job_id, "name": k, "value": v} for k, v in names.items()])
+            log(session, row, "state")
+            if hold is not None:
+                bind(session, hold, job_id)
+            return job_of(row, names)
+
+    def get(self, job_id: str) -> Job:
+        """The job.
+
+        Raises:
+            RequestError: `request.not_found`.
+        """
+        return self.look(job_id)[0]
+
+    def look(self, job_id: str) -> tuple[Job, int]:
+        """The job and the sequence number of its last event."""
+        with self._database.read() as session:
+            row = _require(session, job_id)
+            return job_of(row, _labels(session, [job_id]).get(job_id, {})), row.last_seq
+
+    def list(self, chosen: JobFilter | None = None, *, page_size: int = 50, page_token: str = "") -> JobList:
+        """One page of jobs, newest first; a page stays right while new jobs arrive.
+
+        Raises:
+            RequestError: `request.invalid`: the token does not belong to this listing.
+        """
+        chosen = chosen or JobFilter()
+        query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id.desc())
+        if chosen.states:
+            query = query.where(JobRow.state.in_([state.value for state in chosen.states]))
+        for name, value in chosen.labels.items():
+            matching = select(LabelRow.job_id).where(LabelRow.name == name, LabelRow.value == value)
+            query = query.where(JobRow.id.in_(matching))
+        if page_token:
+            created_at, job_id = read_token(chosen, page_token)
+            older = JobRow.created_at < created_at
+            query = query.where(or_(older, and_(JobRow.created_at == created_at, JobRow.id < job_id)))
+        size = max(1, min(page_size, MAX_PAGE_SIZE))
+        with self._database.read() as session:
+            rows = session.scalars(query.limit(size + 1)).all()
+            shown = rows[:size]
+            labels = _labels(session, [row.id for row in shown])
+        more = make_token(chosen, shown[-1].created_at, shown[-1].id) if len(rows) > size else ""
+        return JobList(jobs=tuple(job_of(row, labels.get(row.id, {})) for row in shown), next_page_token=more)
+
+    def cancel(self, job_id: str) -> Job:
+        """Ask for a job's end; asking twice is asking once.
+
+        A job that never ran is CANCELLED at once. Any other becomes CANCELLING, and a worker removes
+        what its attempts left before it is CANCELLED.
+
+        Raises:
+            RequestError: `request.not_found`.
+            JobError: `job.finished`: it SUCCEEDED or FAILED before.
+        """
+        with self._database.write() as session:
+            row = (
+                move(
+                    session,
+                    job_id,
+                    JobState.CANCELLED,
+                    JobRow.state == JobState.QUEUED.value,
+                    JobRow.attempt == 0,
+                    cancel_requested=1,
+                    finished_at=db_now(),
+                )
+                or move(
+                    session,
+                    job_id,
+                    JobState.CANCELLING,
+                    JobRow.state == JobState.QUEUED.value,
+                    cancel_requested=1,
+                    lease_until=db_now(),
+                )
+                or move(session, job_id, JobState.CANCELLING, cancel_requested=1)
+                or _require(session, job_id)
+            )
+            if row.state in (JobState.SUCCEEDED.value, JobState.FAILED.value):
+                raise JobError("job.finished", f"job {job_id} has {row.state} already", details={"state": row.state})
+            return job_of(row, _labels(session, [job_id]).get(job_id, {}))
+
+    def events(self, job_id: str, *, after_seq: int = 0) -> list[JobEvent]:
+        """Events after a sequence number, in order; at most `MAX_EVENTS_PER_READ`.
+
+        Raises:
+            RequestError: `request.not_found`.
+        """
+        query = select(EventRow).where(EventRow.job_id == job_id, EventRow.seq > after_seq).order_by(EventRow.seq)
+        with self._database.read() as session:
+            rows = session.scalars(query.limit(MAX_EVENTS_PER_READ)).all()
+            if not rows:
+                _require(session, job_id)
+        return [event_of(row) for row in rows]
+
+    def count_by_state(self) -> dict[JobState, int]:
+        """How many jobs are in each state, zero included."""
+        with self._database.read() as session:
+            rows = session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).all()
+        found = {JobState(state): count for state, count in rows}
+        return {state: found.get(state, 0) for state in JobState}
+
+    def ping(self) -> None:
+        """Raise SQLAlchemy's error if the database does not answer."""
+        with self._database.read() as session:
+            session.execute(text("SELECT 1"))
+
+
+def _spelled_once(url: str) -> str:
+    return url.removeprefix("file://").rstrip("/") or "/"
+
+
+def _require(session: Session, job_id: str) -> JobRow:
+    row = session.get(JobRow, job_id)
+    if row is None:
+        raise RequestError(
+            "request.not_found", f"there is no job {printable(job_id, max_chars=64)!r}", fix="reshard jobs list"
+        )
+    return row
+
+
+def _labels(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for row in session.scalars(select(LabelRow).where(LabelRow.job_id.in_(job_ids))):
+        found.setdefault(row.job_id, {})[row.name] = row.value
+    return found

@@ -1,0 +1,45 @@
+"""Routes that look at a checkpoint without a job: plans and inspections."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from reshard.errors import JobError
+from reshard.models import ConvertRequest, Inspection, JobKind, PlanSummary, SourceSpec
+from reshard_service.admission import require_allowed
+from reshard_service.context import Context
+from reshard_service.jobs_api import accepted
+from reshard_service.probing import ProbeTimeout
+
+router = APIRouter(prefix="/v1", tags=["checkpoints"])
+
+
+@router.post("/plans", response_model=PlanSummary)
+async def plan(body: ConvertRequest, context: Context) -> Response:
+    """What a conversion would do. 202 with a planning-only job when it takes longer than a request may."""
+    await require_allowed(context.settings.jobs.roots, body.source.url, body.target)
+    try:
+        summary = await context.prober.plan(body, limit_s=context.settings.admission_s)
+    except ProbeTimeout:
+        job = await run_in_threadpool(lambda: context.store.create(body, kind=JobKind.PLAN))
+        await run_in_threadpool(context.doorbell.ring, job.id)
+        return accepted(job)
+    return JSONResponse(summary.model_dump(mode="json"))
+
+
+@router.post("/inspections", response_model=Inspection)
+async def inspect(body: SourceSpec, context: Context) -> Response:
+    """What a checkpoint is, found without reading tensor data."""
+    await require_allowed(context.settings.jobs.roots, body.url)
+    limit_s = context.settings.inspection_s
+    try:
+        found = await context.prober.inspect(body, limit_s=limit_s)
+    except ProbeTimeout as error:
+        raise JobError(
+            "job.wait_timeout",
+            f"looking at the checkpoint takes longer than {limit_s:g} s",
+            fix="run `reshard inspect` near the checkpoint",
+        ) from error
+    return JSONResponse(found.model_dump(mode="json"))

@@ -1,0 +1,149 @@
+"""Routes of jobs: submit, look up, list, cancel, result."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from reshard.errors import JobError, RequestError, ReshardError, from_problem
+from reshard.models import ConvertRequest, ConvertResult, Job, JobList, JobState, PlanSummary, SubmitRequest
+from reshard_jobs.idempotency import fingerprint
+from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter
+from reshard_service.admission import admit
+from reshard_service.context import Context, ServiceContext
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+MAX_WAIT_S = 60.0
+RETRY_AFTER_S = "2"
+_PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
+
+
+@router.post("", status_code=202, response_model=Job)
+async def submit(
+    body: SubmitRequest,
+    context: Context,
+    idempotency_key: Annotated[str | None, Header()] = None,
+    prefer: Annotated[str, Header()] = "",
+) -> Response:
+    """Accept a conversion. With an `Idempotency-Key`, the same request again finds the same job."""
+    job = await _create(context, body, idempotency_key)
+    if match := _PREFER_WAIT.search(prefer):
+        job, _ = await _wait(context, job.id, float(match[1]), None)
+    return accepted(job)
+
+
+def accepted(job: Job) -> Response:
+    """202 with where to look and when."""
+    path = job.links["self"]
+    headers = {"Location": path, "Operation-Location": path, "Retry-After": RETRY_AFTER_S}
+    return JSONResponse(job.model_dump(mode="json"), status_code=202, headers=headers)
+
+
+async def _create(context: ServiceContext, body: SubmitRequest, key: str | None) -> Job:
+    hold = None
+    if key is not None:
+        found = await run_in_threadpool(context.keys.begin, key, fingerprint(body.model_dump(mode="json")))
+        if isinstance(found, str):
+            return await run_in_threadpool(context.store.get, found)
+        hold = found
+    request = ConvertRequest.model_validate(body.model_dump(exclude={"labels", "max_attempts"}))
+    settings = context.settings
+    try:
+        await admit(request, roots=settings.jobs.roots, prober=context.prober, limit_s=settings.admission_s)
+        job = await run_in_threadpool(
+            lambda: context.store.create(request, labels=body.labels, max_attempts=body.max_attempts, hold=hold)
+        )
+    except ReshardError:
+        if hold is not None:
+            await run_in_threadpool(context.keys.abandon, hold)
+        raise
+    await run_in_threadpool(context.doorbell.ring, job.id)
+    return job
+
+
+@router.get("", response_model=JobList)
+def list_jobs(
+    context: Context,
+    state: Annotated[list[JobState] | None, Query()] = None,
+    label: Annotated[list[str] | None, Query()] = None,
+    page_size: Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE)] = 50,
+    page_token: Annotated[str, Query(max_length=1024)] = "",
+) -> JobList:
+    """Jobs, newest first. `label=name=value` and `state=` may be repeated: all labels, any state."""
+    labels: dict[str, str] = {}
+    for text in label or []:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise RequestError("request.invalid", "a label filter has no `=`", fix="use label=name=value")
+        labels[name] = value
+    return context.store.list(JobFilter(tuple(state or ()), labels), page_size=page_size, page_token=page_token)
+
+
+@router.get("/{job_id}", response_model=Job)
+async def get_job(
+    job_id: str,
+    context: Context,
+    wait: Annotated[float, Query(ge=0, le=3600)] = 0.0,
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Response:
+    """The job. With `wait`, answers when it ends or, with `If-None-Match`, when it changes; or after `wait`."""
+    job, tag = await _wait(context, job_id, wait, if_none_match)
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}
+    if not job.done:
+        headers["Retry-After"] = RETRY_AFTER_S
+    if tag == if_none_match:
+        return Response(status_code=304, headers=headers)
+    return JSONResponse(job.model_dump(mode="json"), headers=headers)
+
+
+async def _wait(context: ServiceContext, job_id: str, wait_s: float, known_tag: str | None) -> tuple[Job, str]:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + min(wait_s, MAX_WAIT_S)
+    while True:
+        job, seq = await run_in_threadpool(context.store.look, job_id)
+        tag = f'"{seq}"'
+        changed = known_tag is not None and tag != known_tag
+        remaining = deadline - loop.time()
+        if job.done or changed or remaining <= 0:
+            return job, tag
+        await asyncio.sleep(min(context.settings.poll_s, remaining))
+
+
+@router.post("/{job_id}/cancel", status_code=202, response_model=Job)
+async def cancel(job_id: str, context: Context) -> Response:
+    """Ask for the job's end. Repeating is harmless; 409 if it has SUCCEEDED or FAILED."""
+    job = await run_in_threadpool(context.store.cancel, job_id)
+    if job.state is JobState.CANCELLING:
+        # Its owner polls; if it has none, a worker must hear that there is something to clean up.
+        await run_in_threadpool(context.doorbell.ring, job_id)
+    return accepted(job)
+
+
+@router.get("/{job_id}/result", response_model=ConvertResult | PlanSummary)
+def result(job_id: str, context: Context) -> ConvertResult | PlanSummary:
+    """What the job did; its error if it failed; 409 while it runs."""
+    return outcome_of(context.store.get(job_id))
+
+
+def outcome_of(job: Job) -> ConvertResult | PlanSummary:
+    """The result of a job.
+
+    Raises:
+        ReshardError: The job's own error, or why there is no result.
+    """
+    if (found := job.result or job.plan) is not None:
+        return found
+    details = {"job_id": job.id, "state": job.state.value}
+    if job.state is JobState.FAILED and job.error is not None:
+        raise from_problem(job.error.model_dump())
+    if job.state is JobState.CANCELLED:
+        raise JobError("job.cancelled", f"job {job.id} was cancelled", fix="submit it again", details=details)
+    raise JobError(
+        "job.not_finished", f"job {job.id} is {job.state}", fix=f"reshard jobs watch {job.id}", details=details
+    )

@@ -1,0 +1,76 @@
+"""Every error leaves as `application/problem+json` with a stable code, and without internals."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DBAPIError
+from starlette.exceptions import HTTPException
+
+from reshard.errors import JobError, RequestError, ReshardError, printable
+
+logger = logging.getLogger(__name__)
+
+MEDIA_TYPE = "application/problem+json"
+
+
+def problem_response(error: ReshardError, *, status: int | None = None) -> JSONResponse:
+    """The error as a response; `status` where HTTP has a better one than the table."""
+    problem = error.to_problem()
+    if status is not None:
+        problem["status"] = status
+    headers: dict[str, str] = {}
+    if error.retryable or error.code == "request.idempotency_conflict":
+        headers["Retry-After"] = "1"
+    if error.code == "request.unauthorized":
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(problem, status_code=problem["status"], headers=headers, media_type=MEDIA_TYPE)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Map every exception of the application to a problem."""
+
+    def on_reshard(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, ReshardError)
+        return problem_response(error)
+
+    def on_invalid(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return problem_response(_invalid(error.errors()))
+
+    def on_http(_request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        code = "request.not_found" if error.status_code == 404 else "request.invalid"
+        return problem_response(
+            RequestError(code, str(error.detail), fix="see /openapi.json"), status=error.status_code
+        )
+
+    def on_database(_request: Request, error: Exception) -> JSONResponse:
+        logger.error("the job database failed", exc_info=error)
+        return problem_response(JobError("service.unavailable", "the job database does not answer", fix="try again"))
+
+    def on_bug(_request: Request, error: Exception) -> JSONResponse:
+        logger.error("unexpected error", exc_info=error)
+        return problem_response(JobError("internal.error", "an unexpected error; the service's log has the details"))
+
+    app.add_exception_handler(ReshardError, on_reshard)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(DBAPIError, on_database)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def _invalid(problems: Any) -> RequestError:
+    # Not `input`: it would send back what the caller sent, which may be large or hostile.
+    found: list[dict[str, str]] = []
+    for problem in problems[:20]:
+        entry: Mapping[str, Any] = problem
+        where = ".".join(str(part) for part in entry["loc"])
+        found.append({"where": printable(where), "problem": printable(entry["msg"])})
+    first = f"{found[0]['where']}: {found[0]['problem']}" if found else "the request is not valid"
+    return RequestError("request.invalid", first, fix="see /openapi.json", details={"problems": found})

@@ -1,0 +1,126 @@
+"""`reshard submit` and `reshard jobs` as processes against a real service."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from reshard.models import Job, JobEvent, JobState
+from servers.scripted import scripted, units_done
+from servers.stack import Stack, client_of
+
+MAIN = """
+import sys, typer
+from reshard.cli.remote import register
+from reshard.errors import ReshardError
+app = typer.Typer()
+register(app)
+try:
+    app()
+except ReshardError as error:
+    print(error, "fix:", error.fix, file=sys.stderr)
+    sys.exit(int(error.exit_code))
+"""
+
+
+@dataclass
+class Shell:
+    url: str
+    stack: Stack
+    directory: Path
+
+    def env(self) -> dict[str, str]:
+        return {**self.stack.env(), "RESHARD_URL": self.url}
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-c", MAIN, *arguments]
+        return subprocess.run(argv, env=self.env(), capture_output=True, text=True, timeout=40, check=False)
+
+    def source(self, **script: object) -> str:
+        return scripted(**script)
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Generator[Shell]:
+    directory = tmp_path_factory.mktemp("cli")
+    stack = Stack(directory / "logs", f"sqlite:///{directory}/jobs.db")
+    with stack.api() as url, stack.worker():
+        yield Shell(url, stack, directory)
+
+
+def test_submit_and_wait(shell: Shell) -> None:
+    target = str(shell.directory / "out")
+    done = shell.run("submit", shell.source(units=3), target, "--to", "universal", "--wait", "--label", "team=x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{target}\n"
+    assert "SUCCEEDED" in done.stderr
+    listed = shell.run("jobs", "list", "-q", "--label", "team=x", "--state", "SUCCEEDED")
+    job_id = listed.stdout.strip()
+    assert job_id.startswith("job_")
+    page = json.loads(shell.run("jobs", "list", "--json").stdout)
+    assert page["schema_version"] == 1
+    assert job_id in {job["id"] for job in page["jobs"]}
+    shown = Job.model_validate_json(shell.run("jobs", "show", job_id, "--json").stdout)
+    assert shown.state is JobState.SUCCEEDED
+    assert shown.labels == {"team": "x"}
+    assert f"target    {target} (universal)" in shell.run("jobs", "show", job_id).stdout
+    lines = shell.run("jobs", "watch", job_id, "--json").stdout.splitlines()
+    events = [JobEvent.model_validate_json(line) for line in lines]
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert shell.run("jobs", "watch", job_id, "-q").stdout == f"{target}\n"
+
+
+def test_the_jobs_end_is_the_exit_code(shell: Shell) -> None:
+    target = str(shell.directory / "bad")
+    failed = shell.run("submit", shell.source(fail="checkpoint.incomplete"), target, "--to", "universal", "--wait")
+    assert failed.returncode == 3
+    assert failed.stdout == ""
+    assert "checkpoint.incomplete" in failed.stderr
+    assert shell.run("submit", shell.source(refuse="storage.denied"), target, "--to", "universal").returncode == 4
+    assert shell.run("submit", shell.source(), target, "--to", "cake").returncode == 2
+    assert shell.run("jobs", "show", "job_none").returncode == 3
+
+
+def test_one_key_is_one_job(shell: Shell) -> None:
+    arguments = ("submit", shell.source(), str(shell.directory / "key"), "--to", "universal", "--idempotency-key", "k")
+    assert shell.run(*arguments).stdout == shell.run(*arguments).stdout
+    other = shell.run("submit", shell.source(units=9), str(shell.directory / "key"), *arguments[3:])
+    assert other.returncode == 5
+
+
+def test_timeouts_detach_and_cancel(shell: Shell) -> None:
+    target = shell.directory / "long"
+    late = shell.run(
+        "submit", shell.source(units=400, unit_s=0.05), str(target), "--to", "universal", "--wait-timeout", "0.7"
+    )
+    assert late.returncode == 124
+    assert "re-attach: reshard jobs watch job_" in late.stderr
+    with client_of(shell.url) as client:
+        job = client.list(page_size=1).jobs[0]
+        deadline = time.monotonic() + 10
+        while not units_done(target):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        argv = [sys.executable, "-c", MAIN, "jobs", "watch", job.id]
+        with subprocess.Popen(argv, env=shell.env(), stderr=subprocess.PIPE, text=True) as watching:
+            assert watching.stderr is not None
+            assert "QUEUED" in watching.stderr.readline()
+            watching.send_signal(signal.SIGINT)
+            rest = watching.stderr.read()
+        assert watching.returncode == 130
+        assert f"detached: job {job.id} goes on" in rest
+        assert f"reshard jobs watch {job.id}" in rest
+        assert client.get(job.id).state is JobState.RUNNING
+        assert shell.run("jobs", "cancel", job.id).stdout == f"{job.id} CANCELLING\n"
+        ended = shell.run("jobs", "watch", job.id, "-q")
+        assert ended.returncode == 130
+        assert "job.cancelled" in ended.stderr
+        assert not target.exists()

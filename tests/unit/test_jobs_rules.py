@@ -1,0 +1,115 @@
+"""The job database's pure parts: the state machine, roots, settings; and the sizes of the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from reshard.cli.sizes import format_size, parse_size
+from reshard.errors import RequestError
+from reshard.models import JobState, Progress
+from reshard_jobs.roots import Roots, locate
+from reshard_jobs.settings import JobSettings
+from reshard_jobs.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
+
+
+def test_the_state_machine_is_total_and_ends() -> None:
+    assert set(TRANSITIONS) == set(JobState)
+    assert all(not TRANSITIONS[state] for state in TERMINAL)
+    for state in JobState:
+        reachable, frontier = {state}, {state}
+        while frontier := {target for source in frontier for target in TRANSITIONS[source]} - reachable:
+            reachable |= frontier
+        assert reachable & set(TERMINAL)
+        if state is not JobState.QUEUED:
+            assert sources_of(state)
+    assert JobState.FAILED not in TRANSITIONS[JobState.CANCELLING]
+    assert JobState.QUEUED not in TRANSITIONS[JobState.CANCELLING]
+
+
+def test_every_phase_has_a_state() -> None:
+    for phase in ("planning", "running", "verifying", "committing", "done"):
+        assert state_of(Progress.model_validate({"phase": phase})) in ACTIVE
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "relative",
+        "./x",
+        "file://host/x",
+        "s3://",
+        "s3:///x",
+        "s3://b//x",
+        "s3://b/./x",
+        "s3://b/../c",
+        "a::s3://b/x",
+        "s3://b/x::y",
+        "s3://b\\x",
+        "/x\0y",
+    ],
+)
+def test_urls_with_several_readings_are_refused(url: str) -> None:
+    with pytest.raises(RequestError, match=r"request\.invalid"):
+        locate(url)
+
+
+def test_roots_compare_components(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in" / "escape").symlink_to(tmp_path / "out")
+    roots = Roots.parse(f" {tmp_path}/in , s3://bucket/team ,")
+    for url in (
+        f"{tmp_path}/in",
+        f"{tmp_path}/in/x/y",
+        f"file://{tmp_path}/in/x",
+        "s3://bucket/team/",
+        "S3://bucket/team/x",
+    ):
+        roots.require([url])
+    for url in (
+        f"{tmp_path}/inside",
+        f"{tmp_path}/in/../out",
+        f"{tmp_path}/in/escape/x",
+        "s3://bucket/teams",
+        "gs://bucket/team",
+    ):
+        with pytest.raises(RequestError, match="root_forbidden"):
+            roots.require([url])
+    Roots().require(["/anything", "not even a url"])
+
+
+def test_settings() -> None:
+    settings = JobSettings.from_env({"RESHARD_LEASE_S": "6", "RESHARD_HEARTBEAT_S": "1.5", "RESHARD_ROOTS": "s3://b"})
+    assert (settings.lease_s, settings.heartbeat_s, settings.roots.urls) == (6.0, 1.5, ("s3://b",))
+    for wrong in (
+        {"RESHARD_LEASE_S": "0"},
+        {"RESHARD_LEASE_S": "x"},
+        {"RESHARD_LEASE_S": "inf"},
+        {"RESHARD_HEARTBEAT_S": "31"},
+    ):
+        with pytest.raises(RequestError, match=r"request\.invalid"):
+            JobSettings.from_env(wrong)
+
+
+def test_sizes() -> None:
+    for text, size in {
+        "0": 0,
+        "5GB": 5_000_000_000,
+        "1 GiB": 1 << 30,
+        "1.5kib": 1536,
+        "4096b": 4096,
+        "2TiB": 2 << 40,
+    }.items():
+        assert parse_size(text) == size
+    for text in ("", "GB", "-1", "1e9", "5 parsecs", "1.2.3"):
+        with pytest.raises(RequestError, match=r"request\.invalid"):
+            parse_size(text)
+    assert [format_size(n) for n in (0, 1023, 1536, 5 << 30, 3 << 50)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5 GiB",
+        "3.07e+03 TiB",
+    ]

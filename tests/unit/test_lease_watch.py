@@ -1,0 +1,123 @@
+"""A claim under watch while the database comes and goes. The database is the mocked edge; time is real."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import OperationalError
+
+from reshard.models import ConvertRequest, JobKind, Progress, SourceSpec, TargetFormat
+from reshard_jobs.leases import Claim, Pulse
+from reshard_jobs.settings import JobSettings
+from reshard_worker.settings import WorkerSettings
+from reshard_worker.watch import LeaseWatch
+
+CLAIM = Claim(
+    job_id="job",
+    owner="me",
+    attempt=1,
+    kind=JobKind.CONVERT,
+    request=ConvertRequest(source=SourceSpec(url="/a"), target="/b", to=TargetFormat.UNIVERSAL),
+    cleanup=False,
+)
+SETTINGS = WorkerSettings(jobs=JobSettings(lease_s=0.4, heartbeat_s=0.1), cancel_poll_s=0.05, progress_s=0.15)
+
+
+class Edge:
+    """Leases whose database can be away."""
+
+    lease_s = 0.4
+
+    def __init__(self) -> None:
+        self.away = False
+        self.cancel = False
+        self.beats: list[Progress | None] = []
+        self.peeks = 0
+
+    def heartbeat(self, claim: Claim, progress: Progress | None = None) -> Pulse:
+        self._answer(claim)
+        self.beats.append(progress)
+        return Pulse(held=True, cancel_requested=self.cancel)
+
+    def peek(self, claim: Claim) -> Pulse:
+        self._answer(claim)
+        self.peeks += 1
+        return Pulse(held=True, cancel_requested=self.cancel)
+
+    def _answer(self, claim: Claim) -> None:
+        assert claim is CLAIM
+        if self.away:
+            raise OperationalError("SELECT", {}, Exception("away"))
+
+
+@pytest.fixture
+def edge() -> Edge:
+    return Edge()
+
+
+def watch_of(edge: Any) -> LeaseWatch:
+    return LeaseWatch(edge, CLAIM, SETTINGS)
+
+
+def tick_for(watch: LeaseWatch, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        watch.tick()
+        time.sleep(0.01)
+
+
+def test_beats_and_looks_are_paced(edge: Edge) -> None:
+    watch = watch_of(edge)
+    tick_for(watch, 0.55)
+    assert 3 <= len(edge.beats) <= 6
+    assert edge.peeks >= 3
+    edge.cancel = True
+    tick_for(watch, 0.12)
+    assert watch.pulse == Pulse(held=True, cancel_requested=True)
+
+
+def test_progress_is_throttled_but_a_new_phase_is_not(edge: Edge) -> None:
+    watch = watch_of(edge)
+    for done in range(40):
+        watch.note(Progress(phase="running", bytes_done=done))
+        watch.tick()
+        time.sleep(0.01)
+    recorded = [progress for progress in edge.beats if progress is not None]
+    assert 2 <= len(recorded) <= 5
+    watch.note(Progress(phase="verifying"))
+    watch.tick()
+    assert edge.beats[-1] == Progress(phase="verifying")
+
+
+def test_a_short_outage_is_survived_and_a_long_one_is_not(edge: Edge) -> None:
+    watch = watch_of(edge)
+    edge.away = True
+    tick_for(watch, 0.25)
+    assert watch.pulse.held
+    edge.away = False
+    tick_for(watch, 0.15)
+    assert edge.beats
+    edge.away = True
+    tick_for(watch, 0.7)
+    assert not watch.pulse.held
+
+
+def test_what_is_to_be_recorded_waits_for_the_database(edge: Edge) -> None:
+    watch = watch_of(edge)
+    tries: list[float] = []
+
+    def write() -> bool:
+        tries.append(time.monotonic())
+        if len(tries) == 1:
+            raise OperationalError("UPDATE", {}, Exception("away"))
+        return True
+
+    assert watch.persist(write)
+    assert len(tries) == 2
+
+    def never() -> bool:
+        raise OperationalError("UPDATE", {}, Exception("away"))
+
+    assert not watch.persist(never)
