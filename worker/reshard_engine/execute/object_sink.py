@@ -293,7 +293,7 @@ class ObjectSink:
                 self._store.abort_multipart(path, upload_id)
         there = [i.path for i in self._store.list_tree(self._target) if i.path in paths]
         with ThreadPoolExecutor(_THREADS) as pool:
-            mine = list(pool.map(lambda p: self._written_by(p, claim.plan), there))
+            mine = list(pool.map(partial(self._written_by, digest=claim.plan), there))
         commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]} | {join(self._target, MANIFEST_NAME)}
         doomed = [p for p, yes in zip(there, mine, strict=True) if yes]
         self._store.delete(sorted(doomed, key=lambda p: p not in commit))
