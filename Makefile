@@ -1,0 +1,74 @@
+# The commands of the house; CI runs these and nothing else. `make` alone lists them.
+# Everything is installed into .venv with the exact versions of constraints.txt; no root is needed.
+
+SHELL  := /bin/bash
+PYTHON ?= python3.11
+BIN    := .venv/bin
+READY  := .venv/.ready
+PYTEST := $(BIN)/python -m pytest
+
+# Programs of the environment are found by those that start them: weed, celery, ninja.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full gpu golden bench demo check ci clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	touch $@
+
+setup: $(READY) ## install everything into .venv (about 2 minutes)
+
+demo: $(READY) ## the main job on this machine: S3 server, service, two jobs, both results verified
+	@$(BIN)/python deploy/demo/run.py
+
+test: $(READY) ## all tests but the long ones
+	@$(PYTEST) --durations=20 $(ARGS)
+
+full: $(READY) ## the long tests too
+	@$(PYTEST) --durations=40 -m 'not gpu' $(ARGS)
+
+gpu: $(READY) ## the tests that need a CUDA device
+	@$(PYTEST) -m gpu $(ARGS)
+
+fmt: $(READY) ## format the code and fix what can be fixed
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+lint: $(READY) ## ruff: rules and format
+	@$(BIN)/ruff check --output-format concise .
+	@$(BIN)/ruff format --check --output-format concise .
+
+type: $(READY) ## strict types
+	@$(BIN)/basedpyright
+
+boundaries: $(READY) ## who may import whom
+	@$(BIN)/lint-imports --no-cache | sed -n '/^Contracts/,$$p' | tail -n +2; exit $${PIPESTATUS[0]}
+
+compose-check: $(READY) ## docker-compose.yml against the compose specification
+	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
+
+docs-check: $(READY) ## generated pages are current
+	@$(BIN)/python scripts/make_docs.py --check
+
+docs: $(READY) ## write the generated pages again (docs/errors.md, the module list)
+	@$(BIN)/python scripts/make_docs.py
+
+golden: $(READY) ## accept the command line's help as it is now
+	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py
+
+bench: $(READY) ## our converter, DeepSpeed's scripts and cp on one checkpoint
+	@$(BIN)/python bench/run.py $(ARGS)
+
+check: lint type boundaries compose-check docs-check ## every check that is not a test
+
+ci: ## what CI runs
+	@.ci/run
+
+clean: ## remove what these commands made
+	rm -rf .venv .demo dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find client service worker tests deploy scripts bench -name __pycache__ -type d -prune -exec rm -rf {} +
