@@ -44,7 +44,7 @@ def many_small_parameters(count: int, size: int = 64) -> list[tuple[str, tuple[i
     return [(f"layers.{i}.weight", (size, 4 + i % 7)) for i in range(count)]
 
 
-def _group(stage: int, ids: list[int]) -> dict[str, Any]:
+def _group(ids: list[int]) -> dict[str, Any]:
     return {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": ids}
 
 
@@ -95,7 +95,7 @@ def write_zero_checkpoint(
         flats = {key: torch.randn(length, generator=generator) for key in ("fp32", *STATES)}
         flats["exp_avg_sq"].square_()
         state = {0: {"step": torch.tensor(7.0), **{k: flats[k] for k in STATES}}}
-        base = {"state": state, "param_groups": [_group(stage, [0])]}
+        base = {"state": state, "param_groups": [_group([0])]}
         if stage == 3:
             inner: dict[str, Any] = {
                 "zero_stage": 3,

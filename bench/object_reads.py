@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import obstore
 import s3fs
 from obstore.store import S3Store as ObstoreS3
-from servers.s3 import s3_server
 
 from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.s3 import S3Store
+from servers.s3 import s3_server
 
 _RANGE_BYTES = 8 << 20
 
@@ -100,7 +100,11 @@ def main() -> int:
     for name in contenders:
         middle = statistics.median(wall[name])
         print(f"| {name} | {middle:.3f} | {base / middle:.2f} | {statistics.median(cpu[name]):.3f} |")
-    print(json.dumps({"mebibytes": arguments.mebibytes, "concurrency": arguments.concurrency, "wall_s": wall, "cpu_s": cpu}))
+    print(
+        json.dumps(
+            {"mebibytes": arguments.mebibytes, "concurrency": arguments.concurrency, "wall_s": wall, "cpu_s": cpu}
+        )
+    )
     return 0
 
 

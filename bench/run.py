@@ -141,10 +141,8 @@ def _markdown(rows: list[dict[str, object]]) -> str:
         "| case | command | wall s (median) | time / ours | peak anonymous MiB | peak file-backed MiB |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {r['case']} | {r['name']} | {r['wall_s']} | {r['times_ours']} | {r['peak_anonymous_mib']} | {r['peak_file_backed_mib']} |"
-        for r in rows
-    ]
+    names = ("case", "name", "wall_s", "times_ours", "peak_anonymous_mib", "peak_file_backed_mib")
+    lines += ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 

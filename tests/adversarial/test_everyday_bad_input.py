@@ -286,7 +286,9 @@ def test_source_that_changes_during_the_run(source: Path, tmp_path: Path) -> Non
             path.write_bytes(bytes(data))
             os.utime(path, ns=(1, 1))
 
-    request = ConvertRequest(source=SourceSpec(url=str(source)), target=str(tmp_path / "out"), to=TargetFormat.UNIVERSAL)
+    request = ConvertRequest(
+        source=SourceSpec(url=str(source)), target=str(tmp_path / "out"), to=TargetFormat.UNIVERSAL
+    )
     with pytest.raises(ReshardError) as caught:
         load_engine().convert(request, on_progress=overwrite)
     assert caught.value.code == "source.changed"

@@ -74,9 +74,7 @@ def test_weights_are_the_recorded_masters(
         index = json.loads(next((tmp_path / "w").glob("*.index.json")).read_text())
         assert len(set(index["weight_map"].values())) > 1
         assert set(index["weight_map"]) == set(found) - {"head.weight"}
-        assert index["metadata"]["total_size"] == sum(
-            t.nbytes for n, t in found.items() if n != "head.weight"
-        )
+        assert index["metadata"]["total_size"] == sum(t.nbytes for n, t in found.items() if n != "head.weight")
 
 
 @pytest.mark.parametrize("name", FROZEN)

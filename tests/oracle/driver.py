@@ -141,8 +141,26 @@ class Oracle:
         error: str | None = got[0]["error"]
         return error
 
+    def peer_safetensors(self, checkpoint_dir: Path, out_dir: Path) -> str | None:
+        """Consolidates with zero_to_fp32 into safetensors files; its error's text, or None."""
+        run = self.worlds.run
+        got = run("oracle.peers:peer_safetensors", world=1, checkpoint_dir=str(checkpoint_dir), out_dir=str(out_dir))
+        error: str | None = got[0]["error"]
+        return error
+
     def peer_universal(self, tag_dir: Path, out_dir: Path) -> str | None:
         """Converts with ds_to_universal (missing state injected); its error's text, or None."""
         got = self.worlds.run("oracle.peers:peer_universal", world=1, tag_dir=str(tag_dir), out_dir=str(out_dir))
         error: str | None = got[0]["error"]
         return error
+
+    def reshape(self, tag_dir: Path, *names: str) -> None:
+        """Rewrites a checkpoint in place into an older shape; see ``oracle.old_shapes``."""
+        self.worlds.run("oracle.old_shapes:rewrite", world=1, tag_dir=str(tag_dir), names=list(names))
+
+    def plant(self, tag_dir: Path, patterns: list[int], half_patterns: list[int]) -> int:
+        """Plants bit patterns into a checkpoint; see ``oracle.planted``.  Elements of rank 0's first flat group."""
+        run = self.worlds.run
+        got = run("oracle.planted:plant", world=1, tag_dir=str(tag_dir), patterns=patterns, half_patterns=half_patterns)
+        elems: int = got[0]["partition"]
+        return elems

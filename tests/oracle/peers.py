@@ -6,7 +6,10 @@ from argparse import Namespace
 from typing import Any
 
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 from safetensors.torch import save_file
 
 
@@ -35,5 +38,14 @@ def peer_universal(tag_dir: str, out_dir: str) -> dict[str, Any]:
     try:
         ds_to_universal.main(arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - which way the peer fails is the answer
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None}
+
+
+def peer_safetensors(checkpoint_dir: str, out_dir: str) -> dict[str, Any]:
+    """Consolidates with zero_to_fp32 straight into safetensors; returns the error's text or None."""
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, out_dir, safe_serialization=True)
+    except Exception as error:  # noqa: BLE001 - which way the peer fails is the answer
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": None}

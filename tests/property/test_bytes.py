@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.cast import NumpyCast, TorchCast, overflowed
 from reshard_engine.execute.crc import combine
-from reshard_engine.execute.gather import Gathered, fill_chunk
+from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
@@ -44,7 +43,9 @@ def test_crcs_combine_over_gigabytes() -> None:
 
 bits32 = st.one_of(
     st.integers(0, 2**32 - 1),
-    st.sampled_from([0x80000000, 1, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F7F8000, 0x477FF000, 0x33000000, 0x00007FFF]),
+    st.sampled_from(
+        [0x80000000, 1, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F7F8000, 0x477FF000, 0x33000000, 0x00007FFF]
+    ),
     st.integers(0, 2**16 - 1).map(lambda high: high << 16 | 0x8000),
 )
 
@@ -73,7 +74,9 @@ def test_widening_is_exact(values: list[int]) -> None:
     data = np.array(values, dtype=np.uint16).view(np.uint8)
     for name in ("bfloat16", "float16"):
         ours = NumpyCast().cast(data, BY_NAME[name], BY_NAME["float32"]).view(np.uint32)
-        theirs = torch.from_numpy(np.array(values, np.int32).astype(np.uint16).view(np.int16)).view(getattr(torch, name))
+        theirs = torch.from_numpy(np.array(values, np.int32).astype(np.uint16).view(np.int16)).view(
+            getattr(torch, name)
+        )
         wide = theirs.to(torch.float32).view(torch.int32).numpy().view(np.uint32)
         nan = torch.isnan(theirs).numpy()
         assert (ours[~nan] == wide[~nan]).all()
@@ -114,11 +117,11 @@ def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: We
     layout = WRITERS[to].lay_out(checkpoint, request, name="out")
     for file in layout.files[:12]:
         whole = np.zeros(file.size_bytes, dtype=np.uint8)
-        fill_chunk(checkpoint, file, begin=0, buffer=whole, kernel=NumpyCast(), report=Gathered())
+        ChunkFiller(checkpoint, NumpyCast()).fill(file, begin=0, buffer=whole)
         for grain in (1, 7, 64, 333):
             parts = [np.zeros(min(grain, len(whole) - at), np.uint8) for at in range(0, len(whole), grain)]
             for index, part in enumerate(parts[:200]):
-                fill_chunk(checkpoint, file, begin=index * grain, buffer=part, kernel=NumpyCast(), report=Gathered())
+                ChunkFiller(checkpoint, NumpyCast()).fill(file, begin=index * grain, buffer=part)
             cut = sum(len(p) for p in parts[:200])
             assert np.concatenate(parts[:200]).tobytes() == whole[:cut].tobytes()
 
@@ -141,7 +144,9 @@ def test_units_tile_every_file_exactly_once(part_bytes: int) -> None:
         seen_commit = seen_commit or unit.commit
         for chunk in unit.chunks:
             spans.setdefault(chunk.file, []).append((chunk.offset, chunk.length_bytes))
-            assert unit.commit == (plan.files[chunk.file].commit and plan.files[chunk.file].size_bytes <= plan.chunk_bytes)
+            assert unit.commit == (
+                plan.files[chunk.file].commit and plan.files[chunk.file].size_bytes <= plan.chunk_bytes
+            )
     for index, file in enumerate(plan.files):
         at = 0
         for offset, length in sorted(spans[index]):

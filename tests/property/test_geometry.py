@@ -10,8 +10,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from reshard.errors import ReshardError
 from reshard_engine.dtypes import BY_NAME

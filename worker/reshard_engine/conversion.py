@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.executor import Executor
 from reshard_engine.execute.local_sink import LocalSink

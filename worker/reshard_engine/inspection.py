@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from reshard.models import Inspection, TensorInfo
-
 from reshard_engine.checkpoint import Checkpoint, Parameter
 
 
@@ -41,7 +40,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         param_groups=len(checkpoint.optimizer.param_groups) if checkpoint.optimizer else 0,
         parameters=len(checkpoint.parameters),
         parameter_elems=sum(_numel(p.shape) for p in checkpoint.parameters),
-        optimizer_states=tuple([*states, *scalars]),
+        optimizer_states=(*states, *scalars),
         dtypes=tuple(sorted({t.dtype.name for t in tensors})),
         files=sum(len(f.objects) for f in checkpoint.files),
         total_bytes=sum(f.size_bytes for f in checkpoint.files),

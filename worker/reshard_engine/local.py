@@ -19,7 +19,6 @@ from reshard.models import (
     SourceSpec,
     VerifyReport,
 )
-
 from reshard_engine.conversion import Conversion, sink_for
 from reshard_engine.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger

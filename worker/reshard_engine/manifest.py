@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from reshard.errors import IntegrityError, printable
 
+from reshard.errors import IntegrityError, printable
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.locations import Location

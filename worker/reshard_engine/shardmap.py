@@ -15,8 +15,8 @@ from math import prod
 
 import numpy as np
 import numpy.typing as npt
-from reshard.errors import SourceError, printable
 
+from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import Dtype
 
 Column = npt.NDArray[np.int64]

@@ -10,7 +10,6 @@ from functools import partial
 
 from reshard.errors import IntegrityError, printable
 from reshard.models import VerifyProblem, VerifyReport
-
 from reshard_engine.manifest import MANIFEST_NAME, ManifestFile, read_manifest
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo

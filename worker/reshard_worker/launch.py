@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from importlib.util import find_spec
 from typing import NoReturn
 
 from reshard.errors import RequestError
@@ -20,13 +21,19 @@ def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = 
         log_level: Celery's log level.
 
     Raises:
-        RequestError: `RESHARD_BROKER_URL` is not set.
+        RequestError: `RESHARD_BROKER_URL` is not set; `request.engine_missing` without celery.
     """
     if not os.environ.get("RESHARD_BROKER_URL"):
         raise RequestError(
             "request.invalid",
             "a worker needs a broker, and RESHARD_BROKER_URL is not set",
             fix="export RESHARD_BROKER_URL=redis://host:6379/0, or use `reshard serve`, which needs no broker",
+        )
+    if find_spec("celery") is None:
+        raise RequestError(
+            "request.engine_missing",
+            "a worker needs 'celery', which is not installed",
+            fix="pip install 'reshard[worker]'",
         )
     environment = dict(os.environ)
     # SIGTERM must mean: give the job back after a grace time. Celery's default waits for its end.

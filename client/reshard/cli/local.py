@@ -232,8 +232,8 @@ def convert(
     elif not quiet:
         took = sum(result.seconds.values())
         _hint(
-            f"read {format_size(result.read_bytes)}, wrote {format_size(result.write_bytes)} in {len(result.files)} files, "
-            f"{took:.1f} s, verified"
+            f"read {format_size(result.read_bytes)}, wrote {format_size(result.write_bytes)} "
+            f"in {len(result.files)} files, {took:.1f} s, verified"
         )
     _say(result.target)
 
@@ -261,7 +261,7 @@ def _stoppable() -> Generator[threading.Event]:
 def verify(
     target: Annotated[str, typer.Argument(metavar="DST", help="What `convert` wrote.")],
     *,
-    profile: Profile = None,
+    profile: TargetProfile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Read every byte of a target again and compare it with its manifest."""
@@ -273,9 +273,8 @@ def verify(
             where = "" if problem.offset is None else f" bytes {problem.offset}+{problem.length_bytes}"
             _say(f"{problem.path}{where}: {problem.problem}")
         if report.ok:
-            _say(
-                f"ok: {report.files} files, {format_size(report.read_bytes)} match their checksums ({report.seconds:.1f} s)"
-            )
+            size = format_size(report.read_bytes)
+            _say(f"ok: {report.files} files, {size} match their checksums ({report.seconds:.1f} s)")
     if not report.ok:
         _hint(f"error: integrity.mismatch: {len(report.problems)} problems in {printable(target)}")
         _hint("fix: convert again with --overwrite, or restore the files")

@@ -21,7 +21,8 @@ def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
     )
     yield f"  {printable(found.url)}"
     yield f"  {found.parameters} parameters, {found.parameter_elems:,} elements, {found.param_groups} param groups"
-    yield f"  optimizer states: {', '.join(map(printable, found.optimizer_states)) or 'none'}; types: {', '.join(found.dtypes)}"
+    states = ", ".join(map(printable, found.optimizer_states)) or "none"
+    yield f"  optimizer states: {states}; types: {', '.join(found.dtypes)}"
     yield f"  {found.files} files, {format_size(found.total_bytes)}"
     if found.foreign_globals:
         yield f"  foreign names, never executed: {', '.join(found.foreign_globals)}"
@@ -58,7 +59,8 @@ def plan_lines(summary: PlanSummary) -> Iterator[str]:
     yield f"{summary.source_format} -> {summary.to.value}"
     yield f"  from  {printable(summary.source_url)}"
     yield f"  to    {printable(summary.target)}"
-    yield f"  reads {format_size(summary.read_bytes)}, writes {format_size(summary.write_bytes)} in {len(summary.files)} files"
+    reads, writes = format_size(summary.read_bytes), format_size(summary.write_bytes)
+    yield f"  reads {reads}, writes {writes} in {len(summary.files)} files"
     yield f"  {summary.units} units, peak buffers {format_size(summary.peak_memory_bytes)}"
     yield f"  digest {summary.digest}"
     for file in summary.files[:12]:

@@ -18,10 +18,11 @@ import torch
 
 from reshard.errors import ReshardError
 from reshard.models import OpaquePolicy
-from reshard_engine.pickles.emit import emit_pickle, rewrite
+from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import PDict, PList, PTensor, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.pickles.vm import parse_pickle
 
 
@@ -117,9 +118,31 @@ def test_emission_is_deterministic_and_a_fixed_point() -> None:
     once = emit_pickle(_parse(stream))
     assert emit_pickle(_parse(once)) == once
     assert {op.name for op, _, _ in pickletools.genops(once)} <= {
-        *("PROTO", "STOP", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "MARK", "SETITEMS", "APPENDS", "BINPUT", "BINGET"),
+        *(
+            "PROTO",
+            "STOP",
+            "EMPTY_DICT",
+            "EMPTY_LIST",
+            "EMPTY_TUPLE",
+            "MARK",
+            "SETITEMS",
+            "APPENDS",
+            "BINPUT",
+            "BINGET",
+        ),
         *("GLOBAL", "REDUCE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "BINUNICODE", "BININT", "BININT1", "BININT2"),
-        *("BINPERSID", "NEWTRUE", "NEWFALSE", "NONE", "LONG1", "BINFLOAT", "LONG_BINPUT", "LONG_BINGET", "BUILD", "NEWOBJ"),
+        *(
+            "BINPERSID",
+            "NEWTRUE",
+            "NEWFALSE",
+            "NONE",
+            "LONG1",
+            "BINFLOAT",
+            "LONG_BINPUT",
+            "LONG_BINGET",
+            "BUILD",
+            "NEWOBJ",
+        ),
     }
 
 
@@ -214,11 +237,15 @@ def _tensor(numel: int, offset: int, size: list[int], stride: list[int]) -> byte
         (-1, 0, [2], [1], "pickle.bad_persistent_id"),
     ],
 )
-def test_tensors_that_leave_their_storage(numel: int, offset: int, size: list[int], stride: list[int], code: str) -> None:
+def test_tensors_that_leave_their_storage(
+    numel: int, offset: int, size: list[int], stride: list[int], code: str
+) -> None:
     assert _refused(_tensor(numel, offset, size, stride)) == code
 
 
-@pytest.mark.parametrize(("size", "stride"), [([], []), ([0, 7], [7, 1]), ([2, 2], [1, 2]), ([4], [1]), ([1, 4], [99, 1])])
+@pytest.mark.parametrize(
+    ("size", "stride"), [([], []), ([0, 7], [7, 1]), ([2, 2], [1, 2]), ([4], [1]), ([1, 4], [99, 1])]
+)
 def test_unusual_but_valid_tensors(size: list[int], stride: list[int]) -> None:
     node = _parse(_tensor(4, 0, size, stride))
     assert isinstance(node, PTensor)

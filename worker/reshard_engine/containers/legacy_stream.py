@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.containers.source_file import Window
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.limits import PickleLimits

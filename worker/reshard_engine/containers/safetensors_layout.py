@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import SourceError
-
 from reshard_engine.dtypes import Dtype
 from reshard_engine.layout import Body, FileTemplate
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
 _WINDOW_BYTES = 64 << 10
@@ -40,7 +39,7 @@ class SourceFile:
         if offset < 0 or offset + len(buffer) > self.size_bytes:
             raise SourceError(
                 "checkpoint.incomplete",
-                f"{printable(self.name)} has {self.size_bytes} bytes, bytes {offset} to {offset + len(buffer)} are wanted",
+                f"{printable(self.name)} has {self.size_bytes} bytes, {offset} to {offset + len(buffer)} are wanted",
                 fix="the file is truncated: copy the checkpoint again",
             )
         done = 0
@@ -80,7 +79,7 @@ class Window:
         for at, block in self._blocks.items():
             if at <= offset and offset + length <= at + len(block):
                 return block[offset - at : offset - at + length]
-        at = self._tail_at if offset >= self._tail_at else offset
+        at = min(self._tail_at, offset)
         count = max(length + offset - at, min(_WINDOW_BYTES, self.size_bytes - at))
         block = self.file.read(at, count)
         self._blocks[at] = block

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.containers import legacy_stream
 from reshard_engine.containers.source_file import SourceFile, Window
 from reshard_engine.containers.zip_reader import ZipEntry, read_record, read_zip_directory

@@ -16,7 +16,6 @@ import zlib
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.containers.source_file import Window
 
 _EOCD = struct.Struct("<4sHHHHIIH")
@@ -186,11 +185,9 @@ def _zip64_sizes(window: Window, extra: bytes, length: int, packed: int, header:
         at += 4 + count
     result: list[int] = []
     for value in (length, packed, header):
-        if value == _U32_MAX:
-            if not values:
-                raise _bad("bad_directory", window, "a 64-bit size is missing")
-            value = values.pop(0)
-        result.append(value)
+        if value == _U32_MAX and not values:
+            raise _bad("bad_directory", window, "a 64-bit size is missing")
+        result.append(values.pop(0) if value == _U32_MAX else value)
     return result[0], result[1], result[2]
 
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from reshard.errors import RequestError, SourceError
 
+from reshard.errors import RequestError, SourceError
 from reshard_engine.dtypes import Dtype
 
 DEVICE_VARIABLE = "RESHARD_DEVICE"

@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from reshard.errors import RequestError, StorageError, printable
-
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
@@ -70,7 +69,7 @@ class ControlObjects:
             if not overwrite:
                 raise RequestError(
                     "request.target_busy",
-                    f"an unfinished conversion of another plan ({printable(there.plan[:16])}) owns {printable(self._url)}",
+                    f"an unfinished conversion ({printable(there.plan[:16])}) owns {printable(self._url)}",
                     fix="run that conversion again to finish it, or add --overwrite to discard it",
                 ) from error
             self.remove(there.plan)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+
 from reshard.errors import JobError
 from reshard.models import Progress
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.cast import CastKernel, default_kernel
 from reshard_engine.execute.crc import CrcBoard
-from reshard_engine.execute.gather import Buffer, Gathered, fill_chunk
+from reshard_engine.execute.gather import Buffer, ChunkFiller
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.execute.sink import Sink
 from reshard_engine.layout import TargetLayout
@@ -28,7 +28,7 @@ from reshard_engine.plan.model import Chunk, Plan, Unit
 _PROGRESS_PERIOD_S = 0.2
 
 
-class Stopped(JobError):
+class StoppedError(JobError):
     """The caller asked the run to stop."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Executor:
 
         Raises:
             ReshardError: The first failure; units in flight are finished or abandoned, none half recorded.
-            Stopped: If the caller asked for it.
+            StoppedError: If the caller asked for it.
         """
         todo = [u for u in units if u.index not in self.records]
         slots = threading.Semaphore(threads)
@@ -108,17 +108,17 @@ class Executor:
         for future in futures:
             future.result()
         if stopped:
-            raise Stopped
+            raise StoppedError
         self.report(phase, force=True)
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
-        report = Gathered()
+        filler = ChunkFiller(self._checkpoint, self._kernel)
         buffers: list[tuple[Chunk, Buffer]] = []
         spans: list[tuple[int, int, int, int, int]] = []
         for chunk in unit.chunks:
             buffer = np.empty(chunk.length_bytes, dtype=np.uint8)
             file = self._layout.files[chunk.file]
-            fill_chunk(self._checkpoint, file, begin=chunk.offset, buffer=buffer, kernel=self._kernel, report=report)
+            filler.fill(file, begin=chunk.offset, buffer=buffer)
             spans += self._sum_records(chunk, buffer)
             buffers.append((chunk, buffer))
         written: list[ChunkRecord] = []
@@ -128,7 +128,7 @@ class Executor:
             view = buffer.data
             crc = zlib.crc32(view)
             written.append(ChunkRecord(chunk, crc, self._sink.write(chunk, view, crc)))
-        record = UnitRecord(unit.index, tuple(written), tuple(spans), report.read_bytes, report.overflows)
+        record = UnitRecord(unit.index, tuple(written), tuple(spans), filler.read_bytes, filler.overflows)
         self._sink.record(record)
         with self._lock:
             self.records[unit.index] = record

@@ -1,8 +1,7 @@
-"""Filling a chunk: literals, bodies from source extents, CRC sums of what other units passed."""
+"""Filling a chunk: literals, and bodies from source extents; CRC sums of what other units pass stay open."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,184 +32,147 @@ class Copy:
     target_dtype: Dtype
     tensor: int
 
+    @property
+    def casts(self) -> bool:
+        """Whether the bytes change on the way."""
+        return self.source_dtype is not self.target_dtype
+
 
 @dataclass
-class Gathered:
-    """What filling reported."""
+class ChunkFiller:
+    """Fills chunks of one unit from a checkpoint; counts what it read and what casts lost."""
 
+    checkpoint: Checkpoint
+    kernel: CastKernel
     read_bytes: int = 0
     overflows: dict[str, int] = field(default_factory=dict[str, int])
+    """Elements per parameter that were finite and became infinite."""
 
+    def fill(self, file: TargetFile, *, begin: int, buffer: Buffer) -> None:
+        """Fill `buffer` with the bytes of the target file from `begin` on, except CRC slots (left zero).
 
-def fill_chunk(
-    checkpoint: Checkpoint, file: TargetFile, *, begin: int, buffer: Buffer, kernel: CastKernel, report: Gathered
-) -> None:
-    """Fill `buffer` with the bytes of the target file from `begin` on, except CRC slots (left zero).
+        Raises:
+            SourceError: `source.changed`, or what the storage says.
+        """
+        end = begin + len(buffer)
+        for offset, data in file.template.literals:
+            low, high = max(offset, begin), min(offset + len(data), end)
+            if low < high:
+                buffer[low - begin : high - begin] = np.frombuffer(data, dtype=np.uint8)[low - offset : high - offset]
+        copies: list[Copy] = []
+        for body in file.template.bodies_in(begin, end):
+            copies += self._body(file.tensors[body.slot], body, begin=begin, buffer=buffer)
+        self._run(copies)
 
-    Raises:
-        SourceError: `source.changed`, or what the storage says.
-    """
-    end = begin + len(buffer)
-    for offset, data in file.template.literals:
-        low, high = max(offset, begin), min(offset + len(data), end)
-        if low < high:
-            buffer[low - begin : high - begin] = np.frombuffer(data, dtype=np.uint8)[low - offset : high - offset]
-    copies: list[Copy] = []
-    for body in file.template.bodies_in(begin, end):
-        _body_copies(checkpoint, file, body, begin=begin, buffer=buffer, copies=copies, kernel=kernel, report=report)
-    run_copies(checkpoint.files, checkpoint, copies, kernel, report)
+    def _body(self, tensor: int, body: Body, *, begin: int, buffer: Buffer) -> list[Copy]:
+        """The extents behind the part of one body that lies in the chunk.
 
+        A chunk may begin or end inside an element; such a part is fetched whole into scratch memory at once.
+        """
+        size = body.dtype.itemsize_bytes
+        low = max(body.offset, begin) - body.offset
+        high = min(body.offset + body.length_bytes, begin + len(buffer)) - body.offset
+        window = buffer[body.offset + low - begin : body.offset + high - begin]
+        if tensor == ZEROS:
+            window[:] = 0
+            return []
+        first, last = low // size, -(-high // size)
+        if low % size == 0 and high % size == 0:
+            return self._extents(tensor, body.dtype, body.begin + first, window)
+        whole = np.empty((last - first) * size, dtype=np.uint8)
+        self._run(self._extents(tensor, body.dtype, body.begin + first, whole))
+        window[:] = whole[low - first * size : low - first * size + len(window)]
+        return []
 
-def _body_copies(
-    checkpoint: Checkpoint,
-    file: TargetFile,
-    body: Body,
-    *,
-    begin: int,
-    buffer: Buffer,
-    copies: list[Copy],
-    kernel: CastKernel,
-    report: Gathered,
-) -> None:
-    """The extents behind the part of one body that lies in the chunk.
+    def _extents(self, tensor: int, dtype: Dtype, begin: int, window: Buffer) -> list[Copy]:
+        """The extents of the elements from `begin` on that fill the window; strided ones are read at once."""
+        shard_map = self.checkpoint.shard_map
+        stored = shard_map.tensors[tensor]
+        size = dtype.itemsize_bytes
+        pieces = shard_map.pieces(tensor, begin, begin + len(window) // size)
+        copies: list[Copy] = []
+        for row in range(len(pieces.begin)):
+            low, high = int(pieces.begin[row]), int(pieces.end[row])
+            file, offset, strides = int(pieces.file[row]), int(pieces.offset[row]), int(pieces.strides[row])
+            length = (high - low) * stored.dtype.itemsize_bytes
+            target = window[(low - begin) * size : (high - begin) * size]
+            copy = Copy(file, offset, length, target, stored.dtype, dtype, tensor)
+            if strides < 0:
+                copies.append(copy)
+                continue
+            layout, itemsize = shard_map.strides[strides], stored.dtype.itemsize_bytes
+            data = read_strided(self.checkpoint.files[file], offset, layout, itemsize, elements=(low, high))
+            self.read_bytes += data.nbytes
+            self._place(copy, data)
+        return copies
 
-    A chunk may begin or end inside an element; such an element is fetched whole into scratch memory.
-    """
-    size = body.dtype.itemsize_bytes
-    low = max(body.offset, begin) - body.offset
-    high = min(body.offset + body.length_bytes, begin + len(buffer)) - body.offset
-    at = body.offset + low - begin
-    number = file.tensors[body.slot]
-    if number == ZEROS:
-        buffer[at : at + high - low] = 0
-        return
-    first, last = low // size, -(-high // size)
-    aligned = low % size == 0 and high % size == 0
-    window = buffer[at : at + high - low] if aligned else np.empty((last - first) * size, dtype=np.uint8)
-    mine = copies if aligned else []
-    _extents(checkpoint, number, body, first, window, mine, kernel, report)
-    if not aligned:
-        run_copies(checkpoint.files, checkpoint, mine, kernel, report)
-        skip = low - first * size
-        buffer[at : at + high - low] = window[skip : skip + high - low]
+    def _run(self, copies: list[Copy]) -> None:
+        """Read the extents in file order, near ones together, and put each where it belongs."""
+        batch: list[Copy] = []
+        for copy in _bounded(sorted(copies, key=lambda c: (c.file, c.offset))):
+            if batch and not _joins(batch, copy):
+                self._run_batch(batch)
+                batch = []
+            batch.append(copy)
+        if batch:
+            self._run_batch(batch)
 
+    def _run_batch(self, batch: list[Copy]) -> None:
+        first = batch[0]
+        file = self.checkpoint.files[first.file]
+        if len(batch) == 1 and not first.casts:
+            file.read_into(first.offset, first.target.data)
+            self.read_bytes += first.length_bytes
+            return
+        start = first.offset
+        staging = np.empty(max(c.offset + c.length_bytes for c in batch) - start, dtype=np.uint8)
+        file.read_into(start, staging.data)
+        self.read_bytes += len(staging)
+        for copy in batch:
+            self._place(copy, staging[copy.offset - start : copy.offset - start + copy.length_bytes])
 
-def _extents(
-    checkpoint: Checkpoint,
-    number: int,
-    body: Body,
-    first: int,
-    window: Buffer,
-    copies: list[Copy],
-    kernel: CastKernel,
-    report: Gathered,
-) -> None:
-    stored = checkpoint.shard_map.tensors[number]
-    size = body.dtype.itemsize_bytes
-    begin = body.begin + first
-    pieces = checkpoint.shard_map.pieces(number, begin, begin + len(window) // size)
-    for row in range(len(pieces.begin)):
-        low, high = int(pieces.begin[row]), int(pieces.end[row])
-        file, offset, strides = int(pieces.file[row]), int(pieces.offset[row]), int(pieces.strides[row])
-        target = window[(low - begin) * size : (high - begin) * size]
-        if strides >= 0:
-            layout = checkpoint.shard_map.strides[strides]
-            data = read_strided(checkpoint.files[file], offset, layout, low, high, stored.dtype.itemsize_bytes)
-            report.read_bytes += data.nbytes
-            if stored.dtype is body.dtype:
-                target[:] = data
-            else:
-                _cast_into(data, target, stored.dtype, body.dtype, stored.fqn, kernel, report)
-            continue
-        copies.append(
-            Copy(file, offset, (high - low) * stored.dtype.itemsize_bytes, target, stored.dtype, body.dtype, number)
-        )
-
-
-def run_copies(
-    files: Sequence[SourceFile], checkpoint: Checkpoint, copies: list[Copy], kernel: CastKernel, report: Gathered
-) -> None:
-    """Read the extents in file order, near ones together, and put each where it belongs."""
-    batch: list[Copy] = []
-    for copy in _bounded(sorted(copies, key=lambda c: (c.file, c.offset))):
-        if batch and not _joins(batch, copy):
-            _run_batch(files, checkpoint, batch, kernel, report)
-            batch = []
-        batch.append(copy)
-    if batch:
-        _run_batch(files, checkpoint, batch, kernel, report)
+    def _place(self, copy: Copy, data: Buffer) -> None:
+        if not copy.casts:
+            copy.target[:] = data
+            return
+        if data.ctypes.data % copy.source_dtype.itemsize_bytes:
+            data = data.copy()  # numpy views of wider elements want aligned memory
+        result = self.kernel.cast(data, copy.source_dtype, copy.target_dtype)
+        copy.target[:] = result
+        if lost := overflowed(data, result, copy.source_dtype, copy.target_dtype):
+            fqn = self.checkpoint.shard_map.tensors[copy.tensor].fqn
+            self.overflows[fqn] = self.overflows.get(fqn, 0) + lost
 
 
 def _bounded(copies: list[Copy]) -> list[Copy]:
     """Copies cut so that none that needs staging is larger than a read batch."""
     result: list[Copy] = []
     for copy in copies:
-        if copy.source_dtype is copy.target_dtype or copy.length_bytes <= READ_BATCH_BYTES:
+        if not copy.casts or copy.length_bytes <= READ_BATCH_BYTES:
             result.append(copy)
             continue
-        step = READ_BATCH_BYTES // copy.source_dtype.itemsize_bytes
-        for first in range(0, copy.length_bytes // copy.source_dtype.itemsize_bytes, step):
-            at = first * copy.source_dtype.itemsize_bytes
-            count = min(step * copy.source_dtype.itemsize_bytes, copy.length_bytes - at)
-            low = first * copy.target_dtype.itemsize_bytes
-            high = low + count // copy.source_dtype.itemsize_bytes * copy.target_dtype.itemsize_bytes
-            result.append(
-                Copy(
-                    copy.file,
-                    copy.offset + at,
-                    count,
-                    copy.target[low:high],
-                    copy.source_dtype,
-                    copy.target_dtype,
-                    copy.tensor,
-                )
-            )
+        wide, narrow = copy.source_dtype.itemsize_bytes, copy.target_dtype.itemsize_bytes
+        elems, step = copy.length_bytes // wide, READ_BATCH_BYTES // wide
+        for first in range(0, elems, step):
+            count = min(step, elems - first)
+            target = copy.target[first * narrow : (first + count) * narrow]
+            offset, length = copy.offset + first * wide, count * wide
+            result.append(Copy(copy.file, offset, length, target, copy.source_dtype, copy.target_dtype, copy.tensor))
     return result
 
 
 def _joins(batch: list[Copy], copy: Copy) -> bool:
-    start = batch[0].offset
-    end = max(batch[-1].offset + batch[-1].length_bytes, copy.offset + copy.length_bytes)
-    near = copy.offset - (batch[-1].offset + batch[-1].length_bytes) <= GAP_BYTES
+    start, last = batch[0].offset, batch[-1]
+    end = max(last.offset + last.length_bytes, copy.offset + copy.length_bytes)
+    near = copy.offset - (last.offset + last.length_bytes) <= GAP_BYTES
     return copy.file == batch[0].file and near and end - start <= READ_BATCH_BYTES
 
 
-def _run_batch(
-    files: Sequence[SourceFile], checkpoint: Checkpoint, batch: list[Copy], kernel: CastKernel, report: Gathered
-) -> None:
-    first = batch[0]
-    if len(batch) == 1 and first.source_dtype is first.target_dtype:
-        files[first.file].read_into(first.offset, first.target.data)
-        report.read_bytes += first.length_bytes
-        return
-    start = first.offset
-    end = max(c.offset + c.length_bytes for c in batch)
-    staging = np.empty(end - start, dtype=np.uint8)
-    files[first.file].read_into(start, staging.data)
-    report.read_bytes += len(staging)
-    for copy in batch:
-        data = staging[copy.offset - start : copy.offset - start + copy.length_bytes]
-        if copy.source_dtype is copy.target_dtype:
-            copy.target[:] = data
-        else:
-            name = checkpoint.shard_map.tensors[copy.tensor].fqn
-            _cast_into(data, copy.target, copy.source_dtype, copy.target_dtype, name, kernel, report)
-
-
-def _cast_into(
-    data: Buffer, target: Buffer, source: Dtype, wanted: Dtype, fqn: str, kernel: CastKernel, report: Gathered
-) -> None:
-    if data.ctypes.data % source.itemsize_bytes:
-        data = data.copy()
-    result = kernel.cast(data, source, wanted)
-    target[:] = result
-    if lost := overflowed(data, result, source, wanted):
-        report.overflows[fqn] = report.overflows.get(fqn, 0) + lost
-
-
-def read_strided(file: SourceFile, offset: int, layout: Strides, low: int, high: int, itemsize_bytes: int) -> Buffer:
+def read_strided(
+    file: SourceFile, offset: int, layout: Strides, itemsize_bytes: int, *, elements: tuple[int, int]
+) -> Buffer:
     """The elements `[low, high)` in row-major order of a tensor that lies strided in its file, packed."""
-    ids = np.arange(low, high, dtype=np.int64)
+    ids = np.arange(*elements, dtype=np.int64)
     places = np.zeros_like(ids)
     for length, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
         places += ids % length * stride

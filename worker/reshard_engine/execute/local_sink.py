@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reshard.errors import IntegrityError, RequestError, StorageError, printable
-
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME

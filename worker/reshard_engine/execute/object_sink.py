@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from reshard.errors import IntegrityError, ReshardError, StorageError, printable
-
 from reshard_engine.execute.control import ControlObjects
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.local_sink import target_exists
@@ -238,7 +237,8 @@ class ObjectSink:
             ):
                 raise IntegrityError(
                     "integrity.mismatch",
-                    f"{printable(planned.path)}: the store holds {held} bytes, {planned.size_bytes} were written, or another object",
+                    f"{printable(planned.path)}: the store holds {held} bytes or another object, "
+                    f"{planned.size_bytes} bytes were written",
                 )
         return list(there.values())
 

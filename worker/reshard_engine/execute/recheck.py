@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from reshard.errors import IntegrityError, printable
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile, Window
 from reshard_engine.containers.zip_reader import read_zip_directory

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import SourceError
-
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import (
     Global,
@@ -21,12 +20,10 @@ from reshard_engine.pickles.nodes import (
     PBytearray,
     PDict,
     PList,
-    PLiteral,
     PObject,
     PSet,
     PStorage,
     PTensor,
-    PTensorRef,
     PTuple,
     kind_of,
 )
@@ -70,28 +67,28 @@ class _Emitter:
         if known is not None:
             self._get(known)
             return
-        match node:
-            case PTuple():
-                self._tuple(node)
-            case PList():
-                self._out.append(b"]")
-                self._put(node)
-                self._batches(node.items, b"e", step=1)
-            case PDict():
-                self._out.append(b"}")
-                self._put(node)
-                self._batches(node.pairs, b"u", step=2)
-            case PSet():
-                self._set(node)
-            case PObject():
-                self._object(node)
-            case PTensor():
-                self._tensor(node)
-            case PBytearray():
-                self._call(Global("__builtin__", "bytearray"), (node.data,))
-                self._put(node)
-            case _:
-                raise SourceError("checkpoint.malformed", f"cannot write {kind_of(node)}")
+        for cls, emit in _EMITTERS:
+            if isinstance(node, cls):
+                emit(self, node)
+                return
+        raise SourceError("checkpoint.malformed", f"cannot write {kind_of(node)}")
+
+    def list_(self, node: PList) -> None:
+        """A list, in batches."""
+        self._out.append(b"]")
+        self._put(node)
+        self._batches(node.items, b"e", step=1)
+
+    def dict_(self, node: PDict) -> None:
+        """A dict, in batches."""
+        self._out.append(b"}")
+        self._put(node)
+        self._batches(node.pairs, b"u", step=2)
+
+    def bytearray_(self, node: PBytearray) -> None:
+        """A bytearray, as a call."""
+        self._call(Global("__builtin__", "bytearray"), (node.data,))
+        self._put(node)
 
     def _get(self, index: int) -> None:
         self._out.append(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
@@ -144,7 +141,8 @@ class _Emitter:
         self._out.append(b"c" + name.module.encode() + b"\n" + name.name.encode() + b"\n")
         self._globals[name.dotted] = self._put_index()
 
-    def _tuple(self, node: PTuple) -> None:
+    def tuple_(self, node: PTuple) -> None:
+        """A tuple; one that contains itself through a list is fetched from the memo."""
         count = len(node.items)
         if count > 3:
             self._out.append(b"(")
@@ -168,14 +166,16 @@ class _Emitter:
 
     def _call(self, func: Global, args: tuple[Node, ...]) -> None:
         self._global(func)
-        self._tuple(PTuple(args))
+        self.tuple_(PTuple(args))
         self._out.append(b"R")
 
-    def _set(self, node: PSet) -> None:
+    def set_(self, node: PSet) -> None:
+        """A set, as a call."""
         self._call(Global("__builtin__", "frozenset" if node.frozen else "set"), (PList(node.items),))
         self._put(node)
 
-    def _object(self, node: PObject) -> None:
+    def object_(self, node: PObject) -> None:
+        """An object, by the opcode family that made it."""
         cls = node.cls
         if not isinstance(cls, Global):
             raise SourceError("checkpoint.malformed", "cannot write an object of no named class")
@@ -198,7 +198,8 @@ class _Emitter:
             self.write(node.state)
             self._out.append(b"b")
 
-    def _tensor(self, node: PTensor) -> None:
+    def tensor_(self, node: PTensor) -> None:
+        """A tensor over a storage of its archive."""
         self._global(_REBUILD_PARAMETER) if node.parameter else None
         dtype = BY_NAME[node.dtype]
         typed = dtype.storage_class is not None
@@ -233,6 +234,17 @@ class _Emitter:
         self._out.append(b"Q")
 
 
+_EMITTERS: tuple[tuple[type, Callable[[_Emitter, Any], None]], ...] = (
+    (PTuple, _Emitter.tuple_),
+    (PList, _Emitter.list_),
+    (PDict, _Emitter.dict_),
+    (PTensor, _Emitter.tensor_),
+    (PObject, _Emitter.object_),
+    (PSet, _Emitter.set_),
+    (PBytearray, _Emitter.bytearray_),
+)
+
+
 def _integer(value: int) -> bytes:
     if 0 <= value < 256:
         return b"K" + bytes([value])
@@ -253,49 +265,3 @@ def emit_pickle(node: Node, *, keep_foreign: bool = False) -> bytes:
         SourceError: `pickle.forbidden_global` if a name is not on the allow-list and `keep_foreign` is False.
     """
     return _Emitter(keep_foreign=keep_foreign).finish(node)
-
-
-def rewrite(
-    node: Node, tensor: Callable[[Any], Node], foreign: Callable[[Node], Node], memo: dict[int, Any] | None = None
-) -> Node:
-    """A copy of the tree with each tensor replaced by `tensor(node)` and each foreign object by `foreign(node)`.
-
-    Aliases and cycles through lists and dicts are preserved. `foreign` gets `PObject`s and `Global`s whose
-    name is not on the allow-list and returns what stands in their place.
-    """
-    memo = {} if memo is None else memo
-    if id(node) in memo:
-        return memo[id(node)]
-
-    def again(child: Node) -> Node:
-        return rewrite(child, tensor, foreign, memo)
-
-    match node:
-        case PTensor() | PTensorRef() | PLiteral():
-            result: Node = tensor(node)
-        case PList():
-            result = memo[id(node)] = PList(depth=node.depth)
-            result.items.extend(again(i) for i in node.items)
-        case PDict():
-            result = memo[id(node)] = PDict(depth=node.depth)
-            result.pairs.extend(again(i) for i in node.pairs)
-        case PTuple():
-            result = PTuple(tuple(again(i) for i in node.items), node.depth)
-        case PSet():
-            result = PSet([again(i) for i in node.items], node.frozen, node.depth)
-        case PObject():
-            if not (isinstance(node.cls, Global) and is_listed(node.cls)):
-                replaced = foreign(node)
-                if replaced is not node:
-                    return replaced
-            result = memo[id(node)] = PObject(node.how, node.cls, PTuple(), depth=node.depth, has_state=node.has_state)
-            result.args = again(node.args)
-            result.kwargs, result.state = again(node.kwargs), again(node.state)
-            result.items = [again(i) for i in node.items]
-            result.appends = [again(i) for i in node.appends]
-        case Global():
-            result = node if is_listed(node) else foreign(node)
-        case _:
-            return node
-    memo[id(node)] = result
-    return result

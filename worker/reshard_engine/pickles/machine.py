@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.errors import SourceError
-
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PTuple
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -113,5 +112,4 @@ class PickleMachine:
     def deepen(self, parent: Any, children: list[Node]) -> None:
         """A container got more children: it may nest deeper now."""
         depth = self.depth(children)
-        if depth > parent.depth:
-            parent.depth = depth
+        parent.depth = max(parent.depth, depth)

@@ -6,7 +6,6 @@ Source: CPython 3.11 `Lib/pickletools.py`; torch 2.13.0 `torch/serialization.py`
 from __future__ import annotations
 
 from reshard.errors import printable
-
 from reshard_engine.pickles import rebuild
 from reshard_engine.pickles.machine import PickleMachine, bad
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PTensor, PTuple

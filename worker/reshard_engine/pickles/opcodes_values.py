@@ -8,7 +8,6 @@ from __future__ import annotations
 import struct
 
 from reshard.errors import printable
-
 from reshard_engine.pickles.machine import MARK, PickleMachine, bad
 from reshard_engine.pickles.nodes import Node
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from reshard.errors import SourceError, printable
 from reshard.models import OpaquePolicy
-
 from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
 from reshard_engine.pickles.nodes import Global
 

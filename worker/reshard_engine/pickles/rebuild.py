@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple

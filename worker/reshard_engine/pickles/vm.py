@@ -10,8 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from reshard_engine.pickles import opcodes_objects as objects
-from reshard_engine.pickles import opcodes_values as values
+from reshard_engine.pickles import opcodes_objects as objects, opcodes_values as values
 from reshard_engine.pickles.limits import DEFAULT_LIMITS, PickleLimits
 from reshard_engine.pickles.machine import PickleMachine, bad
 from reshard_engine.pickles.nodes import Node, PBytearray, PDict, PList, PSet, PStorage, PTuple
@@ -29,35 +28,72 @@ Step = Callable[[PickleMachine], None]
 def _table() -> list[Step | None]:
     take = PickleMachine.take
     table: list[Step | None] = [None] * 256
-    # fmt: off
     named: dict[bytes, Step] = {
-        b"(": values.op_mark, b"0": values.op_pop_op, b"1": values.op_pop_mark, b"2": values.op_dup,
-        b"N": lambda s: s.push(None), b"\x88": lambda s: s.push(True), b"\x89": lambda s: s.push(False),
-        b"I": values.op_int_text, b"L": values.op_long_text, b"F": values.op_float_text,
-        b"J": lambda s: s.push(_I32.unpack(take(s, 4))[0]), b"K": lambda s: s.push(take(s, 1)[0]),
-        b"M": lambda s: s.push(_U16.unpack(take(s, 2))[0]), b"G": lambda s: s.push(_F64.unpack(take(s, 8))[0]),
-        b"\x8a": lambda s: values.op_long(s, take(s, 1)[0]), b"\x8b": lambda s: values.op_long(s, _I32.unpack(take(s, 4))[0]),
-        b"S": values.op_string_text, b"T": values.op_binstring, b"U": lambda s: values.op_latin(s, s.text(take(s, 1)[0])),
-        b"V": values.op_unicode_text, b"X": lambda s: values.op_utf8(s, s.text(_U32.unpack(take(s, 4))[0])),
+        b"(": values.op_mark,
+        b"0": values.op_pop_op,
+        b"1": values.op_pop_mark,
+        b"2": values.op_dup,
+        b"N": lambda s: s.push(None),
+        b"\x88": lambda s: s.push(True),
+        b"\x89": lambda s: s.push(False),
+        b"I": values.op_int_text,
+        b"L": values.op_long_text,
+        b"F": values.op_float_text,
+        b"J": lambda s: s.push(_I32.unpack(take(s, 4))[0]),
+        b"K": lambda s: s.push(take(s, 1)[0]),
+        b"M": lambda s: s.push(_U16.unpack(take(s, 2))[0]),
+        b"G": lambda s: s.push(_F64.unpack(take(s, 8))[0]),
+        b"\x8a": lambda s: values.op_long(s, take(s, 1)[0]),
+        b"\x8b": lambda s: values.op_long(s, _I32.unpack(take(s, 4))[0]),
+        b"S": values.op_string_text,
+        b"T": values.op_binstring,
+        b"U": lambda s: values.op_latin(s, s.text(take(s, 1)[0])),
+        b"V": values.op_unicode_text,
+        b"X": lambda s: values.op_utf8(s, s.text(_U32.unpack(take(s, 4))[0])),
         b"\x8c": lambda s: values.op_utf8(s, s.text(take(s, 1)[0])),
         b"\x8d": lambda s: values.op_utf8(s, s.text(_U64.unpack(take(s, 8))[0])),
         b"B": lambda s: s.stack.append(s.text(_U32.unpack(take(s, 4))[0])),
         b"C": lambda s: s.stack.append(s.text(take(s, 1)[0])),
         b"\x8e": lambda s: s.stack.append(s.text(_U64.unpack(take(s, 8))[0])),
         b"\x96": lambda s: s.stack.append(PBytearray(s.text(_U64.unpack(take(s, 8))[0]))),
-        b"]": lambda s: s.push(PList(), 56), b")": lambda s: s.push(PTuple(), 56), b"}": lambda s: s.push(PDict(), 64),
+        b"]": lambda s: s.push(PList(), 56),
+        b")": lambda s: s.push(PTuple(), 56),
+        b"}": lambda s: s.push(PDict(), 64),
         b"\x8f": lambda s: s.push(PSet(), 64),
-        b"\x85": lambda s: objects.op_tuple_of(s, 1), b"\x86": lambda s: objects.op_tuple_of(s, 2), b"\x87": lambda s: objects.op_tuple_of(s, 3),
-        b"t": objects.op_tuple, b"l": objects.op_list, b"d": objects.op_dict, b"\x91": objects.op_frozenset,
-        b"a": objects.op_append, b"e": objects.op_appends, b"s": objects.op_setitem, b"u": objects.op_setitems, b"\x90": objects.op_additems,
-        b"p": values.op_put_text, b"q": lambda s: values.op_put(s, take(s, 1)[0]), b"r": lambda s: values.op_put(s, _U32.unpack(take(s, 4))[0]),
+        b"\x85": lambda s: objects.op_tuple_of(s, 1),
+        b"\x86": lambda s: objects.op_tuple_of(s, 2),
+        b"\x87": lambda s: objects.op_tuple_of(s, 3),
+        b"t": objects.op_tuple,
+        b"l": objects.op_list,
+        b"d": objects.op_dict,
+        b"\x91": objects.op_frozenset,
+        b"a": objects.op_append,
+        b"e": objects.op_appends,
+        b"s": objects.op_setitem,
+        b"u": objects.op_setitems,
+        b"\x90": objects.op_additems,
+        b"p": values.op_put_text,
+        b"q": lambda s: values.op_put(s, take(s, 1)[0]),
+        b"r": lambda s: values.op_put(s, _U32.unpack(take(s, 4))[0]),
         b"\x94": lambda s: values.op_put(s, len(s.memo)),
-        b"g": values.op_get_text, b"h": lambda s: values.op_get(s, take(s, 1)[0]), b"j": lambda s: values.op_get(s, _U32.unpack(take(s, 4))[0]),
-        b"c": objects.op_global, b"\x93": objects.op_stack_global, b"R": objects.op_reduce, b"b": objects.op_build, b"i": objects.op_inst, b"o": objects.op_obj,
-        b"\x81": objects.op_newobj, b"\x92": objects.op_newobj_ex, b"Q": objects.op_binpersid, b"P": objects.op_forbidden_persid,
-        b"\x82": objects.op_forbidden_ext, b"\x83": objects.op_forbidden_ext, b"\x84": objects.op_forbidden_ext, b"\x95": values.op_frame,
+        b"g": values.op_get_text,
+        b"h": lambda s: values.op_get(s, take(s, 1)[0]),
+        b"j": lambda s: values.op_get(s, _U32.unpack(take(s, 4))[0]),
+        b"c": objects.op_global,
+        b"\x93": objects.op_stack_global,
+        b"R": objects.op_reduce,
+        b"b": objects.op_build,
+        b"i": objects.op_inst,
+        b"o": objects.op_obj,
+        b"\x81": objects.op_newobj,
+        b"\x92": objects.op_newobj_ex,
+        b"Q": objects.op_binpersid,
+        b"P": objects.op_forbidden_persid,
+        b"\x82": objects.op_forbidden_ext,
+        b"\x83": objects.op_forbidden_ext,
+        b"\x84": objects.op_forbidden_ext,
+        b"\x95": values.op_frame,
     }
-    # fmt: on
     for opcode, step in named.items():
         table[opcode[0]] = step
     return table

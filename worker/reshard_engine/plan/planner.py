@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.layout import ZEROS, TargetFile, TargetLayout
 from reshard_engine.plan.budget import chunk_bytes_within

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.reader import DeepSpeedReader

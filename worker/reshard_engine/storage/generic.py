@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.errors import SourceError, StorageError, printable
-
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.protocol import Listing, ObjectInfo
 

@@ -9,7 +9,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from reshard.errors import SourceError, StorageError, printable
-
 from reshard_engine.storage.protocol import Listing, ObjectInfo
 
 

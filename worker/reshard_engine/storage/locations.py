@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import RequestError, printable
-
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.protocol import Store, join

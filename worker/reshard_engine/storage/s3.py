@@ -24,8 +24,8 @@ import botocore.exceptions
 import botocore.session
 import s3fs
 from botocore.config import Config
-from reshard.errors import ReshardError, SourceError, StorageError, printable
 
+from reshard.errors import ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, WeightDtype
-
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
 from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template

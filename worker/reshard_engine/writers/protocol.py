@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from reshard.models import ConvertRequest
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.layout import TargetLayout
 

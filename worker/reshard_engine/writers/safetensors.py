@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.models import ConvertRequest
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.layout import FileTemplate, TargetLayout

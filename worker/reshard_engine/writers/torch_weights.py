@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.models import ConvertRequest
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.layout import FileTemplate, TargetLayout

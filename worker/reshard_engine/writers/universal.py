@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
-
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.dtypes import FLOAT32
 from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
@@ -40,7 +39,7 @@ class UniversalWriter:
         if checkpoint.optimizer is None:
             raise RequestError(
                 "request.unsatisfiable",
-                "the checkpoint holds no optimizer, and a universal checkpoint is one",
+                f"a universal checkpoint is made of optimizer states: {'; '.join(checkpoint.warnings)}",
                 fix="write the weights alone: --to safetensors",
             )
         states, warnings = _states_to_write(checkpoint)
@@ -59,15 +58,15 @@ def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
         if other := sorted(set(parameter.scalars) - {"step"}):
             raise RequestError(
                 "request.unsatisfiable",
-                f"optimizer state {printable(other[0])!r} is one number per group, for which the universal form has no place",
+                f"optimizer state {printable(other[0])!r} is one number per group, and the universal form has no such",
                 fix="write the weights alone: --to safetensors",
             )
     lacking = [p.fqn for p in checkpoint.trained if set(states) - set(p.states)]
     if lacking and len(states) > 1:
         raise RequestError(
             "request.unsatisfiable",
-            f"{len(lacking)} of {len(checkpoint.trained)} parameters have no optimizer states ({printable(lacking[0])}, ...): "
-            "they were offloaded and not saved",
+            f"{len(lacking)} of {len(checkpoint.trained)} parameters have no optimizer states "
+            f"({printable(lacking[0])}, ...): they were offloaded and not saved",
             fix="write the weights alone: --to safetensors",
         )
     if len(states) == 1 and _is_adam(checkpoint.optimizer):

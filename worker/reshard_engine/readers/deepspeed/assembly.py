@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
@@ -29,7 +28,6 @@ def assemble(
     url: str,
     tag: str | None,
     files: tuple[SourceFile, ...],
-    prefix: str,
     ledger: OpaqueLedger,
 ) -> Checkpoint:
     """The checkpoint of a ZeRO run from its parsed files, in rank order.
@@ -46,7 +44,7 @@ def assemble(
     trained: list[Parameter] = []
     by_name: dict[str, dict[str, int]] = {}
     for key in ("fp32", *_positional_keys(states)):
-        _add_state(builder, key, states, shapes, number, by_name)
+        _add_state(builder, key, states, shapes, number=number, by_name=by_name)
     for index, group in enumerate(shapes):
         for name, shape in group:
             trained.append(Parameter(name, shape, group_of[index], None, by_name[name], scalars[index]))
@@ -61,7 +59,10 @@ def assemble(
     )
     warnings = list(module.warnings)
     if first.elastic:
-        warnings.append("elastic (list-form) optimizer states carry no hyper-parameters: they come from ds_config")
+        warnings.append(
+            "elastic (list-form) optimizer states carry no hyper-parameters: they come from ds_config, "
+            "so the learning rate is the configured one until a scheduler sets it at its next step"
+        )
     if not any(first.states):
         warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
     return Checkpoint(
@@ -73,7 +74,7 @@ def assemble(
         world={"dp": len(states), "tp": 1, "pp": 1},
         step=model.integer("global_steps"),
         files=files,
-        parameters=tuple([*parameters, *module.frozen_parameters]),
+        parameters=(*parameters, *module.frozen_parameters),
         buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
         shared=module.shared,
         optimizer=optimizer,
@@ -118,6 +119,7 @@ def _add_state(
     key: str,
     states: Sequence[RankStates],
     shapes: Sequence[Shapes],
+    *,
     number: Mapping[SourceFile, int],
     by_name: dict[str, dict[str, int]],
 ) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.split_files import joined_parts, whole_copy
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store
@@ -92,7 +91,7 @@ def sort_files(store: Store, listing: Listing) -> RankFiles:
     if len(prefixes) > 1:
         raise SourceError(
             "checkpoint.ambiguous",
-            f"optimizer files with and without the prefix {sorted(prefixes)[-1]!r}: two checkpoints in one directory",
+            f"optimizer files with and without the prefix {max(prefixes)!r}: two checkpoints in one directory",
             fix="keep one of the two sets of *_optim_states.pt",
         )
     model_ranks = {mp for _, mp in optim} | {mp for _, mp in model_z3} | set(model)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-from reshard.errors import SourceError
 
+from reshard.errors import SourceError
 from reshard_engine.readers.deepspeed.model_states import Shapes
 from reshard_engine.shardmap import Column, ShardMapBuilder
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.pickles.nodes import (
     Global,

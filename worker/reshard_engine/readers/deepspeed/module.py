@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.checkpoint import Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
@@ -96,8 +95,9 @@ class ModuleTensors:
             if dtypes <= {"int8", "uint8"}:
                 raise SourceError(
                     "source.unsupported",
-                    f"frozen {printable(name)} was saved quantized without its scales (zero_quantized_nontrainable_weights)",
-                    fix="take the frozen weights from the base model, and convert with --exclude-frozen after saving without them",
+                    f"frozen {printable(name)} was saved in 8 bits without its scales "
+                    "(zero_quantized_nontrainable_weights)",
+                    fix="save with exclude_frozen_parameters=True and take the frozen weights from the base model",
                 )
             if len(dtypes) != 1:
                 raise SourceError("checkpoint.mixed", f"frozen {printable(name)} has several element types")

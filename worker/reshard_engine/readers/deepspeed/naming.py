@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
@@ -24,6 +24,16 @@ def _refused(ways: int, owned: int, candidates: int) -> SourceError:
     )
 
 
+def _choices(
+    placed: tuple[int, ...], shape: tuple[int, ...], groups: Sequence[Sequence[tuple[int, ...] | None]]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Where a candidate of this shape can go: to no group (-1), or to each group whose next member it can be."""
+    yield -1, placed
+    for choice, members in enumerate(groups):
+        if placed[choice] < len(members) and members[placed[choice]] in (shape, None):
+            yield choice, tuple(n + (i == choice) for i, n in enumerate(placed))
+
+
 def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[int, ...] | None]]) -> list[list[str]]:
     """Per group the names of its parameters, in the optimizer's order.
 
@@ -42,17 +52,10 @@ def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[in
         left = len(candidates) - position - 1
         following: dict[tuple[int, ...], tuple[int, _Path]] = {}
         for placed, (ways, path) in layer.items():
-            for choice in range(-1, len(groups)):
-                if choice < 0:
-                    after = placed
-                elif placed[choice] < goal[choice] and groups[choice][placed[choice]] in (shape, None):
-                    after = tuple(n + (i == choice) for i, n in enumerate(placed))
-                else:
-                    continue
-                if owned - sum(after) > left:
-                    continue
-                known = following.get(after)
-                following[after] = (min(_MANY, ways + (known[0] if known else 0)), (path, choice))
+            for choice, after in _choices(placed, shape, groups):
+                if owned - sum(after) <= left:
+                    known = following.get(after)
+                    following[after] = (min(_MANY, ways + (known[0] if known else 0)), (path, choice))
         if len(following) > _MAX_STATES:
             raise _refused(_MANY, owned, len(candidates))
         layer = following

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
@@ -69,7 +68,6 @@ class DeepSpeedReader:
             url=location.url,
             tag=tag,
             files=tuple(dict.fromkeys(used)),
-            prefix=files.prefix,
             ledger=ledger,
         )
 
@@ -109,7 +107,7 @@ def _refuse_unsupported(files: RankFiles) -> None:
         raise SourceError(
             "source.unsupported",
             f"this checkpoint has {reason}, which this version does not read",
-            fix="data-parallel checkpoints (ZeRO-1/2/3, BF16_Optimizer, stage 0) are supported; `reshard inspect --help`",
+            fix="data-parallel checkpoints (ZeRO-1/2/3, BF16_Optimizer, stage 0) are supported",
         )
 
 

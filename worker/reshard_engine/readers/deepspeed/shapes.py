@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from math import prod
 
 from reshard.errors import SourceError
-
 from reshard_engine.pickles.nodes import is_mapping
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes, parse_param_shapes
 from reshard_engine.readers.deepspeed.optim_states import RankStates
@@ -30,7 +29,8 @@ def shapes_by_group(model: ModelStates, states: Sequence[RankStates]) -> tuple[S
     if shapes is None:
         raise SourceError(
             "source.unsupported_version",
-            f"neither the model file nor the optimizer file has `param_shapes` (deepspeed {model.version or 'of unknown version'})",
+            "neither the model file nor the optimizer file has `param_shapes` "
+            f"(deepspeed {model.version or 'of unknown version'})",
             fix="load it once with a DeepSpeed of 0.5 or later at the old world size, and save again",
         )
     if is_mapping(node) and len(first.fp32) > 1:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from math import prod
 
 import numpy as np
-from reshard.errors import SourceError
 
+from reshard.errors import SourceError
 from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.model_states import Shapes
 from reshard_engine.shardmap import ShardMapBuilder

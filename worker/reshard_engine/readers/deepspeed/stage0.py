@@ -2,7 +2,7 @@
 
 The optimizer numbers its parameters group by group and stores no names. Names follow from `module`
 (which is in the model's order) only if exactly one assignment keeps that order within each group and
-fits every shape; otherwise the optimizer states are refused, never guessed.
+fits every shape; otherwise the optimizer states are left out and said so, never guessed.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`: `optimizer` at stage 0),
 `runtime/fp16/fused_optimizer.py` and `unfused_optimizer.py` (`state_dict`), torch 2.13.0 `optim/optimizer.py`.
@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from reshard.errors import SourceError, printable
-
 from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
@@ -42,8 +41,7 @@ _EXTRA_KEYS = (
 def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
     """The checkpoint of a run without ZeRO.
 
-    Raises:
-        SourceError: `source.unsupported` if the optimizer's states cannot be given names.
+    Optimizer states that cannot be given names are left out with a warning.
     """
     builder = ShardMapBuilder()
     number = {model.torch_file.file: 0}
@@ -55,14 +53,11 @@ def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: Op
     optimizer: OptimizerState | None = None
     parameters = list(candidates.values())
     warnings: list[str] = []
-    if node is None:
+    states = None if node is None else _Stage0Optimizer(node, model.torch_file, builder)
+    owned = None if states is None else _named(states, candidates, warnings)
+    if states is None:
         warnings.append("the checkpoint has no optimizer: weights only")
-    else:
-        states = _Stage0Optimizer(node, model.torch_file, builder)
-        shapes, weights = {n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()}
-        try:
-            owned = states.assign(shapes, weights)
-        XXX
+    elif owned is not None:
         parameters = [owned.get(n, p) for n, p in candidates.items()]
         order = {n: i for i, n in enumerate(owned)}
         parameters.sort(key=lambda p: (p.fqn not in order, order.get(p.fqn, 0)))
@@ -71,6 +66,8 @@ def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: Op
             {k: trees.carried(v, model.torch_file) for k, v in states.extras.items()}
             | ({"ds_version": model.version} if model.version else {}),
         )
+        if "cur_scale" in states.extras:
+            warnings.append("stage 0 keeps its loss scale in another form than stages 1 to 3: it starts anew there")
         if not any(p.states.keys() - {"fp32"} for p in owned.values()):
             warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
     return Checkpoint(
@@ -93,6 +90,21 @@ def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: Op
     )
 
 
+def _named(
+    states: _Stage0Optimizer, candidates: Mapping[str, Parameter], warnings: list[str]
+) -> dict[str, Parameter] | None:
+    """The parameters that the optimizer owns; None, with a warning, if its states cannot be given names."""
+    shapes, weights = {n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()}
+    try:
+        return states.assign(shapes, weights)
+    except SourceError as error:
+        if error.code != "source.unsupported":
+            raise
+        # The weights have names all the same; writers of optimizer states refuse, and say why.
+        warnings.append(f"weights only, as precise as the model's dtype: {error.message}")
+        return None
+
+
 class _Stage0Optimizer:
     """The `optimizer` entry: torch's own state dict, or the 16-bit wrapper with fp32 masters around it."""
 
@@ -100,7 +112,7 @@ class _Stage0Optimizer:
         outer = mapping_items(node, what="optimizer")
         self._torch_file = torch_file
         self._builder = builder
-        self._flat = [t for t in _tensors(outer.get("fp32_groups_flat"))]
+        self._flat = _tensors(outer.get("fp32_groups_flat"))
         self._masters = (
             [_tensors(g) for g in sequence_items(outer["fp32_groups"], what="fp32_groups")]
             if "fp32_groups" in outer

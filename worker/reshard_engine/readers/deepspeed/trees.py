@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.pickles.emit import rewrite
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -17,6 +16,7 @@ from reshard_engine.pickles.nodes import (
     PTuple,
     mapping_of,
 )
+from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.module import ModuleTensors, add_whole_tensor
 from reshard_engine.shardmap import ShardMapBuilder

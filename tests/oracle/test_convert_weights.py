@@ -1,0 +1,158 @@
+"""Consolidated weights: bit for bit what DeepSpeed's zero_to_fp32 gives where it works, and right where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from oracle.cases import CASES
+from oracle.driver import Oracle, Trained
+from oracle.fixtures import TrainedFactory
+from oracle.outputs import Weights, cast, convert, read_bin, read_safetensors
+from oracle.truth import RawTensor, Truth
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FLOATS = ("F64", "F32", "BF16", "F16")
+_SHARD_BYTES = 2_000
+_FORMS: dict[str, tuple[str, int | None, Callable[[Path], Weights]]] = {
+    "safetensors": ("safetensors", None, read_safetensors),
+    "safetensors-sharded": ("safetensors", _SHARD_BYTES, read_safetensors),
+    "bin": ("torch", None, read_bin),
+    "bin-sharded": ("torch", _SHARD_BYTES, read_bin),
+}
+
+# zero_to_fp32 of DeepSpeed 0.19.8 refuses these, with these words; ours reads them.
+PEER_REFUSES = {
+    "z0_fp32": "'NoneType' object is not iterable",
+    "z0_bf16": "'NoneType' object is not iterable",
+    "bf16opt": "is not a zero checkpoint",
+    "bf16opt_two_groups": "is not a zero checkpoint",
+    "z2_legacy_stream": "mmap",
+    "z3_legacy_stream": "mmap",
+    "z2_fast_writer": "can't find",
+}
+_zero = [name for name, case in CASES.items() if case.stage in (1, 2, 3) and name not in PEER_REFUSES]
+_ALWAYS = (
+    "z1_fp32",
+    "z2_fp16",
+    "z3_fp32",
+    "z2_round_robin_alignment",
+    "z1_round_robin_two_groups",
+    "z3_sub_groups_two_groups",
+    "z3_before_first_step",
+    "z1_elastic",
+    "z2_empty_param",
+    "z3_fast_writer",
+)
+WHERE_THE_PEER_WORKS = [name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in _zero]
+
+
+def expected_weights(run: Trained, dtype: torch.dtype) -> dict[str, RawTensor]:
+    """Masters, frozen weights and buffers in ``dtype``; scalars, integers and booleans as the run held them."""
+    truth = run.truth
+    masters = truth.kind("fp32")
+    loose = {fqn: v for fqn, v in truth.kind("module").items() if fqn not in masters}
+    tensors = masters | loose | truth.kind("frozen") | truth.kind("buffer")
+    return {k: cast(v, dtype) if v.dtype in _FLOATS and v.shape else v for k, v in tensors.items()}
+
+
+def shard(run: Trained, folder: Path, form: str, **options: Any) -> Weights:
+    """Converts and reads back."""
+    to, shard_bytes, read = _FORMS[form]
+    convert(run.dir, folder, to, max_shard_bytes=shard_bytes, **options)
+    return read(folder)
+
+
+def peer_weights(oracle: Oracle, run: Trained, out: Path) -> dict[str, RawTensor]:
+    """What DeepSpeed's ``get_fp32_state_dict_from_zero_checkpoint`` returns."""
+    assert oracle.peer_fp32(run.dir, out) is None
+    return Truth(out, out).tensors
+
+
+@pytest.mark.parametrize("name", WHERE_THE_PEER_WORKS)
+def test_fp32_equals_zero_to_fp32(name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
+    run = trained(name)
+    theirs = peer_weights(oracle, run, tmp_path / "peer.safetensors")
+    ours = shard(run, tmp_path / "ours", "safetensors")
+    assert ours.tensors == expected_weights(run, torch.float32)
+    named = ours.tensors | {alias: ours.tensors[owner] for alias, owner in ours.aliases.items()}
+    left_out = set(run.truth.kind("frozen")) if run.case.stage == 1 else set()
+    assert set(theirs) == set(named) - left_out
+    masters = {fqn: theirs[fqn] for fqn in run.truth.kind("fp32")}
+    assert masters == {fqn: ours.tensors[fqn] for fqn in masters}
+    # The peer leaves frozen weights and buffers in the model's dtype: they are widened, as ours are.
+    assert {k: cast(v, torch.float32) if v.dtype in _FLOATS else v for k, v in theirs.items()} == {
+        k: named[k] for k in theirs
+    }
+
+
+@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16"])
+def test_every_form_in_every_dtype(name: str, dtype: str, form: str, trained: TrainedFactory, tmp_path: Path) -> None:
+    run = trained(name)
+    found = shard(run, tmp_path / "out", form, dtype=dtype)
+    assert found.tensors == expected_weights(run, _DTYPES[dtype])
+    assert found.aliases == run.truth.meta["aliases"] == {"head.weight": "embed.weight"}
+    assert found.tensors["seen"] == run.truth.tensors["buffer/seen"]
+    assert (len(found.files) > 1) == form.endswith("sharded")
+
+
+def test_shards_keep_to_their_size(trained: TrainedFactory, tmp_path: Path) -> None:
+    found = shard(trained("z2_bf16"), tmp_path / "out", "safetensors-sharded")
+    for name in found.files:
+        part = read_safetensors_file(tmp_path / "out" / name)
+        assert len(part) == 1 or sum(map(len, part.values())) <= _SHARD_BYTES
+
+
+def read_safetensors_file(path: Path) -> dict[str, bytes]:
+    """Tensor bytes of one file."""
+    return {key: value.data for key, value in Truth(path, path).tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "z1_fp32"])
+def test_frozen_weights_can_be_left_out(name: str, trained: TrainedFactory, tmp_path: Path) -> None:
+    run = trained(name)
+    found = shard(run, tmp_path / "out", "safetensors", exclude_frozen=True)
+    wanted = expected_weights(run, torch.float32)
+    assert found.tensors == {fqn: value for fqn, value in wanted.items() if fqn != "adapter.weight"}
+
+
+@pytest.mark.parametrize("name", PEER_REFUSES)
+def test_the_peer_refuses_and_ours_reads(name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
+    run = trained(name)
+    error = oracle.peer_fp32(run.dir, tmp_path / "peer.safetensors")
+    assert error is not None
+    assert PEER_REFUSES[name] in error
+    assert shard(run, tmp_path / "ours", "safetensors").tensors == expected_weights(run, torch.float32)
+
+
+def test_tied_weights_as_safetensors(oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
+    run = trained("z2_bf16")
+    error = oracle.peer_safetensors(run.dir, tmp_path / "peer")
+    assert error is not None
+    assert "share memory" in error
+    ours = shard(run, tmp_path / "ours", "safetensors")
+    assert "head.weight" not in ours.tensors
+    assert ours.aliases == {"head.weight": "embed.weight"}
+    assert ours.tensors["embed.weight"] == run.truth.tensors["fp32/embed.weight"]
+
+
+def test_frozen_weights_of_stage_1(oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
+    run = trained("z1_bf16")
+    assert "adapter.weight" not in peer_weights(oracle, run, tmp_path / "peer.safetensors")
+    ours = shard(run, tmp_path / "ours", "safetensors").tensors["adapter.weight"]
+    assert ours == cast(run.truth.tensors["frozen/adapter.weight"], torch.float32)
+
+
+@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16"])
+def test_frozen_weights_are_fp32_too(name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
+    run = trained(name)
+    theirs = peer_weights(oracle, run, tmp_path / "peer.safetensors")["adapter.weight"]
+    ours = shard(run, tmp_path / "ours", "safetensors").tensors["adapter.weight"]
+    assert (theirs.dtype, ours.dtype) == ("BF16", "F32")
+    assert cast(theirs, torch.float32) == ours

@@ -1,0 +1,88 @@
+"""Copies of trees with their tensors and foreign objects replaced; aliases and cycles stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PDict,
+    PList,
+    PLiteral,
+    PObject,
+    PSet,
+    PTensor,
+    PTensorRef,
+    PTuple,
+)
+from reshard_engine.pickles.policy import is_listed
+
+
+class _Rewriter:
+    """One copy; remembers by identity what it has copied."""
+
+    def __init__(self, tensor: Callable[[Any], Node], foreign: Callable[[Node], Node]) -> None:
+        self._tensor = tensor
+        self._foreign = foreign
+        self._memo: dict[int, Node] = {}
+
+    def copy(self, node: Node) -> Node:
+        """The copy of a node."""
+        if id(node) in self._memo:
+            return self._memo[id(node)]
+        match node:
+            case PList():
+                return self._list(node)
+            case PDict():
+                return self._dict(node)
+            case PObject():
+                return self._object(node)
+            case PTensor() | PTensorRef() | PLiteral():
+                result: Node = self._tensor(node)
+            case PTuple():
+                result = PTuple(tuple(map(self.copy, node.items)), node.depth)
+            case PSet():
+                result = PSet(list(map(self.copy, node.items)), node.frozen, node.depth)
+            case Global():
+                result = node if is_listed(node) else self._foreign(node)
+            case _:
+                return node
+        self._memo[id(node)] = result
+        return result
+
+    # Lists, dicts and objects can contain themselves: they are remembered before their content is copied.
+
+    def _list(self, node: PList) -> PList:
+        result = self._memo[id(node)] = PList(depth=node.depth)
+        result.items.extend(map(self.copy, node.items))
+        return result
+
+    def _dict(self, node: PDict) -> PDict:
+        result = self._memo[id(node)] = PDict(depth=node.depth)
+        result.pairs.extend(map(self.copy, node.pairs))
+        return result
+
+    def _object(self, node: PObject) -> Node:
+        if not (isinstance(node.cls, Global) and is_listed(node.cls)):
+            replaced = self._foreign(node)
+            if replaced is not node:
+                self._memo[id(node)] = replaced
+                return replaced
+        result = PObject(node.how, node.cls, PTuple(), depth=node.depth, has_state=node.has_state)
+        self._memo[id(node)] = result
+        result.args = self.copy(node.args)
+        result.kwargs, result.state = self.copy(node.kwargs), self.copy(node.state)
+        result.items = list(map(self.copy, node.items))
+        result.appends = list(map(self.copy, node.appends))
+        return result
+
+
+def rewrite(node: Node, tensor: Callable[[Any], Node], foreign: Callable[[Node], Node]) -> Node:
+    """A copy of the tree with each tensor replaced by `tensor(node)` and each foreign object by `foreign(node)`.
+
+    `foreign` gets `PObject`s and `Global`s whose name is not on the allow-list and returns what stands in
+    their place.
+    """
+    return _Rewriter(tensor, foreign).copy(node)
