@@ -2,7 +2,7 @@
 # Everything is installed into .venv with the exact versions of constraints.txt; no root is needed.
 
 SHELL  := /bin/bash
-PYTHON ?= python3.11
+PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 BIN    := .venv/bin
 READY  := .venv/.ready
 PYTEST := $(BIN)/python -m pytest
