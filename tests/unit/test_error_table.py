@@ -1,0 +1,61 @@
+"""The table of error codes: total in both directions, and safe to show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import reshard
+from reshard.errors import CODES, ExitCode, JobError, ReshardError, class_of, from_problem, printable
+
+ROOTS = [Path(reshard.__file__).parent, *(Path(__file__).parents[2] / d for d in ("worker", "service"))]
+
+
+def test_every_code_is_raised_somewhere() -> None:
+    sources = [p for root in ROOTS for p in root.rglob("*.py")]
+    text = "\n".join(p.read_text() for p in sources if p.name != "errors.py")
+    # Containers and the pickle interpreter add their branch to the last part of the code.
+    unused = [c for c in CODES if f'"{c}"' not in text and f'"{c.partition(".")[2]}"' not in text]
+    assert unused == []
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_survives_the_wire(code: str) -> None:
+    error = class_of(code)(code, "what happened", details={"n": 1})
+    again = from_problem(error.to_problem())
+    assert type(again) is class_of(code)
+    assert (again.code, again.message, again.fix, again.details) == (code, "what happened", error.fix, {"n": 1})
+    assert error.fix, "every error says what to do"
+    assert isinstance(error.exit_code, ExitCode)
+    assert 400 <= error.entry.http_status < 600
+
+
+def test_a_code_from_the_future_keeps_its_text() -> None:
+    error = from_problem({"code": "checkpoint.haunted", "detail": "boo", "title": "Ghosts", "status": 422})
+    assert isinstance(error, JobError)
+    assert (error.code, error.message) == ("service.protocol", "boo")
+    assert error.details["problem"]["code"] == "checkpoint.haunted"
+
+
+def test_unknown_codes_are_bugs() -> None:
+    with pytest.raises(AssertionError):
+        ReshardError("no.such_code", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\nb", "a\\nb"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("\u202eevil", "\\u202eevil"),
+        ("\ud800", "\\ud800"),
+        ("ok", "ok"),
+    ],
+)
+def test_names_from_checkpoints_cannot_steer_a_terminal(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_long_names_are_cut() -> None:
+    assert printable("x" * 1_000_000) == "x" * 256 + "... (1000000 characters)"
