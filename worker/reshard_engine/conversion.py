@@ -22,8 +22,9 @@ from reshard_engine.plan.budget import threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
-from reshard_engine.storage.locations import Location, open_location, scheme_of
+from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectStore, parent_and_name
+from reshard_engine.storage.urls import scheme_of
 from reshard_engine.writers.registry import WRITERS
 
 REMOTE_THREADS = 8

@@ -1,4 +1,4 @@
-"""Any other fsspec file system, for reading: gs, az, hdfs, http, memory and the rest."""
+"""Any other fsspec file system that lists directories, for reading: gs, az, hdfs, memory and the rest."""
 
 from __future__ import annotations
 

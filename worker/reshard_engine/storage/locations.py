@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +9,10 @@ from reshard.errors import RequestError, printable
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.profiles import profile_named
 from reshard_engine.storage.protocol import Store, join
+from reshard_engine.storage.urls import canonical_url, is_local, scheme_of
 
-_LOCAL_SCHEMES = ("file", "local")
+_NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
+"""fsspec file systems that cannot list directories, or that wrap another one."""
 
 
 @dataclass(frozen=True)
@@ -27,35 +28,18 @@ class Location:
         return Location(self.store, join(self.path, *names), join(self.url, *names))
 
 
-def scheme_of(url: str) -> str:
-    """The scheme of a URL; `file` for plain paths."""
-    scheme, mark, _ = url.partition("://")
-    return scheme.lower() if mark else "file"
-
-
-def normalized(url: str) -> str:
-    """The URL in the one spelling that plans and manifests use: absolute, without a trailing slash."""
-    if scheme_of(url) in _LOCAL_SCHEMES:
-        return os.path.abspath(url.partition("://")[2] if "://" in url else os.path.expanduser(url))
-    scheme, _, rest = url.partition("://")
-    return f"{scheme.lower()}://{rest.rstrip('/')}"
-
-
 def open_location(url: str, profile: str | None = None) -> Location:
     """The location that a URL names; nothing is contacted yet.
 
     Raises:
         RequestError: `request.unknown_scheme` if no installed fsspec backend serves the scheme,
-            `request.invalid` for a URL without a bucket or with empty or dotted path segments.
+            `request.invalid` as `storage.urls.canonical_url`.
     """
-    scheme = scheme_of(url)
-    name = normalized(url)
-    if scheme in _LOCAL_SCHEMES:
+    name = canonical_url(url)
+    if is_local(url):
         return Location(LocalStore(), name, name)
-    path = name.partition("://")[2]
-    if not path or any(part in ("", ".", "..") for part in path.split("/")):
-        raise RequestError("request.invalid", f"{printable(url)} is not a clean URL", fix="write s3://bucket/path")
-    if scheme in ("s3", "s3a"):
+    scheme, path = scheme_of(url), name.partition("://")[2]
+    if scheme == "s3":
         from reshard_engine.storage.s3 import S3Store  # costs 0.4 s to import: only where S3 is used
 
         return Location(S3Store(profile_named(profile)), path, name)
@@ -68,6 +52,8 @@ def _generic(scheme: str) -> Store:
     from reshard_engine.storage.generic import FsspecStore
 
     try:
+        if scheme in _NOT_STORAGE:
+            raise ValueError(f"{scheme} lists no directories")
         filesystem: Any = fsspec.filesystem(scheme)  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, ImportError) as error:
         raise RequestError(
