@@ -144,8 +144,13 @@ def test_target_exists(source: Path, tmp_path: Path) -> None:
     assert error.code == "request.target_exists"
     assert "--overwrite" in error.fix
     assert (target / "precious.txt").read_text() == "mine"
-    _convert(source, target, overwrite=True)
-    assert not (target / "precious.txt").exists()
+    assert _refused(source, target, overwrite=True).code == "request.target_exists"
+    assert (target / "precious.txt").read_text() == "mine", "--overwrite removes checkpoints and our outputs only"
+    (target / "precious.txt").unlink()
+    _convert(source, target)
+    _convert(source, target, to=TargetFormat.SAFETENSORS, overwrite=True)
+    assert sorted(p.name for p in target.iterdir()) == ["model.safetensors", "reshard.json"]
+    assert not (tmp_path / "latest_universal").exists(), "it would name a target of another kind"
     assert load_engine().verify(str(target)).ok
 
 

@@ -249,7 +249,10 @@ def test_another_plan_gets_a_conflict_until_it_overwrites(s3: S3Server, bucket: 
         engine.convert(other)
     assert caught.value.code in {"request.target_busy", "request.target_exists"}
     assert "--overwrite" in caught.value.fix
+    uploads = s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads") or []
+    assert len(uploads) == 1, "the stopped run left its upload for a resume"
     engine.convert(other.model_copy(update={"overwrite": True}))
+    assert not s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads"), "and the next one removed it"
     assert set(s3.read_all(bucket, "")) == {"out/model/model.safetensors", "out/model/reshard.json"}
     assert engine.verify(target).ok
     with pytest.raises(ReshardError) as caught:

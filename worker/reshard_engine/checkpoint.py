@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reshard.errors import SourceError, printable
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.nodes import Node
@@ -88,6 +89,23 @@ class Checkpoint:
     """The framework's model-state mapping with `PTensorRef`s in place of tensors."""
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Prove that every state of a parameter has the parameter's shape.
+
+        Raises:
+            SourceError: `checkpoint.malformed`.
+        """
+        tensors = self.shard_map.tensors
+        for parameter in self.parameters:
+            numbers = [*parameter.states.values(), *([] if parameter.weight is None else [parameter.weight])]
+            for stored in (tensors[n] for n in numbers):
+                if stored.shape != parameter.shape:
+                    raise SourceError(
+                        "checkpoint.malformed",
+                        f"{printable(stored.state)} of {printable(parameter.fqn)} is {stored.shape}, "
+                        f"the parameter is {parameter.shape}",
+                    )
 
     @property
     def trained(self) -> tuple[Parameter, ...]:

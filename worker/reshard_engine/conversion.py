@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from reshard.errors import RequestError, printable
+from reshard.errors import IntegrityError, RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.executor import Executor
@@ -24,8 +24,8 @@ from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectStore, parent_and_name
-from reshard_engine.storage.urls import scheme_of
-from reshard_engine.writers.registry import WRITERS
+from reshard_engine.storage.urls import is_within, scheme_of
+from reshard_engine.writers.registry import POINTER_NAMES, WRITERS
 
 REMOTE_THREADS = 8
 """Units in flight where latency, not the processor, is what they wait for."""
@@ -33,15 +33,32 @@ REMOTE_THREADS = 8
 
 def sink_for(target: Location) -> LocalSink | ObjectSink | None:
     """Where a conversion into this location writes; None for stores that can only be read."""
+    if not all(parent_and_name(target.path)):
+        raise RequestError(
+            "request.invalid", f"{printable(target.url)} is no directory that can be created", fix="name one below it"
+        )
     if target.store.scheme == "file":
-        return LocalSink(target.path)
+        return LocalSink(target.path, pointer_names=POINTER_NAMES)
     if isinstance(target.store, ObjectStore):
-        return ObjectSink(target.store, target.path)
+        return ObjectSink(target.store, target.path, pointer_names=POINTER_NAMES)
     return None
 
 
-def _overlaps(one: str, other: str) -> bool:
-    return one == other or one.startswith(other + "/") or other.startswith(one + "/")
+def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) -> None:
+    """Refuse a target that is, holds, or lies in the checkpoint; local links are resolved on both sides."""
+    places = {checkpoint.url}
+    if target.store.scheme == "file":
+        paths = [i.path for f in checkpoint.files if f.store.scheme == "file" for i in f.objects]
+        places |= {os.path.realpath(os.path.dirname(p)) for p in paths} | {
+            os.path.dirname(os.path.realpath(p)) for p in paths
+        }
+    for place in places:
+        if is_within(target.url, place) or is_within(place, target.url):
+            raise RequestError(
+                "request.overlap",
+                f"the target {printable(target.url)} overlaps the checkpoint {printable(place)}",
+                fix=f"write beside it, such as {printable(checkpoint.url)}_{wanted}",
+            )
 
 
 @dataclass(frozen=True)
@@ -74,12 +91,7 @@ class Conversion:
                 fix="write to a local path or to s3://",
             )
         checkpoint = read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque))
-        if _overlaps(target.url, checkpoint.url):
-            raise RequestError(
-                "request.overlap",
-                f"the target {printable(target.url)} overlaps the checkpoint {printable(checkpoint.url)}",
-                fix=f"write beside it, such as {printable(checkpoint.url)}_{request.to.value}",
-            )
+        _refuse_overlap(target, checkpoint, wanted=request.to.value)
         name = parent_and_name(target.path)[1]
         layout = WRITERS[request.to].lay_out(checkpoint, request, name=name)
         least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
@@ -107,6 +119,11 @@ class Conversion:
             return self._already_done(finished)
         try:
             return self._run(on_progress, should_stop)
+        except RequestError as error:
+            # Another process may have finished this very conversion since we looked.
+            if error.code in {"request.target_exists", "request.target_busy"} and (finished := self._finished()):
+                return self._already_done(finished)
+            raise
         finally:
             self.sink.close()
 
@@ -158,8 +175,11 @@ class Conversion:
 
     def _finished(self) -> Manifest | None:
         """The manifest of the target if it is this plan's result, unchanged since its commit."""
-        manifest = read_manifest(self.target)
-        if manifest is None or manifest.plan_digest != self.plan.digest:
+        try:
+            manifest = read_manifest(self.target)
+        except IntegrityError:
+            return None  # what is there is not ours, or damaged: `--overwrite` decides
+        if manifest is None or manifest.content_digest != self.plan.content_digest:
             return None
         there = {i.path[len(self.target.path) + 1 :]: i for i in self.target.store.list_tree(self.target.path)}
         there.pop(MANIFEST_NAME, None)

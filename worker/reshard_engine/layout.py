@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import Dtype
 
+MAX_NAME_BYTES = 255
+"""Of one component of a path: what file systems take."""
 ZEROS = -1
 """Tensor number of a body that is all zeros."""
 
@@ -125,6 +128,22 @@ class TargetLayout:
     files: tuple[TargetFile, ...]
     pointer: Pointer | None
     warnings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Prove that paths stay below the target and do not collide: names in them come from checkpoints.
+
+        Raises:
+            SourceError: `name.invalid`.
+        """
+        paths = {f.path for f in self.files}
+        for file in self.files:
+            parts = file.path.split("/")
+            clean = all(p not in ("", ".", "..") and len(p.encode("utf-8", "replace")) <= MAX_NAME_BYTES for p in parts)
+            taken = any("/".join(parts[:n]) in paths for n in range(1, len(parts)))
+            if not clean or taken or not file.path.isprintable() or "\\" in file.path:
+                raise SourceError("name.invalid", f"{printable(file.path)!r} cannot be a file of the target")
+        if len(paths) != len(self.files):
+            raise SourceError("name.invalid", "two files of the target have one name")
 
 
 def literal_template(data: bytes) -> FileTemplate:

@@ -41,6 +41,7 @@ class Manifest(BaseModel):
     schema_version: int
     tool: str
     plan_digest: str
+    content_digest: str
     created_at: str
     source: dict[str, Any]
     target: dict[str, Any]
@@ -75,6 +76,7 @@ def build_manifest(
         schema_version=MANIFEST_SCHEMA_VERSION,
         tool=TOOL_VERSION,
         plan_digest=plan.digest,
+        content_digest=plan.content_digest,
         created_at=created_at,
         source=plan.source,
         target=plan.target,

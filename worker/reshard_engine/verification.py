@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from reshard.errors import IntegrityError, printable
 from reshard.models import VerifyProblem, VerifyReport
+from reshard_engine.execute.readback import crc_of_range
 from reshard_engine.manifest import MANIFEST_NAME, ManifestFile, read_manifest
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
 
-_READ_BYTES = 8 << 20
 _THREADS = 4
 
 
@@ -64,16 +63,10 @@ def _check_file(target: Location, there: Mapping[str, ObjectInfo], file: Manifes
         return [problem(f"{info.size_bytes} bytes, the manifest says {file.size_bytes}")]
     found: list[VerifyProblem] = []
     covered = 0
-    buffer = bytearray(min(_READ_BYTES, file.size_bytes))
     for offset, length, expected in file.chunks:
         if offset != covered:
             return [problem("the manifest does not cover the file", covered, offset - covered)]
-        crc, done = 0, 0
-        while done < length:
-            view = memoryview(buffer)[: min(len(buffer), length - done)]
-            target.store.read_into(info, offset + done, view)
-            crc = zlib.crc32(view, crc)
-            done += len(view)
+        crc = crc_of_range(target.store, info, offset, length)
         if crc != expected:
             found.append(problem(f"CRC-32 {crc:08x}, the manifest says {expected:08x}", offset, length))
         covered += length

@@ -29,6 +29,8 @@ class Command(_Line):
 
     op: Literal["convert", "plan", "discard"]
     request: ConvertRequest
+    memory_bytes: int = 0
+    """Memory that the runner's process may take; 0 is no limit."""
 
 
 class ProgressMessage(_Line):

@@ -6,17 +6,21 @@ SIGTERM asks the engine to stop between units; the death of the supervisor kills
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import time
 from typing import BinaryIO
 
-from reshard.errors import JobError, ReshardError
+from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import Engine, load_engine
 from reshard.models import Problem, Progress
 from reshard_worker.lifetime import die_with_parent
 from reshard_worker.protocol import GO, Command, CommitRequest, Failure, ProgressMessage, Result
+from reshard_worker.walls import limit_memory
+
+logger = logging.getLogger(__name__)
 
 _MIN_PROGRESS_S = 0.1
 
@@ -76,12 +80,31 @@ def main() -> int:
     messages = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     reporter = Reporter(sys.stdin.buffer, messages)
-    command = Command.model_validate_json(sys.stdin.buffer.readline())
-    try:
-        reporter.send(run(command, load_engine(), reporter, stop).line())
-    except ReshardError as error:
-        reporter.send(Failure(problem=Problem.model_validate(error.to_problem())).line())
+    reporter.send(_outcome(sys.stdin.buffer.readline(), reporter, stop).line())
     return 0
+
+
+def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failure:
+    """What became of a command; no exception leaves a runner."""
+    try:
+        command = Command.model_validate_json(line)
+        limit_memory(command.memory_bytes)
+        return run(command, load_engine(), reporter, stop)
+    except ReshardError as error:
+        problem = error
+    except MemoryError:
+        logger.warning("the engine ran into its memory limit", exc_info=True)
+        problem = SourceError(
+            "checkpoint.too_large",
+            "converting the checkpoint needs more memory than the engine process may take",
+            fix="set a smaller --part-size or more of RESHARD_ENGINE_MEMORY: names, shapes and units need it, not data",
+        )
+    except Exception:
+        # To the worker's log with all that is known; to the job's record, which strangers read, without.
+        logger.exception("unexpected error in the engine")
+        fix = "look for a traceback in the worker's log and report it"
+        problem = JobError("internal.error", "the engine met an unexpected error", fix=fix)
+    return Failure(problem=Problem.model_validate(problem.to_problem()))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reshard.cli.sizes import parse_size
 from reshard_jobs.settings import JobSettings, read_seconds
 
 _RUNNER = (sys.executable, "-m", "reshard_worker.runner")
@@ -24,6 +25,8 @@ class WorkerSettings:
         cancel_poll_s: How often a running job's cancel flag is read.
         term_grace_s: How long an engine may take to stop by itself.
         discard_limit_s: How long a clean-up may take.
+        planning_limit_s: How long an engine may look at a source before it moves the first byte.
+        engine_memory_bytes: Memory that an engine process may take; 0 is no limit, None depends on the request.
         progress_s: Least time between two recorded progress entries; a new phase is recorded at once.
         retry_delay_s: Pause before the second attempt after a passing failure; doubles with each.
     """
@@ -33,17 +36,26 @@ class WorkerSettings:
     cancel_poll_s: float = 0.5
     term_grace_s: float = 2.0
     discard_limit_s: float = 60.0
+    planning_limit_s: float = 900.0
+    engine_memory_bytes: int | None = None
     progress_s: float = 0.5
     retry_delay_s: float = 5.0
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> WorkerSettings:
-        """Settings from `RESHARD_*` variables."""
+        """Settings from `RESHARD_*` variables.
+
+        Raises:
+            RequestError: A variable is not what it should be.
+        """
         values = os.environ if env is None else env
         command = values.get("RESHARD_RUNNER_COMMAND", "")
+        memory = values.get("RESHARD_ENGINE_MEMORY", "")
         return cls(
             jobs=JobSettings.from_env(values),
             runner_command=tuple(shlex.split(command)) if command else _RUNNER,
+            planning_limit_s=read_seconds(values, "RESHARD_PLANNING_LIMIT_S", 900.0),
+            engine_memory_bytes=parse_size(memory) if memory else None,
             retry_delay_s=read_seconds(values, "RESHARD_RETRY_DELAY_S", 5.0),
         )
 

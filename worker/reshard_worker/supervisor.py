@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from enum import StrEnum
+from typing import Literal
 
-from reshard.errors import JobError, ReshardError, from_problem
-from reshard.models import JobKind
+from reshard.errors import JobError, ReshardError, SourceError, from_problem
+from reshard.models import ConvertRequest, JobKind
 from reshard_jobs.leases import Claim, Leases
 from reshard_worker.child import RunnerProcess
 from reshard_worker.protocol import Command, CommitRequest, Failure, ProgressMessage, Result
 from reshard_worker.settings import WorkerSettings
+from reshard_worker.walls import engine_memory_bytes
 from reshard_worker.watch import LeaseWatch
 
 logger = logging.getLogger(__name__)
@@ -72,11 +75,9 @@ class Supervisor:
 
     def _work(self, claim: Claim, watch: LeaseWatch) -> Outcome:
         try:
-            # Again, although the API asked before: a worker obeys its own operator's roots.
-            self._settings.jobs.roots.require([claim.request.source.url, claim.request.target])
+            command = self._command("plan" if claim.kind is JobKind.PLAN else "convert", claim.request)
         except ReshardError as error:
             return self._failed(claim, watch, error)
-        command = Command(op="plan" if claim.kind is JobKind.PLAN else "convert", request=claim.request)
         with RunnerProcess(self._settings.runner_command, command) as child:
             try:
                 end = self._follow(child, watch)
@@ -97,8 +98,19 @@ class Supervisor:
             return self._clean_up(claim, watch)
         return self._failed(claim, watch, end or _died(status))
 
+    def _command(self, op: Literal["convert", "plan", "discard"], request: ConvertRequest) -> Command:
+        """What the engine is to do, with the very places that were judged.
+
+        Raises:
+            RequestError: A worker obeys its own operator's roots, whatever the API said before.
+        """
+        judged = self._settings.jobs.roots.allowed_request(request)
+        memory_bytes = engine_memory_bytes(judged, self._settings.engine_memory_bytes)
+        return Command(op=op, request=judged, memory_bytes=memory_bytes)
+
     def _follow(self, child: RunnerProcess, watch: LeaseWatch) -> Result | ReshardError | None:
         """The runner's outcome; None if it died, the lease is lost, or the job is to be cancelled."""
+        planned_by = time.monotonic() + self._settings.planning_limit_s
         while not child.ended:
             message = child.next_message(_TICK_S)
             if isinstance(message, Result):
@@ -107,6 +119,10 @@ class Supervisor:
                 return from_problem(message.problem.model_dump())
             if isinstance(message, ProgressMessage):
                 watch.note(message.progress)
+                if message.progress.phase != "planning":
+                    planned_by = math.inf
+            if time.monotonic() > planned_by:
+                return self._too_slow()
             pulse = watch.beat() if isinstance(message, CommitRequest) else watch.tick()
             if not pulse.held or pulse.cancel_requested:
                 return None
@@ -114,6 +130,14 @@ class Supervisor:
                 # The fence was asked a moment ago: a zombie stops here, before anything is readable.
                 child.allow_commit()
         return None
+
+    def _too_slow(self) -> SourceError:
+        return SourceError(
+            "source.too_slow",
+            f"the plan was not made within {self._settings.planning_limit_s:g} s",
+            fix="look at the storage with `reshard plan` near the checkpoint; "
+            "the worker's operator sets RESHARD_PLANNING_LIMIT_S",
+        )
 
     def _stop(self, child: RunnerProcess, watch: LeaseWatch) -> Result | None:
         """Stop a runner. A result that crosses the request is kept: its output is whole and readable."""
@@ -138,8 +162,12 @@ class Supervisor:
         return Outcome.CANCELLED
 
     def _discard(self, claim: Claim, watch: LeaseWatch) -> ReshardError | None:
+        try:
+            command = self._command("discard", claim.request)
+        except ReshardError as error:
+            return error
         deadline = time.monotonic() + self._settings.discard_limit_s
-        with RunnerProcess(self._settings.runner_command, Command(op="discard", request=claim.request)) as child:
+        with RunnerProcess(self._settings.runner_command, command) as child:
             while not child.ended and time.monotonic() < deadline:
                 message = child.next_message(_TICK_S)
                 if isinstance(message, Result):

@@ -49,7 +49,8 @@ def read_legacy_stream(
     if system.get("little_endian") is not True:
         raise SourceError("zip.bad_record", f"{name} was not written on a little-endian machine")
     keys = values[4].items if isinstance(values[4], PList) else None
-    if keys is None or len(keys) > _MAX_STORAGES or not all(type(k) is str for k in keys):
+    well_formed = keys is not None and len(keys) <= _MAX_STORAGES and all(type(k) is str for k in keys)
+    if keys is None or not well_formed or len(set(keys)) != len(keys):
         raise SourceError("pickle.malformed", f"{name}: the list of storage keys is malformed")
     return values[3], _storage_offsets(window, at, keys, storages_in(values[3]))
 

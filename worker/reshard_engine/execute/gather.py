@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import Dtype
@@ -17,6 +18,8 @@ from reshard_engine.shardmap import Strides
 
 GAP_BYTES = 64 << 10
 """Unwanted bytes between two extents that are still cheaper to read than to skip."""
+STRIDED_ELEMS = READ_BATCH_BYTES // 4
+"""Elements of a strided tensor that are put together at once."""
 Buffer = npt.NDArray[np.uint8]
 
 
@@ -31,6 +34,11 @@ class Copy:
     source_dtype: Dtype
     target_dtype: Dtype
     tensor: int
+
+    @property
+    def types(self) -> tuple[Dtype, Dtype, int]:
+        """Source and target element types, and the tensor."""
+        return self.source_dtype, self.target_dtype, self.tensor
 
     @property
     def casts(self) -> bool:
@@ -90,6 +98,10 @@ class ChunkFiller:
         stored = shard_map.tensors[tensor]
         size = dtype.itemsize_bytes
         pieces = shard_map.pieces(tensor, begin, begin + len(window) // size)
+        if int((pieces.end - pieces.begin).sum()) * size != len(window):
+            raise IntegrityError(
+                "integrity.mismatch", f"{printable(stored.fqn)} has no source for some of its elements"
+            )
         copies: list[Copy] = []
         for row in range(len(pieces.begin)):
             low, high = int(pieces.begin[row]), int(pieces.end[row])
@@ -101,9 +113,13 @@ class ChunkFiller:
                 copies.append(copy)
                 continue
             layout, itemsize = shard_map.strides[strides], stored.dtype.itemsize_bytes
-            data = read_strided(self.checkpoint.files[file], offset, layout, itemsize, elements=(low, high))
-            self.read_bytes += data.nbytes
-            self._place(copy, data)
+            for at in range(low, high, STRIDED_ELEMS):
+                # In pieces, so that no copy of the whole chunk stands beside it.
+                stop = min(at + STRIDED_ELEMS, high)
+                data = read_strided(self.checkpoint.files[file], offset, layout, itemsize, elements=(at, stop))
+                part = Copy(file, offset, len(data), target[(at - low) * size : (stop - low) * size], *copy.types)
+                self.read_bytes += len(data)
+                self._place(part, data)
         return copies
 
     def _run(self, copies: list[Copy]) -> None:
@@ -171,13 +187,42 @@ def _joins(batch: list[Copy], copy: Copy) -> bool:
 def read_strided(
     file: SourceFile, offset: int, layout: Strides, itemsize_bytes: int, *, elements: tuple[int, int]
 ) -> Buffer:
-    """The elements `[low, high)` in row-major order of a tensor that lies strided in its file, packed."""
-    ids = np.arange(*elements, dtype=np.int64)
+    """The elements `[low, high)` in row-major order of a tensor that lies strided in its file, packed.
+
+    The span that they are scattered over is read once, in bounded blocks; the places of elements are
+    computed in bounded tiles for each block.
+    """
+    low, high = elements
+    result = np.empty(((high - low), itemsize_bytes), dtype=np.uint8)
+    tiles = [(at, min(at + _TILE_ELEMS, high)) for at in range(low, high, _TILE_ELEMS)]
+    spans = [_places(layout, *tile) for tile in tiles[:1] + tiles[-1:]]
+    first = 0 if len(tiles) > 2 else min(int(p.min()) for p in spans)
+    last = _last_place(layout) if len(tiles) > 2 else max(int(p.max()) for p in spans)
+    block_elems = READ_BATCH_BYTES // itemsize_bytes
+    for start in range(first, last + 1, block_elems):
+        count = min(block_elems, last + 1 - start)
+        block = np.empty(count * itemsize_bytes, dtype=np.uint8)
+        file.read_into(offset + start * itemsize_bytes, block.data)
+        values = block.reshape(-1, itemsize_bytes)
+        for begin, end in tiles:
+            places = _places(layout, begin, end) - start
+            inside = (places >= 0) & (places < count)
+            result[begin - low : end - low][inside] = values[places[inside]]
+    return result.reshape(-1)
+
+
+_TILE_ELEMS = 1 << 18
+
+
+def _places(layout: Strides, low: int, high: int) -> npt.NDArray[np.int64]:
+    """Where the elements `[low, high)` lie, in elements from the tensor's first."""
+    ids = np.arange(low, high, dtype=np.int64)
     places = np.zeros_like(ids)
     for length, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
         places += ids % length * stride
         ids //= length
-    first, last = int(places.min()), int(places.max())
-    raw = np.empty((last - first + 1) * itemsize_bytes, dtype=np.uint8)
-    file.read_into(offset + first * itemsize_bytes, raw.data)
-    return raw.reshape(-1, itemsize_bytes)[places - first].reshape(-1)
+    return places
+
+
+def _last_place(layout: Strides) -> int:
+    return sum((n - 1) * s for n, s in zip(layout.shape, layout.stride, strict=True))

@@ -13,11 +13,14 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
-from reshard.errors import IntegrityError, RequestError, StorageError, printable
+from reshard.errors import IntegrityError, RequestError, ReshardError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.readback import crc_of_range
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
@@ -26,6 +29,8 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
 
 _RENAME_NOREPLACE = 1
+_THREADS = 4
+_CHECKPOINT_SUFFIXES = ("_states.pt", ".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 _AT_FDCWD = -100
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -39,9 +44,10 @@ def _boot_id() -> str:
 class LocalSink:
     """Writes one local directory."""
 
-    def __init__(self, target: str) -> None:
-        """`target` is absolute; its parent is created when the sink begins."""
+    def __init__(self, target: str, *, pointer_names: Sequence[str]) -> None:
+        """`target` is absolute, symbolic links resolved; its parent is created when the sink begins."""
         self._target = target
+        self._pointer_names = pointer_names
         self._parent, self._name = os.path.split(target)
         self._journal = -1
         self._lock = threading.Lock()
@@ -59,11 +65,13 @@ class LocalSink:
         self._plan = plan
         self._overwrite = overwrite
         self._paths(plan.digest)
-        with translated(self._parent):
+        with writing(self._parent):
             os.makedirs(self._parent, exist_ok=True)
-        if not overwrite and self._occupied():
-            raise target_exists(self._target)
-        with translated(self._journal_path):
+        if self._occupied():
+            if not overwrite:
+                raise target_exists(self._target)
+            self._refuse_precious()
+        with writing(self._journal_path):
             self._journal = os.open(self._journal_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,15 +84,16 @@ class LocalSink:
         return self._resume()
 
     def _occupied(self) -> bool:
-        try:
-            with translated(self._target):
-                return (
-                    not os.path.isdir(self._target) or bool(os.listdir(self._target))
-                    if os.path.lexists(self._target)
-                    else False
-                )
-        except StorageError:
-            return True
+        with writing(self._target):
+            return os.path.lexists(self._target) and (not os.path.isdir(self._target) or bool(os.listdir(self._target)))
+
+    def _refuse_precious(self) -> None:
+        """Let `--overwrite` remove checkpoints and our own outputs, nothing else."""
+        here = os.path.realpath(os.getcwd())
+        kept = {"/", os.path.realpath(os.path.expanduser("~")), here}
+        names = os.listdir(self._target) if os.path.isdir(self._target) else []
+        if self._target in kept or here.startswith(self._target + "/") or (names and not holds_checkpoint(names)):
+            raise not_to_overwrite(self._target)
 
     def _resume(self) -> Mapping[int, UnitRecord]:
         header = {"plan": self._plan.digest, "boot": _boot_id()}
@@ -99,8 +108,8 @@ class LocalSink:
             # A torn last line is cut off, so that the next one does not continue it.
             os.ftruncate(self._journal, size - len(lines[-1]))
             os.lseek(self._journal, 0, os.SEEK_END)
-            return {r.unit: r for r in found if r is not None}
-        with translated(self._staging):
+            return self._still_valid([r for r in found if r is not None])
+        with writing(self._staging):
             shutil.rmtree(self._staging, ignore_errors=True)
             os.makedirs(self._staging)
             os.ftruncate(self._journal, 0)
@@ -108,12 +117,45 @@ class LocalSink:
             os.write(self._journal, json.dumps(header).encode() + b"\n")
         return {}
 
+    def _still_valid(self, records: Sequence[UnitRecord]) -> Mapping[int, UnitRecord]:
+        """The records whose bytes are still in the staging directory, read again."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            wrong = list(pool.map(self._damage, records))
+        return {r.unit: r for r, problem in zip(records, wrong, strict=True) if problem is None}
+
+    def _damage(self, record: UnitRecord) -> str | None:
+        """The first chunk of a unit that is not what was written, or None."""
+        store = LocalStore()
+        for entry in record.chunks:
+            planned = self._plan.files[entry.chunk.file]
+            info = store.stat(os.path.join(self._staging, planned.path))
+            end = entry.chunk.offset + entry.chunk.length_bytes
+            if info is None or info.size_bytes < end:
+                return (
+                    f"{printable(planned.path)} has {-1 if info is None else info.size_bytes} bytes, {end} were written"
+                )
+            if crc_of_range(store, info, entry.chunk.offset, entry.chunk.length_bytes) != entry.crc32:
+                return f"{printable(planned.path)} at byte {entry.chunk.offset} is not what was written"
+        return None
+
+    def _prove(self, records: Mapping[int, UnitRecord], *, commit: bool) -> None:
+        """Read back what units of one kind wrote. What differs is forgotten, so that the next run writes it again."""
+        mine = [r for k, r in sorted(records.items()) if self._plan.units[k].commit == commit]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            problems = [p for p in pool.map(self._damage, mine) if p is not None]
+        if problems:
+            raise IntegrityError(
+                "integrity.mismatch",
+                f"{problems[0]} ({len(problems)} units differ)",
+                fix="check disk and memory of this machine, then run the same command again: it writes them anew",
+            )
+
     # -- units ------------------------------------------------------------------------------------------
 
     def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
         """Write one chunk at its offset."""
         path = os.path.join(self._staging, self._plan.files[chunk.file].path)
-        with translated(path):
+        with writing(path):
             self._make_directory(os.path.dirname(path))
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -139,8 +181,9 @@ class LocalSink:
             os.write(self._journal, line)
 
     def seal(self, records: Mapping[int, UnitRecord]) -> None:
-        """Check the length of every file that is written by now."""
+        """Check the length of every file that is written by now, and read every byte back."""
         self._check_lengths([u.chunks for u in self._plan.units if not u.commit])
+        self._prove(records, commit=False)
 
     @property
     def written(self) -> Location:
@@ -150,6 +193,7 @@ class LocalSink:
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
         """Check the commit files too, and list the staged target."""
         self._check_lengths([u.chunks for u in self._plan.units if u.commit])
+        self._prove(records, commit=True)
         staged = LocalStore().list_tree(self._staging)
         return [ObjectInfo(os.path.relpath(i.path, self._staging), i.size_bytes, i.pin) for i in staged]
 
@@ -168,11 +212,11 @@ class LocalSink:
 
     def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
         """Manifest, one sync, one rename, then the pointer."""
-        with translated(self._target):
+        with writing(self._target):
             Path(self._staging, MANIFEST_NAME).write_bytes(manifest)
             self._sync()
             if self._overwrite and os.path.lexists(self._target):
-                self._withdraw(pointer)
+                self._withdraw()
             if os.path.isdir(self._target) and not os.listdir(self._target):
                 os.rmdir(self._target)
             self._rename()
@@ -181,7 +225,7 @@ class LocalSink:
 
     def finish(self, pointer: Pointer | None) -> None:
         """What is left after the rename: the pointer, and forgetting the journal. Safe to repeat."""
-        with translated(self._target):
+        with writing(self._target):
             if pointer is not None:
                 self._write_pointer(pointer)
             shutil.rmtree(self._aside, ignore_errors=True)
@@ -196,10 +240,10 @@ class LocalSink:
         if os.path.exists(self._journal_path):
             self.finish(pointer)
 
-    def _withdraw(self, pointer: Pointer | None) -> None:
-        if pointer is not None:
-            path = Path(self._parent, pointer.name)
-            if path.exists() and path.read_bytes().strip() == pointer.content.strip():
+    def _withdraw(self) -> None:
+        for name in self._pointer_names:
+            path = Path(self._parent, name)
+            if path.is_file() and path.read_bytes().strip() == self._name.encode():
                 path.unlink()
         shutil.rmtree(self._aside, ignore_errors=True)
         if os.path.isdir(self._target) and not os.path.islink(self._target):
@@ -255,7 +299,7 @@ class LocalSink:
     def discard_all(self) -> None:
         """Remove every staging directory and journal of this target that no process holds."""
         stem = os.path.join(self._parent, f".{self._name}.reshard-")
-        with translated(self._parent):
+        with writing(self._parent):
             names = os.listdir(self._parent) if os.path.isdir(self._parent) else []
             ours = [
                 p for p in (os.path.join(self._parent, n) for n in names) if p.startswith(stem) and p != f"{stem}old"
@@ -266,6 +310,34 @@ class LocalSink:
                 # A journal is made before its staging directory: without one, nobody owns the directory.
                 if not os.path.exists(staging + ".journal"):
                     shutil.rmtree(staging, ignore_errors=True)
+
+
+def holds_checkpoint(names: Iterable[str]) -> bool:
+    """Whether a directory with these entries is a checkpoint or an output of ours: what `--overwrite` may remove."""
+    return any(n in {MANIFEST_NAME, "zero"} or n.endswith(_CHECKPOINT_SUFFIXES) for n in names)
+
+
+def not_to_overwrite(target: str) -> RequestError:
+    """The error for a target that `--overwrite` leaves alone."""
+    return RequestError(
+        "request.target_exists",
+        f"{printable(target)} is no checkpoint and no output of reshard; --overwrite removes nothing else",
+        fix="choose another target, or remove it yourself",
+    )
+
+
+@contextmanager
+def writing(path: str) -> Generator[None]:
+    """Turn the operating system's errors into those of a target."""
+    try:
+        with translated(path):
+            yield
+    except ReshardError as error:
+        if error.code == "source.not_found":
+            raise StorageError(
+                "storage.denied", f"{printable(path)} cannot be written: a parent is missing or no directory"
+            ) from error
+        raise
 
 
 def _remove_unless_held(journal: str) -> None:

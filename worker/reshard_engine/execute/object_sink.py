@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from reshard.errors import IntegrityError, ReshardError, StorageError, printable
+from reshard.errors import IntegrityError, RequestError, ReshardError, StorageError, printable
 from reshard_engine.execute.control import ControlObjects
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.local_sink import target_exists
+from reshard_engine.execute.local_sink import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
@@ -33,8 +33,9 @@ _Receipts = dict[int, dict[int, PartInfo]]
 class ObjectSink:
     """Writes one prefix of an object store."""
 
-    def __init__(self, store: ObjectStore, target: str) -> None:
+    def __init__(self, store: ObjectStore, target: str, *, pointer_names: Sequence[str]) -> None:
         """`target` is `bucket/key...` without a trailing slash."""
+        self._pointer_names = pointer_names
         self._store = store
         self._target = target
         self._parent, self._name = parent_and_name(target)
@@ -56,6 +57,13 @@ class ObjectSink:
         claim = self._control.claimed_by()
         if there and (claim is None or claim.plan != plan.digest) and not overwrite:
             raise target_exists(f"{self._store.scheme}://{self._target}")
+        if claim is not None and claim.plan != plan.digest and overwrite:
+            # Its uploads are known only to its journal: they go before the journal does.
+            self.discard_all()
+            there = {i.path: i for i in self._store.list_tree(self._target)}
+        heads = {p.removeprefix(self._target + "/").partition("/")[0] for p in there}
+        if there and (claim is None or claim.plan != plan.digest) and not holds_checkpoint(heads):
+            raise not_to_overwrite(f"{self._store.scheme}://{self._target}")
         fresh = self._control.claim(plan, overwrite=overwrite, clear=bool(there))
         if fresh.clearing:
             self._clear(sorted(there))
@@ -68,9 +76,8 @@ class ObjectSink:
     def _clear(self, paths: Sequence[str]) -> None:
         # What makes the old target readable goes first.
         first = [p for p in paths if p.endswith((MANIFEST_NAME, ".index.json", "_states.pt", "optimizer_state.pt"))]
-        pointers = ["latest_universal"]
-        for name in pointers:
-            path = join(self._parent, name) if self._parent else name
+        for name in self._pointer_names:
+            path = join(self._parent, name)
             info = self._store.stat(path)
             if info is not None and info.size_bytes < 1024:
                 data = bytearray(info.size_bytes)
@@ -184,7 +191,18 @@ class ObjectSink:
         return Location(self._store, self._target, f"{self._store.scheme}://{self._target}")
 
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
-        """Complete the commit files' uploads; returns the listing of the target."""
+        """Complete the commit files' uploads; returns the listing of the target.
+
+        Raises:
+            RequestError: `request.target_busy` if another conversion took the target over meanwhile.
+        """
+        claim = self._control.claimed_by()
+        if claim is None or claim.plan != self._plan.digest:
+            raise RequestError(
+                "request.target_busy",
+                f"another conversion took {printable(self._target)} over",
+                fix="let it finish; with the same options it writes the same files",
+            )
         etags = self._receipts(records)
         self._complete_all([i for i, f in enumerate(self._plan.files) if f.commit and self._is_large(i)], etags)
         there = self._check_listing(range(len(self._plan.files)), etags)

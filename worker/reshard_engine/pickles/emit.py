@@ -25,6 +25,7 @@ from reshard_engine.pickles.nodes import (
     PStorage,
     PTensor,
     PTuple,
+    check_depth,
     kind_of,
 )
 from reshard_engine.pickles.policy import is_listed
@@ -47,6 +48,7 @@ class _Emitter:
         self._storages: dict[str, PTuple] = {}
         self._alive: list[Any] = []
         self._next = 0
+        self._depth = 0
         self._keep_foreign = keep_foreign
 
     def finish(self, node: Node) -> bytes:
@@ -69,7 +71,11 @@ class _Emitter:
             return
         for cls, emit in _EMITTERS:
             if isinstance(node, cls):
+                # Values grow after they are put into others, so only the walk itself knows how deep they nest.
+                self._depth += 1
+                check_depth(self._depth)
                 emit(self, node)
+                self._depth -= 1
                 return
         raise SourceError("checkpoint.malformed", f"cannot write {kind_of(node)}")
 
@@ -83,6 +89,8 @@ class _Emitter:
         """A dict, in batches."""
         self._out.append(b"}")
         self._put(node)
+        if any(isinstance(key, PList | PDict | PBytearray) for key in node.pairs[::2]):
+            raise SourceError("pickle.type_confusion", "a dict key that Python cannot hash")
         self._batches(node.pairs, b"u", step=2)
 
     def bytearray_(self, node: PBytearray) -> None:

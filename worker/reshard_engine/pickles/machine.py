@@ -35,6 +35,7 @@ class PickleMachine:
         self.cost_bytes = 0
         self.frame_end: int | None = None
         self.unlisted: dict[str, Global] = {}
+        self._extra_work = 0
 
     def take(self, count: int) -> bytes:
         """The next bytes, exactly so many."""
@@ -67,6 +68,12 @@ class PickleMachine:
         self.cost_bytes += 64 + count
         if self.cost_bytes > self.limits.node_bytes:
             raise bad("too_much_memory", f"the values take more than {self.limits.node_bytes} bytes")
+
+    def work(self, count: int) -> None:
+        """Count steps that an opcode takes beside itself, such as a look at every argument."""
+        self._extra_work += count
+        if self._extra_work > self.limits.opcodes:
+            raise bad("too_much_work", f"more than {self.limits.opcodes} steps inside opcodes")
 
     def pop(self) -> Node:
         """The value on top, removed."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from reshard.errors import SourceError, printable
+from reshard_engine.pickles.limits import DEFAULT_LIMITS
 
 Node: TypeAlias = Any
 """A scalar or one of the classes below. `Any`, because attacker-shaped data has no better static type."""
@@ -139,6 +140,16 @@ class PLiteral:
     data: bytes
 
 
+def check_depth(depth: int) -> None:
+    """Refuse to walk deeper into a value.
+
+    Raises:
+        SourceError: `pickle.too_deep`, also for sets and tuples that contain themselves.
+    """
+    if depth > DEFAULT_LIMITS.value_depth:
+        raise SourceError("pickle.too_deep", f"values nested deeper than {DEFAULT_LIMITS.value_depth}")
+
+
 def is_mapping(node: Node) -> bool:
     """Whether the node is a dict or an OrderedDict."""
     return isinstance(node, PDict) or (
@@ -159,7 +170,8 @@ def mapping_items(node: Node, *, what: str) -> dict[str | int, Node]:
     found: dict[str | int, Node] = {}
     for at in range(0, len(pairs), 2):
         key = pairs[at]
-        if type(key) is not str and type(key) is not int:
+        # Python hashes integers modulo 2**61 - 1: unbounded ones could be made to collide at will.
+        if type(key) is not str and not (type(key) is int and -(1 << 62) < key < 1 << 62):
             raise SourceError("checkpoint.malformed", f"{what} has a key that is {kind_of(key)}")
         if key in found:
             raise SourceError("pickle.ambiguous_key", f"{what} has the key {printable(str(key))!r} twice")

@@ -6,7 +6,7 @@ Source: CPython 3.11 `Lib/pickletools.py`; torch 2.13.0 `torch/serialization.py`
 from __future__ import annotations
 
 from reshard.errors import printable
-from reshard_engine.pickles import rebuild
+from reshard_engine.pickles import calls, rebuild
 from reshard_engine.pickles.machine import PickleMachine, bad
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PTensor, PTuple
 from reshard_engine.pickles.policy import is_listed
@@ -154,7 +154,12 @@ def op_reduce(m: PickleMachine) -> None:
     op_checked_class(m, func, "forbidden_call")
     if not isinstance(args, PTuple):
         raise bad("type_confusion", "REDUCE with arguments that are no tuple")
-    m.push(rebuild.apply(func, args, m.limits), 64)
+    m.work(len(args.items))
+    result = rebuild.apply(func, args, m.limits)
+    if isinstance(result, PSet):
+        m.work(len(result.items))
+        m.charge(8 * len(result.items))
+    m.push(result, 64)
 
 
 def op_newobj(m: PickleMachine) -> None:
@@ -176,6 +181,8 @@ def op_object(m: PickleMachine, how: str, cls: Node, args: Node, kwargs: Node) -
     op_checked_class(m, cls, "forbidden_build")
     if not isinstance(args, PTuple):
         raise bad("type_confusion", f"{how} with arguments that are no tuple")
+    if isinstance(cls, Global):
+        calls.check_instance(cls)
     m.push(PObject(how, cls, args, kwargs, depth=m.depth([args, kwargs])), 128)
 
 
@@ -206,7 +213,7 @@ def op_build(m: PickleMachine) -> None:
         return
     if not isinstance(target, PObject):
         raise bad("forbidden_build", f"BUILD on {type(target).__name__}")
-    rebuild.check_state(target, state)
+    m.work(rebuild.check_state(target, state))
     target.state, target.has_state = state, True
     m.deepen(target, [state])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
+from reshard_engine.pickles import calls
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
 
@@ -133,8 +134,8 @@ def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
         return _from_type(items, limits)
     if name in ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"):
         return _set(items, frozen=name.endswith("frozenset"))
-    depth = max((i.depth for i in items if isinstance(i, PList | PTuple | PDict | PSet | PObject)), default=0) + 2
-    return PObject("reduce", func, args, depth=depth)
+    calls.check_call(func, args)
+    return PObject("reduce", func, args, depth=args.depth + 1)
 
 
 def _from_type(items: tuple[Node, ...], limits: PickleLimits) -> PTensor:
@@ -157,17 +158,19 @@ def _set(items: tuple[Node, ...], *, frozen: bool) -> PSet:
     return PSet(list(items[0].items), frozen=frozen, depth=items[0].depth + 1)
 
 
-def check_state(target: PObject, state: Any) -> None:
-    """Refuse state that no class on the allow-list writes.
+def check_state(target: PObject, state: Any) -> int:
+    """Refuse state that no class on the allow-list writes; returns how many steps the look took.
 
     Raises:
         SourceError: `pickle.forbidden_build` for state on an OrderedDict that is not plain attributes,
             or for names with two leading underscores.
     """
+    steps = 1
     dicts = [state] if isinstance(state, PDict) else list(state.items) if isinstance(state, PTuple) else []
     for part in dicts:
         if not isinstance(part, PDict):
             continue
+        steps += len(part.pairs)
         for key in part.pairs[::2]:
             if type(key) is str and key.startswith("__"):
                 raise SourceError("pickle.forbidden_build", f"state that sets {printable(key)}")
@@ -177,3 +180,4 @@ def check_state(target: PObject, state: Any) -> None:
         and not isinstance(state, PDict)
     ):
         raise SourceError("pickle.forbidden_build", "state of an OrderedDict that is no dict")
+    return steps

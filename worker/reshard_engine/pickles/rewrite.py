@@ -16,6 +16,7 @@ from reshard_engine.pickles.nodes import (
     PTensor,
     PTensorRef,
     PTuple,
+    check_depth,
 )
 from reshard_engine.pickles.policy import is_listed
 
@@ -27,11 +28,19 @@ class _Rewriter:
         self._tensor = tensor
         self._foreign = foreign
         self._memo: dict[int, Node] = {}
+        self._depth = 0
 
     def copy(self, node: Node) -> Node:
         """The copy of a node."""
         if id(node) in self._memo:
             return self._memo[id(node)]
+        self._depth += 1
+        check_depth(self._depth)
+        result = self._copy_new(node)
+        self._depth -= 1
+        return result
+
+    def _copy_new(self, node: Node) -> Node:
         match node:
             case PList():
                 return self._list(node)

@@ -49,6 +49,11 @@ class PlannedFile:
     """Digest of its template, so that an executor that would lay it out differently refuses."""
 
 
+def _digest(facts: dict[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that an executor must know beside the metadata that it reads again itself."""
@@ -65,14 +70,21 @@ class Plan:
     pointer: str | None
     warnings: tuple[str, ...] = ()
     digest: str = field(init=False)
+    """Of everything that decides the bytes and how they are cut into units; not of where they lie."""
+    content_digest: str = field(init=False)
+    """Of everything that decides the bytes: equal for two plans that write the same files in other units."""
 
     def __post_init__(self) -> None:
-        """Derive the digest over everything that decides the bytes; not over where they lie."""
+        """Derive the digests."""
         facts = self.to_json(with_digest=False)
-        facts["source"] = {k: v for k, v in self.source.items() if k != "url"}
-        facts.pop("warnings")
-        text = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest())
+        # The same checkpoint may be named by its save directory or by its tag directory.
+        facts["source"] = {k: v for k, v in self.source.items() if k not in {"url", "tag"}}
+        for name in ("warnings", "pointer"):
+            facts.pop(name)
+        object.__setattr__(self, "digest", _digest(facts))
+        object.__setattr__(
+            self, "content_digest", _digest({k: v for k, v in facts.items() if k not in {"units", "chunk_bytes"}})
+        )
 
     def to_json(self, *, with_digest: bool = True) -> dict[str, Any]:
         """The plan as JSON values. Units are (file, offset, file, end, commit) of their first and last chunk."""

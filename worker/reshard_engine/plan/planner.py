@@ -41,8 +41,13 @@ def plan_conversion(
         read_bytes=_read_bytes(checkpoint, layout.files),
         write_bytes=sum(f.size_bytes for f in layout.files),
         pointer=layout.pointer.name if layout.pointer else None,
-        warnings=(*checkpoint.warnings, *layout.warnings),
+        warnings=(*checkpoint.warnings, *layout.warnings, *_strided_warning(checkpoint)),
     )
+
+
+def _strided_warning(checkpoint: Checkpoint) -> list[str]:
+    count = len(checkpoint.shard_map.strides)
+    return [f"{count} tensors lie strided in their files: each unit that needs one reads all of it"] if count else []
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, object]:

@@ -23,6 +23,10 @@ def translated(path: str) -> Generator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError):
         raise SourceError("source.not_found", f"{printable(path)} does not exist") from None
+    except FileExistsError:
+        raise StorageError(
+            "storage.denied", f"{printable(path)} is no directory", fix="choose another target"
+        ) from None
     except PermissionError as error:
         raise StorageError(
             "storage.denied", f"{printable(path)}: {error.strerror}", fix="check the owner and mode of the path"
@@ -33,6 +37,14 @@ def translated(path: str) -> Generator[None]:
         if error.errno == errno.ENAMETOOLONG:
             raise SourceError("name.invalid", f"{printable(path)}: {error.strerror}") from None
         raise StorageError("storage.unavailable", f"{printable(path)}: {error.strerror}") from None
+
+
+def _status(path: str) -> os.stat_result | None:
+    """The status of a directory's entry; None for a dangling link, or a file that went away meanwhile."""
+    try:
+        return os.stat(path)
+    except FileNotFoundError:
+        return None
 
 
 class LocalStore:
@@ -47,12 +59,16 @@ class LocalStore:
         try:
             with translated(path), os.scandir(path) as entries:
                 for entry in entries:
-                    found = entry.stat()
+                    found = _status(entry.path)
+                    if found is None:
+                        continue
                     if stat_module.S_ISDIR(found.st_mode):
                         directories.append(entry.name)
                     elif stat_module.S_ISREG(found.st_mode):
                         files.append(ObjectInfo(os.path.join(path, entry.name), found.st_size, _pin(found)))
-        except SourceError:
+        except SourceError as error:
+            if error.code != "source.not_found":
+                raise
             return Listing((), ())
         return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
 
@@ -63,8 +79,8 @@ class LocalStore:
             for root, _, names in os.walk(path):
                 for name in names:
                     full = os.path.join(root, name)
-                    status = os.stat(full)
-                    if stat_module.S_ISREG(status.st_mode):
+                    status = _status(full)
+                    if status is not None and stat_module.S_ISREG(status.st_mode):
                         found.append(ObjectInfo(full, status.st_size, _pin(status)))
         return sorted(found, key=lambda f: f.path)
 

@@ -51,14 +51,18 @@ def _generic(scheme: str) -> Store:
 
     from reshard_engine.storage.generic import FsspecStore
 
+    if scheme in _NOT_STORAGE:
+        raise _unserved(scheme, "it lists no directories")
     try:
-        if scheme in _NOT_STORAGE:
-            raise ValueError(f"{scheme} lists no directories")
         filesystem: Any = fsspec.filesystem(scheme)  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, ImportError) as error:
-        raise RequestError(
-            "request.unknown_scheme",
-            f"no storage backend serves {printable(scheme)!r}: {printable(str(error))}",
-            fix="use a local path, s3://, or install the fsspec backend of that scheme",
-        ) from error
+        raise _unserved(scheme, str(error)) from error
     return FsspecStore(filesystem, scheme)
+
+
+def _unserved(scheme: str, reason: str) -> RequestError:
+    return RequestError(
+        "request.unknown_scheme",
+        f"no storage backend serves {printable(scheme)!r}: {printable(reason)}",
+        fix="use a local path, s3://, or install the fsspec backend of that scheme",
+    )

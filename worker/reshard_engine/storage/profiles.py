@@ -17,9 +17,12 @@ import os
 import tomllib
 from dataclasses import dataclass, field
 
+from pydantic import TypeAdapter, ValidationError
+
 from reshard.errors import RequestError, printable
 
 PROFILES_VARIABLE = "RESHARD_PROFILES"
+_PROFILES = TypeAdapter(dict[str, dict[str, str]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,23 @@ class S3Profile:
     secret_access_key: str | None = field(default=None, repr=False)
     session_token: str | None = field(default=None, repr=False)
     region: str | None = None
+
+
+def _read_profiles(path: str) -> dict[str, dict[str, str]]:
+    fix = f"correct the file that {PROFILES_VARIABLE} names, or unset the variable"
+    try:
+        with open(path, "rb") as file:
+            found: object = tomllib.load(file).get("profiles", {})
+    except OSError as error:
+        raise RequestError("request.unknown_profile", f"{printable(path)}: {error.strerror}", fix=fix) from None
+    except tomllib.TOMLDecodeError as error:
+        raise RequestError("request.unknown_profile", f"{printable(path)}: {printable(str(error))}", fix=fix) from None
+    try:
+        return _PROFILES.validate_python(found)
+    except ValidationError:
+        raise RequestError(
+            "request.unknown_profile", f"{printable(path)}: profiles are tables of texts", fix=fix
+        ) from None
 
 
 def profile_named(name: str | None) -> S3Profile:
@@ -45,8 +65,7 @@ def profile_named(name: str | None) -> S3Profile:
     path = os.environ.get(PROFILES_VARIABLE)
     table: dict[str, dict[str, str]] = {}
     if path:
-        with open(path, "rb") as file:
-            table = tomllib.load(file).get("profiles", {})
+        table = _read_profiles(path)
     if name not in table:
         raise RequestError(
             "request.unknown_profile",

@@ -52,6 +52,10 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         code = str(facts.get("Code", ""))
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         text = f"{where}: {printable(code)}: {printable(str(facts.get('Message', '')))}"
+        if code == "NoSuchUpload":
+            return StorageError(
+                "storage.conflict", f"{where}: the upload is gone: another conversion took the target over"
+            )
         if code == "NoSuchBucket":
             bucket = path.partition("/")[0]
             return StorageError(

@@ -56,7 +56,9 @@ def _local_path(url: str) -> str:
     host, slash, path = rest.partition("/")
     if host.lower() not in _HOSTS or not slash or any(c in rest for c in "?#%"):
         raise RequestError(
-            "request.invalid", f"{printable(url)} is not a plain file URL", fix="write the path alone, such as /data/run1"
+            "request.invalid",
+            f"{printable(url)} is not a plain file URL",
+            fix="write the path alone, such as /data/run1",
         )
     return os.path.abspath("/" + path)
 

@@ -8,7 +8,10 @@ from reshard.models import TargetFormat
 from reshard_engine.writers.protocol import Writer
 from reshard_engine.writers.safetensors import SafetensorsWriter
 from reshard_engine.writers.torch_weights import TorchWeightsWriter
-from reshard_engine.writers.universal import UniversalWriter
+from reshard_engine.writers.universal import LATEST, UniversalWriter
+
+POINTER_NAMES = (LATEST,)
+"""Files beside a target that name it: an overwritten target must not stay named."""
 
 WRITERS: Mapping[TargetFormat, Writer] = {
     TargetFormat.UNIVERSAL: UniversalWriter(),

@@ -24,6 +24,6 @@ class SafetensorsWriter:
 
 
 def _template(weights: Sequence[Weight], aliases: dict[str, str]) -> tuple[FileTemplate, tuple[int, ...]]:
-    metadata = {"format": "pt", **aliases}
+    metadata = {**aliases, "format": "pt"}
     tensors = [(w.fqn, w.dtype, w.shape, w.numel) for w in weights]
     return safetensors_template(tensors, metadata), tuple(w.tensor for w in weights)

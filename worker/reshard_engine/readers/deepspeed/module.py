@@ -26,6 +26,12 @@ def add_whole_tensor(
     return index
 
 
+def _place(tensor: PTensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same elements in the same order."""
+    stride = tuple(s for n, s in zip(tensor.shape, tensor.stride, strict=True) if n != 1)
+    return (tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, stride)
+
+
 class ModuleTensors:
     """Sorts the entries of `module` into weights, buffers, frozen parameters and aliases.
 
@@ -117,11 +123,11 @@ class ModuleTensors:
         self._frozen_numbers[name] = index
 
     def _add_rest(self, owned: Mapping[str, tuple[int, ...]], *, sharded: bool) -> None:
-        places: dict[tuple[str, int, tuple[int, ...]], str] = {}
+        places: dict[tuple[object, ...], str] = {}
         owners: dict[str, str] = {}
         module = {**self._model.frozen_fragments, **self._model.module} if not sharded else self._model.module
         for name, tensor in module.items():
-            place = (tensor.storage.key, tensor.offset, tensor.shape)
+            place = _place(tensor)
             if name in self.buffers or name in self._frozen_numbers:
                 continue
             if name in owned:

@@ -6,6 +6,7 @@ Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`state_dict`, `_get_ba
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import Global, Node, PObject, PTensor, kind_of, mapping_items, sequence_items
 
+MAX_WORLD = 1 << 20
+_STATE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 FP32_KEYS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "single_partition_of_fp32_params")
 
 
@@ -113,7 +116,7 @@ def _base_states(
     except SourceError:
         per_group = [mapping_items(g, what=f"{name}: elastic state") for g in sequence_items(base, what=name)]
         step = inner.get("base_optimizer_state_step")
-        states = [{str(k): v for k, v in g.items()} for g in per_group]
+        states = [named_states(g) for g in per_group]
         for state in states:
             if step is not None:
                 state.setdefault("step", step)
@@ -126,18 +129,30 @@ def _base_states(
     found: list[Mapping[str, Node]] = []
     for index in range(count):
         entry = by_index.get(index)
-        found.append(
-            {} if entry is None else {str(k): v for k, v in mapping_items(entry, what=f"{name}: state").items()}
-        )
+        found.append({} if entry is None else named_states(mapping_items(entry, what=f"{name}: state")))
     return tuple(found), groups, nodes, False
 
 
+def named_states(entries: Mapping[str | int, Node]) -> dict[str, Node]:
+    """An optimizer's states by name; the names become file names.
+
+    Raises:
+        SourceError: `name.invalid` for a name that is no plain word, or that is taken (`fp32`).
+    """
+    for key in entries:
+        if not isinstance(key, str) or _STATE_KEY.fullmatch(key) is None or key == "fp32" or ".." in key:
+            raise SourceError("name.invalid", f"an optimizer state is called {printable(str(key))!r}")
+    return {str(k): v for k, v in entries.items()}
+
+
 def _partition_count(node: Node) -> int | None:
-    if type(node) is int:
-        return node
     if node is None:
         return None
-    counts = [i for i in sequence_items(node, what="partition_count") if type(i) is int]
+    counts = (
+        [node] if type(node) is int else [i for i in sequence_items(node, what="partition_count") if type(i) is int]
+    )
+    if any(not 0 < c <= MAX_WORLD for c in counts):
+        raise SourceError("checkpoint.malformed", f"partition_count is not between 1 and {MAX_WORLD}")
     return max(counts, default=None)
 
 

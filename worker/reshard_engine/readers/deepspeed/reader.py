@@ -15,7 +15,7 @@ from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.assembly import assemble
 from reshard_engine.readers.deepspeed.files import RankFiles, looks_like_deepspeed, sort_files
 from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
-from reshard_engine.readers.deepspeed.optim_states import RankStates, parse_rank_states
+from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD, RankStates, parse_rank_states
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
@@ -132,7 +132,9 @@ def _complete_ranks(
 ) -> list[int]:
     present = sorted(table)
     world = (present[-1] + 1 if present else 0) if count is None else count
-    missing = [r for r in range(min(world, 1 << 20)) if r not in table]
+    if world > MAX_WORLD:
+        raise SourceError("checkpoint.too_large", f"a file of rank {present[-1]}; the limit is {MAX_WORLD} ranks")
+    missing = [r for r in range(world) if r not in table]
     if missing:
         prefix = files.prefix if kind == "optim_states" else ""
         name = f"{prefix}zero_pp_rank_{missing[0]}_mp_rank_00_{kind}.pt"

@@ -23,7 +23,7 @@ from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_gro
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.module import ModuleTensors, add_whole_tensor
 from reshard_engine.readers.deepspeed.naming import assign_names, assign_names_flat
-from reshard_engine.readers.deepspeed.optim_states import read_scalar
+from reshard_engine.readers.deepspeed.optim_states import named_states, read_scalar
 from reshard_engine.readers.deepspeed.trees import TreeTensors
 from reshard_engine.shardmap import ShardMapBuilder
 
@@ -133,6 +133,10 @@ class _Stage0Optimizer:
             ]
             for g in self.group_nodes
         ]
+        ids = [i for group in self._groups for i in group]
+        lengths = [len(g) for g in self._masters]
+        if len(set(ids)) != len(ids) or (self._masters and lengths != [len(g) for g in self._groups]):
+            raise SourceError("checkpoint.malformed", "the optimizer's groups and its masters do not fit together")
 
     def assign(
         self, candidates: Mapping[str, tuple[int, ...]], weights: Mapping[str, int | None]
@@ -171,7 +175,7 @@ class _Stage0Optimizer:
         states: dict[str, int] = {}
         scalars: dict[str, Scalar] = {}
         entry = self._state.get(index)
-        for key, value in ({} if entry is None else mapping_items(entry, what="optimizer state")).items():
+        for key, value in _states_of(entry).items():
             if isinstance(value, PTensor) and value.shape:
                 states[str(key)] = add_whole_tensor(
                     self._builder, name, str(key), value, torch_file=self._torch_file, file=0
@@ -190,7 +194,7 @@ class _Stage0Optimizer:
             flats: dict[str, PTensor] = {"fp32": self._flat[group]}
             scalars: dict[str, Scalar] = {}
             entry = self._state.get(group)
-            for key, value in ({} if entry is None else mapping_items(entry, what="optimizer state")).items():
+            for key, value in _states_of(entry).items():
                 if isinstance(value, PTensor) and value.shape:
                     flats[str(key)] = value
                 elif value is not None:
@@ -215,6 +219,10 @@ class _Stage0Optimizer:
             for name, shape in shapes:
                 owned[name] = Parameter(name, shape, group, weights[name], by_name[name], scalars)
         return owned
+
+
+def _states_of(entry: Node) -> dict[str, Node]:
+    return {} if entry is None else named_states(mapping_items(entry, what="optimizer state"))
 
 
 def _tensors(node: Node) -> list[PTensor]:

@@ -1,0 +1,101 @@
+"""Arguments of allow-listed calls: only what their writers write.
+
+A name on the allow-list is called by whoever unpickles our output, so its arguments are checked here:
+`bytearray(2_000_000_000)` builds two gigabytes from nine bytes.
+
+Source: numpy 2.4 `ndarray.__reduce__` and `dtype.__reduce__`, CPython 3.11 `Lib/pickle.py` (bytes before
+protocol 3), torch 2.13.0 `torch/_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from reshard.errors import SourceError, printable
+from reshard_engine.pickles.nodes import Global, Node, PBytearray, PList, PObject, PTuple
+
+_ENCODINGS = ("latin1", "latin-1", "ascii", "utf-8")
+
+
+def _bytes_like(items: tuple[Node, ...]) -> bool:
+    if not items:
+        return True
+    first = items[0]
+    encoded = isinstance(first, PObject) and isinstance(first.cls, Global) and first.cls.dotted == "_codecs.encode"
+    text = len(items) == 2 and isinstance(first, str) and items[1] in _ENCODINGS
+    return text or (len(items) == 1 and (encoded or isinstance(first, bytes | PBytearray | PList)))
+
+
+def _encode(items: tuple[Node, ...]) -> bool:
+    return len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], str) and items[1] in _ENCODINGS
+
+
+def _reconstruct(items: tuple[Node, ...]) -> bool:
+    # numpy writes an empty array and sets its content as state.
+    if len(items) != 3 or not isinstance(items[0], Global) or items[0].dotted != "numpy.ndarray":
+        return False
+    return isinstance(items[1], PTuple) and items[1].items == (0,)
+
+
+def _dtype(items: tuple[Node, ...]) -> bool:
+    return 1 <= len(items) <= 3 and isinstance(items[0], str) and len(items[0]) <= 16
+
+
+def _scalar(items: tuple[Node, ...]) -> bool:
+    return len(items) == 2 and isinstance(items[0], PObject)
+
+
+def _never(_items: tuple[Node, ...]) -> bool:
+    return False
+
+
+def _numbers(items: tuple[Node, ...]) -> bool:
+    return len(items) <= 3 and all(type(i) in (int, float) for i in items)
+
+
+def _one_sequence(items: tuple[Node, ...]) -> bool:
+    return not items or (len(items) == 1 and isinstance(items[0], PTuple | PList))
+
+
+def _any_buffer(items: tuple[Node, ...]) -> bool:
+    return len(items) == 4 and isinstance(items[0], bytes | PBytearray | PObject)
+
+
+_CHECKS: dict[str, Callable[[tuple[Node, ...]], bool]] = {
+    "_codecs.encode": _encode,
+    "numpy.ndarray": _never,
+    "numpy.dtype": _dtype,
+    "torch.Size": _one_sequence,
+    "collections.OrderedDict": _one_sequence,
+    "datetime.timedelta": _numbers,
+    **{f"{b}.{n}": _bytes_like for b in ("builtins", "__builtin__") for n in ("bytes", "bytearray")},
+    **{f"{b}.complex": _numbers for b in ("builtins", "__builtin__")},
+    **{f"numpy.{c}.multiarray._reconstruct": _reconstruct for c in ("core", "_core")},
+    **{f"numpy.{c}.multiarray.scalar": _scalar for c in ("core", "_core")},
+    **{f"numpy.{c}.numeric._frombuffer": _any_buffer for c in ("core", "_core")},
+}
+_NO_INSTANCES = frozenset(_CHECKS) - {"collections.OrderedDict"}
+"""Functions, and classes that no writer instantiates by NEWOBJ."""
+
+
+def check_call(func: Global, args: PTuple) -> None:
+    """Refuse a call of a listed name with arguments that its writers never give.
+
+    Raises:
+        SourceError: `pickle.forbidden_call`.
+    """
+    check = _CHECKS.get(func.dotted)
+    if check is not None and not check(args.items):
+        raise SourceError("pickle.forbidden_call", f"{printable(func.dotted)} with arguments that no writer gives")
+
+
+def check_instance(cls: Global) -> None:
+    """Refuse to instantiate a listed name that is only ever called.
+
+    Raises:
+        SourceError: `pickle.forbidden_build`.
+    """
+    if cls.dotted in _NO_INSTANCES:
+        raise SourceError(
+            "pickle.forbidden_build", f"an instance of {printable(cls.dotted)}, which is only ever called"
+        )
