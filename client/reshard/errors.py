@@ -72,6 +72,7 @@ CODES: Mapping[str, CodeEntry] = {
     "source.unknown_kind": _source("Not a file or directory of a known kind."),
     "source.unsupported": CodeEntry(422, ExitCode.REFUSED, "A known kind that is not supported."),
     "source.unsupported_version": CodeEntry(422, ExitCode.REFUSED, "A file shape of an unsupported version."),
+    "source.too_slow": CodeEntry(422, ExitCode.REFUSED, "Planning takes longer than the worker allows."),
     "source.changed": CodeEntry(409, ExitCode.RETRYABLE, "An object changed while it was read.", True),
     "checkpoint.incomplete": _source("Files or parts of tensors are missing."),
     "checkpoint.bad_latest": _source("`latest` does not name a checkpoint."),

@@ -1,56 +1,37 @@
-"""Storage that jobs may name: prefixes of URLs, compared component by component."""
+"""Storage that jobs may name: prefixes of URLs, compared in the engine's own spelling of them."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from urllib.parse import unquote, urlsplit
 
 from reshard.errors import RequestError, printable
+from reshard.models import ConvertRequest
+from reshard_engine.storage.urls import canonical_url, is_within
 
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*)://")
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """A URL cut into what is compared: scheme, then host or bucket, then path components."""
-
-    scheme: str
-    parts: tuple[str, ...]
-
-    def within(self, root: Location) -> bool:
-        """Whether this location is `root` or lies below it."""
-        return self.scheme == root.scheme and self.parts[: len(root.parts)] == root.parts
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
 
-def locate(url: str) -> Location:
-    """The location that `url` names; local paths with their symbolic links resolved.
+def place_of(url: str) -> str:
+    """The one spelling of a place that a job may name: what is compared, and what is opened.
 
     Raises:
         RequestError: `request.invalid`: the URL has more than one reading.
     """
-    match = _SCHEME.match(url)
-    if match is None or match[1].lower() == "file":
-        split = urlsplit(url) if match else None
-        path = unquote(split.path) if split else url
-        # A relative path would mean one thing to the API and another to a worker.
-        if (split and split.netloc not in {"", "localhost"}) or not path.startswith("/") or "\0" in path:
-            raise _ambiguous(url)
-        return Location("file", tuple(part for part in os.path.realpath(path).split("/") if part))
-    parts = url[match.end() :].rstrip("/").split("/")
-    # Object keys are literal: `..` is a name to a store and a step up to a file system behind one.
-    if any(part in {"", ".", ".."} for part in parts) or "::" in url or "\\" in url:
+    scheme, mark, _ = url.partition("://")
+    if mark and not _SCHEME.fullmatch(scheme):
         raise _ambiguous(url)
-    return Location(match[1].lower(), tuple(parts))
+    if not mark and not url.startswith("/"):
+        # A relative path would mean one thing to the API and another to a worker; so would a `~`.
+        raise _ambiguous(url)
+    return canonical_url(url)
 
 
 def _ambiguous(url: str) -> RequestError:
     return RequestError(
         "request.invalid",
-        f"the URL {printable(url)!r} has empty, relative or chained parts",
-        fix="write the URL as scheme://bucket/key/parts, a local path as /absolute/path",
+        f"{printable(url)!r} is relative or chained",
+        fix="write a URL as scheme://bucket/key/parts, a local path as /absolute/path",
     )
 
 
@@ -62,25 +43,44 @@ class Roots:
 
     @classmethod
     def parse(cls, text: str) -> Roots:
-        """Roots from comma-separated URL prefixes."""
+        """Roots from comma-separated URL prefixes.
+
+        Raises:
+            RequestError: `request.invalid`: a root has more than one reading.
+        """
         roots = cls(tuple(part.strip() for part in text.split(",") if part.strip()))
         for url in roots.urls:
-            locate(url)
+            place_of(url)
         return roots
 
-    def require(self, urls: Iterable[str]) -> None:
-        """Do nothing if every URL lies under a root.
+    def allowed(self, url: str) -> str:
+        """The one spelling of a place at or below a root. Use nothing else: only this was judged.
 
         Raises:
             RequestError: `request.root_forbidden`, or `request.invalid` for a URL with several readings.
         """
-        if not self.urls:
-            return
-        allowed = [locate(root) for root in self.urls]
-        for url in urls:
-            if not any(locate(url).within(root) for root in allowed):
-                raise RequestError(
-                    "request.root_forbidden",
-                    f"{printable(url)!r} is outside the storage that this service may use",
-                    fix="use a URL under one of the service's roots, or ask its operator to add one to RESHARD_ROOTS",
-                )
+        place = place_of(url)
+        if self.urls and not any(is_within(place, place_of(root)) for root in self.urls):
+            raise _forbidden(url)
+        return place
+
+    def allowed_request(self, request: ConvertRequest) -> ConvertRequest:
+        """The request with its places in their one spelling, if it may be carried out.
+
+        Raises:
+            RequestError: As `allowed`.
+        """
+        source = request.source.model_copy(update={"url": self.allowed(request.source.url)})
+        target = self.allowed(request.target)
+        if target in {place_of(root) for root in self.urls}:
+            # A conversion also writes beside its target: `latest_universal`, its journal.
+            raise _forbidden(request.target)
+        return request.model_copy(update={"source": source, "target": target})
+
+
+def _forbidden(url: str) -> RequestError:
+    return RequestError(
+        "request.root_forbidden",
+        f"{printable(url)!r} is outside the storage that this service may use",
+        fix="use a URL under one of the service's roots, or ask its operator to add one to RESHARD_ROOTS",
+    )

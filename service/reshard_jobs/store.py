@@ -16,6 +16,7 @@ from reshard_jobs.idempotency import Hold, bind
 from reshard_jobs.moves import log, move
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter, make_token, read_token
 from reshard_jobs.records import event_of, job_of
+from reshard_jobs.roots import place_of
 from reshard_jobs.tables import EventRow, JobRow, LabelRow, db_now
 
 MAX_EVENTS_PER_READ = 500
@@ -39,7 +40,8 @@ class JobStore:
         """Record a job as QUEUED and, in the same transaction, bind the idempotency key.
 
         Raises:
-            RequestError: `request.idempotency_conflict`: the key was lost to another request.
+            RequestError: `request.idempotency_conflict`: the key was lost to another request;
+                `request.invalid`: the target has more than one reading.
         """
         job_id = f"job_{base64.b32encode(secrets.token_bytes(15)).decode().lower()}"
         with self._database.write() as session:
@@ -50,7 +52,7 @@ class JobStore:
                     kind=kind.value,
                     state=JobState.QUEUED.value,
                     request=request.model_dump_json(),
-                    target=_spelled_once(request.target) if kind is JobKind.CONVERT else "",
+                    target=place_of(request.target) if kind is JobKind.CONVERT else "",
                     max_attempts=max_attempts,
                     created_at=db_now(),
                     rung_at=db_now(),
@@ -165,10 +167,6 @@ class JobStore:
         """Raise SQLAlchemy's error if the database does not answer."""
         with self._database.read() as session:
             session.execute(text("SELECT 1"))
-
-
-def _spelled_once(url: str) -> str:
-    return url.removeprefix("file://").rstrip("/") or "/"
 
 
 def _require(session: Session, job_id: str) -> JobRow:

@@ -8,7 +8,6 @@ from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import JobError
 from reshard.models import ConvertRequest, Inspection, JobKind, PlanSummary, SourceSpec
-from reshard_service.admission import require_allowed
 from reshard_service.context import Context
 from reshard_service.jobs_api import accepted
 from reshard_service.probing import ProbeTimeout
@@ -19,9 +18,9 @@ router = APIRouter(prefix="/v1", tags=["checkpoints"])
 @router.post("/plans", response_model=PlanSummary)
 async def plan(body: ConvertRequest, context: Context) -> Response:
     """What a conversion would do. 202 with a planning-only job when it takes longer than a request may."""
-    await require_allowed(context.settings.jobs.roots, body.source.url, body.target)
+    request = await run_in_threadpool(context.settings.jobs.roots.allowed_request, body)
     try:
-        summary = await context.prober.plan(body, limit_s=context.settings.admission_s)
+        summary = await context.prober.plan(request, limit_s=context.settings.admission_s)
     except ProbeTimeout:
         job = await run_in_threadpool(lambda: context.store.create(body, kind=JobKind.PLAN))
         await run_in_threadpool(context.doorbell.ring, job.id)
@@ -32,10 +31,11 @@ async def plan(body: ConvertRequest, context: Context) -> Response:
 @router.post("/inspections", response_model=Inspection)
 async def inspect(body: SourceSpec, context: Context) -> Response:
     """What a checkpoint is, found without reading tensor data."""
-    await require_allowed(context.settings.jobs.roots, body.url)
+    place = await run_in_threadpool(context.settings.jobs.roots.allowed, body.url)
+    source = body.model_copy(update={"url": place})
     limit_s = context.settings.inspection_s
     try:
-        found = await context.prober.inspect(body, limit_s=limit_s)
+        found = await context.prober.inspect(source, limit_s=limit_s)
     except ProbeTimeout as error:
         raise JobError(
             "job.wait_timeout",

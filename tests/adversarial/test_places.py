@@ -177,7 +177,7 @@ def test_profile_files_that_are_wrong(
     [
         "", " ", "a\0b", "file://host/x", "file://", "file:///a?b", "file:///a#b", "file:///a%2eb", "s3://", "s3://b//x",
         "s3://b/../x", "s3://b/./x", "s3://b/x?versionId=1", "s3://b/x#y", "s3://b/zip::s3://c", "s3://b/a\\b",
-        "http://host/x", "https://host/x", "nosuch://x/y",
+        "http://host/x", "https://host/x", "nosuch://x/y", "/root/x://y", "a::s3://b/x", "s 3://b/x",
     ],
 )  # fmt: skip
 def test_urls_with_two_readings_are_refused(url: str, tmp_path: Path) -> None:
@@ -195,6 +195,9 @@ def test_one_place_has_one_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     spellings += [f"file://localhost{tmp_path}/x", f"FILE://{tmp_path}/x"]
     assert {canonical_url(s) for s in spellings} == {str(tmp_path / "x")}
     assert {canonical_url(s) for s in ("s3://b/k", "s3a://b/k/", "S3://b/k")} == {"s3://b/k"}
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "to").symlink_to(tmp_path / "deep" / "er")
+    assert canonical_url("to/../x") == str(tmp_path / "deep" / "x"), "as the kernel reads it"
     assert is_within("/a/b", "/a")
     assert is_within("/a", "/")
     assert not is_within("/ab", "/a")

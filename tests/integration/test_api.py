@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Generator
@@ -276,6 +277,84 @@ def test_tokens_and_roots(tmp_path: Path) -> None:
                 client.inspect(f"{tmp_path}/x")
             with pytest.raises(RequestError, match="root_forbidden"):
                 client.plan(f"{tmp_path}/x", f"{allowed}/out", to="universal")
+
+
+def test_no_spelling_leads_out_of_the_roots(tmp_path: Path) -> None:
+    data = Path(__file__).parent.parent / "data" / "zero2_tiny"
+    root, secret = tmp_path / "root", tmp_path / "secret"
+    for directory in (root, secret):
+        shutil.copytree(data, directory / "ck")
+    (root / "link").symlink_to(secret)
+    (root / "ck?x").mkdir()
+    tricks = [
+        f"{root}/ck/../../secret/ck",
+        f"{root}/link/ck",
+        f"file://{root}/ck?x/../../secret/ck",
+        f"{root}/ck?x/../../secret/ck",
+        f"file://{root}/ck#x/../../secret/ck",
+        f"file://{root}/%2e%2e/secret/ck",
+        f"file://{root}%2f..%2fsecret/ck",
+        f"file://localhost{secret}/ck",
+        f"file://localhost{root}/../secret/ck",
+        f"file://host{root}/ck",
+        f"local://{secret}/ck",
+        f"FILE://{root}/link/ck",
+        f"file:{root}/ck",
+        f"simplecache::file://{root}/ck",
+        f"{root}/x://{secret}/ck",
+        f"dir://{secret}/ck::file://{root}/ck",
+        f"{secret}/ck",
+        f"{root}-twin/ck",
+        "~/ck",
+        "ck",
+        "s3a://other/ck",
+        "s3a://bucket/some/../ck",
+        "s3n://bucket/something/ck",
+        "s3://bucket/some/ck?versionId=1",
+        "memory://ck",
+    ]
+    extra = {"RESHARD_ROOTS": f"{root},s3://bucket/some", "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    stack = Stack(tmp_path / "logs", f"sqlite:///{tmp_path}/jobs.db", scripted=False, extra=extra)
+    with stack.api() as url:
+
+        def post(path: str, body: dict[str, Any]) -> httpx.Response:
+            return httpx.post(f"{url}{path}", json=body, timeout=20)
+
+        def conversion(source: str, target: str) -> dict[str, Any]:
+            return {"source": {"url": source}, "target": target, "to": "universal"}
+
+        inside = f"{root}/ck"
+        for trick in tricks:
+            for path, body in (
+                ("/v1/inspections", {"url": trick}),
+                ("/v1/plans", conversion(trick, f"{root}/out")),
+                ("/v1/plans", conversion(inside, trick)),
+                ("/v1/jobs", conversion(trick, f"{root}/out")),
+                ("/v1/jobs", conversion(inside, trick)),
+            ):
+                refused = post(path, body)
+                found = (refused.status_code, refused.json().get("code"))
+                assert found in {(403, "request.root_forbidden"), (422, "request.invalid")}, (path, body, refused.text)
+        assert post("/v1/jobs", conversion(inside, str(root))).json()["code"] == "request.root_forbidden"
+        assert httpx.get(f"{url}/v1/jobs").json()["jobs"] == []
+        # Read as a text or as the file system reads it: neither reading is the secret checkpoint.
+        assert post("/v1/inspections", {"url": f"{root}/link/../secret/ck"}).status_code in {403, 422}
+        for spelling in (inside, f"FILE://localhost{root}/./ck//", f"{root}/x/../ck"):
+            inspected = post("/v1/inspections", {"url": spelling})
+            assert inspected.status_code == 200, inspected.text
+            assert inspected.json()["url"].startswith(inside)
+        # What planning would refuse, and is known within seconds, is refused at submission.
+        for body, code in (
+            ({**conversion(inside, f"{root}/out"), "dtype": "bf16"}, "request.invalid"),
+            ({**conversion(inside, f"{root}/out"), "max_shard_bytes": 1000}, "request.invalid"),
+            (conversion(inside, f"{root}/x/../ck/global_step3"), "request.overlap"),
+            (conversion(inside, f"{root}/ck/global_step3/below"), "request.overlap"),
+            ({**conversion(inside, f"{root}/out"), "memory_limit_bytes": 1}, "request.budget_too_small"),
+        ):
+            refused = post("/v1/jobs", body)
+            assert (refused.status_code, refused.json()["code"]) == (422, code), refused.text
+        assert post("/v1/jobs", conversion(inside, f"{root}/out")).status_code == 202
+        assert len(httpx.get(f"{url}/v1/jobs").json()["jobs"]) == 1
 
 
 def test_a_broker_that_is_away_does_not_lose_jobs(tmp_path: Path) -> None:

@@ -17,18 +17,7 @@ from reshard.models import Job, JobEvent, JobState
 from servers.scripted import scripted, units_done
 from servers.stack import Stack, client_of
 
-MAIN = """
-import sys, typer
-from reshard.cli.remote import register
-from reshard.errors import ReshardError
-app = typer.Typer()
-register(app)
-try:
-    app()
-except ReshardError as error:
-    print(error, "fix:", error.fix, file=sys.stderr)
-    sys.exit(int(error.exit_code))
-"""
+RESHARD = (sys.executable, "-m", "reshard.cli.main")
 
 
 @dataclass
@@ -41,7 +30,7 @@ class Shell:
         return {**self.stack.env(), "RESHARD_URL": self.url}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-c", MAIN, *arguments]
+        argv = [*RESHARD, *arguments]
         return subprocess.run(argv, env=self.env(), capture_output=True, text=True, timeout=40, check=False)
 
     def source(self, **script: object) -> str:
@@ -109,7 +98,7 @@ def test_timeouts_detach_and_cancel(shell: Shell) -> None:
         while not units_done(target):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        argv = [sys.executable, "-c", MAIN, "jobs", "watch", job.id]
+        argv = [*RESHARD, "jobs", "watch", job.id]
         with subprocess.Popen(argv, env=shell.env(), stderr=subprocess.PIPE, text=True) as watching:
             assert watching.stderr is not None
             assert "QUEUED" in watching.stderr.readline()

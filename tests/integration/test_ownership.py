@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 
@@ -280,6 +281,22 @@ def test_one_writer_per_target(jobs: Jobs) -> None:
     following = jobs.leases.claim_next(worker="w")
     assert following is not None
     assert following.job_id in waiting
+
+
+def test_one_target_in_many_spellings_has_one_writer(jobs: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    local = f"{tmp_path}/real/out"
+    spellings = [
+        *(local, f"{local}/", f"/{local}", f"{tmp_path}/./real//out", f"{tmp_path}/x/../real/out"),
+        *(f"{tmp_path}/link/out", f"file://{local}", f"FILE://localhost{tmp_path}/link/out"),
+    ]
+    for many in (spellings, ["s3://b/out", "s3://b/out/", "S3://b/out", "s3a://b/out", "s3n://b/out"]):
+        ids = [jobs.store.create(REQUEST.model_copy(update={"target": target})).id for target in many]
+        claims = [found for found in (jobs.leases.claim(job_id, worker="w") for job_id in ids) if found]
+        assert len(claims) == 1
+    with pytest.raises(RequestError, match=r"request\.invalid"):
+        jobs.store.create(REQUEST.model_copy(update={"target": "relative"}))
 
 
 def test_a_clean_up_waits_for_another_writer(jobs: Jobs) -> None:

@@ -37,14 +37,7 @@ class ScriptedEngine:
     """Does what the source URL says."""
 
     def inspect(self, source: SourceSpec) -> Inspection:
-        script = _script(source)
-        time.sleep(float(script.get("inspect_s", 0)))
-        if "eat" in script:
-            bytearray(int(script["eat"]))
-        if "inspect_crash" in script:
-            os.kill(os.getpid(), int(script["inspect_crash"]))
-        if code := script.get("refuse"):
-            raise class_of(code)(code, f"scripted: {code}", fix="change the script")
+        _look(_script(source))
         return Inspection(
             url=source.url,
             tag=None,
@@ -67,6 +60,7 @@ class ScriptedEngine:
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
         script = _script(request.source)
+        _look(script)
         time.sleep(float(script.get("plan_s", 0)))
         units = int(script.get("units", 4))
         return PlanSummary(
@@ -97,6 +91,9 @@ class ScriptedEngine:
         journal, target = journal_of(request), Path(request.target)
         journal.mkdir(parents=True, exist_ok=True)
         report(Progress(phase="planning"))
+        time.sleep(float(script.get("prepare_s", 0)))
+        if "hog" in script:
+            bytearray(int(script["hog"]))
         for unit in range(units):
             if should_stop is not None and should_stop() and "deaf" not in script:
                 raise JobError("job.cancelled", "stopped between units")
@@ -174,6 +171,16 @@ def units_done(target: Path) -> list[tuple[int, int]]:
 def _script(source: SourceSpec) -> dict[str, str]:
     words = [word.partition("=") for word in source.url.rpartition("/")[2].split(",") if word]
     return {name: value for name, _, value in words}
+
+
+def _look(script: dict[str, str]) -> None:
+    time.sleep(float(script.get("inspect_s", 0)))
+    if "eat" in script:
+        bytearray(int(script["eat"]))
+    if "inspect_crash" in script:
+        os.kill(os.getpid(), int(script["inspect_crash"]))
+    if code := script.get("refuse"):
+        raise class_of(code)(code, f"scripted: {code}", fix="change the script")
 
 
 def _ignore(_progress: Progress) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from reshard.cli.sizes import format_size, parse_size
 from reshard.errors import RequestError
-from reshard.models import JobState, Progress
-from reshard_jobs.roots import Roots, locate
+from reshard.models import ConvertRequest, JobState, Progress, SourceSpec, TargetFormat
+from reshard_jobs.roots import Roots, place_of
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
 
@@ -38,6 +38,19 @@ def test_every_phase_has_a_state() -> None:
     [
         "relative",
         "./x",
+        "~/x",
+        "~root/x",
+        "file:/etc/passwd",
+        "file:///x?y/../z",
+        "file:///x#y",
+        "file:///x/%2e%2e/y",
+        "file://localhost",
+        "s3://b/x?versionId=1",
+        "s3://b/x#y",
+        "simplecache::s3://b/x",
+        "/x://y",
+        "://x",
+        "",
         "file://host/x",
         "s3://",
         "s3:///x",
@@ -52,7 +65,7 @@ def test_every_phase_has_a_state() -> None:
 )
 def test_urls_with_several_readings_are_refused(url: str) -> None:
     with pytest.raises(RequestError, match=r"request\.invalid"):
-        locate(url)
+        place_of(url)
 
 
 def test_roots_compare_components(tmp_path: Path) -> None:
@@ -64,10 +77,13 @@ def test_roots_compare_components(tmp_path: Path) -> None:
         f"{tmp_path}/in",
         f"{tmp_path}/in/x/y",
         f"file://{tmp_path}/in/x",
+        f"FILE://localhost{tmp_path}/in/x",
+        f"//{tmp_path}/./in//x",
         "s3://bucket/team/",
         "S3://bucket/team/x",
+        "s3a://bucket/team/x",
     ):
-        roots.require([url])
+        assert roots.allowed(url) == place_of(url)
     for url in (
         f"{tmp_path}/inside",
         f"{tmp_path}/in/../out",
@@ -76,8 +92,30 @@ def test_roots_compare_components(tmp_path: Path) -> None:
         "gs://bucket/team",
     ):
         with pytest.raises(RequestError, match="root_forbidden"):
-            roots.require([url])
-    Roots().require(["/anything", "not even a url"])
+            roots.allowed(url)
+    assert Roots().allowed("/anything//at/../all/") == "/anything/all"
+
+
+def test_a_request_is_rewritten_to_what_was_judged(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "in")
+    roots = Roots.parse(f"{tmp_path}/link,s3a://bucket/team")
+    request = ConvertRequest(
+        source=SourceSpec(url=f"file://{tmp_path}/link/ck/", tag="t"),
+        target="s3n://bucket/team/out/",
+        to=TargetFormat.UNIVERSAL,
+        threads=3,
+    )
+    judged = roots.allowed_request(request)
+    assert judged.source.url == f"{tmp_path}/in/ck"
+    assert judged.target == "s3://bucket/team/out"
+    assert (judged.source.tag, judged.threads) == ("t", 3)
+    # What is written beside a target must be below the root too.
+    for target in ("s3://bucket/team", f"{tmp_path}/in/"):
+        with pytest.raises(RequestError, match="root_forbidden"):
+            roots.allowed_request(request.model_copy(update={"target": target}))
+    with pytest.raises(RequestError, match=r"request\.invalid"):
+        Roots.parse("data,s3://bucket")
 
 
 def test_settings() -> None:

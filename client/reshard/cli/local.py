@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -220,8 +221,11 @@ def convert(
     except JobError as error:
         if error.code != "job.cancelled":
             raise
-        _hint("cancelled this local run; finished work is kept: the same command resumes it")
-        raise typer.Exit(int(ExitCode.INTERRUPTED)) from None
+        raise JobError(
+            "job.cancelled",
+            "cancelled this local run; finished work is kept: the same command resumes it",
+            fix="run the same command again",
+        ) from None
     for warning in result.warnings:
         _hint(f"warning: {warning}")
     if as_json:
@@ -245,7 +249,8 @@ def _stoppable() -> Generator[threading.Event]:
 
     def on_interrupt(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
-            raise KeyboardInterrupt
+            # Threads may wait for a store that never answers; the journal survives a hard end.
+            os._exit(int(ExitCode.INTERRUPTED))
         stop.set()
 
     if threading.current_thread() is not threading.main_thread():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 import typer
 
 from reshard.cli import local, remote
-from reshard.errors import ExitCode, RequestError, ReshardError
+from reshard.cli.watching import DetachedError
+from reshard.errors import ExitCode, JobError, RequestError, ReshardError, printable
 
 app = typer.Typer(
     name="reshard",
@@ -53,7 +56,7 @@ def _with_default_command(arguments: Sequence[str]) -> list[str]:
     names: set[str] = set(getattr(typer.main.get_command(app), "commands", {}))
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         looks_like_path = any(mark in arguments[0] for mark in ("/", ".", "\\"))
-        if looks_like_path or not arguments[0].isidentifier():
+        if looks_like_path or not arguments[0].isidentifier() or os.path.exists(arguments[0]):
             return ["inspect", *arguments]
     return list(arguments)
 
@@ -68,32 +71,51 @@ def report(error: ReshardError, *, as_json: bool) -> int:
     return int(error.exit_code)
 
 
+def _interrupted() -> JobError:
+    return JobError(
+        "job.cancelled", "this command was interrupted", fix="run it again; if a service has the job, the job goes on"
+    )
+
+
 def _help_hint(arguments: Sequence[str]) -> str:
     command = next((a for a in arguments if not a.startswith("-")), "")
     return f"reshard {command} --help" if command.isidentifier() else "reshard --help"
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code. However a command ends, it ends with a code of ours."""
     as_json = "--json" in arguments
     try:
-        outcome = app(args=_with_default_command(arguments), standalone_mode=False, prog_name="reshard")
-    except ReshardError as error:
-        return report(error, as_json=as_json)
-    except typer.Exit as error:
-        return error.exit_code
-    except typer.Abort:
-        return int(ExitCode.INTERRUPTED)
-    except _UsageProblem as error:
-        text = getattr(error, "format_message", error.__str__)()
-        return report(RequestError("request.invalid", text, fix=_help_hint(arguments)), as_json=as_json)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return int(ExitCode.INTERRUPTED)
+        return _run(arguments, as_json=as_json)
     except BrokenPipeError:
         # The reader of our output went away: `reshard inspect X | head`.
         sys.stderr.close()
         return int(ExitCode.FAILED)
+    except Exception as error:  # noqa: BLE001 - the outermost net: a bug too must end as an error that scripts can read
+        if os.environ.get("RESHARD_TRACEBACK") == "1":
+            traceback.print_exc()
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        fix = "run it again with RESHARD_TRACEBACK=1 and report the output"
+        return report(JobError("internal.error", printable(what), fix=fix), as_json=as_json)
+
+
+def _run(arguments: Sequence[str], *, as_json: bool) -> int:
+    try:
+        outcome = app(args=_with_default_command(arguments), standalone_mode=False, prog_name="reshard")
+    except ReshardError as error:
+        return report(error, as_json=as_json)
+    except DetachedError as error:
+        return int(error.exit_code)
+    except typer.Exit as error:
+        return error.exit_code
+    except _UsageProblem as error:
+        text = getattr(error, "format_message", error.__str__)()
+        return report(RequestError("request.invalid", text, fix=_help_hint(arguments)), as_json=as_json)
+    except (typer.Abort, KeyboardInterrupt):
+        return report(_interrupted(), as_json=as_json)
+    if outcome == ExitCode.INTERRUPTED:
+        # Newer versions of typer turn a KeyboardInterrupt into this status themselves.
+        return report(_interrupted(), as_json=as_json)
     return outcome if isinstance(outcome, int) else int(ExitCode.OK)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from reshard.cli.sizes import parse_size
-from reshard.cli.watching import DetachedError, follow
+from reshard.cli.watching import follow
 from reshard.client import Client
 from reshard.errors import RequestError, printable
 from reshard.models import Job, JobEvent, JobState, OpaquePolicy, TargetFormat, WeightDtype
@@ -211,16 +210,12 @@ def parse_labels(texts: list[str]) -> dict[str, str]:
 
 
 def _absolute(url: str) -> str:
-    """A local path as the service must see it: its working directory is not ours."""
-    return url if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", url) else os.path.abspath(url)
+    """A local path as the service must see it: its working directory and its home are not ours."""
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 
 def _follow(client: Client, job_id: str, *, timeout_s: float | None, quiet: bool, as_json: bool = False) -> Job:
-    on_event = _say_event if as_json else None
-    try:
-        return follow(client, job_id, timeout_s=timeout_s, quiet=quiet, on_event=on_event)
-    except DetachedError as error:
-        raise typer.Exit(int(error.exit_code)) from error
+    return follow(client, job_id, timeout_s=timeout_s, quiet=quiet, on_event=_say_event if as_json else None)
 
 
 def _say_event(event: JobEvent) -> None:

@@ -7,12 +7,14 @@ permission check and the file system can never read one text in two ways.
 from __future__ import annotations
 
 import os
+import re
 
 from reshard.errors import RequestError, printable
 
 LOCAL_SCHEMES = ("file", "local")
 _ALIASES = {"s3a": "s3", "s3n": "s3"}
 _HOSTS = ("", "localhost")
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 def scheme_of(url: str) -> str:
@@ -39,7 +41,10 @@ def canonical_url(url: str) -> str:
     if "\0" in url or not url.strip():
         raise RequestError("request.invalid", f"{printable(url)!r} names no place")
     if is_local(url):
+        # `a/link/../b` is what the kernel opens, not what the text says: links first, dots after.
         return os.path.realpath(_local_path(url))
+    if _SCHEME.fullmatch(scheme_of(url)) is None:
+        raise RequestError("request.invalid", f"{printable(url)} has no scheme that could be one")
     rest = url.partition("://")[2].rstrip("/")
     if not rest or any(part in ("", ".", "..") for part in rest.split("/")):
         raise RequestError("request.invalid", f"{printable(url)} is not a clean URL", fix="write s3://bucket/path")
@@ -52,7 +57,7 @@ def canonical_url(url: str) -> str:
 def _local_path(url: str) -> str:
     _, mark, rest = url.partition("://")
     if not mark:
-        return os.path.abspath(os.path.expanduser(url))
+        return os.path.expanduser(url)
     host, slash, path = rest.partition("/")
     if host.lower() not in _HOSTS or not slash or any(c in rest for c in "?#%"):
         raise RequestError(
@@ -60,7 +65,7 @@ def _local_path(url: str) -> str:
             f"{printable(url)} is not a plain file URL",
             fix="write the path alone, such as /data/run1",
         )
-    return os.path.abspath("/" + path)
+    return "/" + path
 
 
 def is_within(url: str, root: str) -> bool:

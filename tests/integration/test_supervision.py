@@ -1,0 +1,177 @@
+"""What a supervisor allows its engine process: places, memory, time to plan; and what it makes of a bug."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Generator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.errors import RequestError
+from reshard.models import ConvertRequest, Job, JobKind, JobState, SourceSpec, TargetFormat
+from reshard_jobs.database import Database
+from reshard_jobs.leases import Leases
+from reshard_jobs.roots import Roots
+from reshard_jobs.settings import JobSettings
+from reshard_jobs.store import JobStore
+from reshard_worker.protocol import Command
+from reshard_worker.settings import WorkerSettings
+from reshard_worker.supervisor import Outcome, Supervisor
+from reshard_worker.walls import engine_memory_bytes
+from servers.scripted import journal_of, scripted
+from servers.stack import scripted_runner
+
+DATA = Path(__file__).parent.parent / "data" / "zero3_tiny"
+SCRIPTED = WorkerSettings(runner_command=tuple(shlex.split(scripted_runner()["RESHARD_RUNNER_COMMAND"])))
+
+
+@dataclass
+class Workplace:
+    """Jobs straight in their database, without an API that could have judged them."""
+
+    store: JobStore
+    leases: Leases
+    directory: Path
+
+    def create(self, source: str, target: str, *, kind: JobKind = JobKind.CONVERT, **options: Any) -> Job:
+        request = ConvertRequest(
+            source=SourceSpec(url=source), target=target, **{"to": TargetFormat.UNIVERSAL, **options}
+        )
+        return self.store.create(request, kind=kind)
+
+    def see_through(self, job: Job, settings: WorkerSettings) -> Job:
+        Supervisor(self.leases, settings, name="test").run_job(job.id)
+        return self.store.get(job.id)
+
+    def failure(self, job: Job, settings: WorkerSettings) -> str:
+        ended = self.see_through(job, settings)
+        assert ended.state is JobState.FAILED
+        assert ended.error is not None
+        return ended.error.code
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Generator[Workplace]:
+    database = Database(f"sqlite:///{tmp_path}/jobs.db")
+    yield Workplace(JobStore(database), Leases(database, lease_s=30), tmp_path)
+    database.close()
+
+
+def rooted(settings: WorkerSettings, *roots: Path) -> WorkerSettings:
+    return replace(settings, jobs=JobSettings(roots=Roots(tuple(map(str, roots)))))
+
+
+def test_a_worker_obeys_its_own_roots(place: Workplace) -> None:
+    root, secret = place.directory / "root", place.directory / "secret"
+    root.mkdir()
+    secret.mkdir()
+    (root / "link").symlink_to(secret)
+    settings = rooted(SCRIPTED, root)
+    for source in (f"{root}/link/units=1", f"{secret}/units=1", f"file://{root}/ck?x/../../secret/units=1", "units=1"):
+        assert place.failure(place.create(source, f"{root}/out"), settings) in {
+            "request.root_forbidden",
+            "request.invalid",
+        }
+    for target in (f"{root}/link/out", f"{secret}/out", str(root)):
+        assert place.failure(place.create(f"{root}/units=1", target), settings) == "request.root_forbidden"
+    assert not list(secret.iterdir())
+
+
+def test_a_link_that_changes_after_submission_does_not_lead_out(place: Workplace) -> None:
+    root, secret = place.directory / "root", place.directory / "secret"
+    (root / "in").mkdir(parents=True)
+    secret.mkdir()
+    (root / "link").symlink_to(root / "in")
+    job = place.create(f"{root}/units=1", f"{root}/link/out")
+    (root / "link").unlink()
+    (root / "link").symlink_to(secret)
+    assert place.failure(job, rooted(SCRIPTED, root)) == "request.root_forbidden"
+
+
+def test_the_engine_gets_the_very_places_that_were_judged(place: Workplace) -> None:
+    root, heard = place.directory / "root", place.directory / "heard"
+    (root / "in").mkdir(parents=True)
+    (root / "link").symlink_to(root / "in")
+    code = f"import sys; open({str(heard)!r}, 'w').write(sys.stdin.readline())"
+    settings = rooted(replace(SCRIPTED, runner_command=(sys.executable, "-c", code)), root)
+    job = place.create(f"file://localhost{root}/link/../in/ck/", f"{root}//link/./out/")
+    assert place.failure(job, settings) == "internal.error"
+    command = Command.model_validate_json(heard.read_bytes())
+    assert (command.request.source.url, command.request.target) == (f"{root}/in/ck", f"{root}/in/out")
+    assert command.memory_bytes == engine_memory_bytes(command.request, None) > command.request.memory_limit_bytes
+
+
+def test_a_clean_up_stays_below_the_roots(place: Workplace) -> None:
+    job = place.create(scripted(units=2), f"{place.directory}/out")
+    claim = place.leases.claim(job.id, worker="lost")
+    assert claim is not None
+    journal = journal_of(job.request)
+    journal.mkdir()
+    place.store.cancel(job.id)
+    assert place.leases.release(claim)
+    ended = place.see_through(job, rooted(SCRIPTED, place.directory / "elsewhere"))
+    assert ended.state is JobState.CANCELLED
+    assert ended.error is not None
+    assert ended.error.code == "request.root_forbidden"
+    assert journal.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "script"), [(JobKind.CONVERT, {"prepare_s": 60}), (JobKind.PLAN, {"plan_s": 60})], ids=["convert", "plan"]
+)
+def test_planning_has_a_deadline(place: Workplace, kind: JobKind, script: dict[str, object]) -> None:
+    job = place.create(scripted(**script), f"{place.directory}/out", kind=kind)
+    ended = place.see_through(job, replace(SCRIPTED, planning_limit_s=1.5))
+    assert ended.state is JobState.FAILED
+    assert ended.error is not None
+    assert ended.error.code == "source.too_slow"
+    assert ended.attempt == 1
+
+
+def test_a_conversion_may_take_longer_than_its_plan(place: Workplace) -> None:
+    job = place.create(scripted(units=6, unit_s=0.5), f"{place.directory}/out")
+    supervisor = Supervisor(place.leases, replace(SCRIPTED, planning_limit_s=2.0), name="test")
+    assert supervisor.run_job(job.id) is Outcome.SUCCEEDED
+
+
+def test_an_engine_has_a_second_wall_around_its_memory(place: Workplace) -> None:
+    hungry = scripted(hog=1 << 30)
+    walled = replace(SCRIPTED, engine_memory_bytes=512 << 20)
+    assert place.failure(place.create(hungry, f"{place.directory}/walled"), walled) == "checkpoint.too_large"
+    free = replace(SCRIPTED, engine_memory_bytes=0)
+    assert place.see_through(place.create(hungry, f"{place.directory}/free"), free).state is JobState.SUCCEEDED
+
+
+def test_the_wall_leaves_room_for_the_real_engine(place: Workplace) -> None:
+    shutil.copytree(DATA, place.directory / "ck")
+    job = place.create(
+        f"{place.directory}/ck", f"{place.directory}/out", to=TargetFormat.SAFETENSORS, dtype="bf16", threads=64
+    )
+    ended = place.see_through(job, WorkerSettings())
+    assert ended.state is JobState.SUCCEEDED, ended.error
+
+
+def test_a_bug_is_told_to_the_operator_and_not_to_the_record(
+    place: Workplace, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = place.see_through(place.create(scripted(bug=1), f"{place.directory}/out"), SCRIPTED)
+    assert ended.error is not None
+    assert ended.error.code == "internal.error"
+    assert "secret" not in ended.model_dump_json()
+    assert "ZeroDivisionError" not in ended.model_dump_json()
+    assert "ZeroDivisionError: a bug with a secret in its text" in capfd.readouterr().err
+
+
+def test_settings_of_the_walls() -> None:
+    assert WorkerSettings.from_env({}).engine_memory_bytes is None
+    found = WorkerSettings.from_env({"RESHARD_ENGINE_MEMORY": "8GiB", "RESHARD_PLANNING_LIMIT_S": "60"})
+    assert (found.engine_memory_bytes, found.planning_limit_s) == (8 << 30, 60.0)
+    assert WorkerSettings.from_env({"RESHARD_ENGINE_MEMORY": "0"}).engine_memory_bytes == 0
+    for name in ("RESHARD_ENGINE_MEMORY", "RESHARD_PLANNING_LIMIT_S"):
+        with pytest.raises(RequestError, match=r"request\.invalid"):
+            WorkerSettings.from_env({name: "lots"})
