@@ -162,7 +162,7 @@ def test_a_paused_worker_is_fenced(service: Service) -> None:
     zombie = service.start_worker()
     service.wait_for_units("out", 2)
     stopped = tree_of(zombie.pid)
-    pause(stopped)
+    pause(stopped, database_url=service.stack.database_url)
     with service.stack.worker():
         ended = service.client.wait(job.id, timeout_s=40)
         assert ended.state is JobState.SUCCEEDED
@@ -182,7 +182,7 @@ def test_a_paused_supervisor_cannot_commit(service: Service) -> None:
     runner = runners_of(zombie.pid)[0]
     supervisor = runner.parent()
     assert supervisor is not None
-    pause([supervisor])
+    pause([supervisor], database_url=service.stack.database_url)
     wait_until(lambda: len(units_done(service.target("out"))) == 4)
     time.sleep(1.0)
     assert alive(runner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Generator, Iterable, Mapping
@@ -117,10 +118,31 @@ def runners_of(pid: int) -> list[psutil.Process]:
     return found
 
 
-def pause(processes: Iterable[psutil.Process]) -> None:
-    """SIGSTOP."""
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
+def pause(processes: Iterable[psutil.Process], *, database_url: str) -> None:
+    """SIGSTOP, but not inside a transaction: a sleeper that holds SQLite's one write lock stops everybody."""
+    for _ in range(100):
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
+        if _is_writable(database_url):
+            return
+        resume(processes)
+        time.sleep(0.05)
+    raise AssertionError("the processes were in a transaction at each of 100 looks")
+
+
+def _is_writable(database_url: str) -> bool:
+    scheme, _, path = database_url.partition(":///")
+    if not scheme.startswith("sqlite"):
+        return True
+    connection = sqlite3.connect(path, timeout=0.3, isolation_level=None)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("ROLLBACK")
+    except sqlite3.OperationalError:
+        return False
+    finally:
+        connection.close()
+    return True
 
 
 def resume(processes: Iterable[psutil.Process]) -> None:
