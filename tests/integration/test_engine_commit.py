@@ -260,11 +260,7 @@ def test_another_plan_gets_a_conflict_until_it_overwrites(s3: S3Server, bucket: 
     assert caught.value.code == "request.target_exists"
 
 
-def test_crash_between_manifest_and_pointer_is_finished_by_the_next_run(
-    s3: S3Server, bucket: str, big: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    request = _request(big, f"s3://{bucket}/out/global_step7_universal")
-
+def _crash_before_the_pointer(request: ConvertRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(_self: ObjectSink, _pointer: object) -> None:
         raise KeyboardInterrupt
 
@@ -272,6 +268,13 @@ def test_crash_between_manifest_and_pointer_is_finished_by_the_next_run(
         patch.setattr(ObjectSink, "finish", crash)
         with pytest.raises(KeyboardInterrupt):
             load_engine().convert(request)
+
+
+def test_crash_between_manifest_and_pointer_is_finished_by_the_next_run(
+    s3: S3Server, bucket: str, big: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = _request(big, f"s3://{bucket}/out/global_step7_universal")
+    _crash_before_the_pointer(request, monkeypatch)
     assert "latest_universal" not in s3.read_all(bucket, "out")
     assert load_engine().convert(request).already_done
     keys = set(s3.read_all(bucket, ""))
@@ -331,14 +334,7 @@ def test_discard_between_manifest_and_pointer_leaves_nothing_readable(
     s3: S3Server, bucket: str, big: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = _request(big, f"s3://{bucket}/out/global_step7_universal")
-
-    def crash(_self: ObjectSink, _pointer: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ObjectSink, "finish", crash)
-        with pytest.raises(KeyboardInterrupt):
-            load_engine().convert(request)
+    _crash_before_the_pointer(request, monkeypatch)
     load_engine().discard(request)
     assert s3.read_all(bucket, "") == {}
     load_engine().convert(request)

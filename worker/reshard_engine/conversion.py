@@ -181,7 +181,7 @@ class Conversion:
             return None  # what is there is not ours, or damaged: `--overwrite` decides
         if manifest is None or manifest.content_digest != self.plan.content_digest:
             return None
-        there = {i.path[len(self.target.path) + 1 :]: i for i in self.target.store.list_tree(self.target.path)}
+        there = self.target.files()
         there.pop(MANIFEST_NAME, None)
         same = len(there) == len(manifest.files) and all(
             f.path in there and (there[f.path].size_bytes, there[f.path].pin) == (f.size_bytes, f.pin)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from reshard.models import Inspection, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
 
@@ -39,7 +41,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         step=checkpoint.step,
         param_groups=len(checkpoint.optimizer.param_groups) if checkpoint.optimizer else 0,
         parameters=len(checkpoint.parameters),
-        parameter_elems=sum(_numel(p.shape) for p in checkpoint.parameters),
+        parameter_elems=sum(prod(p.shape) for p in checkpoint.parameters),
         optimizer_states=(*states, *scalars),
         dtypes=tuple(sorted({t.dtype.name for t in tensors})),
         files=sum(len(f.objects) for f in checkpoint.files),
@@ -48,10 +50,3 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         warnings=checkpoint.warnings,
         tensors=tuple(infos),
     )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

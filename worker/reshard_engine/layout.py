@@ -8,10 +8,9 @@ shape share one template: the atoms of a transformer have a dozen distinct ones.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import Dtype
@@ -44,6 +43,21 @@ class Body:
         return (self.end - self.begin) * self.dtype.itemsize_bytes
 
 
+class _Spans:
+    """Half-open byte spans in file order, found by position: a file of 20,000 records has 60,000 literals."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
+        if self._starts != sorted(self._starts) or self._ends != sorted(self._ends):
+            raise AssertionError("a layout lists its parts out of file order")
+
+    def within(self, begin: int, end: int) -> slice:
+        """The spans that overlap the bytes `[begin, end)`, and empty ones between them."""
+        first = bisect_right(self._ends, begin)
+        return slice(first, max(first, bisect_left(self._starts, end)))
+
+
 @dataclass(frozen=True)
 class FileTemplate:
     """The shape of a file. Constructing one proves that literals and bodies tile it exactly."""
@@ -57,6 +71,10 @@ class FileTemplate:
     crc_slots: tuple[tuple[int, int], ...] = ()
     """(offset, record): four little-endian bytes that hold the record's CRC-32."""
     digest: str = field(init=False)
+    _literal_spans: _Spans = field(init=False, repr=False, compare=False)
+    _body_spans: _Spans = field(init=False, repr=False, compare=False)
+    _record_spans: _Spans = field(init=False, repr=False, compare=False)
+    _slot_spans: _Spans = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Prove the tiling and derive the digest."""
@@ -75,25 +93,27 @@ class FileTemplate:
         for body in self.bodies:
             digest.update(f"{body.offset},{body.slot},{body.begin},{body.end},{body.dtype.name};".encode())
         object.__setattr__(self, "digest", digest.hexdigest())
-        object.__setattr__(self, "_body_offsets", np.array([b.offset for b in self.bodies], dtype=np.int64))
-        object.__setattr__(self, "_slot_offsets", np.array([o for o, _ in self.crc_slots], dtype=np.int64))
+        object.__setattr__(self, "_literal_spans", _Spans([(o, o + len(d)) for o, d in self.literals]))
+        object.__setattr__(self, "_body_spans", _Spans([(b.offset, b.offset + b.length_bytes) for b in self.bodies]))
+        object.__setattr__(self, "_record_spans", _Spans([(o, o + n) for o, n in self.records]))
+        object.__setattr__(self, "_slot_spans", _Spans([(o, o + 4) for o, _ in self.crc_slots]))
+
+    def literals_in(self, begin: int, end: int) -> Sequence[tuple[int, bytes]]:
+        """The literals that overlap the bytes `[begin, end)`."""
+        return self.literals[self._literal_spans.within(begin, end)]
 
     def bodies_in(self, begin: int, end: int) -> Sequence[Body]:
-        """The bodies that overlap the bytes `[begin, end)`."""
-        offsets: np.ndarray = self.__dict__["_body_offsets"]
-        first = max(0, int(np.searchsorted(offsets, begin, side="right")) - 1)
-        last = int(np.searchsorted(offsets, end, side="left"))
-        # Empty bodies share their offset with the next one: step back over them.
-        while first > 0 and self.bodies[first - 1].offset + self.bodies[first - 1].length_bytes > begin:
-            first -= 1
-        return [b for b in self.bodies[first:last] if b.length_bytes and b.offset + b.length_bytes > begin]
+        """The bodies that overlap the bytes `[begin, end)`; empty ones overlap nothing."""
+        return [b for b in self.bodies[self._body_spans.within(begin, end)] if b.length_bytes]
+
+    def records_in(self, begin: int, end: int) -> range:
+        """The numbers of the records that overlap the bytes `[begin, end)`."""
+        found = self._record_spans.within(begin, end)
+        return range(found.start, found.stop)
 
     def slots_in(self, begin: int, end: int) -> Sequence[tuple[int, int]]:
         """The CRC slots that overlap the bytes `[begin, end)`."""
-        offsets: np.ndarray = self.__dict__["_slot_offsets"]
-        first = int(np.searchsorted(offsets, begin - 3, side="left"))
-        last = int(np.searchsorted(offsets, end, side="left"))
-        return self.crc_slots[first:last]
+        return self.crc_slots[self._slot_spans.within(begin, end)]
 
 
 @dataclass(frozen=True, slots=True)

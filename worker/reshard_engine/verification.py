@@ -31,7 +31,7 @@ def verify_target(target: Location) -> VerifyReport:
             f"{printable(target.url)} has no {MANIFEST_NAME}",
             fix="name a directory that `reshard convert` wrote",
         )
-    there = {i.path[len(target.path) + 1 :]: i for i in target.store.list_tree(target.path)}
+    there = target.files()
     problems: list[VerifyProblem] = []
     with ThreadPoolExecutor(_THREADS) as pool:
         for found in pool.map(partial(_check_file, target, there), manifest.files):

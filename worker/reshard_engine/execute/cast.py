@@ -81,6 +81,11 @@ class TorchCast:
         self._device = device
         self._reference = NumpyCast()
 
+    @property
+    def usable(self) -> bool:
+        """Whether this torch can reach the device."""
+        return not self._device.startswith("cuda") or bool(self._torch.cuda.is_available())
+
     def cast(self, data: Bytes, source: Dtype, target: Dtype) -> Bytes:
         """The elements in the target's type, little-endian."""
         torch = self._torch
@@ -109,10 +114,7 @@ def default_kernel() -> CastKernel:
         raise RequestError(
             "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix="pip install torch"
         ) from None
-    torch = kernel._torch  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-    if wanted == "auto" and not torch.cuda.is_available():
-        return NumpyCast()
-    return kernel
+    return kernel if wanted != "auto" or kernel.usable else NumpyCast()
 
 
 def overflowed(before: Bytes, after: Bytes, source: Dtype, target: Dtype) -> int:

@@ -139,12 +139,13 @@ class Executor:
         """CRC-32s of the parts of records that lie in the chunk, put up for other units."""
         spans: list[tuple[int, int, int, int, int]] = []
         end = chunk.offset + chunk.length_bytes
-        for number, (offset, length) in enumerate(self._layout.files[chunk.file].template.records):
+        template = self._layout.files[chunk.file].template
+        for number in template.records_in(chunk.offset, end):
+            offset, length = template.records[number]
             low, high = max(offset, chunk.offset), min(offset + length, end)
-            if low < high:
-                crc = zlib.crc32(memoryview(buffer.data)[low - chunk.offset : high - chunk.offset])
-                self._board.put(chunk.file, number, [(low - offset, high - low, crc)])
-                spans.append((chunk.file, number, low - offset, high - low, crc))
+            crc = zlib.crc32(buffer.data[low - chunk.offset : high - chunk.offset])
+            self._board.put(chunk.file, number, [(low - offset, high - low, crc)])
+            spans.append((chunk.file, number, low - offset, high - low, crc))
         return spans
 
     def _fill_slots(self, chunk: Chunk, buffer: Buffer) -> bool:

@@ -63,10 +63,9 @@ class ChunkFiller:
             SourceError: `source.changed`, or what the storage says.
         """
         end = begin + len(buffer)
-        for offset, data in file.template.literals:
+        for offset, data in file.template.literals_in(begin, end):
             low, high = max(offset, begin), min(offset + len(data), end)
-            if low < high:
-                buffer[low - begin : high - begin] = np.frombuffer(data, dtype=np.uint8)[low - offset : high - offset]
+            buffer[low - begin : high - begin] = np.frombuffer(data, dtype=np.uint8)[low - offset : high - offset]
         copies: list[Copy] = []
         for body in file.template.bodies_in(begin, end):
             copies += self._body(file.tensors[body.slot], body, begin=begin, buffer=buffer)

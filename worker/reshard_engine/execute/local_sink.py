@@ -13,13 +13,14 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from reshard.errors import IntegrityError, RequestError, ReshardError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.execute.readback import crc_of_range
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
@@ -30,7 +31,6 @@ from reshard_engine.storage.protocol import ObjectInfo
 
 _RENAME_NOREPLACE = 1
 _THREADS = 4
-_CHECKPOINT_SUFFIXES = ("_states.pt", ".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 _AT_FDCWD = -100
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -139,7 +139,7 @@ class LocalSink:
         return None
 
     def _prove(self, records: Mapping[int, UnitRecord], *, commit: bool) -> None:
-        """Read back what units of one kind wrote. What differs is forgotten, so that the next run writes it again."""
+        """Read back what units of one kind wrote. What differs is written again by the next run, which reads too."""
         mine = [r for k, r in sorted(records.items()) if self._plan.units[k].commit == commit]
         with ThreadPoolExecutor(_THREADS) as pool:
             problems = [p for p in pool.map(self._damage, mine) if p is not None]
@@ -194,8 +194,7 @@ class LocalSink:
         """Check the commit files too, and list the staged target."""
         self._check_lengths([u.chunks for u in self._plan.units if u.commit])
         self._prove(records, commit=True)
-        staged = LocalStore().list_tree(self._staging)
-        return [ObjectInfo(os.path.relpath(i.path, self._staging), i.size_bytes, i.pin) for i in staged]
+        return [ObjectInfo(path, i.size_bytes, i.pin) for path, i in self.written.files().items()]
 
     def _check_lengths(self, chunks: Sequence[Sequence[Chunk]]) -> None:
         for number in sorted({c.file for unit in chunks for c in unit}):
@@ -312,20 +311,6 @@ class LocalSink:
                     shutil.rmtree(staging, ignore_errors=True)
 
 
-def holds_checkpoint(names: Iterable[str]) -> bool:
-    """Whether a directory with these entries is a checkpoint or an output of ours: what `--overwrite` may remove."""
-    return any(n in {MANIFEST_NAME, "zero"} or n.endswith(_CHECKPOINT_SUFFIXES) for n in names)
-
-
-def not_to_overwrite(target: str) -> RequestError:
-    """The error for a target that `--overwrite` leaves alone."""
-    return RequestError(
-        "request.target_exists",
-        f"{printable(target)} is no checkpoint and no output of reshard; --overwrite removes nothing else",
-        fix="choose another target, or remove it yourself",
-    )
-
-
 @contextmanager
 def writing(path: str) -> Generator[None]:
     """Turn the operating system's errors into those of a target."""
@@ -348,12 +333,3 @@ def _remove_unless_held(journal: str) -> None:
             return
         shutil.rmtree(journal.removesuffix(".journal"), ignore_errors=True)
         os.unlink(journal)
-
-
-def target_exists(target: str) -> RequestError:
-    """The error for a target that holds something else."""
-    return RequestError(
-        "request.target_exists",
-        f"{printable(target)} exists already",
-        fix="choose another target, or add --overwrite (the old data will be gone)",
-    )

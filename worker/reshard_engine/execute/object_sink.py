@@ -17,12 +17,12 @@ from typing import Any
 from reshard.errors import IntegrityError, RequestError, ReshardError, StorageError, printable
 from reshard_engine.execute.control import ControlObjects
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.local_sink import holds_checkpoint, not_to_overwrite, target_exists
+from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name
+from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name, read_bytes
 
 PLAN_KEY, CRC_KEY = "reshard-plan", "reshard-crc32"
 _THREADS = 8
@@ -79,13 +79,12 @@ class ObjectSink:
         for name in self._pointer_names:
             path = join(self._parent, name)
             info = self._store.stat(path)
-            if info is not None and info.size_bytes < 1024:
-                data = bytearray(info.size_bytes)
-                self._store.read_into(info, 0, memoryview(data))
-                if bytes(data).decode("utf-8", "replace").strip() == self._name:
-                    self._store.delete([path])
+            content = b"" if info is None or info.size_bytes >= 1024 else read_bytes(self._store, info)
+            if content.decode("utf-8", "replace").strip() == self._name:
+                self._store.delete([path])
         self._store.delete(first)
-        self._store.delete([p for p in paths if p not in set(first)])
+        gone = set(first)
+        self._store.delete([p for p in paths if p not in gone])
 
     def _abort_strays(self) -> None:
         known = set(self._uploads.values())

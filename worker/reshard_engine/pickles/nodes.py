@@ -6,7 +6,9 @@ Identity matters: the same node reached twice is an alias, and is written back a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, TypeAlias
 
 from reshard.errors import SourceError, printable
@@ -118,10 +120,7 @@ class PTensor:
     @property
     def numel(self) -> int:
         """Elements of the tensor."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return prod(self.shape)
 
 
 @dataclass(slots=True, frozen=True)
@@ -177,6 +176,14 @@ def mapping_items(node: Node, *, what: str) -> dict[str | int, Node]:
             raise SourceError("pickle.ambiguous_key", f"{what} has the key {printable(str(key))!r} twice")
         found[key] = pairs[at + 1]
     return found
+
+
+def ordered_dict(items: Mapping[str, Node]) -> PObject:
+    """An OrderedDict node with these entries."""
+    node = PObject("reduce", Global("collections", "OrderedDict"), PTuple(), depth=3)
+    for key, value in items.items():
+        node.items += (key, value)
+    return node
 
 
 def sequence_items(node: Node, *, what: str) -> list[Node]:

@@ -8,7 +8,7 @@ from typing import Any
 from reshard.errors import RequestError, printable
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.profiles import profile_named
-from reshard_engine.storage.protocol import Store, join
+from reshard_engine.storage.protocol import ObjectInfo, Store, join
 from reshard_engine.storage.urls import canonical_url, is_local, scheme_of
 
 _NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
@@ -26,6 +26,10 @@ class Location:
     def child(self, *names: str) -> Location:
         """The location of a path below this one."""
         return Location(self.store, join(self.path, *names), join(self.url, *names))
+
+    def files(self) -> dict[str, ObjectInfo]:
+        """Every file below this location by its path relative to it."""
+        return {i.path[len(self.path) + 1 :]: i for i in self.store.list_tree(self.path)}
 
 
 def open_location(url: str, profile: str | None = None) -> Location:

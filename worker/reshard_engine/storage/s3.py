@@ -128,9 +128,10 @@ class S3Store:
             options["aws_access_key_id"] = profile.access_key_id
             options["aws_secret_access_key"] = profile.secret_access_key
             options["aws_session_token"] = profile.session_token
-        self._client: Any = botocore.session.get_session().create_client(
+        session = botocore.session.get_session()
+        self._client: Any = session.create_client(
             "s3",
-            region_name=profile.region or botocore.session.get_session().get_config_variable("region") or "us-east-1",
+            region_name=profile.region or session.get_config_variable("region") or "us-east-1",
             config=Config(
                 max_pool_connections=connections,
                 retries={"max_attempts": 4, "mode": "standard"},

@@ -12,7 +12,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.layout import FileTemplate, TargetLayout
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.nodes import Global, PObject, PTensor, PTuple
+from reshard_engine.pickles.nodes import PTensor, ordered_dict
 from reshard_engine.writers.consolidated import Weight, lay_out_weights
 from reshard_engine.writers.trees import output_tensor
 
@@ -28,12 +28,10 @@ class TorchWeightsWriter:
 
 
 def _template(weights: Sequence[Weight], aliases: dict[str, str]) -> tuple[FileTemplate, tuple[int, ...]]:
-    root = PObject("reduce", Global("collections", "OrderedDict"), PTuple(), depth=3)
     storages: list[StorageRecord] = []
     tensors: dict[str, PTensor] = {}
     for slot, weight in enumerate(weights):
         storages.append(StorageRecord(str(slot), ((slot, 0, weight.numel, weight.dtype),)))
         tensors[weight.fqn] = output_tensor(str(slot), weight.dtype, weight.shape)
-    for name in [w.fqn for w in weights] + list(aliases):
-        root.items += (name, tensors[aliases.get(name, name)])
-    return zip_template(_ROOT, emit_pickle(root), storages), tuple(w.tensor for w in weights)
+    named = {name: tensors[aliases.get(name, name)] for name in [w.fqn for w in weights] + list(aliases)}
+    return zip_template(_ROOT, emit_pickle(ordered_dict(named)), storages), tuple(w.tensor for w in weights)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 
 from reshard.models import OpaquePolicy
 from reshard_engine.checkpoint import Scalar
@@ -15,20 +16,19 @@ from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.shardmap import ShardMap, packed_stride
 
 
-def tree_template(
-    root: str, node: Node, shard_map: ShardMap, *, opaque: OpaquePolicy, dtype_of: Callable[[int], Dtype] | None = None
-) -> tuple[FileTemplate, tuple[int, ...]]:
-    """The template of an archive whose value is `node`, and the tensors of its slots.
+def tree_templates(
+    roots: Sequence[str], node: Node, shard_map: ShardMap, *, opaque: OpaquePolicy
+) -> tuple[list[FileTemplate], tuple[int, ...]]:
+    """The templates of archives whose value is `node`, one per root name, and the tensors of their slots.
 
     Each tensor gets a storage of its own, exactly as long as it is; two references to one tensor
     share it, so that tied weights stay tied.
 
     Args:
-        root: Root name inside the archive.
+        roots: Root names inside the archives.
         node: The value; its tensors are `PTensorRef`s.
         shard_map: Where the references point to.
         opaque: Whether objects that are not on the allow-list are kept or dropped.
-        dtype_of: Element type to write a tensor in, by number; the stored one by default.
 
     Raises:
         SourceError: `pickle.forbidden_global` under the policy `refuse`.
@@ -42,22 +42,27 @@ def tree_template(
             return output_tensor(storages[-1].key, BY_NAME[ref.dtype], ref.shape)
         if ref.index not in slots:
             stored = shard_map.tensors[ref.index]
-            dtype = dtype_of(ref.index) if dtype_of else stored.dtype
             key = str(len(storages))
-            storages.append(StorageRecord(key, ((len(slots), 0, stored.numel, dtype),)))
-            slots[ref.index] = output_tensor(key, dtype, stored.shape)
+            storages.append(StorageRecord(key, ((len(slots), 0, stored.numel, stored.dtype),)))
+            slots[ref.index] = output_tensor(key, stored.dtype, stored.shape)
         return slots[ref.index]
 
     tree = rewrite(node, placed, lambda foreign: None if opaque is OpaquePolicy.DROP else foreign)
     pickle = emit_pickle(tree, keep_foreign=opaque is OpaquePolicy.KEEP)
-    return zip_template(root, pickle, storages), tuple(slots)
+    return [zip_template(root, pickle, storages) for root in roots], tuple(slots)
+
+
+def tree_template(
+    root: str, node: Node, shard_map: ShardMap, *, opaque: OpaquePolicy
+) -> tuple[FileTemplate, tuple[int, ...]]:
+    """The template of one archive; see `tree_templates`."""
+    templates, slots = tree_templates([root], node, shard_map, opaque=opaque)
+    return templates[0], slots
 
 
 def output_tensor(key: str, dtype: Dtype, shape: tuple[int, ...]) -> PTensor:
     """A packed tensor over a storage of its own."""
-    numel = 1
-    for length in shape:
-        numel *= length
+    numel = prod(shape)
     untyped = dtype.storage_class is None
     storage = PStorage(
         UINT8.name if untyped else dtype.name, key, "cpu", numel * dtype.itemsize_bytes if untyped else numel, untyped

@@ -18,7 +18,7 @@ from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Sca
 from reshard_engine.dtypes import FLOAT32
 from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
-from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template
+from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template, tree_templates
 
 PARAM_KEY = "param"
 LATEST = "latest_universal"
@@ -135,9 +135,9 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
     if request.exclude_frozen:
         entries = _without_frozen(entries, checkpoint)
     entries["mp_world_size"] = 1
-    for path in MODEL_FILES:
-        template, slots = tree_template(path[:-3], mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
-        files.append(TargetFile(path, template, slots, commit=True))
+    roots = [path.removesuffix(".pt") for path in MODEL_FILES]
+    templates, slots = tree_templates(roots, mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
+    files += [TargetFile(p, t, slots, commit=True) for p, t in zip(MODEL_FILES, templates, strict=True)]
     template, slots = tree_template(
         "optimizer_state", _optimizer_state(checkpoint), checkpoint.shard_map, opaque=request.opaque
     )

@@ -15,7 +15,16 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
-from reshard_engine.pickles.nodes import Global, Node, PObject, PTensor, kind_of, mapping_items, sequence_items
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PObject,
+    PTensor,
+    is_mapping,
+    kind_of,
+    mapping_items,
+    sequence_items,
+)
 
 MAX_WORLD = 1 << 20
 _STATE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
@@ -66,12 +75,13 @@ def parse_rank_states(torch_file: TorchFile) -> RankStates:
         )
     stage = 3 if key == "fp32_flat_groups" else _stage(inner.get("zero_stage"))
     base = inner.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
-    states, groups, nodes, elastic = _base_states(base, inner, name, len(_tensor_list(inner[key], name)))
+    fp32 = _tensor_list(inner[key], f"{name}: {key}")
+    states, groups, nodes, elastic = _base_states(base, inner, name, len(fp32))
     return RankStates(
         torch_file,
         stage,
         "zero_stage" not in inner and "loss_scaler" not in inner,
-        _tensor_list(inner[key], f"{name}: {key}"),
+        fp32,
         states,
         groups,
         nodes,
@@ -111,9 +121,7 @@ def _base_states(
 ) -> tuple[tuple[Mapping[str, Node], ...], tuple[Mapping[str | int, Node], ...], tuple[Node, ...], bool]:
     if base is None:
         raise SourceError("source.unsupported_version", f"{name} has no optimizer state")
-    try:
-        entries = mapping_items(base, what=f"{name}: optimizer state")
-    except SourceError:
+    if not is_mapping(base):
         per_group = [mapping_items(g, what=f"{name}: elastic state") for g in sequence_items(base, what=name)]
         step = inner.get("base_optimizer_state_step")
         states = [named_states(g) for g in per_group]
@@ -121,6 +129,7 @@ def _base_states(
             if step is not None:
                 state.setdefault("step", step)
         return tuple(states), (), (), True
+    entries = mapping_items(base, what=f"{name}: optimizer state")
     by_index = mapping_items(entries.get("state"), what=f"{name}: state") if entries.get("state") is not None else {}
     if any(type(k) is not int or not 0 <= k < count for k in by_index):
         raise SourceError("checkpoint.malformed", f"{name}: optimizer state for groups that do not exist")

@@ -6,16 +6,7 @@ from collections.abc import Mapping
 
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.pickles.nodes import (
-    Global,
-    Node,
-    PDict,
-    PObject,
-    PTensor,
-    PTensorRef,
-    PTuple,
-    mapping_of,
-)
+from reshard_engine.pickles.nodes import Node, PDict, PTensor, PTensorRef, mapping_of, ordered_dict
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.module import ModuleTensors, add_whole_tensor
@@ -67,11 +58,3 @@ class TreeTensors:
 
 def _names(model: ModelStates, module: ModuleTensors) -> list[str]:
     return list(dict.fromkeys([*model.module, *module.frozen_numbers]))
-
-
-def ordered_dict(items: Mapping[str, Node]) -> PObject:
-    """An OrderedDict node."""
-    node = PObject("reduce", Global("collections", "OrderedDict"), PTuple(), depth=3)
-    for key, value in items.items():
-        node.items += (key, value)
-    return node
