@@ -65,6 +65,12 @@ def convert(source: Path, target: Path, to: str, *, tag: str | None = None, **op
     return result
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a target by its path, but for the manifest, which names the source."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "reshard.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def raw(tensor: Tensor) -> RawTensor:
     """A tensor as the truth holds it."""
     flat = tensor.detach().contiguous().flatten()

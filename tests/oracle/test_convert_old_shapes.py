@@ -13,7 +13,7 @@ import pytest
 from oracle.conversions import Converted, expected_atoms, expected_steps, universal_problems
 from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
-from oracle.outputs import convert, plain, read_safetensors, read_universal
+from oracle.outputs import contents, convert, plain, read_safetensors, read_universal
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences
 from reshard.errors import SourceError
 from reshard.local import load_engine
@@ -80,8 +80,11 @@ def reshaped(oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> Reshape
 
 
 def as_universal(run: Trained, folder: Path) -> Converted:
-    """Converts a reshaped checkpoint."""
-    return Converted(run, folder, convert(run.dir, folder, "universal").warnings)
+    """Converts a reshaped checkpoint, and what came out: it must give itself, without the old files."""
+    converted = Converted(run, folder, convert(run.dir, folder, "universal").warnings)
+    convert(folder, folder.parent / "again", "universal")
+    assert contents(folder.parent / "again") == contents(folder)
+    return converted
 
 
 @pytest.mark.parametrize(("transform", "name"), pairs(LOSSLESS))

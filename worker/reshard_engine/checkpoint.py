@@ -14,6 +14,9 @@ from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.shardmap import ShardMap
 
+MAX_AMPLIFICATION = 16
+"""Bytes of all tensors for one byte of the files: views and tied tensors share bytes, a few times at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
@@ -91,12 +94,17 @@ class Checkpoint:
     warnings: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Prove that every state of a parameter has the parameter's shape.
+        """Prove that every state of a parameter has the parameter's shape, and that tensors share bytes within reason.
 
         Raises:
-            SourceError: `checkpoint.malformed`.
+            SourceError: `checkpoint.malformed`, `tensor.amplification`.
         """
         tensors = self.shard_map.tensors
+        wanted, there = sum(t.size_bytes for t in tensors), sum(f.size_bytes for f in self.files)
+        if wanted > MAX_AMPLIFICATION * there:
+            raise SourceError(
+                "tensor.amplification", f"tensors of {wanted} bytes over {there} bytes of files, again and again"
+            )
         for parameter in self.parameters:
             numbers = [*parameter.states.values(), *([] if parameter.weight is None else [parameter.weight])]
             for stored in (tensors[n] for n in numbers):

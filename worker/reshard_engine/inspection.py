@@ -11,11 +11,16 @@ from reshard_engine.checkpoint import Checkpoint, Parameter
 def describe(checkpoint: Checkpoint) -> Inspection:
     """The inspection of a checkpoint that was read."""
     tensors = checkpoint.shard_map.tensors
+    knows_frozen = bool(checkpoint.trained)  # weights alone do not say who trained them
 
     def parameter(p: Parameter) -> TensorInfo:
         best = p.weight if p.weight is not None else p.states["fp32"]
         return TensorInfo(
-            fqn=p.fqn, states=tuple(p.states), shape=p.shape, dtype=tensors[best].dtype.name, frozen=not p.trained
+            fqn=p.fqn,
+            states=tuple(p.states),
+            shape=p.shape,
+            dtype=tensors[best].dtype.name,
+            frozen=knows_frozen and not p.trained,
         )
 
     infos = [parameter(p) for p in checkpoint.parameters]

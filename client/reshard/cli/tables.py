@@ -15,10 +15,9 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
     """A checkpoint in a few lines; tensors that differ only in layer numbers share one."""
     world = " ".join(f"{axis}={size}" for axis, size in found.world.items())
-    step = f", step {found.step}" if found.step is not None else ""
-    yield f"{found.format}{step}, {world}" + (
-        f", deepspeed {found.framework_version}" if found.framework_version else ""
-    )
+    step = f"step {found.step}" if found.step is not None else ""
+    version = f"deepspeed {found.framework_version}" if found.framework_version else ""
+    yield ", ".join(filter(None, (found.format, step, world, version)))
     yield f"  {printable(found.url)}"
     yield f"  {found.parameters} parameters, {found.parameter_elems:,} elements, {found.param_groups} param groups"
     states = ", ".join(map(printable, found.optimizer_states)) or "none"

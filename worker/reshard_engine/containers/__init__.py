@@ -1,1 +1,1 @@
-"""Container formats: torch's zip archives and legacy streams, read by byte ranges; zip and safetensors layouts."""
+"""Container formats: torch's archives and streams, safetensors: metadata by ranged reads, layouts to write."""

@@ -14,6 +14,8 @@ from reshard_engine.dtypes import Dtype
 from reshard_engine.layout import Body, FileTemplate
 
 MAX_HEADER_BYTES = 100_000_000
+METADATA_KEY = "__metadata__"
+"""What the header calls its own texts."""
 
 
 def safetensors_template(
@@ -21,11 +23,18 @@ def safetensors_template(
 ) -> FileTemplate:
     """The template of a file with these tensors (name, dtype, shape, elements); slots follow the given order.
 
+    So does the header: readers sort by offset, and who cuts the weights anew finds the model's order.
+
     Raises:
-        SourceError: `tensor.unsupported` for a dtype that the format has no name for.
+        SourceError: `tensor.unsupported` for a dtype that the format has no name for, `name.invalid` for a tensor
+            with the name that the format keeps for itself.
     """
+    if METADATA_KEY in {t[0] for t in tensors}:
+        raise SourceError(
+            "name.invalid", f"safetensors keeps the name {METADATA_KEY} for itself", fix="write --to torch instead"
+        )
     order = sorted(range(len(tensors)), key=lambda i: (-tensors[i][1].itemsize_bytes, tensors[i][0]))
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    header: dict[str, object] = {METADATA_KEY: dict(metadata), **dict.fromkeys(t[0] for t in tensors)}
     placed: list[tuple[int, int]] = []
     at = 0
     for index in order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from io import BytesIO
 from itertools import accumulate
 
 from reshard.errors import SourceError, printable
@@ -20,6 +21,8 @@ class SourceFile:
     name: str
     """Path relative to the checkpoint's directory, without part suffixes."""
     objects: tuple[ObjectInfo, ...]
+    directory_sha256: str | None = field(default=None, compare=False)
+    """Of names, sizes and CRC-32s of the file's records, once its container was parsed and if it keeps them."""
     starts: tuple[int, ...] = field(init=False)
     size_bytes: int = field(init=False)
 
@@ -53,11 +56,13 @@ class SourceFile:
             done += count
 
     def read(self, offset: int, length: int) -> bytes:
-        """The stream's bytes `[offset, offset + length)`."""
-        buffer = bytearray(length)
+        """The stream's bytes `[offset, offset + length)`, held once: a skeleton may have hundreds of megabytes."""
+        # `BytesIO` fills and gives back the one object it was made of; `bytes(bytearray)` would copy it.
+        stream = BytesIO(bytes(length))
         if length:
-            self.read_into(offset, memoryview(buffer))
-        return bytes(buffer)
+            with stream.getbuffer() as buffer:
+                self.read_into(offset, buffer)
+        return stream.getvalue()
 
 
 class Window:

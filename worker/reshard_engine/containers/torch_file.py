@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers import legacy_stream
 from reshard_engine.containers.source_file import SourceFile, Window
-from reshard_engine.containers.zip_reader import ZipEntry, read_record, read_zip_directory
+from reshard_engine.containers.zip_reader import ZipDirectory, ZipEntry, read_record, read_zip_directory
 from reshard_engine.dtypes import BY_NAME
-from reshard_engine.pickles.limits import DEFAULT_LIMITS, PickleLimits
+from reshard_engine.pickles.limits import PickleLimits, configured_limits
 from reshard_engine.pickles.nodes import Node, PStorage, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.vm import parse_pickle
 
 _ZIP_MAGIC = b"PK\x03\x04"
+_SMALL_RECORD_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +70,20 @@ class TorchFile:
         return self.file.read(self.tensor_offset(tensor), BY_NAME[tensor.dtype].itemsize_bytes)
 
 
-def open_torch_file(file: SourceFile, ledger: OpaqueLedger, *, limits: PickleLimits = DEFAULT_LIMITS) -> TorchFile:
+def open_torch_file(file: SourceFile, ledger: OpaqueLedger, *, limits: PickleLimits | None = None) -> TorchFile:
     """Parse a torch file's metadata. The magic decides the kind, never the name.
+
+    Args:
+        file: The file.
+        ledger: Policy for names that are not on the allow-list; collects them.
+        limits: Bounds of its pickles; by default those of the environment.
 
     Raises:
         SourceError: `source.unknown_kind` if torch did not write it; `zip.*`, `pickle.*`, `tensor.*`.
     """
     if file.size_bytes == 0:
         raise SourceError("checkpoint.incomplete", f"{printable(file.name)} is empty", fix="copy the checkpoint again")
-    window = Window(file)
+    window, limits = Window(file), limits or configured_limits()
     head = window.read(0, min(4, file.size_bytes))
     if head == _ZIP_MAGIC:
         return _open_zip(window, ledger, limits)
@@ -100,12 +107,47 @@ def _open_zip(window: Window, ledger: OpaqueLedger, limits: PickleLimits) -> Tor
         raise SourceError(
             "source.unknown_kind", f"{name} is a zip archive without data.pkl: torch.save did not write it"
         )
-    if "byteorder" in entries and read_record(window, entries["byteorder"], limit_bytes=16) != b"little":
+    if _small_record(window, entries, "byteorder", b"little") != b"little":
         raise SourceError("zip.bad_record", f"{name} was not written on a little-endian machine")
+    if not _small_record(window, entries, "version", b"3").strip().isdigit():
+        raise SourceError("zip.bad_record", f"{name}: the record `version` is no number")
     data = read_record(window, entries["data.pkl"], limit_bytes=limits.stream_bytes)
     root, _ = parse_pickle(data, ledger, limits=limits)
     storages = {n.removeprefix("data/"): _extent(e) for n, e in entries.items() if n.startswith("data/")}
-    return TorchFile(window.file, root, storages, "zip")
+    return TorchFile(replace(window.file, directory_sha256=_directory_sha256(directory)), root, storages, "zip")
+
+
+def _small_record(window: Window, entries: Mapping[str, ZipEntry], name: str, default: bytes) -> bytes:
+    entry = entries.get(name)
+    if entry is None:
+        return default
+    if entry.size_bytes > _SMALL_RECORD_BYTES:
+        raise SourceError(
+            "zip.bad_record", f"{printable(window.file.name)}: the record `{name}` has {entry.size_bytes} bytes"
+        )
+    return read_record(window, entry, limit_bytes=_SMALL_RECORD_BYTES)
+
+
+def _directory_sha256(directory: ZipDirectory) -> str:
+    digest = hashlib.sha256()
+    for name, entry in sorted(directory.entries.items()):
+        digest.update(f"{name}\0{entry.size_bytes}\0{entry.crc32:08x}\n".encode())
+    return digest.hexdigest()
+
+
+def checksummed_spans(file: SourceFile) -> list[tuple[int, int, int]]:
+    """(offset, length, CRC-32) of the records of a file whose container keeps checksums, in file order.
+
+    Empty for other containers. A CRC-32 of 0 means that the writer did not compute one.
+
+    Raises:
+        SourceError: `zip.*`.
+    """
+    window = Window(file)
+    if window.read(0, min(4, file.size_bytes)) != _ZIP_MAGIC:
+        return []
+    entries = read_zip_directory(window).entries.values()
+    return sorted((e.data_offset, e.size_bytes, e.crc32) for e in entries if e.crc32 and e.size_bytes)
 
 
 def _extent(entry: ZipEntry) -> RecordExtent:

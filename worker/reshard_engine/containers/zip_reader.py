@@ -25,9 +25,13 @@ _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _U32_MAX, _U16_MAX = 0xFFFFFFFF, 0xFFFF
 _DESCRIPTOR_FLAG, _UTF8_FLAG = 1 << 3, 1 << 11
+_PLAIN_FILES = (0, 8)
+"""The kind of file in a record's Unix mode: none, or a regular file; a link is neither."""
 _ALIGNMENT = 64
 MAX_ENTRIES = 1_000_000
 MAX_NAME_BYTES = 512
+MAX_DIRECTORY_BYTES = 128 << 20
+"""A million records of torch's own take 80 MB; it is read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,12 @@ def read_zip_directory(window: Window) -> ZipDirectory:
         SourceError: `zip.*` for anything that torch's writer does not write.
     """
     offset, size, count = _end_record(window)
-    if count > MAX_ENTRIES:
-        raise _bad("too_many", window, f"{count} records, the limit is {MAX_ENTRIES}")
+    if count > MAX_ENTRIES or size > MAX_DIRECTORY_BYTES:
+        raise _bad(
+            "too_many",
+            window,
+            f"{count} records in {size} bytes, the limits are {MAX_ENTRIES} and {MAX_DIRECTORY_BYTES}",
+        )
     central = _central_entries(window, offset, size, count)
     if not central:
         raise _bad("bad_directory", window, "the archive is empty")
@@ -149,17 +157,19 @@ def _central_entries(window: Window, offset: int, size: int, count: int) -> list
         if at + _CENTRAL.size > size:
             raise _bad("bad_directory", window, f"the directory ends after {len(found)} of {count} records")
         fields = _CENTRAL.unpack_from(data, at)
-        (magic, _, _, flags, method, _, _, crc, packed, length, n_name, n_extra, n_comment, disk, _, _, header) = fields
+        (magic, _, _, flags, method, _, _, crc, packed, length, *rest) = fields
+        n_name, n_extra, n_comment, disk, _, mode, header = rest
         stop = at + _CENTRAL.size + n_name + n_extra + n_comment
         if magic != b"PK\x01\x02" or stop > size or n_comment or disk:
             raise _bad("bad_directory", window, f"directory record {len(found)} is malformed")
         raw = data[at + _CENTRAL.size : at + _CENTRAL.size + n_name]
         extra = data[at + _CENTRAL.size + n_name : stop]
-        if method != 0 or flags & ~(_DESCRIPTOR_FLAG | _UTF8_FLAG):
+        if method != 0 or flags & ~(_DESCRIPTOR_FLAG | _UTF8_FLAG) or mode >> 28 not in _PLAIN_FILES:
             raise _bad(
                 "unsupported",
                 window,
-                f"record {printable(raw)}: method {method}, flags 0x{flags:x}; torch stores plainly",
+                f"record {printable(raw)}: method {method}, flags 0x{flags:x}, attributes 0x{mode:x}; "
+                "torch stores plain files",
             )
         length, packed, header = _zip64_sizes(window, extra, length, packed, header)
         if packed != length or header + length > offset:

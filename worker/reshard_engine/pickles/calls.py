@@ -3,7 +3,7 @@
 A name on the allow-list is called by whoever unpickles our output, so its arguments are checked here:
 `bytearray(2_000_000_000)` builds two gigabytes from nine bytes.
 
-Source: numpy 2.4 `ndarray.__reduce__` and `dtype.__reduce__`, CPython 3.11 `Lib/pickle.py` (bytes before
+Source: CPython 3.11 `Lib/pickle.py` (bytes before
 protocol 3), torch 2.13.0 `torch/_utils.py`.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reshard.errors import SourceError, printable
+from reshard_engine.pickles import arrays
 from reshard_engine.pickles.nodes import Global, Node, PBytearray, PList, PObject, PTuple
 
 _ENCODINGS = ("latin1", "latin-1", "ascii", "utf-8")
@@ -30,21 +31,6 @@ def _encode(items: tuple[Node, ...]) -> bool:
     return len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], str) and items[1] in _ENCODINGS
 
 
-def _reconstruct(items: tuple[Node, ...]) -> bool:
-    # numpy writes an empty array and sets its content as state.
-    if len(items) != 3 or not isinstance(items[0], Global) or items[0].dotted != "numpy.ndarray":
-        return False
-    return isinstance(items[1], PTuple) and items[1].items == (0,)
-
-
-def _dtype(items: tuple[Node, ...]) -> bool:
-    return 1 <= len(items) <= 3 and isinstance(items[0], str) and len(items[0]) <= 16
-
-
-def _scalar(items: tuple[Node, ...]) -> bool:
-    return len(items) == 2 and isinstance(items[0], PObject)
-
-
 def _never(_items: tuple[Node, ...]) -> bool:
     return False
 
@@ -57,22 +43,18 @@ def _one_sequence(items: tuple[Node, ...]) -> bool:
     return not items or (len(items) == 1 and isinstance(items[0], PTuple | PList))
 
 
-def _any_buffer(items: tuple[Node, ...]) -> bool:
-    return len(items) == 4 and isinstance(items[0], bytes | PBytearray | PObject)
-
-
 _CHECKS: dict[str, Callable[[tuple[Node, ...]], bool]] = {
     "_codecs.encode": _encode,
     "numpy.ndarray": _never,
-    "numpy.dtype": _dtype,
+    "numpy.dtype": arrays.is_dtype_call,
     "torch.Size": _one_sequence,
     "collections.OrderedDict": _one_sequence,
     "datetime.timedelta": _numbers,
     **{f"{b}.{n}": _bytes_like for b in ("builtins", "__builtin__") for n in ("bytes", "bytearray")},
     **{f"{b}.complex": _numbers for b in ("builtins", "__builtin__")},
-    **{f"numpy.{c}.multiarray._reconstruct": _reconstruct for c in ("core", "_core")},
-    **{f"numpy.{c}.multiarray.scalar": _scalar for c in ("core", "_core")},
-    **{f"numpy.{c}.numeric._frombuffer": _any_buffer for c in ("core", "_core")},
+    **{f"numpy.{c}.multiarray._reconstruct": arrays.is_empty_array_call for c in ("core", "_core")},
+    **{f"numpy.{c}.multiarray.scalar": arrays.is_scalar_call for c in ("core", "_core")},
+    **{f"numpy.{c}.numeric._frombuffer": arrays.is_buffer_call for c in ("core", "_core")},
 }
 _NO_INSTANCES = frozenset(_CHECKS) - {"collections.OrderedDict"}
 """Functions, and classes that no writer instantiates by NEWOBJ."""

@@ -35,6 +35,7 @@ class PickleMachine:
         self.cost_bytes = 0
         self.frame_end: int | None = None
         self.unlisted: dict[str, Global] = {}
+        self.storages: dict[str, tuple[str, int]] = {}
         self._extra_work = 0
 
     def take(self, count: int) -> bytes:

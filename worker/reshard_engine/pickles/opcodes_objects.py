@@ -5,7 +5,7 @@ Source: CPython 3.11 `Lib/pickletools.py`; torch 2.13.0 `torch/serialization.py`
 
 from __future__ import annotations
 
-from reshard.errors import printable
+from reshard.errors import SourceError, printable
 from reshard_engine.pickles import calls, rebuild
 from reshard_engine.pickles.machine import PickleMachine, bad
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PTensor, PTuple
@@ -117,11 +117,13 @@ def op_name(m: PickleMachine, module: object, name: object) -> Global:
     for part in (module, name):
         if not isinstance(part, str) or not part or len(part) > limits.name_chars:
             raise bad("forbidden_global", f"a name that is {printable(part)!r}")
-        if part.count(".") >= limits.name_dots or not part.isascii() or not part.isprintable():
+        if part.count(".") >= limits.name_dots or not part.isascii() or not all(map(str.isidentifier, part.split("."))):
             raise bad("forbidden_global", f"a name that is {printable(part)!r}")
     found = Global(str(module), str(name))
     if not is_listed(found):
         m.unlisted[found.dotted] = found
+        if len(m.unlisted) > limits.foreign_names:
+            raise bad("too_much_work", f"more than {limits.foreign_names} names that are not on the allow-list")
     return found
 
 
@@ -219,8 +221,15 @@ def op_build(m: PickleMachine) -> None:
 
 
 def op_binpersid(m: PickleMachine) -> None:
-    """BINPERSID: a storage."""
-    m.push(rebuild.storage_of(m.pop()), 64)
+    """BINPERSID: a storage.
+
+    torch refuses to save one storage as two types, and would load the second reference as the first one's type.
+    """
+    storage = rebuild.storage_of(m.pop())
+    kind = (storage.dtype, storage.root_numel)
+    if m.storages.setdefault(storage.key, kind) != kind:
+        raise SourceError("tensor.bad_extent", f"storage {printable(storage.key)} has two types or sizes")
+    m.push(storage, 64)
 
 
 def op_forbidden_ext(m: PickleMachine) -> None:

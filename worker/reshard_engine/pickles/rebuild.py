@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
-from reshard_engine.pickles import calls
+from reshard_engine.pickles import arrays, calls
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
 
@@ -53,6 +53,8 @@ def storage_of(pid: Node) -> PStorage:
     known = kind.module in ("torch", "torch.storage") and (
         kind.name in BY_STORAGE_CLASS or kind.name == "UntypedStorage"
     )
+    if kind.module in ("torch", "torch.storage") and kind.name.endswith("Storage") and not known:
+        raise SourceError("tensor.unsupported", f"storages of type {printable(kind.dotted)} are not supported")
     good_key = type(key) is str and 0 < len(key) <= 64 and _KEY_CHARS.issuperset(key) and ".." not in key
     good_location = type(location) is str and len(location) <= 64
     good_numel = type(numel) is int and 0 <= numel < MAX_ELEMS
@@ -163,7 +165,7 @@ def check_state(target: PObject, state: Any) -> int:
 
     Raises:
         SourceError: `pickle.forbidden_build` for state on an OrderedDict that is not plain attributes,
-            or for names with two leading underscores.
+            or for names with two leading underscores; `pickle.type_confusion` as `arrays.check_state`.
     """
     steps = 1
     dicts = [state] if isinstance(state, PDict) else list(state.items) if isinstance(state, PTuple) else []
@@ -174,10 +176,8 @@ def check_state(target: PObject, state: Any) -> int:
         for key in part.pairs[::2]:
             if type(key) is str and key.startswith("__"):
                 raise SourceError("pickle.forbidden_build", f"state that sets {printable(key)}")
-    if (
-        isinstance(target.cls, Global)
-        and target.cls.dotted == "collections.OrderedDict"
-        and not isinstance(state, PDict)
-    ):
-        raise SourceError("pickle.forbidden_build", "state of an OrderedDict that is no dict")
+    if isinstance(target.cls, Global):
+        if target.cls.dotted == "collections.OrderedDict" and not isinstance(state, PDict):
+            raise SourceError("pickle.forbidden_build", "state of an OrderedDict that is no dict")
+        arrays.check_state(target.cls, state)
     return steps

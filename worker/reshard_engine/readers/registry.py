@@ -1,7 +1,9 @@
 """Which readers there are, and how a URL becomes a checkpoint.
 
-Users name what they have: the directory they save into (with `latest`), one tag in it, a Hugging Face
-`checkpoint-N`, an Accelerate or Lightning directory. All of them hold a tag directory one level down.
+Users name what they have: the directory they save into (with `latest` or `latest_universal`), one tag in it, a
+Hugging Face `checkpoint-N`, an Accelerate or Lightning directory: all of them hold a tag directory one level down.
+Or a directory of weights. Trainers leave weights beside a training state as a copy of less precision, so a
+directory is taken for weights only if it is nothing else.
 """
 
 from __future__ import annotations
@@ -13,11 +15,19 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.reader import DeepSpeedReader
 from reshard_engine.readers.protocol import Reader
+from reshard_engine.readers.universal.reader import UniversalReader
+from reshard_engine.readers.weights.safetensors import SafetensorsReader
+from reshard_engine.readers.weights.torch_weights import TorchWeightsReader
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing, read_bytes
+from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
+from reshard_engine.storage.urls import canonical_url, is_within
 
-READERS: tuple[Reader, ...] = (DeepSpeedReader(),)
-_LATEST_LIMIT_BYTES = 1_024
+TRAINING_READERS: tuple[Reader, ...] = (UniversalReader(), DeepSpeedReader())
+WEIGHTS_READERS: tuple[Reader, ...] = (SafetensorsReader(), TorchWeightsReader())
+READERS = TRAINING_READERS + WEIGHTS_READERS
+POINTERS = ("latest", "latest_universal")
+"""Files that name a tag; the training run's own comes first."""
+_POINTER_LIMIT_BYTES = 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +40,18 @@ class Found:
     reader: Reader
 
 
-def _recognise(location: Location, tag: str | None) -> Found | None:
-    listing = location.store.list_directory(location.path)
-    for reader in READERS:
+def _recognise(
+    location: Location, listing: Listing, tag: str | None, readers: tuple[Reader, ...] = READERS
+) -> Found | None:
+    for reader in readers:
         if reader.recognises(listing):
             return Found(location, listing, tag, reader)
     return None
+
+
+def _recognise_child(location: Location, tag: str) -> Found | None:
+    child = location.child(*tag.split("/"))
+    return _recognise(child, child.store.list_directory(child.path), tag)
 
 
 def find_checkpoint(location: Location, tag: str | None) -> Found:
@@ -50,35 +66,44 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
             raise SourceError(
                 "source.unknown_kind",
                 f"{printable(location.url)} is a file; a checkpoint is a directory",
-                fix="name the directory that holds `latest` or the rank files",
+                fix="name the directory that holds it",
             )
         raise SourceError(
             "source.not_found", f"nothing is at {printable(location.url)}", fix="check the path and the profile"
         )
     if tag is not None:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
-    here = _recognise(location, None)
-    if here is not None:
+    if (here := _recognise(location, listing, None, TRAINING_READERS)) is not None:
         return here
-    latest = next((f for f in listing.files if f.path.rpartition("/")[2] == "latest"), None)
-    if latest is not None:
-        if latest.size_bytes > _LATEST_LIMIT_BYTES:
-            raise SourceError("checkpoint.bad_latest", f"`latest` has {latest.size_bytes} bytes; it holds one name")
-        text = read_bytes(location.store, latest).decode("utf-8", "replace").strip()
-        return _tagged(location, listing, text, code="checkpoint.bad_latest", said_by="`latest`")
+    by_name = {f.path.rpartition("/")[2]: f for f in listing.files}
+    for name in POINTERS:
+        if (pointer := by_name.get(name)) is not None:
+            return _pointed(location, listing, pointer, name)
+    if (here := _recognise(location, listing, None, WEIGHTS_READERS)) is not None:
+        return here
     raise SourceError(
         "source.unknown_kind",
         f"{printable(location.url)} holds no checkpoint of a known kind ({len(listing.files)} files, "
         f"directories: {_some(listing.directories)})",
-        fix=_tag_fix(location, listing) or "name the directory that holds `latest` or the rank files",
+        fix=_tag_fix(location, listing) or "name the directory that holds `latest`, the rank files or the weights",
     )
+
+
+def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: str) -> Found:
+    if pointer.size_bytes > _POINTER_LIMIT_BYTES:
+        raise SourceError("checkpoint.bad_latest", f"`{name}` has {pointer.size_bytes} bytes; it holds one name")
+    if location.store.scheme == "file" and not is_within(canonical_url(pointer.path), location.url):
+        # What it says becomes part of an error's text: it must not be another file's content.
+        raise SourceError("checkpoint.bad_latest", f"`{name}` is a link to a file elsewhere")
+    text = read_bytes(location.store, pointer).decode("utf-8", "replace").strip()
+    return _tagged(location, listing, text, code="checkpoint.bad_latest", said_by=f"`{name}`")
 
 
 def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_by: str) -> Found:
     parts = tag.split("/")
     if not tag or len(tag) > 512 or not tag.isprintable() or any(p in ("", ".", "..") for p in parts) or "\\" in tag:
         raise SourceError("checkpoint.bad_latest", f"{said_by} says {printable(tag)!r}, which is no directory name")
-    found = _recognise(location.child(*parts), tag)
+    found = _recognise_child(location, tag)
     if found is None:
         raise SourceError(
             code,
@@ -90,7 +115,7 @@ def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_b
 
 
 def _tag_fix(location: Location, listing: Listing) -> str:
-    tags = [d for d in listing.directories if _recognise(location.child(d), d) is not None]
+    tags = [d for d in listing.directories if _recognise_child(location, d) is not None]
     return f"name one that is there: --tag {tags[-1]} (there are: {_some(tags)})" if tags else ""
 
 

@@ -42,12 +42,21 @@ FileTemplateOf = Callable[[Sequence[Weight], dict[str, str]], tuple[FileTemplate
 def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
     """Every tensor to write: trained parameters from their masters, frozen ones, buffers.
 
-    Floating tensors become the requested dtype; scalars, integers and booleans stay what they are.
+    Floating tensors become the requested dtype; scalars, integers and booleans stay what they are. Without
+    a requested dtype masters stay fp32, and a source that has no masters keeps its own types.
 
     Raises:
-        RequestError: `request.unsatisfiable` if a parameter is stored nowhere.
+        RequestError: `request.unsatisfiable` if a parameter is stored nowhere, or if frozen ones are to be left
+            out and the source does not say which they are.
     """
-    wanted = BY_NAME[SHORT_NAMES[(request.dtype or WeightDtype.FP32).value]]
+    if request.exclude_frozen and not checkpoint.trained:
+        raise RequestError(
+            "request.unsatisfiable",
+            "the source holds weights only: it does not say which of them were frozen",
+            fix="leave out --exclude-frozen, or name the training checkpoint as the source",
+        )
+    dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
+    wanted = BY_NAME[SHORT_NAMES[dtype.value]] if dtype else None
     found: list[Weight] = []
     for parameter in checkpoint.parameters:
         if request.exclude_frozen and not parameter.trained:
@@ -65,10 +74,10 @@ def _best(parameter: Parameter) -> int:
     return best
 
 
-def _weight(checkpoint: Checkpoint, fqn: str, index: int, wanted: Dtype) -> Weight:
+def _weight(checkpoint: Checkpoint, fqn: str, index: int, wanted: Dtype | None) -> Weight:
     stored = checkpoint.shard_map.tensors[index]
     cast = stored.dtype.floating and stored.shape != () and stored.dtype.itemsize_bytes > 1
-    return Weight(fqn, index, wanted if cast else stored.dtype, stored.shape, stored.numel)
+    return Weight(fqn, index, wanted if cast and wanted else stored.dtype, stored.shape, stored.numel)
 
 
 def lay_out_weights(

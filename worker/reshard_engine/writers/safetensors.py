@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard.errors import SourceError
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
@@ -24,6 +25,10 @@ class SafetensorsWriter:
 
 
 def _template(weights: Sequence[Weight], aliases: dict[str, str]) -> tuple[FileTemplate, tuple[int, ...]]:
+    if "format" in aliases:
+        raise SourceError(
+            "name.invalid", "a tied weight called `format` would hide what the file is", fix="write --to torch instead"
+        )
     metadata = {**aliases, "format": "pt"}
     tensors = [(w.fqn, w.dtype, w.shape, w.numel) for w in weights]
     return safetensors_template(tensors, metadata), tuple(w.tensor for w in weights)

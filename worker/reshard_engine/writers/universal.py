@@ -12,12 +12,24 @@ Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (tree), `checkpoint/uni
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.dtypes import FLOAT32
 from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
-from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PList,
+    PObject,
+    PTuple,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    ordered_dict,
+)
 from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template, tree_templates
 
 PARAM_KEY = "param"
@@ -39,8 +51,9 @@ class UniversalWriter:
         if checkpoint.optimizer is None:
             raise RequestError(
                 "request.unsatisfiable",
-                f"a universal checkpoint is made of optimizer states: {'; '.join(checkpoint.warnings)}",
-                fix="write the weights alone: --to safetensors",
+                "a universal checkpoint is made of optimizer states, and this source has weights only: "
+                f"{'; '.join(checkpoint.warnings) or 'no training state is in it'}",
+                fix="name the training checkpoint as the source, or write the weights alone: --to safetensors",
             )
         states, warnings = _states_to_write(checkpoint)
         files = _atoms(checkpoint, states)
@@ -134,6 +147,7 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
     entries = mapping_items(checkpoint.model_state, what="model states")
     if request.exclude_frozen:
         entries = _without_frozen(entries, checkpoint)
+    entries |= _described(entries, checkpoint)
     entries["mp_world_size"] = 1
     roots = [path.removesuffix(".pt") for path in MODEL_FILES]
     templates, slots = tree_templates(roots, mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
@@ -145,13 +159,34 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
     return files
 
 
+def _described(entries: Mapping[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
+    """What the source's version or stage does not list, so that the output can be read again without the source."""
+    found: dict[str | int, Node] = {}
+    if not isinstance(entries.get("param_shapes"), PList | PTuple):
+        groups = sorted({p.group for p in checkpoint.trained if p.group is not None})
+        shapes = [{p.fqn: _size(p.shape) for p in checkpoint.trained if p.group == g} for g in groups]
+        found["param_shapes"] = PList([ordered_dict(s) for s in shapes])
+    if checkpoint.shared and "shared_params" not in entries:
+        found["shared_params"] = mapping_of({**checkpoint.shared})
+    return found
+
+
+def _size(shape: tuple[int, ...]) -> Node:
+    return PObject("reduce", Global("torch", "Size"), PTuple((PTuple(shape),)))
+
+
 def _without_frozen(entries: dict[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
+    # As `save_checkpoint(exclude_frozen_parameters=True)` leaves it; other names of frozen parameters go with them.
     frozen = {p.fqn for p in checkpoint.frozen}
+    gone = frozen | {alias for alias, owner in checkpoint.shared.items() if owner in frozen}
     kept = dict(entries)
-    for key in ("module", "frozen_param_shapes", "frozen_param_fragments"):
+    for key in ("module", "shared_params"):
         if is_mapping(entries.get(key)):
             items = mapping_items(entries[key], what=key)
-            kept[key] = mapping_of({n: v for n, v in items.items() if n not in frozen})
+            kept[key] = mapping_of({n: v for n, v in items.items() if n not in gone})
+    for key in ("frozen_param_shapes", "frozen_param_fragments"):
+        if key in kept:
+            kept[key] = None
     return kept
 
 

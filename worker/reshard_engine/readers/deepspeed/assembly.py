@@ -9,7 +9,7 @@ from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parame
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
-from reshard_engine.pickles.nodes import PTensor
+from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
@@ -39,7 +39,7 @@ def assemble(
     number = {f: i for i, f in enumerate(files)}
     builder = ShardMapBuilder()
     shapes = shapes_by_group(model, states)
-    group_of = _group_of_subgroup(first, len(shapes))
+    group_of = _groups_of(first, len(shapes))
     scalars = _scalars(states)
     trained: list[Parameter] = []
     by_name: dict[str, dict[str, int]] = {}
@@ -85,12 +85,21 @@ def assemble(
     )
 
 
-def _group_of_subgroup(first: RankStates, count: int) -> list[int]:
+def _groups_of(first: RankStates, count: int) -> list[int]:
     """Per entry of `param_shapes` the optimizer param group; at ZeRO-3 entries are sub-groups."""
     if first.elastic:
         return list(range(count)) if first.stage != 3 else [0] * count
+    return group_of_subgroup(first.param_groups, count)
+
+
+def group_of_subgroup(param_groups: Sequence[Mapping[str | int, Node]], count: int) -> list[int]:
+    """Per flat (sub-)group the param group whose `params` lists its number.
+
+    Raises:
+        SourceError: `checkpoint.malformed` if one is listed nowhere.
+    """
     found: dict[int, int] = {}
-    for index, group in enumerate(first.param_groups):
+    for index, group in enumerate(param_groups):
         params = group.get("params")
         for item in params.items if params is not None and hasattr(params, "items") else ():
             if type(item) is int:

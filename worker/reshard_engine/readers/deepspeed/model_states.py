@@ -25,8 +25,8 @@ from reshard_engine.pickles.nodes import (
     mapping_items,
     sequence_items,
 )
+from reshard_engine.readers.names import checked_name
 
-MAX_NAME_CHARS = 512
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -85,21 +85,6 @@ def parse_model_states(torch_file: TorchFile) -> ModelStates:
         _tensors(entries.get("frozen_param_fragments"), f"{name}: frozen_param_fragments", nested_ok=False),
         shared,
     )
-
-
-def checked_name(name: str) -> str:
-    """A parameter name that may become part of a path.
-
-    Raises:
-        SourceError: `name.invalid` otherwise.
-    """
-    parts = name.split("/")
-    bad = not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or "\\" in name
-    if bad or any(p in ("", ".", "..") for p in parts):
-        raise SourceError(
-            "name.invalid", f"a parameter is called {printable(name)!r}", fix="rename it in the checkpoint"
-        )
-    return name
 
 
 def _mapping(node: Node, what: str) -> dict[str | int, Node]:

@@ -7,29 +7,13 @@ from collections.abc import Mapping, Sequence
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Parameter
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_tensor
+from reshard_engine.readers.tensors import add_whole_tensor, place_of
 from reshard_engine.shardmap import ShardMapBuilder
-
-
-def add_whole_tensor(
-    builder: ShardMapBuilder, name: str, state: str, tensor: PTensor, *, torch_file: TorchFile, file: int
-) -> int:
-    """Register a tensor that one file holds whole, packed or strided; returns its number."""
-    index = builder.tensor(name, state, BY_NAME[tensor.dtype], tensor.shape)
-    if tensor.numel:
-        builder.whole(index, file=file, offset=torch_file.tensor_offset(tensor), stride=tensor.stride)
-    return index
-
-
-def _place(tensor: PTensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same elements in the same order."""
-    stride = tuple(s for n, s in zip(tensor.shape, tensor.stride, strict=True) if n != 1)
-    return (tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, stride)
 
 
 class ModuleTensors:
@@ -127,7 +111,7 @@ class ModuleTensors:
         owners: dict[str, str] = {}
         module = {**self._model.frozen_fragments, **self._model.module} if not sharded else self._model.module
         for name, tensor in module.items():
-            place = _place(tensor)
+            place = place_of(tensor)
             if name in self.buffers or name in self._frozen_numbers:
                 continue
             if name in owned:

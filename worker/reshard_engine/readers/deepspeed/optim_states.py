@@ -6,7 +6,6 @@ Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`state_dict`, `_get_ba
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,9 +24,9 @@ from reshard_engine.pickles.nodes import (
     mapping_items,
     sequence_items,
 )
+from reshard_engine.readers.names import checked_state
 
 MAX_WORLD = 1 << 20
-_STATE_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 FP32_KEYS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "single_partition_of_fp32_params")
 
 
@@ -53,14 +52,14 @@ class RankStates:
     """`param_shapes` of checkpoints before 0.6.0."""
 
 
-_EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version", "zero_stage")
+EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version", "zero_stage")
 
 
 def parse_rank_states(torch_file: TorchFile) -> RankStates:
     """The optimizer states of one rank.
 
     Raises:
-        SourceError: `checkpoint.malformed`, `source.unsupported_version`.
+        SourceError: `checkpoint.malformed`, `checkpoint.too_large`, `source.unsupported_version`.
     """
     name = printable(torch_file.file.name)
     outer = mapping_items(torch_file.root, what=name)
@@ -87,7 +86,7 @@ def parse_rank_states(torch_file: TorchFile) -> RankStates:
         nodes,
         _partition_count(inner.get("partition_count")),
         _paddings(inner.get("param_alignment_paddings"), name),
-        {k: inner[k] for k in _EXTRA_KEYS if k in inner},
+        {k: inner[k] for k in EXTRA_KEYS if k in inner},
         elastic,
         outer.get("param_shapes", inner.get("param_shapes")),
     )
@@ -148,10 +147,7 @@ def named_states(entries: Mapping[str | int, Node]) -> dict[str, Node]:
     Raises:
         SourceError: `name.invalid` for a name that is no plain word, or that is taken (`fp32`).
     """
-    for key in entries:
-        if not isinstance(key, str) or _STATE_KEY.fullmatch(key) is None or key == "fp32" or ".." in key:
-            raise SourceError("name.invalid", f"an optimizer state is called {printable(str(key))!r}")
-    return {str(k): v for k, v in entries.items()}
+    return {checked_state(k): v for k, v in entries.items()}
 
 
 def _partition_count(node: Node) -> int | None:
@@ -160,8 +156,10 @@ def _partition_count(node: Node) -> int | None:
     counts = (
         [node] if type(node) is int else [i for i in sequence_items(node, what="partition_count") if type(i) is int]
     )
-    if any(not 0 < c <= MAX_WORLD for c in counts):
-        raise SourceError("checkpoint.malformed", f"partition_count is not between 1 and {MAX_WORLD}")
+    if any(c <= 0 for c in counts):
+        raise SourceError("checkpoint.malformed", "partition_count is not positive")
+    if any(c > MAX_WORLD for c in counts):
+        raise SourceError("checkpoint.too_large", f"partition_count is beyond {MAX_WORLD} ranks")
     return max(counts, default=None)
 
 

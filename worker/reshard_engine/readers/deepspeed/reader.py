@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from reshard.errors import SourceError, printable
@@ -17,10 +16,10 @@ from reshard_engine.readers.deepspeed.files import RankFiles, looks_like_deepspe
 from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD, RankStates, parse_rank_states
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
+from reshard_engine.readers.opening import parse_all
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
-_OPEN_THREADS = 8
 _T = TypeVar("_T")
 
 
@@ -40,7 +39,7 @@ class DeepSpeedReader:
             SourceError: As the modules of this package say.
         """
         files = sort_files(location.store, listing)
-        _refuse_unsupported(files)
+        refuse_unsupported(files)
         if not files.optim:
             return self._read_stage0(location, files, tag=tag, ledger=ledger)
         ranks = _complete_ranks(files.optim, "optim_states", files)
@@ -55,13 +54,13 @@ class DeepSpeedReader:
                 fix=f"copy {name} of the same tag",
             )
         first = parse_model_states(open_torch_file(model_files[0], ledger))
-        _refuse_by_config(first)
+        refuse_by_config(first)
         models = [first]
         if states[0].stage == 3:
             wanted = _complete_ranks(model_files, "model_states", files, count=len(states))
             if first.frozen_shapes:
                 models += _open_all(model_files, wanted[1:], ledger, parse_model_states)
-        used = [*files.optim.values(), *(m.torch_file.file for m in models)]
+        used = [f.torch_file.file for f in (*states, *models)]
         return assemble(
             states,
             models,
@@ -83,7 +82,7 @@ class DeepSpeedReader:
         if files.model is None:
             raise SourceError("checkpoint.incomplete", "no mp_rank_00_model_states.pt", fix="copy it from the same tag")
         model = parse_model_states(open_torch_file(files.model, ledger))
-        _refuse_by_config(model)
+        refuse_by_config(model)
         if model.param_shapes is not None and model.entries.get("optimizer") is None:
             raise SourceError(
                 "checkpoint.incomplete",
@@ -93,7 +92,12 @@ class DeepSpeedReader:
         return assemble_stage0(model, url=location.url, tag=tag, ledger=ledger)
 
 
-def _refuse_unsupported(files: RankFiles) -> None:
+def refuse_unsupported(files: RankFiles) -> None:
+    """Refuse what file names show that this package does not read.
+
+    Raises:
+        SourceError: `source.unsupported`.
+    """
     reason = ""
     if files.model_parallel > 1:
         reason = f"{files.model_parallel} model-parallel ranks (tensor or pipeline parallelism)"
@@ -111,7 +115,12 @@ def _refuse_unsupported(files: RankFiles) -> None:
         )
 
 
-def _refuse_by_config(model: ModelStates) -> None:
+def refuse_by_config(model: ModelStates) -> None:
+    """Refuse runs whose model states say that the optimizer states are of a kind that is not read.
+
+    Raises:
+        SourceError: `source.unsupported`.
+    """
     experts = model.entries.get("num_experts")
     if experts is not None and not (hasattr(experts, "items") and not experts.items):
         raise SourceError("source.unsupported", "mixture-of-experts checkpoints are not supported yet")
@@ -156,11 +165,7 @@ def missing_rank(missing: Sequence[int], world: int, name: str) -> SourceError:
 def _open_all(
     table: Mapping[int, SourceFile], ranks: Sequence[int], ledger: OpaqueLedger, parse: Callable[[TorchFile], _T]
 ) -> list[_T]:
-    def one(rank: int) -> _T:
-        return parse(open_torch_file(table[rank], ledger))
-
-    with ThreadPoolExecutor(_OPEN_THREADS) as pool:
-        return list(pool.map(one, ranks))
+    return list(parse_all(ranks, lambda rank: parse(open_torch_file(table[rank], ledger))))
 
 
 def _check_world(states: Sequence[RankStates]) -> None:

@@ -21,13 +21,14 @@ from reshard_engine.pickles.nodes import Node, PTensor, mapping_items, sequence_
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
 from reshard_engine.readers.deepspeed.model_states import ModelStates
-from reshard_engine.readers.deepspeed.module import ModuleTensors, add_whole_tensor
+from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.naming import assign_names, assign_names_flat
 from reshard_engine.readers.deepspeed.optim_states import named_states, read_scalar
 from reshard_engine.readers.deepspeed.trees import TreeTensors
+from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.shardmap import ShardMapBuilder
 
-_EXTRA_KEYS = (
+EXTRA_KEYS = (
     "dynamic_loss_scale",
     "cur_scale",
     "cur_iter",
@@ -121,9 +122,10 @@ class _Stage0Optimizer:
         inner = (
             mapping_items(outer["optimizer_state_dict"], what="optimizer") if "optimizer_state_dict" in outer else outer
         )
-        self.extras: dict[str, Node] = {k: outer[k] for k in _EXTRA_KEYS if k in outer}
+        self.extras: dict[str, Node] = {k: outer[k] for k in EXTRA_KEYS if k in outer}
         state = inner.get("state")
         self._state = {} if state is None else mapping_items(state, what="optimizer state")
+        self._elementwise = _elementwise_keys([_states_of(entry) for entry in self._state.values()])
         self.group_nodes = tuple(sequence_items(inner.get("param_groups"), what="param_groups"))
         self._groups = [
             [
@@ -149,7 +151,7 @@ class _Stage0Optimizer:
         owned: dict[str, Parameter] = {}
         for group, (ids, group_names) in enumerate(zip(self._groups, names, strict=True)):
             for place, (index, name) in enumerate(zip(ids, group_names, strict=True)):
-                states, scalars = self._whole_states(name, index)
+                states, scalars = self._whole_states(name, index, group)
                 master = self._masters[group][place] if self._masters else None
                 if master is not None:
                     states["fp32"] = add_whole_tensor(
@@ -166,23 +168,28 @@ class _Stage0Optimizer:
             return self._masters[group][place].shape
         entry = self._state.get(index)
         if entry is not None:
-            for value in mapping_items(entry, what="optimizer state").values():
-                if isinstance(value, PTensor) and value.shape:
+            for key, value in _states_of(entry).items():
+                if isinstance(value, PTensor) and key in self._elementwise:
                     return value.shape
         return None
 
-    def _whole_states(self, name: str, index: int) -> tuple[dict[str, int], dict[str, Scalar]]:
+    def _whole_states(self, name: str, index: int, group: int) -> tuple[dict[str, int], dict[str, Scalar]]:
         states: dict[str, int] = {}
         scalars: dict[str, Scalar] = {}
-        entry = self._state.get(index)
-        for key, value in _states_of(entry).items():
-            if isinstance(value, PTensor) and value.shape:
-                states[str(key)] = add_whole_tensor(
-                    self._builder, name, str(key), value, torch_file=self._torch_file, file=0
-                )
+        entry = _states_of(self._state.get(index))
+        for key, value in entry.items():
+            if isinstance(value, PTensor) and key in self._elementwise:
+                states[key] = add_whole_tensor(self._builder, name, key, value, torch_file=self._torch_file, file=0)
             elif value is not None:
-                scalars[str(key)] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(str(key))}")
-        return states, scalars
+                scalars[key] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(key)}")
+        return states, self._counted(scalars, entry, group)
+
+    def _counted(self, scalars: dict[str, Scalar], entry: Mapping[str, Node], group: int) -> dict[str, Scalar]:
+        """With the group's own counter where the states have none: so do fused optimizers."""
+        step = mapping_items(self.group_nodes[group], what="param_groups").get("step")
+        if entry and step is not None and "step" not in scalars:
+            scalars["step"] = read_scalar(step, self._torch_file, what="param_groups: step")
+        return scalars
 
     def _assign_flat(
         self, candidates: Mapping[str, tuple[int, ...]], weights: Mapping[str, int | None]
@@ -193,14 +200,13 @@ class _Stage0Optimizer:
             shapes = tuple((n, candidates[n]) for n in group_names)
             flats: dict[str, PTensor] = {"fp32": self._flat[group]}
             scalars: dict[str, Scalar] = {}
-            entry = self._state.get(group)
-            for key, value in _states_of(entry).items():
+            entry = _states_of(self._state.get(group))
+            for key, value in entry.items():
                 if isinstance(value, PTensor) and value.shape:
-                    flats[str(key)] = value
+                    flats[key] = value
                 elif value is not None:
-                    scalars[str(key)] = read_scalar(
-                        value, self._torch_file, what=f"optimizer state {printable(str(key))}"
-                    )
+                    scalars[key] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(key)}")
+            scalars = self._counted(scalars, entry, group)
             by_name: dict[str, dict[str, int]] = {n: {} for n in group_names}
             for key, flat in flats.items():
                 dtype = BY_NAME[flat.dtype]
@@ -223,6 +229,16 @@ class _Stage0Optimizer:
 
 def _states_of(entry: Node) -> dict[str, Node]:
     return {} if entry is None else named_states(mapping_items(entry, what="optimizer state"))
+
+
+def _elementwise_keys(entries: Sequence[Mapping[str, Node]]) -> set[str]:
+    """The states that have an element for each of the parameter's, not one number.
+
+    Parameters without dimensions do not tell the two apart; the others do, and where there are no others, every
+    optimizer of torch and DeepSpeed calls its only number `step`.
+    """
+    tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, PTensor)]
+    return {key for key, value in tensors if value.shape} or {key for key, _ in tensors if key != "step"}
 
 
 def _tensors(node: Node) -> list[PTensor]:

@@ -9,7 +9,8 @@ from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.pickles.nodes import Node, PDict, PTensor, PTensorRef, mapping_of, ordered_dict
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.readers.deepspeed.model_states import ModelStates
-from reshard_engine.readers.deepspeed.module import ModuleTensors, add_whole_tensor
+from reshard_engine.readers.deepspeed.module import ModuleTensors
+from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.shardmap import ShardMapBuilder
 
 

@@ -1,0 +1,147 @@
+"""A safetensors file as it is read: its header parsed strictly, its tensors as byte extents.
+
+Source: safetensors 0.6 README, "Format", and its `safetensors/src/tensor.rs` (`read_metadata`, `validate`):
+a header of at most 100,000,000 bytes that begins with `{`, string-to-string metadata, tensors that cover
+the rest of the file without holes or overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple, cast
+
+from reshard.errors import SourceError, printable
+from reshard_engine.containers.bounded_json import parse_json
+from reshard_engine.containers.safetensors_layout import MAX_HEADER_BYTES, METADATA_KEY
+from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.dtypes import BY_SAFETENSORS, Dtype
+
+MAX_DIMS = 64
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsEntry:
+    """One tensor: packed, row-major, at an absolute byte offset of the file."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFile:
+    """A parsed header."""
+
+    file: SourceFile
+    tensors: tuple[SafetensorsEntry, ...]
+    """In the header's order, which need not be that of the data."""
+    metadata: Mapping[str, str]
+
+
+def open_safetensors_file(file: SourceFile) -> SafetensorsFile:
+    """Parse and prove a header; no byte of a tensor is read.
+
+    Raises:
+        SourceError: `safetensors.header_size`, `safetensors.header`, `safetensors.offsets`, `safetensors.overlap`,
+            `safetensors.coverage`, `tensor.unsupported` for an element type that is not known,
+            `checkpoint.too_large` for more tensors than a header may list.
+    """
+    name = printable(file.name)
+    window = Window(file)
+    if file.size_bytes < _LENGTH_BYTES:
+        raise _bad("header_size", f"{name} has {file.size_bytes} bytes; the length of its header alone takes 8")
+    length = int.from_bytes(window.read(0, _LENGTH_BYTES), "little")
+    if length > MAX_HEADER_BYTES or length > file.size_bytes - _LENGTH_BYTES:
+        raise _bad(
+            "header_size",
+            f"{name} says that its header has {length} bytes; the file has {file.size_bytes}, "
+            f"the format allows {MAX_HEADER_BYTES}",
+        )
+    # A header of 100 MB is not kept in the window too.
+    source = window if window.holds(_LENGTH_BYTES, length) else file
+    header = _header(source.read(_LENGTH_BYTES, length), name)
+    metadata = _metadata(header.pop(METADATA_KEY, None), name)
+    spans: list[tuple[int, int, str]] = []
+    tensors: list[SafetensorsEntry] = []
+    for key, value in header.items():
+        dtype, shape, begin, end = _entry(value, _Tensor(name, key))
+        tensors.append(SafetensorsEntry(key, dtype, shape, _LENGTH_BYTES + length + begin))
+        spans.append((begin, end, key))
+    _prove_tiling(spans, file.size_bytes - _LENGTH_BYTES - length, name)
+    return SafetensorsFile(file, tuple(tensors), metadata)
+
+
+class _Tensor(NamedTuple):
+    """A tensor in an error; its text is made only there."""
+
+    file: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {printable(self.key)}"
+
+
+def _bad(code: str, message: str) -> SourceError:
+    return SourceError(f"safetensors.{code}", message, fix="the file is damaged, or no safetensors file: copy it again")
+
+
+def _header(data: bytes, name: str) -> dict[str, Any]:
+    if data[:1] != b"{":
+        raise _bad("header", f"the header of {name} begins with {data[:4].hex() or 'nothing'}, not with an object")
+    # The format pads with spaces only; JSON would allow other white space, which nobody writes.
+    value = parse_json(data.rstrip(b" "), code="safetensors.header", what=f"the header of {name}")
+    return cast("dict[str, Any]", value)
+
+
+def _metadata(value: object, name: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    entries = cast("dict[str, object]", value) if isinstance(value, dict) else None
+    if entries is None or not all(isinstance(v, str) for v in entries.values()):
+        raise _bad("header", f"{name}: __metadata__ does not map texts to texts")
+    return cast("dict[str, str]", entries)
+
+
+def _entry(value: object, what: _Tensor) -> tuple[Dtype, tuple[int, ...], int, int]:
+    fields = cast("dict[str, object]", value) if isinstance(value, dict) else {}
+    if fields.keys() != {"dtype", "shape", "data_offsets"} or not isinstance(fields["dtype"], str):
+        raise _bad("header", f"{what} has not dtype, shape and data_offsets")
+    shape, offsets = _integers(fields["shape"]), _integers(fields["data_offsets"])
+    if shape is None or len(shape) > MAX_DIMS:
+        raise _bad("header", f"{what} has no shape of at most {MAX_DIMS} lengths")
+    if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _bad("offsets", f"{what}: data_offsets are not two integers, the first not above the second")
+    dtype = BY_SAFETENSORS.get(fields["dtype"])
+    if dtype is None:
+        raise SourceError("tensor.unsupported", f"{what}: element type {printable(fields['dtype'])!r} is not supported")
+    begin, end = offsets
+    if prod(shape) * dtype.itemsize_bytes != end - begin:
+        raise _bad("offsets", f"{what}: {end - begin} bytes for a {dtype.safetensors} of shape {list(shape)}")
+    return dtype, shape, begin, end
+
+
+def _integers(value: object) -> tuple[int, ...] | None:
+    """Integers from 0 to 2**62, or None."""
+    if not isinstance(value, list):
+        return None
+    items = tuple(cast("list[object]", value))
+    # `True` is an int to Python, and a float of equal value is equal to one: neither is a length.
+    return cast("tuple[int, ...]", items) if all(type(i) is int and 0 <= i < 1 << 62 for i in items) else None
+
+
+def _prove_tiling(spans: list[tuple[int, int, str]], size_bytes: int, name: str) -> None:
+    at = 0
+    for begin, end, key in sorted(spans):
+        if begin < at:
+            raise _bad(
+                "overlap", f"{_Tensor(name, key)} begins at {begin}, inside the tensor before it, which ends at {at}"
+            )
+        if begin > at:
+            raise _bad("coverage", f"{name}: bytes {at} to {begin} of the data belong to no tensor")
+        at = end
+    if at != size_bytes:
+        raise _bad("coverage", f"{name}: the tensors end at byte {at} of the data, which have {size_bytes} bytes")

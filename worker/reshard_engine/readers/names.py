@@ -1,0 +1,36 @@
+"""Names that a checkpoint gives and that may become parts of paths: parameters and optimizer states."""
+
+from __future__ import annotations
+
+import re
+
+from reshard.errors import SourceError, printable
+
+MAX_NAME_CHARS = 512
+_STATE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+
+
+def checked_name(name: str) -> str:
+    """A parameter name that may become part of a path.
+
+    Raises:
+        SourceError: `name.invalid` otherwise.
+    """
+    parts = name.split("/")
+    bad = not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or "\\" in name
+    if bad or any(p in ("", ".", "..") for p in parts):
+        raise SourceError(
+            "name.invalid", f"a parameter is called {printable(name)!r}", fix="rename it in the checkpoint"
+        )
+    return name
+
+
+def checked_state(name: object) -> str:
+    """The name of an optimizer state, which becomes a file's name: a plain word.
+
+    Raises:
+        SourceError: `name.invalid` otherwise, and for `fp32`, which means the master.
+    """
+    if not isinstance(name, str) or _STATE.fullmatch(name) is None or name == "fp32" or ".." in name:
+        raise SourceError("name.invalid", f"an optimizer state is called {printable(str(name))!r}")
+    return name

@@ -1,0 +1,78 @@
+"""The universal reader: model states and `zero/`, put together to a checkpoint.
+
+Two shapes are read. Ours and that of stages 1 and 2: one `mp_rank_00_model_states.pt`, atoms with shapes, a
+`step.pt` each. That of stage 3: every rank's model states, bare flat atoms, counters in `optimizer_state.pt` only.
+"""
+
+from __future__ import annotations
+
+from reshard.errors import SourceError
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.torch_file import open_torch_file
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.deepspeed.files import RankFiles, sort_files
+from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
+from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD
+from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config, refuse_unsupported
+from reshard_engine.readers.opening import parse_all
+from reshard_engine.readers.universal.assembly import Assembly
+from reshard_engine.readers.universal.atoms import FOLDER, OPTIMIZER_FILE, list_atoms
+from reshard_engine.readers.universal.optimizer import parse_optimizer_file
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing
+
+
+class UniversalReader:
+    """Reads universal checkpoints of data-parallel runs."""
+
+    family = "deepspeed-universal"
+
+    def recognises(self, listing: Listing) -> bool:
+        """Whether there is a `zero` folder beside model states, and no optimizer file of a rank."""
+        names = [f.path.rpartition("/")[2] for f in listing.files]
+        return (
+            FOLDER in listing.directories
+            and any(n.endswith("_model_states.pt") for n in names)
+            and not any("optim_states.pt" in n for n in names)
+        )
+
+    def read(self, location: Location, listing: Listing, *, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+        """The checkpoint in a universal directory.
+
+        Raises:
+            SourceError: As the modules of this package and of the model states say.
+        """
+        files = sort_files(location.store, listing)
+        refuse_unsupported(files)
+        atoms = list_atoms(location)
+        if atoms.optimizer is None:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{FOLDER}/{OPTIMIZER_FILE} is missing: it is written when all atoms are there",
+                fix="convert or copy the checkpoint again",
+            )
+        models = _models(files, ledger)
+        optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, ledger))
+        return Assembly(models, atoms, optimizer, ledger).checkpoint(url=location.url, tag=tag)
+
+
+def _models(files: RankFiles, ledger: OpaqueLedger) -> list[ModelStates]:
+    """The model states of rank 0, and at stage 3 those of all ranks if frozen parameters are spread over them."""
+    if files.model is not None:
+        first = parse_model_states(open_torch_file(files.model, ledger))
+        refuse_by_config(first)
+        return [first]
+    by_rank = files.model_by_rank
+    if 0 not in by_rank:
+        raise SourceError("checkpoint.incomplete", "the model states of rank 0 are missing: they name the parameters")
+    first = parse_model_states(open_torch_file(by_rank[0], ledger))
+    refuse_by_config(first)
+    if not first.frozen_shapes:
+        return [first]
+    world = first.integer("dp_world_size") or len(by_rank)
+    if world > MAX_WORLD:
+        raise SourceError("checkpoint.too_large", f"dp_world_size is {world}; the limit is {MAX_WORLD} ranks")
+    if missing := [r for r in range(world) if r not in by_rank]:
+        raise missing_rank(missing, world, f"zero_pp_rank_{missing[0]}_mp_rank_00_model_states.pt")
+    ranks = [by_rank[r] for r in range(1, world)]
+    return [first, *parse_all(ranks, lambda f: parse_model_states(open_torch_file(f, ledger)))]

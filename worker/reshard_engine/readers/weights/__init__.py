@@ -1,0 +1,1 @@
+"""Consolidated weights: one file, or shards with an index; no optimizer, no masters."""

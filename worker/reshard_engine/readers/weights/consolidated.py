@@ -1,0 +1,127 @@
+"""Weights in one file or in shards, whatever their container: found, opened, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from reshard.errors import printable
+from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.dtypes import Dtype
+from reshard_engine.pickles.nodes import mapping_of
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.names import checked_name
+from reshard_engine.readers.opening import parse_all
+from reshard_engine.readers.weights.files import WeightFiles, stem_of_index
+from reshard_engine.readers.weights.index import WeightIndex, read_index
+from reshard_engine.shardmap import ShardMapBuilder
+from reshard_engine.storage.locations import Location
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """One tensor of a file."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first element, in bytes of the file."""
+    stride: tuple[int, ...] | None = None
+    """In elements; None where it is packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One parsed file."""
+
+    file: SourceFile
+    tensors: Sequence[HeldTensor]
+    aliases: Mapping[str, str]
+    """Tied names that the file lists beside their owners."""
+    texts: Mapping[str, str]
+    """What else the file says of itself."""
+
+
+def read_weights(
+    location: Location,
+    files: WeightFiles,
+    parse: Callable[[SourceFile], Shard],
+    *,
+    preferred: str,
+    form: str,
+    tag: str | None,
+    ledger: OpaqueLedger,
+) -> Checkpoint:
+    """The weights of a directory as a checkpoint without optimizer.
+
+    Raises:
+        SourceError: `checkpoint.*`, `name.invalid`, and what `parse` finds.
+    """
+    chosen = files.chosen(preferred)
+    index = None
+    names = [chosen]
+    if chosen in files.indexes:
+        index = read_index(location.store, files.indexes[chosen], suffix=files.suffix)
+        _check_files(index, files, stem_of_index(chosen, files.suffix))
+        names = list(index.names_by_file)
+    sources = [SourceFile(location.store, n, (files.named[n],)) for n in names]
+    shards = list(parse_all(sources, parse))
+    tensors = [t for s in shards for t in s.tensors]
+    texts = {k: v for s in shards for k, v in s.texts.items()} | (dict(index.texts) if index else {})
+    shared, rest = _aliases(texts, {checked_name(t.name) for t in tensors})
+    for shard in shards:
+        shared |= {checked_name(a): o for a, o in shard.aliases.items()}
+    if index is not None:
+        for shard in shards:
+            index.check_shard(shard.file.name, {t.name for t in shard.tensors}, set(shared))
+    builder = ShardMapBuilder()
+    parameters: list[Parameter] = []
+    for number, shard in enumerate(shards):
+        for held in shard.tensors:
+            tensor = builder.tensor(held.name, "weight", held.dtype, held.shape)
+            builder.whole(tensor, file=number, offset=held.offset, stride=held.stride)
+            parameters.append(Parameter(held.name, held.shape, None, tensor))
+    shard_map = builder.build()
+    return Checkpoint(
+        url=location.url,
+        tag=tag,
+        format=form,
+        framework_version=None,
+        zero_stage=None,
+        world={},
+        step=None,
+        files=tuple(s.file for s in shards),
+        shard_map=shard_map,
+        parameters=tuple(parameters),
+        buffers=(),
+        shared=shared,
+        optimizer=None,
+        model_state=mapping_of({}),
+        foreign_globals=tuple(sorted(ledger.foreign)),
+        warnings=tuple(_warnings(rest, index, shard_map.read_bytes_of(range(len(tensors))))),
+    )
+
+
+def _check_files(index: WeightIndex, files: WeightFiles, stem: str) -> None:
+    if missing := [n for n in index.names_by_file if n not in files.named]:
+        raise index.bad(f"{len(missing)} of {len(index.names_by_file)} shards are not there: {printable(missing[0])}")
+    if unnamed := sorted(files.shards_of(stem) - index.names_by_file.keys()):
+        raise index.bad(f"{printable(unnamed[0])} is there, and the index does not name it")
+
+
+def _aliases(texts: Mapping[str, str], names: set[str]) -> tuple[dict[str, str], list[str]]:
+    """The texts that say that one name means another's tensor, and the keys of the others."""
+    shared = {checked_name(k): v for k, v in texts.items() if v in names and k not in names}
+    return shared, [k for k in texts if k not in shared and k != "format"]
+
+
+def _warnings(rest: Sequence[str], index: WeightIndex | None, total_bytes: int) -> list[str]:
+    found: list[str] = []
+    if rest:
+        listed = ", ".join(printable(k, max_chars=64) for k in rest[:8])
+        found.append(f"metadata of the weights files are not carried over: {listed}")
+    if index is not None and index.total_bytes not in (None, total_bytes):
+        found.append(f"{index.name} says {index.total_bytes} bytes, the tensors have {total_bytes}")
+    return found

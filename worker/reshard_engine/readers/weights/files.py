@@ -1,0 +1,88 @@
+"""Which files of a directory are the weights: one file, or shards that an index names.
+
+Source: transformers 5.23.0 `utils/__init__.py` (names), huggingface_hub 2.4.0 `constants.py` (shard pattern).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from reshard.errors import SourceError, printable
+from reshard_engine.storage.protocol import Listing, ObjectInfo
+
+_SHARD = re.compile(r"(?P<stem>.+)-[0-9]{5,6}-of-[0-9]{5,6}")
+_INDEX = ".index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files of one form in a directory, by their names."""
+
+    suffix: str
+    """Such as `.safetensors`."""
+    named: dict[str, ObjectInfo]
+    """Every file with the suffix."""
+    indexes: dict[str, ObjectInfo]
+
+    @property
+    def singles(self) -> list[str]:
+        """Names that are no shard's."""
+        return [n for n in self.named if _SHARD.fullmatch(n.removesuffix(self.suffix)) is None]
+
+    @property
+    def there(self) -> bool:
+        """Whether there is anything of this form."""
+        return bool(self.named or self.indexes)
+
+    def shards_of(self, stem: str) -> set[str]:
+        """Names of the shards that bear this stem."""
+        matches = ((n, _SHARD.fullmatch(n.removesuffix(self.suffix))) for n in self.named)
+        return {n for n, found in matches if found is not None and found["stem"] == stem}
+
+    def chosen(self, preferred: str) -> str:
+        """The one file or index that says what the weights are.
+
+        Args:
+            preferred: Stem that wins over others, such as `model`.
+
+        Raises:
+            SourceError: `checkpoint.ambiguous` if several could be meant, `checkpoint.incomplete` for shards
+                without an index.
+        """
+        candidates = [*self.indexes, *self.singles]
+        wanted = {f"{preferred}{self.suffix}", f"{preferred}{self.suffix}{_INDEX}"}
+        usual = [n for n in candidates if n in wanted]
+        if len(usual) == 1 or len(candidates) == 1:
+            return (usual or candidates)[0]
+        if candidates:
+            listed = ", ".join(printable(n) for n in (usual or candidates)[:8])
+            raise SourceError(
+                "checkpoint.ambiguous",
+                f"several files could be the weights: {listed}",
+                fix="keep the one that is meant in a directory of its own",
+            )
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{len(self.named)} shards of weights, and no *{self.suffix}{_INDEX} that says what they hold",
+            fix=f"copy the *{self.suffix}{_INDEX} too",
+        )
+
+
+def weight_files(listing: Listing, suffix: str, stems: re.Pattern[str]) -> WeightFiles:
+    """The weights files of a directory that end with `suffix` and whose stem matches."""
+    named: dict[str, ObjectInfo] = {}
+    indexes: dict[str, ObjectInfo] = {}
+    for info in listing.files:
+        name = info.path.rpartition("/")[2]
+        table = indexes if name.endswith(suffix + _INDEX) else named if name.endswith(suffix) else None
+        stem = name.removesuffix(_INDEX).removesuffix(suffix)
+        shard = _SHARD.fullmatch(stem)
+        if table is not None and stems.fullmatch(shard["stem"] if shard else stem):
+            table[name] = info
+    return WeightFiles(suffix, named, indexes)
+
+
+def stem_of_index(name: str, suffix: str) -> str:
+    """`model` for `model.safetensors.index.json`."""
+    return name.removesuffix(_INDEX).removesuffix(suffix)

@@ -1,0 +1,75 @@
+"""Weights as `torch.save` writes them: `pytorch_model.bin`, or shards with an index.
+
+Source: transformers 5.23.0 `utils/__init__.py`, peft `adapter_model.bin` (names).
+"""
+
+from __future__ import annotations
+
+import re
+
+from reshard.errors import SourceError, printable
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import open_torch_file
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.pickles.nodes import PTensor, kind_of, mapping_items
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.names import checked_name
+from reshard_engine.readers.tensors import place_of
+from reshard_engine.readers.weights.consolidated import HeldTensor, Shard, read_weights
+from reshard_engine.readers.weights.files import WeightFiles, weight_files
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing
+
+# Other .bin files beside weights are none: training_args.bin, optimizer.bin, scheduler.bin, ...
+_STEMS = re.compile(r"pytorch_model|adapter_model|diffusion_pytorch_model")
+
+
+class TorchWeightsReader:
+    """Reads `pytorch_model.bin` weights."""
+
+    family = "torch-weights"
+
+    def recognises(self, listing: Listing) -> bool:
+        """Whether there are files with the names that Hugging Face gives to such weights."""
+        return _files(listing).there
+
+    def read(self, location: Location, listing: Listing, *, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+        """The weights of a directory; names that share their elements are tied, the first is the owner.
+
+        Raises:
+            SourceError: `zip.*`, `pickle.*`, `tensor.*`, `checkpoint.*`, `source.unsupported`, `name.invalid`.
+        """
+
+        def parse(file: SourceFile) -> Shard:
+            return _parse(file, ledger)
+
+        return read_weights(
+            location, _files(listing), parse, preferred="pytorch_model", form="torch-weights", tag=tag, ledger=ledger
+        )
+
+
+def _files(listing: Listing) -> WeightFiles:
+    return weight_files(listing, ".bin", _STEMS)
+
+
+def _parse(file: SourceFile, ledger: OpaqueLedger) -> Shard:
+    parsed = open_torch_file(file, ledger)
+    owners: dict[tuple[object, ...], str] = {}
+    tensors: list[HeldTensor] = []
+    aliases: dict[str, str] = {}
+    for key, value in mapping_items(parsed.root, what=printable(file.name)).items():
+        if not isinstance(key, str) or not isinstance(value, PTensor):
+            raise SourceError(
+                "source.unsupported",
+                f"{printable(file.name)}: {printable(key)} is no name of a tensor (its value is {kind_of(value)})",
+                fix="only a flat mapping of names to tensors is read: save `model.state_dict()` alone",
+            )
+        name = checked_name(key)
+        owner = owners.setdefault(place_of(value), name) if value.numel else name
+        if owner != name:
+            aliases[name] = owner
+            continue
+        offset = parsed.tensor_offset(value) if value.numel else 0
+        tensors.append(HeldTensor(name, BY_NAME[value.dtype], value.shape, offset, value.stride))
+    return Shard(parsed.file, tensors, aliases, {})
