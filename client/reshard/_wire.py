@@ -11,7 +11,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ValidationError
 
 from reshard.errors import JobError, RequestError, ReshardError, from_problem, printable
-from reshard.models import ConvertRequest, JobState, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
+from reshard.models import ConvertRequest, JobState, OpaquePolicy, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -26,6 +26,7 @@ class ConvertOptions(TypedDict, total=False):
     max_shard_bytes: int | None
     exclude_frozen: bool
     opaque: OpaquePolicy | str
+    verify: VerifyLevel | str
     overwrite: bool
     memory_limit_bytes: int
     part_bytes: int

@@ -41,8 +41,8 @@ class Engine(Protocol):
         """
         ...
 
-    def verify(self, target: str, *, profile: str | None = None) -> VerifyReport:
-        """Re-read a target against its manifest."""
+    def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
+        """Re-read a target against its manifest; with `sample` only a random fraction of its bytes."""
         ...
 
     def discard(self, request: ConvertRequest) -> None:

@@ -76,6 +76,15 @@ class SourceSpec(WireModel):
     """Name of a storage profile that the operator configured; never credentials."""
 
 
+class VerifyLevel(StrEnum):
+    """How a conversion is checked before its commit."""
+
+    DEFAULT = "default"
+    """Checksums taken as the bytes pass, checked by the store where it can; structure and sizes read again."""
+    FULL = "full"
+    """And the whole source compared with its own checksums, and every byte of the output read back."""
+
+
 class ConvertRequest(WireModel):
     """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
 
@@ -84,12 +93,13 @@ class ConvertRequest(WireModel):
     to: TargetFormat
     target_profile: str | None = Field(default=None, max_length=128)
     dtype: WeightDtype | None = None
-    """Consolidated weights only; default fp32 (from the masters)."""
+    """Consolidated weights only; default fp32 from the masters, or as stored where a source has none."""
     max_shard_bytes: int | None = Field(default=None, ge=1)
     """Consolidated weights only: largest size of one weights file; default one file per 5 GB."""
     exclude_frozen: bool = False
     opaque: OpaquePolicy = OpaquePolicy.REFUSE
     overwrite: bool = False
+    verify: VerifyLevel = VerifyLevel.DEFAULT
     memory_limit_bytes: int = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1)
     part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10)
     """Grain of work: bytes of one unit and of one multipart part."""
@@ -182,6 +192,7 @@ class ConvertResult(WireModel):
     seconds: dict[str, float]
     plan_digest: str
     already_done: bool = False
+    verification: VerifyLevel = VerifyLevel.DEFAULT
     warnings: tuple[str, ...] = ()
 
 
@@ -191,6 +202,8 @@ class VerifyProblem(WireModel):
     path: str
     offset: int | None
     length_bytes: int | None
+    tensor: str | None = None
+    """Name of the tensor whose bytes they are, where they are a tensor's."""
     problem: str
 
 
@@ -200,7 +213,11 @@ class VerifyReport(WireModel):
     schema_version: int = SCHEMA_VERSION
     target: str
     files: int
+    tensors: int = 0
+    """Tensors whose digests were compared."""
     read_bytes: int
+    sampled: float | None = None
+    """Fraction of the bytes that was asked for; None if everything was read."""
     ok: bool
     problems: tuple[VerifyProblem, ...]
     seconds: float

@@ -16,6 +16,9 @@ from reshard.errors import ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec
 
+_RESERVE_BYTES = 64 << 20
+"""For the answer of a probe that ran into its limit: what filled the memory is still held by the error's frames."""
+
 
 def look(op: str, body: bytes) -> dict[str, Any]:
     """The engine's answer as JSON values.
@@ -32,7 +35,8 @@ def look(op: str, body: bytes) -> dict[str, Any]:
 def main() -> int:
     """Answer one request; the exit status is 0 whenever an answer was written."""
     op, memory_bytes, cpu_s = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    whole_bytes = memory_bytes + _RESERVE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, whole_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -43,6 +47,7 @@ def main() -> int:
     except ReshardError as error:
         answer = {"problem": error.to_problem()}
     except MemoryError:
+        resource.setrlimit(resource.RLIMIT_AS, (whole_bytes, whole_bytes))
         answer = {
             "problem": SourceError(
                 "checkpoint.too_large",

@@ -35,6 +35,19 @@ def test_architecture_names_every_module() -> None:
     assert [name for name in modules() if f"`{name}`" not in text] == []
 
 
+def test_every_promise_names_a_test_that_exists() -> None:
+    text = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| threat")]
+    named = [re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row) for row in rows]
+    assert [row for row, tests in zip(rows, named, strict=True) if not tests] == []
+    missing = [
+        f"{path}::{name}"
+        for path, name in sorted({test for tests in named for test in tests})
+        if not (ROOT / path).exists() or f"def {name}(" not in (ROOT / path).read_text(encoding="utf-8")
+    ]
+    assert missing == []
+
+
 def test_exit_codes_are_documented() -> None:
     text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
     assert [int(row) for row in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)] == [int(code) for code in ExitCode]

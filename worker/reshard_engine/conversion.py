@@ -9,22 +9,25 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from reshard.errors import IntegrityError, RequestError, printable
-from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress
+from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.executor import Executor
+from reshard_engine.execute.full_verification import FullVerification
 from reshard_engine.execute.local_sink import LocalSink
 from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.execute.receipt import build_manifest, with_pins
 from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
 from reshard_engine.layout import TargetLayout
-from reshard_engine.manifest import MANIFEST_NAME, Manifest, build_manifest, read_manifest
+from reshard_engine.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.plan.budget import threads_within
+from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectStore, parent_and_name
 from reshard_engine.storage.urls import is_within, scheme_of
+from reshard_engine.verification import verify_target
 from reshard_engine.writers.registry import POINTER_NAMES, WRITERS
 
 REMOTE_THREADS = 8
@@ -107,6 +110,18 @@ class Conversion:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cores if local else max(cores, REMOTE_THREADS)
 
+    @property
+    def threads(self) -> int:
+        """Units that run at once."""
+        plan = self.plan
+        limit_bytes = self.request.memory_limit_bytes
+        return threads_within(limit_bytes, plan.metadata_bytes, plan.chunk_bytes, self.wanted_threads)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory that the run will take at most, beside the interpreter."""
+        return peak_bytes(self.plan.metadata_bytes, self.threads, [u.length_bytes for u in self.plan.units])
+
     def run(
         self, *, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
     ) -> ConvertResult:
@@ -137,28 +152,28 @@ class Conversion:
             self.checkpoint, self.layout, plan, self.sink, done=done, on_progress=on_progress, should_stop=should_stop
         )
         executor.report("running", force=True)
-        threads = threads_within(self.request.memory_limit_bytes, plan.chunk_bytes, self.wanted_threads)
+        threads = self.threads
         executor.run([u for u in plan.units if not u.commit], threads, phase="running")
         clock = _lap(seconds, "run", clock)
         executor.report("verifying", force=True)
         self.sink.seal(executor.records)
-        prove_structure(self.sink.written, self.layout.files, executor.records)
+        full = None
+        if self.request.verify is VerifyLevel.FULL:
+            full = FullVerification(self.layout, self.sink, executor.stop_if_asked)
+            full.read_source(self.checkpoint)
+            full.read_back(self._manifest(executor), commit=False)
+        self._prove_structure(executor)
         prove_source_unchanged(self.checkpoint)
         clock = _lap(seconds, "verify", clock)
         executor.report("committing", force=True)
         executor.run([u for u in plan.units if u.commit], threads, phase="committing")
         prove_complete(plan, executor.records)
         there = self.sink.publish(executor.records)
-        warnings = (*plan.warnings, *_overflow_warnings(executor))
-        manifest = build_manifest(
-            plan,
-            executor.records,
-            there,
-            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            foreign_globals=self.checkpoint.foreign_globals,
-            warnings=warnings,
-        )
-        self.sink.commit(manifest, self.layout.pointer)
+        manifest = with_pins(self._manifest(executor), {i.path: i.pin for i in there})
+        if full is not None:
+            full.read_back(manifest, commit=True)
+            manifest = full.certify(manifest)
+        self.sink.commit(manifest.to_bytes(), self.layout.pointer)
         _lap(seconds, "commit", clock)
         executor.report("done", force=True)
         return ConvertResult(
@@ -170,7 +185,25 @@ class Conversion:
             resumed_bytes=executor.resumed_bytes,
             seconds=seconds,
             plan_digest=plan.digest,
-            warnings=warnings,
+            warnings=manifest.warnings,
+            verification=manifest.verification,
+        )
+
+    def _prove_structure(self, executor: Executor) -> None:
+        try:
+            prove_structure(self.sink.written, self.layout.files, executor.records)
+        except IntegrityError as error:
+            self.sink.withdraw(error.details["paths"])
+            raise
+
+    def _manifest(self, executor: Executor) -> Manifest:
+        return build_manifest(
+            self.checkpoint,
+            self.plan,
+            self.layout.files,
+            executor.records,
+            created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            warnings=(*self.plan.warnings, *_overflow_warnings(executor)),
         )
 
     def _finished(self) -> Manifest | None:
@@ -189,7 +222,19 @@ class Conversion:
         )
         return manifest if same else None
 
+    def _read_finished(self) -> None:
+        """Read a result that was committed with fewer checks than are asked for now."""
+        report = verify_target(self.target)
+        if not report.ok:
+            raise IntegrityError(
+                "integrity.mismatch",
+                f"{printable(self.target.url)} is finished, but damaged: {report.problems[0].problem}",
+                fix="convert again with --overwrite",
+            )
+
     def _already_done(self, manifest: Manifest) -> ConvertResult:
+        if self.request.verify is VerifyLevel.FULL and manifest.verification is not VerifyLevel.FULL:
+            self._read_finished()
         self.sink.finish_after_crash(self.plan, self.layout.pointer)
         return ConvertResult(
             target=self.target.url,
@@ -201,6 +246,7 @@ class Conversion:
             plan_digest=self.plan.digest,
             already_done=True,
             warnings=manifest.warnings,
+            verification=self.request.verify,
         )
 
 

@@ -22,7 +22,6 @@ from reshard.models import (
 from reshard_engine.conversion import Conversion, sink_for
 from reshard_engine.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.plan.budget import threads_within, unit_bytes
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
 from reshard_engine.verification import verify_target
@@ -40,7 +39,6 @@ class LocalEngine:
         """What `convert` would do."""
         conversion = Conversion.prepare(request)
         plan, checkpoint = conversion.plan, conversion.checkpoint
-        threads = threads_within(request.memory_limit_bytes, plan.chunk_bytes, conversion.wanted_threads)
         return PlanSummary(
             digest=plan.digest,
             source_format=checkpoint.format,
@@ -53,7 +51,7 @@ class LocalEngine:
             units=len(plan.units),
             read_bytes=plan.read_bytes,
             write_bytes=plan.write_bytes,
-            peak_memory_bytes=min(threads, len(plan.units)) * unit_bytes(max(u.length_bytes for u in plan.units)),
+            peak_memory_bytes=conversion.peak_bytes,
             warnings=plan.warnings,
         )
 
@@ -69,9 +67,9 @@ class LocalEngine:
             on_progress(Progress(phase="planning"))
         return Conversion.prepare(request).run(on_progress=on_progress, should_stop=should_stop)
 
-    def verify(self, target: str, *, profile: str | None = None) -> VerifyReport:
-        """Re-read a target against its manifest."""
-        return verify_target(open_location(target, profile))
+    def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
+        """Re-read a target against its manifest; with `sample` only a random fraction of its bytes."""
+        return verify_target(open_location(target, profile), sample=sample)
 
     def discard(self, request: ConvertRequest) -> None:
         """Remove what an unfinished conversion into this target left."""

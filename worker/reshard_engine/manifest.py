@@ -1,29 +1,53 @@
-"""`reshard.json`: what was written, from what, and the checksums that `reshard verify` compares with."""
+"""`reshard.json`: what was written, from what, and the checksums that `reshard verify` compares with.
+
+The file is one JSON object whose last member, `sha256`, is the SHA-256 of the file's own bytes with that
+value as zeros: no byte of it can change unseen.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+import hashlib
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard.errors import IntegrityError, printable
-from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.plan.model import Plan
+from reshard.models import VerifyLevel
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, read_bytes
-from reshard_engine.version import TOOL_VERSION
+from reshard_engine.storage.protocol import read_bytes
 
 MANIFEST_NAME = "reshard.json"
-MANIFEST_SCHEMA_VERSION = 1
+MANIFEST_SCHEMA_VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 30
+_TAIL = b',"sha256":"%s"}\n'
+_NO_DIGEST = b"0" * 64
 
 
-class ManifestFile(BaseModel):
-    """One file of the target."""
-
+class _Facts(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ManifestSource(_Facts):
+    """One object of the source."""
+
+    path: str
+    """Relative to the checkpoint; several objects of one path are consecutive parts of one file."""
+    size_bytes: int
+    pin: str
+    """ETag, or mtime and size."""
+    directory_sha256: str | None
+    """Of names, sizes and CRC-32s of the file's records, where its container keeps them."""
+    sha256: str | None = None
+    """Of all bytes; with verification `full`."""
+    uncovered_bytes: int | None = None
+    """Bytes that no checksum of the source covers (headers, padding, records without a CRC-32); None where
+    the source's checksums were not compared, which `full` does."""
+    uncovered: tuple[tuple[int, int], ...] = ()
+    """(offset, length) of those bytes, at most `MAX_UNCOVERED` of them."""
+
+
+class ManifestFile(_Facts):
+    """One file of the target."""
 
     path: str
     size_bytes: int
@@ -31,78 +55,68 @@ class ManifestFile(BaseModel):
     """What the store said of the file when it was committed: an unchanged pin means an unchanged file."""
     chunks: tuple[tuple[int, int, int], ...]
     """(offset, length, CRC-32), covering the file."""
+    sha256: str | None = None
+    """Of all bytes; with verification `full`."""
 
 
-class Manifest(BaseModel):
+class ManifestTensor(_Facts):
+    """One copy of a logical tensor in the target."""
+
+    fqn: str
+    state: str
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3: str
+    """Digest that does not depend on the layout: see `reshard_engine.digests`."""
+    extents: tuple[tuple[int, int, int, int], ...]
+    """(file, byte offset, first byte, last byte + 1): bytes of the packed tensor and where they are."""
+
+
+class Manifest(_Facts):
     """The whole manifest."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int
     tool: str
+    verification: VerifyLevel
     plan_digest: str
     content_digest: str
     created_at: str
     source: dict[str, Any]
+    sources: tuple[ManifestSource, ...]
     target: dict[str, Any]
     pointer: str | None
     files: tuple[ManifestFile, ...]
+    tensors: tuple[ManifestTensor, ...]
+    uncovered: tuple[tuple[str, int, int], ...] = ()
+    """(path, offset, length) of bytes of the target that no checksum covers. The writer leaves none."""
     read_bytes: int
     write_bytes: int
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
 
-
-def build_manifest(
-    plan: Plan,
-    records: Mapping[int, UnitRecord],
-    there: Sequence[ObjectInfo],
-    *,
-    created_at: str,
-    foreign_globals: tuple[str, ...],
-    warnings: tuple[str, ...],
-) -> bytes:
-    """The manifest of a finished conversion, as the bytes to write."""
-    pins = {i.path: i.pin for i in there}
-    chunks: dict[int, list[tuple[int, int, int]]] = {}
-    for record in records.values():
-        for entry in record.chunks:
-            chunks.setdefault(entry.chunk.file, []).append((entry.chunk.offset, entry.chunk.length_bytes, entry.crc32))
-    files = tuple(
-        ManifestFile(path=f.path, size_bytes=f.size_bytes, pin=pins[f.path], chunks=tuple(sorted(chunks[i])))
-        for i, f in enumerate(plan.files)
-    )
-    manifest = Manifest(
-        schema_version=MANIFEST_SCHEMA_VERSION,
-        tool=TOOL_VERSION,
-        plan_digest=plan.digest,
-        content_digest=plan.content_digest,
-        created_at=created_at,
-        source=plan.source,
-        target=plan.target,
-        pointer=plan.pointer,
-        files=files,
-        read_bytes=sum(r.read_bytes for r in records.values()),
-        write_bytes=plan.write_bytes,
-        foreign_globals=foreign_globals,
-        warnings=warnings,
-    )
-    return json.dumps(manifest.model_dump(mode="json"), separators=(",", ":")).encode() + b"\n"
+    def to_bytes(self) -> bytes:
+        """The manifest as it is stored, sealed with its own SHA-256."""
+        head = self.model_dump_json().encode().removesuffix(b"}")
+        digest = hashlib.sha256(head + _TAIL % _NO_DIGEST).hexdigest()
+        return head + _TAIL % digest.encode()
 
 
-def read_manifest(target: Location) -> Manifest | None:
-    """The manifest of a target, or None if there is none.
+def parse_manifest(data: bytes) -> Manifest:
+    """The manifest in these bytes.
 
     Raises:
-        IntegrityError: `integrity.mismatch` if it is there and is not a manifest of a known version.
+        IntegrityError: `integrity.mismatch` if it is damaged, or of another version.
     """
-    info = target.store.stat(target.child(MANIFEST_NAME).path)
-    if info is None:
-        return None
-    if info.size_bytes > MAX_MANIFEST_BYTES:
-        raise IntegrityError("integrity.mismatch", f"{MANIFEST_NAME} has {info.size_bytes} bytes")
+    tail = len(_TAIL % _NO_DIGEST)
+    head, end = data[:-tail], data[-tail:]
+    digest = hashlib.sha256(head + _TAIL % _NO_DIGEST).hexdigest()
+    if end != _TAIL % digest.encode():
+        raise IntegrityError(
+            "integrity.mismatch",
+            f"{MANIFEST_NAME} is damaged, or of another version of this tool: it does not match its own SHA-256",
+        )
     try:
-        manifest = Manifest.model_validate_json(read_bytes(target.store, info))
+        manifest = Manifest.model_validate_json(head + b"}")
     except ValidationError as error:
         raise IntegrityError(
             "integrity.mismatch", f"{MANIFEST_NAME} is damaged: {printable(str(error.errors()[0]['msg']))}"
@@ -110,3 +124,17 @@ def read_manifest(target: Location) -> Manifest | None:
     if manifest.schema_version != MANIFEST_SCHEMA_VERSION:
         raise IntegrityError("integrity.mismatch", f"{MANIFEST_NAME} has schema version {manifest.schema_version}")
     return manifest
+
+
+def read_manifest(target: Location) -> Manifest | None:
+    """The manifest of a target, or None if there is none.
+
+    Raises:
+        IntegrityError: As `parse_manifest`.
+    """
+    info = target.store.stat(target.child(MANIFEST_NAME).path)
+    if info is None:
+        return None
+    if info.size_bytes > MAX_MANIFEST_BYTES:
+        raise IntegrityError("integrity.mismatch", f"{MANIFEST_NAME} has {info.size_bytes} bytes")
+    return parse_manifest(read_bytes(target.store, info))

@@ -1,27 +1,35 @@
-"""`reshard verify`: every byte of a target read again and compared with its manifest."""
+"""`reshard verify`: a target read again and compared with its manifest, whole or a sample of it."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from reshard.errors import IntegrityError, printable
 from reshard.models import VerifyProblem, VerifyReport
 from reshard_engine.execute.readback import crc_of_range
-from reshard_engine.manifest import MANIFEST_NAME, ManifestFile, read_manifest
+from reshard_engine.file_check import Damage, TargetCheck, size_problem
+from reshard_engine.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo
+from reshard_engine.storage.protocol import ObjectInfo, join, parent_and_name, read_bytes
 
 _THREADS = 4
+_MAX_POINTER_BYTES = 1_024
 
 
-def verify_target(target: Location) -> VerifyReport:
+def verify_target(target: Location, *, sample: float | None = None) -> VerifyReport:
     """Whether the target is what its manifest says.
 
+    Args:
+        target: The directory that a conversion created.
+        sample: Fraction of the bytes to read, in `(0, 1]`: every file's presence and size are checked, and a
+            random choice of its checksummed ranges, other ones each time. None reads everything, and compares
+            the digests of tensors too.
+
     Raises:
-        IntegrityError: `integrity.no_manifest` if there is none.
+        IntegrityError: `integrity.no_manifest` if there is none, `integrity.mismatch` if it is damaged itself.
     """
     started = time.monotonic()
     manifest = read_manifest(target)
@@ -32,44 +40,77 @@ def verify_target(target: Location) -> VerifyReport:
             fix="name a directory that `reshard convert` wrote",
         )
     there = target.files()
-    problems: list[VerifyProblem] = []
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for found in pool.map(partial(_check_file, target, there), manifest.files):
-            problems += found
-    known = {f.path for f in manifest.files} | {MANIFEST_NAME}
-    for path in sorted(set(there) - known):
-        problems.append(
-            VerifyProblem(path=printable(path), offset=None, length_bytes=None, problem="not in the manifest")
-        )
+    check = TargetCheck(manifest, lambda: None)
+    if sample is None:
+        check.read(target.store, there, range(len(manifest.files)))
+        check.conclude()
+    else:
+        _read_sample(check, target, there, sample)
+    problems = [*check.problems, *_strangers(manifest, there), *_pointer(manifest, target)]
     return VerifyReport(
         target=target.url,
         files=len(manifest.files),
-        read_bytes=sum(f.size_bytes for f in manifest.files),
+        tensors=len(manifest.tensors) if sample is None else 0,
+        read_bytes=check.read_bytes,
+        sampled=sample,
         ok=not problems,
         problems=tuple(problems),
         seconds=time.monotonic() - started,
     )
 
 
-def _check_file(target: Location, there: Mapping[str, ObjectInfo], file: ManifestFile) -> Sequence[VerifyProblem]:
-    info = there.get(file.path)
+def _read_sample(check: TargetCheck, target: Location, there: Mapping[str, ObjectInfo], fraction: float) -> None:
+    """Compare a random choice of the checksummed ranges, at least one, that makes up a fraction of the bytes."""
+    files = check.manifest.files
+    sound: list[tuple[int, tuple[int, int, int]]] = []
+    for number, file in enumerate(files):
+        if (problem := size_problem(file, there.get(file.path))) is not None:
+            check.problems.append(problem)
+        else:
+            sound += [(number, chunk) for chunk in file.chunks if chunk[1]]
+    random.SystemRandom().shuffle(sound)
+    wanted = fraction * sum(length for _, (_, length, _) in sound)
+    chosen: list[tuple[int, tuple[int, int, int]]] = []
+    while sound and (not chosen or check.read_bytes < wanted):
+        chosen.append(sound.pop())
+        check.read_bytes += chosen[-1][1][1]
 
-    def problem(text: str, offset: int | None = None, length: int | None = None) -> VerifyProblem:
-        return VerifyProblem(path=file.path, offset=offset, length_bytes=length, problem=text)
+    def read(choice: tuple[int, tuple[int, int, int]]) -> VerifyProblem | None:
+        number, (offset, length, expected) = choice
+        path = files[number].path
+        crc = crc_of_range(target.store, there[path], offset, length)
+        if crc == expected:
+            return None
+        damage = Damage(number, offset, offset + length, crc, expected)
+        # Whose bytes changed only a whole reading tells; a tensor that has the range to itself is named.
+        held = check.held_in(damage)
+        tensor = printable(check.manifest.tensors[held[0].tensor].fqn) if len(held) == 1 else None
+        return VerifyProblem(path=path, offset=offset, length_bytes=length, tensor=tensor, problem=damage.problem)
 
+    with ThreadPoolExecutor(_THREADS) as pool:
+        check.problems += [p for p in pool.map(read, chosen) if p is not None]
+
+
+def _strangers(manifest: Manifest, there: Mapping[str, ObjectInfo]) -> list[VerifyProblem]:
+    known = {f.path for f in manifest.files} | {MANIFEST_NAME}
+    return [
+        VerifyProblem(path=printable(path), offset=None, length_bytes=None, problem="not in the manifest")
+        for path in sorted(set(there) - known)
+    ]
+
+
+def _pointer(manifest: Manifest, target: Location) -> list[VerifyProblem]:
+    """A pointer beside the target may name another directory by now, but one that is there."""
+    if manifest.pointer is None:
+        return []
+    parent = parent_and_name(target.path)[0]
+    info = target.store.stat(join(parent, manifest.pointer))
     if info is None:
-        return [problem("missing")]
-    if info.size_bytes != file.size_bytes:
-        return [problem(f"{info.size_bytes} bytes, the manifest says {file.size_bytes}")]
-    found: list[VerifyProblem] = []
-    covered = 0
-    for offset, length, expected in file.chunks:
-        if offset != covered:
-            return [problem("the manifest does not cover the file", covered, offset - covered)]
-        crc = crc_of_range(target.store, info, offset, length)
-        if crc != expected:
-            found.append(problem(f"CRC-32 {crc:08x}, the manifest says {expected:08x}", offset, length))
-        covered += length
-    if covered != file.size_bytes:
-        found.append(problem("the manifest does not cover the file", covered, file.size_bytes - covered))
-    return found
+        return []
+    name = (
+        read_bytes(target.store, info, 0, min(info.size_bytes, _MAX_POINTER_BYTES)).decode("utf-8", "replace").strip()
+    )
+    if name in target.store.list_directory(parent).directories:
+        return []
+    text = f"names {printable(name)!r}, which is not there"
+    return [VerifyProblem(path=manifest.pointer, offset=None, length_bytes=None, problem=text)]

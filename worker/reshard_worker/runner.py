@@ -18,7 +18,7 @@ from reshard.local import Engine, load_engine
 from reshard.models import Problem, Progress
 from reshard_worker.lifetime import die_with_parent
 from reshard_worker.protocol import GO, Command, CommitRequest, Failure, ProgressMessage, Result
-from reshard_worker.walls import limit_memory
+from reshard_worker.walls import limit_memory, open_reserve
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
     except ReshardError as error:
         problem = error
     except MemoryError:
+        open_reserve()
         logger.warning("the engine ran into its memory limit", exc_info=True)
         problem = SourceError(
             "checkpoint.too_large",

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reshard.cli.sizes import parse_size
+from reshard.errors import RequestError, printable
+from reshard.models import VerifyLevel
 from reshard_jobs.settings import JobSettings, read_seconds
 
 _RUNNER = (sys.executable, "-m", "reshard_worker.runner")
@@ -27,6 +29,7 @@ class WorkerSettings:
         discard_limit_s: How long a clean-up may take.
         planning_limit_s: How long an engine may look at a source before it moves the first byte.
         engine_memory_bytes: Memory that an engine process may take; 0 is no limit, None depends on the request.
+        verify: Least level of checking of every conversion, whatever its request says.
         progress_s: Least time between two recorded progress entries; a new phase is recorded at once.
         retry_delay_s: Pause before the second attempt after a passing failure; doubles with each.
     """
@@ -38,6 +41,7 @@ class WorkerSettings:
     discard_limit_s: float = 60.0
     planning_limit_s: float = 900.0
     engine_memory_bytes: int | None = None
+    verify: VerifyLevel = VerifyLevel.DEFAULT
     progress_s: float = 0.5
     retry_delay_s: float = 5.0
 
@@ -56,8 +60,19 @@ class WorkerSettings:
             runner_command=tuple(shlex.split(command)) if command else _RUNNER,
             planning_limit_s=read_seconds(values, "RESHARD_PLANNING_LIMIT_S", 900.0),
             engine_memory_bytes=parse_size(memory) if memory else None,
+            verify=_level(values.get("RESHARD_VERIFY", "")),
             retry_delay_s=read_seconds(values, "RESHARD_RETRY_DELAY_S", 5.0),
         )
+
+
+def _level(text: str) -> VerifyLevel:
+    try:
+        return VerifyLevel(text or VerifyLevel.DEFAULT)
+    except ValueError:
+        levels = " or ".join(VerifyLevel)
+        raise RequestError(
+            "request.invalid", f"RESHARD_VERIFY is {printable(text)!r}", fix=f"set RESHARD_VERIFY to {levels}"
+        ) from None
 
 
 def worker_name(kind: str) -> str:

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Literal
 
 from reshard.errors import JobError, ReshardError, SourceError, from_problem
-from reshard.models import ConvertRequest, JobKind
+from reshard.models import ConvertRequest, JobKind, VerifyLevel
 from reshard_jobs.leases import Claim, Leases
 from reshard_worker.child import RunnerProcess
 from reshard_worker.protocol import Command, CommitRequest, Failure, ProgressMessage, Result
@@ -105,6 +105,8 @@ class Supervisor:
             RequestError: A worker obeys its own operator's roots, whatever the API said before.
         """
         judged = self._settings.jobs.roots.allowed_request(request)
+        if self._settings.verify is VerifyLevel.FULL:
+            judged = judged.model_copy(update={"verify": VerifyLevel.FULL})
         memory_bytes = engine_memory_bytes(judged, self._settings.engine_memory_bytes)
         return Command(op=op, request=judged, memory_bytes=memory_bytes)
 

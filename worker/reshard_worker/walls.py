@@ -10,6 +10,8 @@ from reshard.models import ConvertRequest
 
 _BESIDE_BUFFERS_BYTES = 3 << 30
 """For the interpreter, libraries and the metadata of a large checkpoint; measured: below 1 GiB."""
+_RESERVE_BYTES = 64 << 20
+"""For the outcome of an engine that ran into its limit: what filled the memory is still held by the error's frames."""
 _STACK_BYTES = 8 << 20
 """Of one thread, as the kernel counts it."""
 _GPU = Path("/dev/nvidiactl")
@@ -33,8 +35,15 @@ def limit_memory(size_bytes: int) -> None:
         return
     # Not RLIMIT_AS: that counts what is only mapped, and a CUDA build of torch maps more than a checkpoint needs.
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    size_bytes = size_bytes if most == resource.RLIM_INFINITY else min(size_bytes, most)
-    resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, size_bytes))
+    whole_bytes = size_bytes + _RESERVE_BYTES
+    whole_bytes = whole_bytes if most == resource.RLIM_INFINITY else min(whole_bytes, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (min(size_bytes, whole_bytes), whole_bytes))
+
+
+def open_reserve() -> None:
+    """Allow the little that is kept for saying that the memory ran out."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _uses_gpu() -> bool:

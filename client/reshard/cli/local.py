@@ -15,7 +15,7 @@ import typer
 from pydantic import ValidationError
 
 from reshard.cli.progress import progress_shown
-from reshard.cli.sizes import format_size, parse_size
+from reshard.cli.sizes import format_size, parse_percent, parse_size
 from reshard.cli.tables import inspection_lines, plan_lines
 from reshard.errors import ExitCode, JobError, RequestError, printable
 from reshard.local import load_engine
@@ -26,6 +26,8 @@ from reshard.models import (
     OpaquePolicy,
     SourceSpec,
     TargetFormat,
+    VerifyLevel,
+    VerifyReport,
     WeightDtype,
 )
 
@@ -33,19 +35,22 @@ Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="What to create; for universal the tag directory.")]
-Tag = Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")]
+Tag = Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.")]
 Profile = Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")]
 TargetProfile = Annotated[str | None, typer.Option(help="Storage profile for DST.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 To = Annotated[TargetFormat, typer.Option("--to", help="What to write.")]
-Dtype = Annotated[WeightDtype | None, typer.Option(help="Of consolidated weights; default fp32, from the masters.")]
+Dtype = Annotated[
+    WeightDtype | None, typer.Option(help="Of consolidated weights; default fp32 from masters, else as stored.")
+]
 ShardSize = Annotated[str | None, typer.Option(help="Largest weights file, such as 5GB.")]
 ExcludeFrozen = Annotated[bool, typer.Option("--exclude-frozen", help="Leave frozen parameters out.")]
 Opaque = Annotated[OpaquePolicy, typer.Option(help="Objects of classes that are not on the allow-list.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace what is at DST. The old data is gone, even if the run fails.")
 ]
+Verify = Annotated[VerifyLevel, typer.Option(help="`full` also reads source and output whole before the commit.")]
 MemoryLimit = Annotated[str | None, typer.Option(help="Buffer memory, such as 1GiB (the default).")]
 PartSize = Annotated[
     str | None, typer.Option(help="Grain of work and of multipart parts, such as 64MiB (the default).")
@@ -78,7 +83,8 @@ def inspect(
         _say(line)
     for warning in found.warnings:
         _hint(f"warning: {warning}")
-    _hint(f"next: reshard convert {printable(source)} DST --to universal")
+    onward = "universal" if found.param_groups else "safetensors"  # weights alone have no optimizer
+    _hint(f"next: reshard convert {printable(source)} DST --to {onward}")
 
 
 def _request(  # the one place where flags become the wire model
@@ -92,6 +98,7 @@ def _request(  # the one place where flags become the wire model
     exclude_frozen: bool,
     opaque: OpaquePolicy,
     overwrite: bool,
+    level: VerifyLevel,
     memory_limit: str | None,
     part_size: str | None,
     threads: int | None,
@@ -109,6 +116,7 @@ def _request(  # the one place where flags become the wire model
             exclude_frozen=exclude_frozen,
             opaque=opaque,
             overwrite=overwrite,
+            verify=level,
             memory_limit_bytes=parse_size(memory_limit) if memory_limit else DEFAULT_MEMORY_LIMIT_BYTES,
             part_bytes=parse_size(part_size) if part_size else DEFAULT_PART_BYTES,
             threads=threads,
@@ -159,6 +167,7 @@ def plan(
         exclude_frozen=exclude_frozen,
         opaque=opaque,
         overwrite=overwrite,
+        level=VerifyLevel.DEFAULT,
         memory_limit=memory_limit,
         part_size=part_size,
         threads=threads,
@@ -186,6 +195,7 @@ def convert(
     exclude_frozen: ExcludeFrozen = False,
     opaque: Opaque = OpaquePolicy.REFUSE,
     overwrite: Overwrite = False,
+    verify: Verify = VerifyLevel.DEFAULT,
     memory_limit: MemoryLimit = None,
     part_size: PartSize = None,
     threads: Threads = None,
@@ -208,6 +218,7 @@ def convert(
         exclude_frozen=exclude_frozen,
         opaque=opaque,
         overwrite=overwrite,
+        level=verify,
         memory_limit=memory_limit,
         part_size=part_size,
         threads=threads,
@@ -266,24 +277,37 @@ def _stoppable() -> Generator[threading.Event]:
 def verify(
     target: Annotated[str, typer.Argument(metavar="DST", help="What `convert` wrote.")],
     *,
+    sample: Annotated[
+        str | None, typer.Option(metavar="PERCENT", help="Read only a random part, such as 2%, for huge targets.")
+    ] = None,
     profile: TargetProfile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read every byte of a target again and compare it with its manifest."""
-    report = load_engine().verify(target, profile=profile)
+    """Read every byte of a target again and compare it with its manifest: checksums, and digests of tensors."""
+    report = load_engine().verify(target, profile=profile, sample=parse_percent(sample) if sample else None)
     if as_json:
         _say(report.model_dump_json())
     else:
         for problem in report.problems:
             where = "" if problem.offset is None else f" bytes {problem.offset}+{problem.length_bytes}"
-            _say(f"{problem.path}{where}: {problem.problem}")
+            tensor = "" if problem.tensor is None else f" of {problem.tensor}"
+            _say(f"{problem.path}{where}{tensor}: {problem.problem}")
         if report.ok:
-            size = format_size(report.read_bytes)
-            _say(f"ok: {report.files} files, {size} match their checksums ({report.seconds:.1f} s)")
+            _say(_verified(report))
     if not report.ok:
         _hint(f"error: integrity.mismatch: {len(report.problems)} problems in {printable(target)}")
         _hint("fix: convert again with --overwrite, or restore the files")
         raise typer.Exit(int(ExitCode.MISMATCH))
+
+
+def _verified(report: VerifyReport) -> str:
+    size = format_size(report.read_bytes)
+    if report.sampled is not None:
+        return (
+            f"sampled: {size} ({report.sampled:.3%} was asked for) of {report.files} files match their checksums "
+            f"({report.seconds:.1f} s); the rest was not read"
+        )
+    return f"ok: {report.files} files, {report.tensors} tensors, {size} match their checksums ({report.seconds:.1f} s)"
 
 
 def _say(line: str) -> None:

@@ -16,7 +16,7 @@ from reshard.cli.sizes import parse_size
 from reshard.cli.watching import follow
 from reshard.client import Client
 from reshard.errors import RequestError, printable
-from reshard.models import Job, JobEvent, JobState, OpaquePolicy, TargetFormat, WeightDtype
+from reshard.models import Job, JobEvent, JobState, OpaquePolicy, TargetFormat, VerifyLevel, WeightDtype
 
 ENTRY_POINT_GROUP = "reshard.commands"
 
@@ -42,10 +42,15 @@ def submit(
     *,
     to: Annotated[TargetFormat, typer.Option("--to", help="What to write.")],
     tag: Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")] = None,
-    dtype: Annotated[WeightDtype | None, typer.Option(help="Of consolidated weights; default fp32.")] = None,
+    dtype: Annotated[
+        WeightDtype | None, typer.Option(help="Of consolidated weights; default fp32, else as stored.")
+    ] = None,
     max_shard_size: Annotated[str | None, typer.Option(help="Largest weights file, such as 5GB.")] = None,
     exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave frozen parameters out.")] = False,
     opaque: Annotated[OpaquePolicy, typer.Option(help="Objects of unlisted classes.")] = OpaquePolicy.REFUSE,
+    verify: Annotated[
+        VerifyLevel, typer.Option(help="`full` also reads source and output whole before the commit.")
+    ] = VerifyLevel.DEFAULT,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target; its old data is gone.")] = False,
     memory_limit: Annotated[str | None, typer.Option(help="Buffer memory of the job, such as 1GiB.")] = None,
     part_size: Annotated[str | None, typer.Option(help="Grain of work, such as 64MiB.")] = None,
@@ -81,6 +86,7 @@ def submit(
             idempotency_key=idempotency_key,
             exclude_frozen=exclude_frozen,
             opaque=opaque,
+            verify=verify,
             overwrite=overwrite,
             **{name: value for name, value in options.items() if value is not None},
         )

@@ -121,10 +121,20 @@ def overflowed(before: Bytes, after: Bytes, source: Dtype, target: Dtype) -> int
     """How many finite elements became infinite."""
     if target.itemsize_bytes >= source.itemsize_bytes and (source.name, target.name) != ("bfloat16", "float16"):
         return 0
-    if target.name == "float16":
-        inf_after = (after.view(np.uint16) & 0x7FFF) == 0x7C00
-    else:
-        inf_after = (after.view(np.uint16) & 0x7FFF) == 0x7F80
+    inf_after = _infinite(after, target)
     if not inf_after.any():
         return 0
-    return int((inf_after & np.isfinite(_widened(before, source))).sum())
+    return int((inf_after & _finite(before, source)).sum())
+
+
+def _infinite(data: Bytes, dtype: Dtype) -> npt.NDArray[np.bool_]:
+    if dtype.name == "bfloat16":
+        return (data.view(np.uint16) & 0x7FFF) == 0x7F80
+    return np.isinf(data.view(_NATIVE[dtype.name]))
+
+
+def _finite(data: Bytes, dtype: Dtype) -> npt.NDArray[np.bool_]:
+    # In its own type: a large float64 is infinite once it is widened to float32.
+    if dtype.name == "bfloat16":
+        return (data.view(np.uint16) & 0x7F80) != 0x7F80
+    return np.isfinite(data.view(_NATIVE[dtype.name]))

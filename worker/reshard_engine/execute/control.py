@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from reshard.errors import RequestError, StorageError, printable
+from reshard.errors import IntegrityError, RequestError, SourceError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
 
 _THREADS = 8
+_TRIES = 8
+"""Looks at an object that others keep replacing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Which plan owns the target, and whether it is still removing what was there before."""
+    """Which plan owns the target, and whether it was allowed to remove what was there before."""
 
     plan: str
     clearing: bool
+
+
+def _facts(path: str, text: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
+    try:
+        facts: dict[str, Any] = json.loads(text)
+        if all(isinstance(facts[key], kind) for key, kind in kinds.items()):
+            return facts
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise IntegrityError(
+        "integrity.journal",
+        f"{printable(path)} is nothing that reshard wrote",
+        fix="remove it if no conversion into this target is under way",
+    )
 
 
 class ControlObjects:
@@ -31,103 +47,172 @@ class ControlObjects:
     def __init__(self, store: ObjectStore, target: str) -> None:
         """Beside the target, under names that begin with a dot."""
         self._store = store
-        parent, name = parent_and_name(target)
+        self._parent, name = parent_and_name(target)
         self._url = f"{store.scheme}://{target}"
-        self._claim_path = join(parent, f".{name}.reshard-claim")
-        self._stem = join(parent, f".{name}.reshard-")
-        self._prefix = ""
+        self._head = f".{name}.reshard-"
+        self._claim_path = join(self._parent, f"{self._head}claim")
+        self._journal = ""
 
-    def _directory(self, digest: str) -> str:
-        return f"{self._stem}{digest[:16]}"
+    def _journal_of(self, digest: str) -> str:
+        return join(self._parent, f"{self._head}{digest[:16]}")
+
+    def _read(self, path: str) -> bytes | None:
+        """A small object that others may replace or remove at any moment."""
+        for _ in range(_TRIES):
+            info = self._store.stat(path)
+            if info is None:
+                return None
+            try:
+                return read_bytes(self._store, info)
+            except SourceError as error:
+                if error.code != "source.changed":
+                    raise
+        raise self._busy("")
 
     def claimed_by(self) -> Claim | None:
-        """The claim on the target, if there is one."""
-        info = self._store.stat(self._claim_path)
-        if info is None:
-            return None
-        facts = json.loads(read_bytes(self._store, info))
-        return Claim(str(facts["plan"]), bool(facts["clearing"]))
+        """The claim on the target, if there is one.
 
-    def claim(self, plan: Plan, *, overwrite: bool, clear: bool) -> Claim:
-        """Take the target for this plan.
+        Raises:
+            IntegrityError: `integrity.journal` if something else is under its name.
+        """
+        text = self._read(self._claim_path)
+        if text is None:
+            return None
+        facts = _facts(self._claim_path, text, {"plan": str, "clearing": bool})
+        return Claim(facts["plan"], facts["clearing"])
+
+    def claim(self, plan: Plan) -> Claim:
+        """Take the target for this plan; attempts at the same plan share one claim.
 
         Raises:
             RequestError: `request.target_busy` if an unfinished conversion of another plan has it.
         """
-        self._prefix = self._directory(plan.digest)
-        wanted = Claim(plan.digest, clear)
-        try:
-            self._store.put(self._claim_path, self._encoded(wanted), metadata={}, if_absent=True)
-        except StorageError as error:
-            if error.code != "storage.conflict" and not error.retryable:
-                raise
-            there = self.claimed_by()
-            if there is None:
-                raise
-            if there.plan == plan.digest:
-                return there
-            if not overwrite:
-                raise RequestError(
-                    "request.target_busy",
-                    f"an unfinished conversion ({printable(there.plan[:16])}) owns {printable(self._url)}",
-                    fix="run that conversion again to finish it, or add --overwrite to discard it",
-                ) from error
-            self.remove(there.plan)
-            self._store.put(self._claim_path, self._encoded(wanted), metadata={}, if_absent=True)
-        self._store.put(
-            join(self._prefix, "plan.json"), json.dumps(plan.to_json()).encode(), metadata={}, if_absent=False
-        )
-        return wanted
+        self._journal = self._journal_of(plan.digest)
+        wanted = Claim(plan.digest, clearing=False)
+        for _ in range(_TRIES):
+            try:
+                self._put_claim(wanted, if_absent=True)
+            except StorageError as error:
+                if error.code != "storage.conflict" and not error.retryable:
+                    raise
+                there = self.claimed_by()
+                if there is None and error.retryable:
+                    raise
+                if there is not None and there.plan != plan.digest:
+                    raise self._busy(there.plan) from error
+                if there is not None:
+                    return there
+            else:
+                return wanted
+        raise self._busy("")
 
-    def cleared(self, plan: Plan) -> None:
-        """What was there before is gone: from here on objects below the target are ours."""
-        self._store.put(
-            self._claim_path, self._encoded(Claim(plan.digest, clearing=False)), metadata={}, if_absent=False
+    def require_claim(self, plan: Plan) -> None:
+        """Stop a conversion whose target someone else has taken, finished or given up.
+
+        Raises:
+            RequestError: `request.target_busy`.
+        """
+        claim = self.claimed_by()
+        if claim is None or claim.plan != plan.digest:
+            raise self._taken_over()
+
+    def require_clearing(self, plan: Plan) -> None:
+        """Stop a conversion that is not, or no longer, the one to remove what was in the target.
+
+        Raises:
+            RequestError: `request.target_busy`.
+        """
+        self.require_claim(plan)
+        if self.is_settled():
+            raise self._taken_over()
+
+    def _taken_over(self) -> RequestError:
+        return RequestError(
+            "request.target_busy",
+            f"another conversion took {printable(self._url)} over",
+            fix="let it finish; with the same options it writes the same files",
         )
 
-    def _encoded(self, claim: Claim) -> bytes:
-        return json.dumps({"plan": claim.plan, "clearing": claim.clearing}).encode()
+    def _busy(self, rival: str) -> RequestError:
+        return RequestError(
+            "request.target_busy",
+            f"an unfinished conversion ({printable(rival[:16]) or 'or several'}) owns {printable(self._url)}",
+            fix="run that conversion again to finish it, or add --overwrite to discard it",
+        )
+
+    def allow_clearing(self, plan: Plan) -> None:
+        """Remember that what is in the target may go, so that a crash on the way does not ask again."""
+        self._put_claim(Claim(plan.digest, clearing=True), if_absent=False)
+
+    def settle(self, plan: Plan) -> None:
+        """From here on what is below the target is ours."""
+        self._put("plan.json", json.dumps(plan.to_json()).encode())
+
+    def is_settled(self) -> bool:
+        """Whether an attempt at this plan came as far as to write."""
+        return self._store.stat(join(self._journal, "plan.json")) is not None
+
+    def _put_claim(self, claim: Claim, *, if_absent: bool) -> None:
+        text = json.dumps({"plan": claim.plan, "clearing": claim.clearing})
+        self._store.put(self._claim_path, text.encode(), metadata={}, if_absent=if_absent)
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._store.put(join(self._journal, name), data, metadata={}, if_absent=False)
 
     def stored_plan(self, digest: str) -> dict[str, Any]:
-        """The plan that the claim names, as JSON values; empty if it was not stored yet."""
-        info = self._store.stat(join(self._directory(digest), "plan.json"))
-        return {} if info is None else json.loads(read_bytes(self._store, info))
+        """The plan that the claim names, as JSON values; empty if it was not stored yet.
+
+        Raises:
+            IntegrityError: `integrity.journal` if it is no plan.
+        """
+        path = join(self._journal_of(digest), "plan.json")
+        text = self._read(path)
+        return {} if text is None else _facts(path, text, {"files": list, "units": list})
 
     def put_upload(self, file: int, upload_id: str) -> None:
         """Remember an upload before its first part."""
-        self._store.put(
-            join(self._prefix, f"upload-{file}.json"),
-            json.dumps({"id": upload_id}).encode(),
-            metadata={},
-            if_absent=False,
-        )
+        self._put(f"upload-{file}.json", json.dumps({"id": upload_id}).encode())
 
     def put_record(self, record: UnitRecord) -> None:
         """Remember a finished unit. A second attempt writes the same record again."""
-        self._store.put(
-            join(self._prefix, f"unit-{record.unit}.json"), record.to_json().encode(), metadata={}, if_absent=False
-        )
+        self._put(f"unit-{record.unit}.json", record.to_line())
 
-    def _read_all(self, kind: str) -> Mapping[int, bytes]:
-        head = join(self._prefix, f"{kind}-")
-        found = [i for i in self._store.list_tree(self._prefix) if i.path.startswith(head) and i.path.endswith(".json")]
+    def _read_all(self, journal: str, kind: str) -> Mapping[int, bytes]:
+        head = join(journal, f"{kind}-")
+        found = [i.path for i in self._store.list_tree(journal) if i.path.startswith(head)]
+        numbers = {path: path[len(head) :].removesuffix(".json") for path in found}
+        paths = [path for path in found if numbers[path].isdecimal()]
         with ThreadPoolExecutor(_THREADS) as pool:
-            texts = list(pool.map(partial(read_bytes, self._store), found))
-        numbers = [i.path[len(head) : -len(".json")] for i in found]
-        return {int(n): t for n, t in zip(numbers, texts, strict=True) if n.isdecimal()}
+            texts = list(pool.map(self._read, paths))
+        return {int(numbers[path]): text for path, text in zip(paths, texts, strict=True) if text is not None}
 
-    def uploads(self) -> dict[int, str]:
-        """Upload ids by file number."""
-        return {file: str(json.loads(text)["id"]) for file, text in self._read_all("upload").items()}
+    def uploads(self, journal: str = "") -> dict[int, str]:
+        """Upload ids by file number, of a journal or of the own one.
+
+        Raises:
+            IntegrityError: `integrity.journal` if one is no record of an upload.
+        """
+        texts = self._read_all(journal or self._journal, "upload")
+        return {file: _facts(f"upload-{file}.json", text, {"id": str})["id"] for file, text in texts.items()}
 
     def records(self) -> Mapping[int, UnitRecord]:
         """Finished units by number."""
-        parsed = {n: UnitRecord.from_json(text) for n, text in self._read_all("unit").items()}
+        parsed = {n: UnitRecord.from_line(text) for n, text in self._read_all(self._journal, "unit").items()}
         return {n: r for n, r in parsed.items() if r is not None}
 
     def remove(self, digest: str) -> None:
         """Forget a conversion: its journal, then its claim."""
-        self._store.delete([i.path for i in self._store.list_tree(self._directory(digest))])
+        self.forget(self._journal_of(digest))
         claim = self.claimed_by()
         if claim is not None and claim.plan == digest:
             self._store.delete([self._claim_path])
+
+    def forget(self, journal: str = "") -> None:
+        """Remove a journal, or the own one; the plan goes first, without which the rest means nothing."""
+        self._store.delete([i.path for i in self._store.list_tree(journal or self._journal)])
+
+    def journals(self) -> list[str]:
+        """Every journal beside the target. Without a claim nobody is at work, and zombies have written them."""
+        pattern = re.compile(re.escape(self._head) + "[0-9a-f]{16}")
+        names = self._store.list_directory(self._parent).directories
+        return [join(self._parent, name) for name in names if pattern.fullmatch(name)]

@@ -17,10 +17,12 @@ import numpy as np
 from reshard.errors import JobError
 from reshard.models import Progress
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.digests import BlockRun
 from reshard_engine.execute.cast import CastKernel, default_kernel
 from reshard_engine.execute.crc import CrcBoard
 from reshard_engine.execute.gather import Buffer, ChunkFiller
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.sink import Sink
 from reshard_engine.layout import TargetLayout
 from reshard_engine.plan.model import Chunk, Plan, Unit
@@ -111,15 +113,27 @@ class Executor:
             raise StoppedError
         self.report(phase, force=True)
 
+    def stop_if_asked(self) -> None:
+        """Give up between two pieces of work.
+
+        Raises:
+            StoppedError: If the caller asked for it.
+        """
+        if self._should_stop():
+            raise StoppedError
+
     def _run_unit(self, unit: Unit, phase: str) -> None:
         filler = ChunkFiller(self._checkpoint, self._kernel)
         buffers: list[tuple[Chunk, Buffer]] = []
         spans: list[tuple[int, int, int, int, int]] = []
+        passing = PassingDigests(self._checkpoint, self._kernel)
+        blocks: list[BlockRun] = []
         for chunk in unit.chunks:
             buffer = np.empty(chunk.length_bytes, dtype=np.uint8)
             file = self._layout.files[chunk.file]
             filler.fill(file, begin=chunk.offset, buffer=buffer)
             spans += self._sum_records(chunk, buffer)
+            blocks += passing.of_chunk(file, chunk, buffer)
             buffers.append((chunk, buffer))
         written: list[ChunkRecord] = []
         for chunk, buffer in buffers:
@@ -128,7 +142,14 @@ class Executor:
             view = buffer.data
             crc = zlib.crc32(view)
             written.append(ChunkRecord(chunk, crc, self._sink.write(chunk, view, crc)))
-        record = UnitRecord(unit.index, tuple(written), tuple(spans), filler.read_bytes, filler.overflows)
+        record = UnitRecord(
+            unit.index,
+            tuple(written),
+            tuple(spans),
+            tuple(blocks),
+            read_bytes=filler.read_bytes + passing.read_bytes,
+            overflows=filler.overflows,
+        )
         self._sink.record(record)
         with self._lock:
             self.records[unit.index] = record

@@ -34,11 +34,13 @@ class Copy:
     source_dtype: Dtype
     target_dtype: Dtype
     tensor: int
+    counted: bool = True
+    """Whether what its cast loses counts: an element that two chunks share counts where it begins."""
 
     @property
-    def types(self) -> tuple[Dtype, Dtype, int]:
-        """Source and target element types, and the tensor."""
-        return self.source_dtype, self.target_dtype, self.tensor
+    def types(self) -> tuple[Dtype, Dtype, int, bool]:
+        """Source and target element types, the tensor, and whether losses count."""
+        return self.source_dtype, self.target_dtype, self.tensor, self.counted
 
     @property
     def casts(self) -> bool:
@@ -67,14 +69,20 @@ class ChunkFiller:
             low, high = max(offset, begin), min(offset + len(data), end)
             buffer[low - begin : high - begin] = np.frombuffer(data, dtype=np.uint8)[low - offset : high - offset]
         copies: list[Copy] = []
+        cut: list[tuple[Buffer, Buffer]] = []
         for body in file.template.bodies_in(begin, end):
-            copies += self._body(file.tensors[body.slot], body, begin=begin, buffer=buffer)
+            copies += self._body(file.tensors[body.slot], body, begin=begin, buffer=buffer, cut=cut)
         self._run(copies)
+        for part, element in cut:
+            part[:] = element
 
-    def _body(self, tensor: int, body: Body, *, begin: int, buffer: Buffer) -> list[Copy]:
+    def _body(
+        self, tensor: int, body: Body, *, begin: int, buffer: Buffer, cut: list[tuple[Buffer, Buffer]]
+    ) -> list[Copy]:
         """The extents behind the part of one body that lies in the chunk.
 
-        A chunk may begin or end inside an element; such a part is fetched whole into scratch memory at once.
+        A chunk may begin or end inside an element. Such an element is fetched whole, beside its neighbours, into
+        memory of its own; `cut` gets the part of the chunk with the part of the element that belongs there.
         """
         size = body.dtype.itemsize_bytes
         low = max(body.offset, begin) - body.offset
@@ -83,15 +91,27 @@ class ChunkFiller:
         if tensor == ZEROS:
             window[:] = 0
             return []
-        first, last = low // size, -(-high // size)
-        if low % size == 0 and high % size == 0:
-            return self._extents(tensor, body.dtype, body.begin + first, window)
-        whole = np.empty((last - first) * size, dtype=np.uint8)
-        self._run(self._extents(tensor, body.dtype, body.begin + first, whole))
-        window[:] = whole[low - first * size : low - first * size + len(window)]
-        return []
+        inner = range(-(-low // size), high // size)
+        copies: list[Copy] = []
+        if inner:
+            whole = window[inner.start * size - low : inner.stop * size - low]
+            copies = self._extents(tensor, body.dtype, body.begin + inner.start, whole)
+        for number in {low // size, (high - 1) // size}:
+            if number in inner:
+                continue
+            start, element = number * size, np.empty(size, dtype=np.uint8)
+            copies += self._extents(tensor, body.dtype, body.begin + number, element, counted=start >= low)
+            part = slice(max(low - start, 0), min(high - start, size))
+            cut.append((window[start + part.start - low : start + part.stop - low], element[part]))
+        return copies
 
-    def _extents(self, tensor: int, dtype: Dtype, begin: int, window: Buffer) -> list[Copy]:
+    def elements(self, tensor: int, dtype: Dtype, begin: int, end: int) -> Buffer:
+        """The elements `[begin, end)` of a tensor, in row-major order, as `dtype`."""
+        whole = np.empty((end - begin) * dtype.itemsize_bytes, dtype=np.uint8)
+        self._run(self._extents(tensor, dtype, begin, whole))
+        return whole
+
+    def _extents(self, tensor: int, dtype: Dtype, begin: int, window: Buffer, *, counted: bool = True) -> list[Copy]:
         """The extents of the elements from `begin` on that fill the window; strided ones are read at once."""
         shard_map = self.checkpoint.shard_map
         stored = shard_map.tensors[tensor]
@@ -107,7 +127,7 @@ class ChunkFiller:
             file, offset, strides = int(pieces.file[row]), int(pieces.offset[row]), int(pieces.strides[row])
             length = (high - low) * stored.dtype.itemsize_bytes
             target = window[(low - begin) * size : (high - begin) * size]
-            copy = Copy(file, offset, length, target, stored.dtype, dtype, tensor)
+            copy = Copy(file, offset, length, target, stored.dtype, dtype, tensor, counted)
             if strides < 0:
                 copies.append(copy)
                 continue
@@ -154,7 +174,7 @@ class ChunkFiller:
             data = data.copy()  # numpy views of wider elements want aligned memory
         result = self.kernel.cast(data, copy.source_dtype, copy.target_dtype)
         copy.target[:] = result
-        if lost := overflowed(data, result, copy.source_dtype, copy.target_dtype):
+        if copy.counted and (lost := overflowed(data, result, copy.source_dtype, copy.target_dtype)):
             fqn = self.checkpoint.shard_map.tensors[copy.tensor].fqn
             self.overflows[fqn] = self.overflows.get(fqn, 0) + lost
 
@@ -172,7 +192,7 @@ def _bounded(copies: list[Copy]) -> list[Copy]:
             count = min(step, elems - first)
             target = copy.target[first * narrow : (first + count) * narrow]
             offset, length = copy.offset + first * wide, count * wide
-            result.append(Copy(copy.file, offset, length, target, copy.source_dtype, copy.target_dtype, copy.tensor))
+            result.append(Copy(copy.file, offset, length, target, *copy.types))
     return result
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import zlib
+from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard_engine.digests import BlockRun
 from reshard_engine.plan.model import Chunk
 
 
@@ -26,29 +29,38 @@ class UnitRecord:
     chunks: tuple[ChunkRecord, ...]
     spans: tuple[tuple[int, int, int, int, int], ...] = ()
     """(file, record, offset in the record, bytes, CRC-32) of the parts of records that the unit passed."""
+    blocks: tuple[BlockRun, ...] = ()
+    """Digests of the blocks of tensors that begin in the unit."""
     read_bytes: int = 0
     overflows: dict[str, int] = field(default_factory=dict[str, int])
 
-    def to_json(self) -> str:
-        """One line."""
-        return json.dumps(
+    def to_line(self) -> bytes:
+        """One line without its end: CRC-32 of the rest, then JSON."""
+        text = json.dumps(
             {
                 "unit": self.unit,
                 "chunks": [[c.chunk.file, c.chunk.offset, c.chunk.length_bytes, c.crc32, c.etag] for c in self.chunks],
                 "spans": [list(s) for s in self.spans],
+                "blocks": [[b.tensor, b.dtype, b.first, b64encode(b.digests).decode()] for b in self.blocks],
                 "read_bytes": self.read_bytes,
                 "overflows": self.overflows,
             },
             separators=(",", ":"),
-        )
+        ).encode()
+        return b"%08x %s" % (zlib.crc32(text), text)
 
     @staticmethod
-    def from_json(text: str | bytes) -> UnitRecord | None:
-        """The record of a line, or None if the line is not one (torn by a crash)."""
+    def from_line(line: bytes) -> UnitRecord | None:
+        """The record of a line, or None if the line is not one: torn by a crash, or damaged since."""
+        crc, _, text = line.partition(b" ")
+        if crc != b"%08x" % zlib.crc32(text):
+            return None
         try:
             facts: dict[str, Any] = json.loads(text)
             chunks = tuple(ChunkRecord(Chunk(f, o, n), crc, etag) for f, o, n, crc, etag in facts["chunks"])
             spans = tuple((f, r, o, n, c) for f, r, o, n, c in facts["spans"])
-            return UnitRecord(int(facts["unit"]), chunks, spans, int(facts["read_bytes"]), dict(facts["overflows"]))
-        except (ValueError, KeyError, TypeError):
+            blocks = tuple(BlockRun(t, d, n, b64decode(x, validate=True)) for t, d, n, x in facts["blocks"])
+            read_bytes, overflows = int(facts["read_bytes"]), dict(facts["overflows"])
+            return UnitRecord(int(facts["unit"]), chunks, spans, blocks, read_bytes, overflows)
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None

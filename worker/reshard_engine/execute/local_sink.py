@@ -11,11 +11,12 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from reshard.errors import IntegrityError, RequestError, ReshardError, StorageError, printable
@@ -27,12 +28,13 @@ from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.local import LocalStore, translated
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo
+from reshard_engine.storage.protocol import ObjectInfo, read_bytes
 
 _RENAME_NOREPLACE = 1
 _THREADS = 4
 _AT_FDCWD = -100
-_LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC = ctypes.CDLL(None, use_errno=True)
+"""The C library: one sync of one file system, and the rename that does not replace."""
 
 
 def _boot_id() -> str:
@@ -49,14 +51,15 @@ class LocalSink:
         self._target = target
         self._pointer_names = pointer_names
         self._parent, self._name = os.path.split(target)
+        self._stem = os.path.join(self._parent, f".{self._name}.reshard-")
+        self._aside = f"{self._stem}old"
         self._journal = -1
         self._lock = threading.Lock()
         self._directories: set[str] = set()
 
     def _paths(self, digest: str) -> None:
-        self._staging = os.path.join(self._parent, f".{self._name}.reshard-{digest[:16]}")
+        self._staging = f"{self._stem}{digest[:16]}"
         self._journal_path = self._staging + ".journal"
-        self._aside = os.path.join(self._parent, f".{self._name}.reshard-old")
 
     # -- begin ------------------------------------------------------------------------------------------
 
@@ -72,16 +75,15 @@ class LocalSink:
                 raise target_exists(self._target)
             self._refuse_precious()
         with writing(self._journal_path):
-            self._journal = os.open(self._journal_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._journal = _lock(self._journal_path)
+        if self._journal < 0:
             raise RequestError(
                 "request.target_busy",
                 f"another process is writing {printable(self._target)}",
                 fix="wait for it to finish",
-            ) from None
-        return self._resume()
+            )
+        with writing(self._journal_path):
+            return self._resume()
 
     def _occupied(self) -> bool:
         with writing(self._target):
@@ -91,7 +93,8 @@ class LocalSink:
         """Let `--overwrite` remove checkpoints and our own outputs, nothing else."""
         here = os.path.realpath(os.getcwd())
         kept = {"/", os.path.realpath(os.path.expanduser("~")), here}
-        names = os.listdir(self._target) if os.path.isdir(self._target) else []
+        with writing(self._target):
+            names = os.listdir(self._target) if os.path.isdir(self._target) else []
         if self._target in kept or here.startswith(self._target + "/") or (names and not holds_checkpoint(names)):
             raise not_to_overwrite(self._target)
 
@@ -104,17 +107,17 @@ class LocalSink:
         except ValueError:
             same = False
         if same and os.path.isdir(self._staging):
-            found = [UnitRecord.from_json(line) for line in lines[1:-1]]
+            found = [UnitRecord.from_line(line) for line in lines[1:-1]]
             # A torn last line is cut off, so that the next one does not continue it.
             os.ftruncate(self._journal, size - len(lines[-1]))
             os.lseek(self._journal, 0, os.SEEK_END)
             return self._still_valid([r for r in found if r is not None])
-        with writing(self._staging):
-            shutil.rmtree(self._staging, ignore_errors=True)
-            os.makedirs(self._staging)
-            os.ftruncate(self._journal, 0)
-            os.lseek(self._journal, 0, os.SEEK_SET)
-            os.write(self._journal, json.dumps(header).encode() + b"\n")
+        # Emptied first: an old journal must not speak for a new staging directory.
+        os.ftruncate(self._journal, 0)
+        os.lseek(self._journal, 0, os.SEEK_SET)
+        shutil.rmtree(self._staging, ignore_errors=True)
+        os.makedirs(self._staging)
+        _write_all(self._journal, json.dumps(header).encode() + b"\n")
         return {}
 
     def _still_valid(self, records: Sequence[UnitRecord]) -> Mapping[int, UnitRecord]:
@@ -137,18 +140,6 @@ class LocalSink:
             if crc_of_range(store, info, entry.chunk.offset, entry.chunk.length_bytes) != entry.crc32:
                 return f"{printable(planned.path)} at byte {entry.chunk.offset} is not what was written"
         return None
-
-    def _prove(self, records: Mapping[int, UnitRecord], *, commit: bool) -> None:
-        """Read back what units of one kind wrote. What differs is written again by the next run, which reads too."""
-        mine = [r for k, r in sorted(records.items()) if self._plan.units[k].commit == commit]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            problems = [p for p in pool.map(self._damage, mine) if p is not None]
-        if problems:
-            raise IntegrityError(
-                "integrity.mismatch",
-                f"{problems[0]} ({len(problems)} units differ)",
-                fix="check disk and memory of this machine, then run the same command again: it writes them anew",
-            )
 
     # -- units ------------------------------------------------------------------------------------------
 
@@ -176,14 +167,13 @@ class LocalSink:
 
     def record(self, record: UnitRecord) -> None:
         """Append one line to the journal."""
-        line = record.to_json().encode() + b"\n"
+        line = record.to_line() + b"\n"
         with self._lock, translated(self._journal_path):
-            os.write(self._journal, line)
+            _write_all(self._journal, line)
 
     def seal(self, records: Mapping[int, UnitRecord]) -> None:
-        """Check the length of every file that is written by now, and read every byte back."""
+        """Check the length of every file that is written by now."""
         self._check_lengths([u.chunks for u in self._plan.units if not u.commit])
-        self._prove(records, commit=False)
 
     @property
     def written(self) -> Location:
@@ -193,14 +183,14 @@ class LocalSink:
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
         """Check the commit files too, and list the staged target."""
         self._check_lengths([u.chunks for u in self._plan.units if u.commit])
-        self._prove(records, commit=True)
         return [ObjectInfo(path, i.size_bytes, i.pin) for path, i in self.written.files().items()]
 
     def _check_lengths(self, chunks: Sequence[Sequence[Chunk]]) -> None:
+        store = LocalStore()
         for number in sorted({c.file for unit in chunks for c in unit}):
             planned = self._plan.files[number]
-            path = os.path.join(self._staging, planned.path)
-            held = os.stat(path).st_size if os.path.exists(path) else -1
+            info = store.stat(os.path.join(self._staging, planned.path))
+            held = -1 if info is None else info.size_bytes
             if held != planned.size_bytes:
                 raise IntegrityError(
                     "integrity.mismatch",
@@ -209,10 +199,13 @@ class LocalSink:
 
     # -- commit -----------------------------------------------------------------------------------------
 
+    def withdraw(self, paths: Sequence[str]) -> None:
+        """Nothing is visible yet; the next attempt reads what is staged and finds the damage itself."""
+
     def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
         """Manifest, one sync, one rename, then the pointer."""
         with writing(self._target):
-            Path(self._staging, MANIFEST_NAME).write_bytes(manifest)
+            _write_file(os.path.join(self._staging, MANIFEST_NAME), manifest)
             self._sync()
             if self._overwrite and os.path.lexists(self._target):
                 self._withdraw()
@@ -228,22 +221,26 @@ class LocalSink:
             if pointer is not None:
                 self._write_pointer(pointer)
             shutil.rmtree(self._aside, ignore_errors=True)
-            if os.path.exists(self._journal_path):
-                os.unlink(self._journal_path)
+            _unlink(self._journal_path)
         # What attempts with other options left beside the target serves nobody any more.
         self.discard_all()
 
     def finish_after_crash(self, plan: Plan, pointer: Pointer | None) -> None:
-        """Do what a crash after the rename left undone; nothing if the journal is gone."""
+        """Do what a crash after the rename left undone; without a journal that is at most a lost pointer."""
         self._paths(plan.digest)
         if os.path.exists(self._journal_path):
             self.finish(pointer)
+        elif pointer is not None and not os.path.lexists(os.path.join(self._parent, pointer.name)):
+            # One that is there may name a newer checkpoint.
+            with writing(self._target):
+                self._write_pointer(pointer)
 
     def _withdraw(self) -> None:
-        for name in self._pointer_names:
-            path = Path(self._parent, name)
-            if path.is_file() and path.read_bytes().strip() == self._name.encode():
-                path.unlink()
+        store = LocalStore()
+        for path in (os.path.join(self._parent, name) for name in self._pointer_names):
+            info = store.stat(path)
+            if info is not None and read_bytes(store, info).strip() == self._name.encode():
+                os.unlink(path)
         shutil.rmtree(self._aside, ignore_errors=True)
         if os.path.isdir(self._target) and not os.path.islink(self._target):
             os.rename(self._target, self._aside)
@@ -251,19 +248,18 @@ class LocalSink:
             os.unlink(self._target)
 
     def _write_pointer(self, pointer: Pointer) -> None:
-        temporary = os.path.join(self._parent, f".{pointer.name}.reshard")
-        with open(temporary, "wb") as file:
-            file.write(pointer.content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, os.path.join(self._parent, pointer.name))
+        temporary = f"{self._stem}pointer"
+        _write_file(temporary, pointer.content)
+        # Another attempt at this plan may have put the same content in place by now.
+        with suppress(FileNotFoundError):
+            os.replace(temporary, os.path.join(self._parent, pointer.name))
         self._sync_directory(self._parent)
 
     def _sync(self) -> None:
         descriptor = os.open(self._staging, os.O_RDONLY)
         try:
             # One sync for the whole tree: a sync per atom costs more than writing them.
-            if not hasattr(_LIBC, "syncfs") or _LIBC.syncfs(descriptor) != 0:
+            if not hasattr(LIBC, "syncfs") or LIBC.syncfs(descriptor) != 0:
                 os.sync()
         finally:
             os.close(descriptor)
@@ -278,8 +274,8 @@ class LocalSink:
     def _rename(self) -> None:
         old, new = os.fsencode(self._staging), os.fsencode(self._target)
         code = errno.ENOSYS
-        if hasattr(_LIBC, "renameat2"):
-            if _LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) == 0:
+        if hasattr(LIBC, "renameat2"):
+            if LIBC.renameat2(_AT_FDCWD, old, _AT_FDCWD, new, _RENAME_NOREPLACE) == 0:
                 return
             code = ctypes.get_errno()
         if code == errno.EEXIST:
@@ -296,19 +292,23 @@ class LocalSink:
             self._journal = -1
 
     def discard_all(self) -> None:
-        """Remove every staging directory and journal of this target that no process holds."""
-        stem = os.path.join(self._parent, f".{self._name}.reshard-")
+        """Remove what conversions that no process runs have left of staging, journals and a moved old target."""
         with writing(self._parent):
-            names = os.listdir(self._parent) if os.path.isdir(self._parent) else []
-            ours = [
-                p for p in (os.path.join(self._parent, n) for n in names) if p.startswith(stem) and p != f"{stem}old"
-            ]
-            for journal in (p for p in ours if p.endswith(".journal")):
-                _remove_unless_held(journal)
-            for staging in (p for p in ours if not p.endswith(".journal")):
-                # A journal is made before its staging directory: without one, nobody owns the directory.
-                if not os.path.exists(staging + ".journal"):
-                    shutil.rmtree(staging, ignore_errors=True)
+            names = set(os.listdir(self._parent)) if os.path.isdir(self._parent) else set[str]()
+            pattern = re.compile(re.escape(f".{self._name}.reshard-") + "([0-9a-f]{16})([.]journal)?")
+            found = {match[1] for name in names if (match := pattern.fullmatch(name))}
+            held = [digest for digest in sorted(found) if not _remove_unless_held(f"{self._stem}{digest}")]
+            if not held:
+                self._put_back(names)
+
+    def _put_back(self, names: Set[str]) -> None:
+        """Clean up after a crash in the middle of a commit: an old target that was not replaced is there again."""
+        aside = os.path.basename(self._aside)
+        if aside in names and not os.path.lexists(self._target):
+            os.rename(self._aside, self._target)
+        shutil.rmtree(self._aside, ignore_errors=True)
+        if f".{self._name}.reshard-pointer" in names:
+            _unlink(f"{self._stem}pointer")
 
 
 @contextmanager
@@ -325,11 +325,54 @@ def writing(path: str) -> Generator[None]:
         raise
 
 
-def _remove_unless_held(journal: str) -> None:
-    with open(journal, "rb") as file:
+def _lock(path: str) -> int:
+    """A descriptor of a journal, made if need be and locked; -1 if another process has the lock."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        locked = False
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever had the lock may have removed the file: a lock on a file without a name protects nothing.
+            locked = os.fstat(descriptor).st_nlink > 0
         except BlockingIOError:
-            return
-        shutil.rmtree(journal.removesuffix(".journal"), ignore_errors=True)
-        os.unlink(journal)
+            return -1
+        finally:
+            if not locked:
+                os.close(descriptor)
+        if locked:
+            return descriptor
+
+
+def _remove_unless_held(staging: str) -> bool:
+    """Remove a staging directory and its journal, unless a process holds them: then False."""
+    journal = staging + ".journal"
+    descriptor = _lock(journal)
+    if descriptor < 0:
+        return False
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        _unlink(journal)
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _write_file(path: str, data: bytes) -> None:
+    """A small file, on the disk when this returns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        _write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])

@@ -8,15 +8,18 @@ small object per unit beside the target.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
 
-from reshard.errors import IntegrityError, RequestError, ReshardError, StorageError, printable
+from reshard.errors import IntegrityError, ReshardError, StorageError, printable
 from reshard_engine.execute.control import ControlObjects
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.leftovers import PLAN_KEY, Leftovers
 from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
@@ -24,8 +27,10 @@ from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name, read_bytes
 
-PLAN_KEY, CRC_KEY = "reshard-plan", "reshard-crc32"
+CRC_KEY = "reshard-crc32"
 _THREADS = 8
+_DOUBTFUL = frozenset({"storage.conflict", "storage.protocol", "request.target_busy", "integrity.mismatch"})
+"""Failures that another conversion of the same target may have caused."""
 _Receipts = dict[int, dict[int, PartInfo]]
 """By file, then by part number; a small object is its own part 1."""
 
@@ -33,15 +38,26 @@ _Receipts = dict[int, dict[int, PartInfo]]
 class ObjectSink:
     """Writes one prefix of an object store."""
 
+    fence_s = 0.5
+    """How long a look at the claim is good for while old objects are removed."""
+
     def __init__(self, store: ObjectStore, target: str, *, pointer_names: Sequence[str]) -> None:
         """`target` is `bucket/key...` without a trailing slash."""
         self._pointer_names = pointer_names
         self._store = store
         self._target = target
+        self._url = f"{store.scheme}://{target}"
         self._parent, self._name = parent_and_name(target)
         self._control = ControlObjects(store, target)
+        self._leftovers = Leftovers(store, target, self._control)
         self._uploads: dict[int, str] = {}
+        self._created: dict[str, str] = {}
+        """Path by upload id, of uploads that this process created."""
+        self._put_here: set[str] = set()
+        """Small objects that this process wrote, or found written by this very plan."""
         self._completed: set[int] = set()
+        self._doubt = False
+        """Whether something happened that a rival may have caused."""
         self._lock = threading.Lock()
         self._creating: dict[int, threading.Lock] = {}
 
@@ -53,38 +69,55 @@ class ObjectSink:
     def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
         """Claim the target and read the journal of an earlier attempt."""
         self._plan = plan
-        there = {i.path: i for i in self._store.list_tree(self._target)}
-        claim = self._control.claimed_by()
-        if there and (claim is None or claim.plan != plan.digest) and not overwrite:
-            raise target_exists(f"{self._store.scheme}://{self._target}")
-        if claim is not None and claim.plan != plan.digest and overwrite:
+        occupied = bool(self._store.list_tree(self._target))
+        rival = self._control.claimed_by()
+        if occupied and rival is None and not overwrite:
+            raise target_exists(self._url)
+        if rival is not None and rival.plan != plan.digest and overwrite:
             # Its uploads are known only to its journal: they go before the journal does.
             self.discard_all()
-            there = {i.path: i for i in self._store.list_tree(self._target)}
-        heads = {p.removeprefix(self._target + "/").partition("/")[0] for p in there}
-        if there and (claim is None or claim.plan != plan.digest) and not holds_checkpoint(heads):
-            raise not_to_overwrite(f"{self._store.scheme}://{self._target}")
-        fresh = self._control.claim(plan, overwrite=overwrite, clear=bool(there))
-        if fresh.clearing:
-            self._clear(sorted(there))
-            self._control.cleared(plan)
+        claim = self._control.claim(plan)
+        # Looked at again, under the claim: what is there now, nobody else is still writing.
+        there = {i.path: i for i in self._store.list_tree(self._target)}
+        if not self._control.is_settled():
+            if there:
+                self._make_room(sorted(there), allowed=claim.clearing, overwrite=overwrite)
+            self._control.settle(plan)
             return {}
         self._uploads = self._control.uploads()
         self._abort_strays()
-        return self._still_valid(self._control.records(), there)
+        return self._still_valid(there)
+
+    def _make_room(self, paths: Sequence[str], *, allowed: bool, overwrite: bool) -> None:
+        heads = {p.removeprefix(self._target + "/").partition("/")[0] for p in paths}
+        if not allowed and (not overwrite or not holds_checkpoint(heads)):
+            self._control.remove(self._plan.digest)
+            raise not_to_overwrite(self._url) if overwrite else target_exists(self._url)
+        self._control.allow_clearing(self._plan)
+        with self._doubting():
+            self._clear(paths)
 
     def _clear(self, paths: Sequence[str]) -> None:
         # What makes the old target readable goes first.
         first = [p for p in paths if p.endswith((MANIFEST_NAME, ".index.json", "_states.pt", "optimizer_state.pt"))]
-        for name in self._pointer_names:
-            path = join(self._parent, name)
+        last = set(paths).difference(first)
+        checked_at = -math.inf
+        for path in (*self._pointers(), *first, *sorted(last)):
+            if time.monotonic() - checked_at > self.fence_s:
+                # Who slept since the last look may find what another attempt has written since.
+                self._control.require_clearing(self._plan)
+                checked_at = time.monotonic()
+            self._store.delete([path])
+
+    def _pointers(self) -> list[str]:
+        """The pointers that name this target."""
+        found: list[str] = []
+        for path in (join(self._parent, name) for name in self._pointer_names):
             info = self._store.stat(path)
             content = b"" if info is None or info.size_bytes >= 1024 else read_bytes(self._store, info)
             if content.decode("utf-8", "replace").strip() == self._name:
-                self._store.delete([path])
-        self._store.delete(first)
-        gone = set(first)
-        self._store.delete([p for p in paths if p not in gone])
+                found.append(path)
+        return found
 
     def _abort_strays(self) -> None:
         known = set(self._uploads.values())
@@ -93,9 +126,7 @@ class ObjectSink:
             if path in mine and upload_id not in known:
                 self._store.abort_multipart(path, upload_id)
 
-    def _still_valid(
-        self, records: Mapping[int, UnitRecord], there: Mapping[str, ObjectInfo]
-    ) -> Mapping[int, UnitRecord]:
+    def _still_valid(self, there: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
         """The records whose bytes the store still holds."""
         parts: dict[int, dict[int, PartInfo]] = {}
         for file, upload_id in list(self._uploads.items()):
@@ -120,7 +151,8 @@ class ObjectSink:
                         return False
             return True
 
-        return {k: r for k, r in records.items() if held(r)}
+        # Read after the uploads were looked at: one that is complete by now has all its records.
+        return {k: r for k, r in self._control.records().items() if held(r)}
 
     def _is_large(self, file: int) -> bool:
         return self._plan.files[file].size_bytes > self._plan.chunk_bytes
@@ -141,11 +173,17 @@ class ObjectSink:
         """Put a small object, or upload one part of a large one."""
         path = self._path(chunk.file)
         if self._is_large(chunk.file):
-            if chunk.file in self._completed:
-                raise IntegrityError("integrity.journal", f"{printable(path)} is complete, but a unit of it is not")
-            return self._store.put_part(path, self._upload(chunk.file), self._number(chunk), data).etag
+            with self._doubting():
+                if chunk.file in self._completed:
+                    self._control.require_claim(self._plan)
+                    raise IntegrityError("integrity.journal", f"{printable(path)} is complete, but a unit of it is not")
+                return self._store.put_part(path, self._upload(chunk.file), self._number(chunk), data).etag
         facts = {PLAN_KEY: self._plan.digest, CRC_KEY: f"{crc32:08x}"}
-        return self._put_once(path, data, facts, crc32)
+        with self._doubting():
+            etag = self._put_once(path, data, facts, crc32)
+        with self._lock:
+            self._put_here.add(path)
+        return etag
 
     def _put_once(self, path: str, data: bytes | memoryview, facts: Mapping[str, str], crc32: int) -> str:
         try:
@@ -164,6 +202,8 @@ class ObjectSink:
         with gate:
             if file not in self._uploads:
                 upload_id = self._store.create_multipart(self._path(file), metadata={PLAN_KEY: self._plan.digest})
+                with self._lock:
+                    self._created[upload_id] = self._path(file)
                 self._control.put_upload(file, upload_id)
                 self._uploads[file] = upload_id
             return self._uploads[file]
@@ -178,16 +218,18 @@ class ObjectSink:
         """Complete the uploads that no loader waits for, then compare a listing with the receipts."""
         etags = self._receipts(records)
         large = [i for i in range(len(self._plan.files)) if self._is_large(i)]
-        self._complete_all([i for i in large if not self._plan.files[i].commit], etags)
-        for file in large:
-            if self._plan.files[file].commit and file not in self._completed:
-                self._check_parts(file, etags)
-        self._check_listing([i for i, f in enumerate(self._plan.files) if not f.commit], etags)
+        with self._doubting():
+            self._control.require_claim(self._plan)
+            self._complete_all([i for i in large if not self._plan.files[i].commit], etags)
+            for file in large:
+                if self._plan.files[file].commit and file not in self._completed:
+                    self._check_parts(file, etags)
+            self._check_listing([i for i, f in enumerate(self._plan.files) if not f.commit], etags)
 
     @property
     def written(self) -> Location:
         """The target itself: nothing is staged."""
-        return Location(self._store, self._target, f"{self._store.scheme}://{self._target}")
+        return Location(self._store, self._target, self._url)
 
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
         """Complete the commit files' uploads; returns the listing of the target.
@@ -195,16 +237,11 @@ class ObjectSink:
         Raises:
             RequestError: `request.target_busy` if another conversion took the target over meanwhile.
         """
-        claim = self._control.claimed_by()
-        if claim is None or claim.plan != self._plan.digest:
-            raise RequestError(
-                "request.target_busy",
-                f"another conversion took {printable(self._target)} over",
-                fix="let it finish; with the same options it writes the same files",
-            )
         etags = self._receipts(records)
-        self._complete_all([i for i, f in enumerate(self._plan.files) if f.commit and self._is_large(i)], etags)
-        there = self._check_listing(range(len(self._plan.files)), etags)
+        with self._doubting():
+            self._control.require_claim(self._plan)
+            self._complete_all([i for i, f in enumerate(self._plan.files) if f.commit and self._is_large(i)], etags)
+            there = self._check_listing(range(len(self._plan.files)), etags)
         return [ObjectInfo(i.path.removeprefix(self._target + "/"), i.size_bytes, i.pin) for i in there]
 
     def _receipts(self, records: Mapping[int, UnitRecord]) -> _Receipts:
@@ -234,8 +271,14 @@ class ObjectSink:
         self._completed.add(file)
 
     def _check_parts(self, file: int, etags: _Receipts) -> None:
-        listed = self._store.list_parts(self._path(file), self._uploads[file]) or []
-        held = {p.number: (p.size_bytes, p.etag) for p in listed}
+        listed = self._store.list_parts(self._path(file), self._uploads[file])
+        if listed is None:
+            # Another attempt at this plan completed it, or the conversion was ended.
+            self._control.require_claim(self._plan)
+            if self._is_mine(self._path(file), self._plan.files[file].size_bytes):
+                self._completed.add(file)
+                return
+        held = {p.number: (p.size_bytes, p.etag) for p in listed or ()}
         if held != {n: (p.size_bytes, p.etag) for n, p in etags[file].items()}:
             raise IntegrityError(
                 "integrity.mismatch", f"{printable(self._path(file))}: the store holds other parts than were sent"
@@ -252,12 +295,21 @@ class ObjectSink:
                 or held != planned.size_bytes
                 or (receipt is not None and info.pin != f"etag:{receipt.etag}")
             ):
+                self._control.require_claim(self._plan)
                 raise IntegrityError(
                     "integrity.mismatch",
                     f"{printable(planned.path)}: the store holds {held} bytes or another object, "
                     f"{planned.size_bytes} bytes were written",
                 )
         return list(there.values())
+
+    def withdraw(self, paths: Sequence[str]) -> None:
+        """Delete commit files that are there, then the damaged ones: a later attempt writes them anew."""
+        commit = {f.path for f in self._plan.files if f.commit}
+        doomed = [join(self._target, p) for p in sorted(commit | set(paths), key=lambda p: p not in commit)]
+        with self._doubting():
+            self._control.require_claim(self._plan)  # what looks damaged may be what a rival wrote
+            self._leftovers.delete_written(doomed, self._plan.digest)
 
     def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
         """The manifest, then the pointer, then the journal goes."""
@@ -266,59 +318,81 @@ class ObjectSink:
         try:
             self._store.put(path, manifest, metadata=facts, if_absent=True)
         except StorageError as error:
-            found = self._store.metadata(path)
-            if (
-                not (error.code == "storage.conflict" or error.retryable)
-                or (found or {}).get(PLAN_KEY) != self._plan.digest
-            ):
+            if not (error.code == "storage.conflict" or error.retryable) or not self._is_published():
                 raise
+        self._take_back_if_discarded(path)
         self.finish(pointer)
 
+    def _take_back_if_discarded(self, path: str) -> None:
+        """Remove an object that came too late: someone discarded the conversion while this process slept."""
+        with self._doubting():
+            try:
+                self._control.require_claim(self._plan)
+            except ReshardError:
+                # Without a claim but whole, the target was finished by another attempt.
+                there = {i.path: i.size_bytes for i in self._store.list_tree(self._target)}
+                if all(there.get(join(self._target, f.path)) == f.size_bytes for f in self._plan.files):
+                    return
+                if self._leftovers.is_written_by(path, self._plan.digest):
+                    self._store.delete([path])
+                raise
+
     def finish(self, pointer: Pointer | None) -> None:
-        """What is left after the manifest. Safe to repeat."""
-        if pointer is not None:
-            path = join(self._parent, pointer.name)
-            self._store.put(path, pointer.content, metadata={PLAN_KEY: self._plan.digest}, if_absent=False)
+        """What is left after the manifest; safe to repeat. Without the claim the pointer may name a newer target."""
+        if pointer is not None and self._is_claimed():
+            self._take_back_if_discarded(self._put_pointer(pointer))
+        self._leftovers.abort_uploads({join(self._target, f.path) for f in self._plan.files})
         self._control.remove(self._plan.digest)
 
     def finish_after_crash(self, plan: Plan, pointer: Pointer | None) -> None:
-        """Do what a crash after the manifest left undone; nothing if the claim is gone."""
+        """Do what a crash after the manifest left undone; without a claim that is at most a lost pointer."""
         self._plan = plan
-        claim = self._control.claimed_by()
-        if claim is not None and claim.plan == plan.digest:
+        if self._is_claimed():
             self.finish(pointer)
+        elif pointer is not None and self._store.stat(join(self._parent, pointer.name)) is None:
+            # One that is there may name a newer checkpoint.
+            self._put_pointer(pointer)
+
+    def _put_pointer(self, pointer: Pointer) -> str:
+        path = join(self._parent, pointer.name)
+        self._store.put(path, pointer.content, metadata={PLAN_KEY: self._plan.digest}, if_absent=False)
+        return path
+
+    def _is_claimed(self) -> bool:
+        claim = self._control.claimed_by()
+        return claim is not None and claim.plan == self._plan.digest
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        """Take back what was written after the claim was lost; otherwise nothing is held between calls."""
+        if self._doubt:
+            with suppress(ReshardError):  # the caller hears of the failure that brought us here
+                self._step_back()
         self._creating.clear()
 
-    def discard_all(self) -> None:
-        """Remove what the unfinished conversion that claims this target wrote, commit files first.
+    @contextmanager
+    def _doubting(self) -> Generator[None]:
+        try:
+            yield
+        except ReshardError as error:
+            self._doubt = self._doubt or error.code in _DOUBTFUL
+            raise
 
-        A conversion is finished when its pointer is written, or its manifest where there is no pointer.
-        """
-        claim = self._control.claimed_by()
-        if claim is None:
-            return
-        plan = self._control.stored_plan(claim.plan)
-        if self._is_finished(plan, claim.plan):
-            self._control.remove(claim.plan)
-            return
-        paths = {join(self._target, f[0]) for f in plan.get("files", [])} | {join(self._target, MANIFEST_NAME)}
-        for path, upload_id in self._store.list_uploads(self._target + "/"):
-            if path in paths:
+    def _step_back(self) -> None:
+        """Remove what only this process knows of: it wrote on after another one had ended the conversion."""
+        claimed = self._is_claimed()
+        # Another attempt at the same plan keeps the objects, and the uploads that the journal names.
+        kept = set(self._control.uploads().values()) if claimed else set[str]()
+        for upload_id, path in self._created.items():
+            if upload_id not in kept:
                 self._store.abort_multipart(path, upload_id)
-        there = [i.path for i in self._store.list_tree(self._target) if i.path in paths]
-        with ThreadPoolExecutor(_THREADS) as pool:
-            mine = list(pool.map(partial(self._written_by, digest=claim.plan), there))
-        commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]} | {join(self._target, MANIFEST_NAME)}
-        doomed = [p for p, yes in zip(there, mine, strict=True) if yes]
-        self._store.delete(sorted(doomed, key=lambda p: p not in commit))
-        self._control.remove(claim.plan)
+        if not claimed:
+            if not self._is_published():
+                self._leftovers.delete_written(sorted(self._put_here), self._plan.digest)
+            self._control.forget()
 
-    def _is_finished(self, plan: Mapping[str, Any], digest: str) -> bool:
-        last = join(self._parent, plan["pointer"]) if plan.get("pointer") else join(self._target, MANIFEST_NAME)
-        return self._written_by(last, digest)
+    def discard_all(self) -> None:
+        """Remove what an unfinished conversion into this target left."""
+        self._leftovers.collect()
 
-    def _written_by(self, path: str, digest: str) -> bool:
-        return (self._store.metadata(path) or {}).get(PLAN_KEY) == digest
+    def _is_published(self) -> bool:
+        return self._leftovers.is_written_by(join(self._target, MANIFEST_NAME), self._plan.digest)

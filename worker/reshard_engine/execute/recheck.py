@@ -6,10 +6,11 @@ parses other people's files, and must say what the plan says: records, offsets, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from reshard.errors import IntegrityError, printable
+from reshard.errors import IntegrityError, SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile, Window
 from reshard_engine.containers.zip_reader import read_zip_directory
@@ -22,6 +23,8 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
 _THREADS = 8
+LISTED_FROM = 200
+"""Objects from which on a listing (1,000 names a request) is cheaper than a request for each."""
 SAMPLED_FILES = 64
 """Archives that are opened again; a checkpoint of a hundred thousand atoms has a dozen shapes of them."""
 
@@ -32,15 +35,22 @@ def prove_source_unchanged(checkpoint: Checkpoint) -> None:
     Raises:
         SourceError: `source.changed`.
     """
-    objects: Iterable[tuple[Store, ObjectInfo]] = [(f.store, i) for f in checkpoint.files for i in f.objects]
+    by_store: dict[int, tuple[Store, list[ObjectInfo]]] = {}
+    for file in checkpoint.files:
+        by_store.setdefault(id(file.store), (file.store, []))[1].extend(file.objects)
+    for store, objects in by_store.values():
+        there = _as_they_are(store, [i.path for i in objects])
+        for info in objects:
+            if there.get(info.path) != info:
+                raise changed(info)
 
-    def check(entry: tuple[Store, ObjectInfo]) -> None:
-        store, info = entry
-        if store.stat(info.path) != info:
-            raise changed(info)
 
+def _as_they_are(store: Store, paths: Sequence[str]) -> dict[str, ObjectInfo | None]:
+    """What is at these paths now: one request each, or one listing for many."""
+    if len(paths) > LISTED_FROM:
+        return {i.path: i for i in store.list_tree(os.path.commonpath(paths))}
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(check, objects))
+        return dict(zip(paths, pool.map(store.stat, paths), strict=True))
 
 
 def prove_complete(plan: Plan, records: Mapping[int, UnitRecord]) -> None:
@@ -66,25 +76,33 @@ def prove_structure(where: Location, files: Sequence[TargetFile], records: Mappi
         records: What the units reported.
 
     Raises:
-        IntegrityError: `integrity.mismatch`.
+        IntegrityError: `integrity.mismatch`; its details name the files as `paths`.
     """
     candidates = [i for i, f in enumerate(files) if f.template.records and not f.commit]
     step = max(1, len(candidates) // SAMPLED_FILES)
     sums = _record_sums(records, set(candidates[::step]))
 
-    def check(number: int) -> None:
+    def problem(number: int) -> str | None:
         file = files[number]
         info = where.store.stat(where.child(file.path).path)
         if info is None:
-            raise _differs(file, "it is not there")
-        directory = read_zip_directory(Window(SourceFile(where.store, file.path, (info,))))
+            return "it is not there"
+        try:
+            directory = read_zip_directory(Window(SourceFile(where.store, file.path, (info,))))
+        except SourceError as error:
+            return str(error)
         found = {e.data_offset: (e.size_bytes, e.crc32) for e in directory.entries.values() if e.size_bytes}
         for record, (offset, length) in enumerate(file.template.records):
             if found.get(offset) != (length, sums[number, record]):
-                raise _differs(file, f"record {record} at byte {offset} is not as planned")
+                return f"record {record} at byte {offset} is not as planned"
+        return None
 
+    chosen = candidates[::step]
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(check, candidates[::step]))
+        wrong = {files[n].path: text for n, text in zip(chosen, pool.map(problem, chosen), strict=True) if text}
+    if wrong:
+        path, text = next(iter(wrong.items()))
+        raise IntegrityError("integrity.mismatch", f"{printable(path)}: {text}", details={"paths": list(wrong)})
 
 
 def _record_sums(records: Mapping[int, UnitRecord], wanted: set[int]) -> dict[tuple[int, int], int]:
@@ -100,7 +118,3 @@ def _record_sums(records: Mapping[int, UnitRecord], wanted: set[int]) -> dict[tu
             total = combine(total, crc, length)
         sums[key] = total
     return sums
-
-
-def _differs(file: TargetFile, text: str) -> IntegrityError:
-    return IntegrityError("integrity.mismatch", f"{printable(file.path)}: {text}")

@@ -48,6 +48,10 @@ class Sink(Protocol):
         """Make the commit files final; returns every file of the target as it is there."""
         ...
 
+    def withdraw(self, paths: Sequence[str]) -> None:
+        """Take back files of the target that turned out damaged, and the commit files before them."""
+        ...
+
     def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
         """Write the manifest, make the target visible, then the pointer; forget the journal."""
         ...

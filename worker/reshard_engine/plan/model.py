@@ -68,6 +68,8 @@ class Plan:
     read_bytes: int
     write_bytes: int
     pointer: str | None
+    metadata_bytes: int
+    """Memory that the metadata takes beside the buffers; of this process, not part of the plan's JSON."""
     warnings: tuple[str, ...] = ()
     digest: str = field(init=False)
     """Of everything that decides the bytes and how they are cut into units; not of where they lie."""

@@ -8,7 +8,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.layout import ZEROS, TargetFile, TargetLayout
-from reshard_engine.plan.budget import chunk_bytes_within
+from reshard_engine.plan.budget import chunk_bytes_within, metadata_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
 
 MAX_PARTS = 9_000
@@ -31,7 +31,9 @@ def plan_conversion(
     """
     largest = max((f.size_bytes for f in layout.files), default=0)
     least = max(min_part_bytes or 1, -(-largest // MAX_PARTS) if min_part_bytes else 1)
-    chunk_bytes = chunk_bytes_within(request.memory_limit_bytes, max(request.part_bytes, least), least_bytes=least)
+    metadata = metadata_bytes(checkpoint.shard_map, layout.files)
+    wanted = max(request.part_bytes, least)
+    chunk_bytes = chunk_bytes_within(request.memory_limit_bytes, metadata, wanted, least_bytes=least)
     return Plan(
         source=_source(checkpoint),
         target=_target(request),
@@ -41,6 +43,7 @@ def plan_conversion(
         read_bytes=_read_bytes(checkpoint, layout.files),
         write_bytes=sum(f.size_bytes for f in layout.files),
         pointer=layout.pointer.name if layout.pointer else None,
+        metadata_bytes=metadata,
         warnings=(*checkpoint.warnings, *layout.warnings, *_strided_warning(checkpoint)),
     )
 

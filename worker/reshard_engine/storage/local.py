@@ -47,6 +47,12 @@ def _status(path: str) -> os.stat_result | None:
         return None
 
 
+def _unless_gone(error: OSError) -> None:
+    """What `os.walk` would pass over in silence: a directory that cannot be listed is not an empty one."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
 class LocalStore:
     """The local file system. Paths are absolute."""
 
@@ -76,7 +82,7 @@ class LocalStore:
         """Every regular file below a directory, sorted by path. Symbolic links to directories are not followed."""
         found: list[ObjectInfo] = []
         with translated(path):
-            for root, _, names in os.walk(path):
+            for root, _, names in os.walk(path, onerror=_unless_gone):
                 for name in names:
                     full = os.path.join(root, name)
                     status = _status(full)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from reshard.errors import RequestError, printable
@@ -13,6 +17,7 @@ from reshard_engine.storage.urls import canonical_url, is_local, scheme_of
 
 _NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
 """fsspec file systems that cannot list directories, or that wrap another one."""
+_SERVED: ContextVar[Mapping[str, Store]] = ContextVar("served", default=MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,16 @@ class Location:
         return {i.path[len(self.path) + 1 :]: i for i in self.store.list_tree(self.path)}
 
 
+@contextmanager
+def serving(scheme: str, store: Store) -> Generator[None]:
+    """Let a store of this process serve a scheme for the length of the block, in this thread (context) only."""
+    token = _SERVED.set({**_SERVED.get(), scheme: store})
+    try:
+        yield
+    finally:
+        _SERVED.reset(token)
+
+
 def open_location(url: str, profile: str | None = None) -> Location:
     """The location that a URL names; nothing is contacted yet.
 
@@ -43,6 +58,8 @@ def open_location(url: str, profile: str | None = None) -> Location:
     if is_local(url):
         return Location(LocalStore(), name, name)
     scheme, path = scheme_of(url), name.partition("://")[2]
+    if (served := _SERVED.get().get(scheme)) is not None:
+        return Location(served, path, name)
     if scheme == "s3":
         from reshard_engine.storage.s3 import S3Store  # costs 0.4 s to import: only where S3 is used
 

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import botocore.exceptions
+import botocore.parsers
 import botocore.session
 import s3fs
 from botocore.config import Config
@@ -29,8 +30,14 @@ from reshard.errors import ReshardError, SourceError, StorageError, printable
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo
+from reshard_engine.storage.s3_listings import ListingGuard
 
 _READ_TRIES = 4
+_RAISED = (
+    botocore.exceptions.ClientError,
+    botocore.exceptions.BotoCoreError,
+    botocore.parsers.ResponseParserError,
+)
 _DENIED = {
     "403",
     "AccessDenied",
@@ -78,6 +85,8 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         return StorageError(
             "storage.denied", f"{where}: no credentials", fix="export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         )
+    if isinstance(error, botocore.parsers.ResponseParserError | botocore.exceptions.PaginationError):
+        return StorageError("storage.protocol", f"{where}: the store's reply is malformed")
     return StorageError(
         "storage.unavailable",
         f"{where}: {type(error).__name__}: {printable(str(error))}",
@@ -89,11 +98,11 @@ def _typed(error: BaseException, path: str) -> ReshardError:
 def _translated(path: str) -> Generator[None]:
     try:
         yield
-    except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError, http.client.HTTPException) as error:
+    except (*_RAISED, http.client.HTTPException) as error:
         raise _typed(error, path) from error
     except OSError as error:  # s3fs translates; the cause has the store's own words.
         cause = error.__cause__
-        if isinstance(cause, botocore.exceptions.ClientError | botocore.exceptions.BotoCoreError):
+        if isinstance(cause, _RAISED):
             raise _typed(cause, path) from error
         if isinstance(error, FileNotFoundError):
             raise SourceError("source.not_found", f"s3://{printable(path)} does not exist") from error
@@ -124,6 +133,8 @@ class S3Store:
             use_listings_cache=False,
             skip_instance_cache=True,
         )
+        self._guard = ListingGuard()
+        self._watched = False
         if profile.access_key_id:
             options["aws_access_key_id"] = profile.access_key_id
             options["aws_secret_access_key"] = profile.secret_access_key
@@ -151,6 +162,7 @@ class S3Store:
         files: list[ObjectInfo] = []
         directories: list[str] = []
         with _translated(path):
+            self._watch_listings()
             try:
                 # `_lsdir` is what `ls` builds on; `ls` itself answers for a file of that name too.
                 entries: list[dict[str, Any]] = self._fs.ls(path, detail=True, refresh=True)
@@ -169,16 +181,28 @@ class S3Store:
                 files.append(_info(entry))
         return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
 
+    def _watch_listings(self) -> None:
+        # s3fs makes its client when it first needs one.
+        if not self._watched:
+            self._fs.connect()
+            self._guard.watch(self._fs.s3)
+            self._watched = True
+
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every object below a prefix, sorted by path; empty if there is none."""
         with _translated(path):
+            self._watch_listings()
             found: Any = self._fs.find(path.rstrip("/") + "/", detail=True, refresh=True)
         return sorted((_info(e) for e in found.values() if e["type"] == "file"), key=lambda f: f.path)
 
     def stat(self, path: str) -> ObjectInfo | None:
         """The object at exactly this key, or None."""
         head = self._head(path)
-        return None if head is None else ObjectInfo(path, int(head["ContentLength"]), "etag:" + head["ETag"].strip('"'))
+        if head is None:
+            return None
+        if "ETag" not in head or "ContentLength" not in head:
+            raise StorageError("storage.protocol", f"s3://{printable(path)}: the store gives no ETag or no size")
+        return ObjectInfo(path, int(head["ContentLength"]), "etag:" + head["ETag"].strip('"'))
 
     def metadata(self, path: str) -> Mapping[str, str] | None:
         """User metadata of an object, or None if there is no object."""

@@ -1,0 +1,207 @@
+"""Single-bit flips over source, staged parts, target and manifest: found wherever a checksum covers.
+
+Flips are drawn from one printed seed; `RESHARD_SEED` repeats a run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.errors import IntegrityError, ReshardError, SourceError
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import checksummed_spans
+from reshard_engine.storage.local import LocalStore
+
+DATA = Path(__file__).parent.parent / "data"
+SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)
+NAME = "global_step3_universal"
+TARGET_FLIPS, SOURCE_FLIPS, STAGED_FLIPS, JOURNAL_FLIPS = 1_200, 500, 150, 150
+"""2,000 together."""
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Draws of one test; the seed is printed when it fails."""
+    print(f"RESHARD_SEED={SEED}")
+    return random.Random(f"{SEED}:{request.node.name}")
+
+
+def request_for(source: Path, target: Path, **options: Any) -> ConvertRequest:
+    """A small conversion of several units."""
+    options.setdefault("to", TargetFormat.UNIVERSAL)
+    return ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), part_bytes=8 << 10, **options)
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    """Flip one bit of a file and leave its times as they were."""
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ (1 << bit)]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def draw(rng: random.Random, paths: list[Path]) -> tuple[Path, int, int]:
+    """A bit of these files, every bit equally likely."""
+    path = rng.choices(paths, weights=[p.stat().st_size for p in paths])[0]
+    return path, rng.randrange(path.stat().st_size), rng.randrange(8)
+
+
+def files_below(directory: Path) -> list[Path]:
+    """Every file, in a fixed order."""
+    return sorted(p for p in directory.rglob("*") if p.is_file() and p.stat().st_size)
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Every file but the manifest, which names the time."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files_below(directory) if p.name != "reshard.json"}
+
+
+@pytest.mark.parametrize("to", list(TargetFormat))
+@pytest.mark.parametrize("level", list(VerifyLevel))
+def test_every_flip_of_a_target_is_found(
+    to: TargetFormat, level: VerifyLevel, tmp_path: Path, rng: random.Random
+) -> None:
+    """Target, manifest and pointer: our own output has no uncovered byte."""
+    engine, target = load_engine(), tmp_path / NAME
+    engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level))
+    assert engine.verify(str(target)).ok
+    missed: list[tuple[str, int, int]] = []
+    for _ in range(TARGET_FLIPS // (len(TargetFormat) * len(VerifyLevel))):
+        path, at, bit = draw(rng, files_below(tmp_path))
+        flip(path, at, bit)
+        try:
+            report = engine.verify(str(target))
+            named = any(p.path in str(path) and (p.offset is None or p.offset <= at) for p in report.problems)
+            found = not report.ok and named
+        except IntegrityError as error:
+            found = error.code == "integrity.mismatch" and path.name == "reshard.json"
+        if not found:
+            missed.append((str(path), at, bit))
+        flip(path, at, bit)
+    assert missed == []
+    assert engine.verify(str(target)).ok
+
+
+def test_a_flip_in_a_tensor_names_file_tensor_and_range(tmp_path: Path) -> None:
+    engine, target = load_engine(), tmp_path / "weights"
+    engine.convert(request_for(DATA / "zero2_tiny", target, to=TargetFormat.SAFETENSORS))
+    flip(target / "model.safetensors", (target / "model.safetensors").stat().st_size - 1, 3)
+    (problem,) = [p for p in engine.verify(str(target)).problems if p.tensor == "wpe.weight" or p.tensor]
+    assert problem.path == "model.safetensors"
+    assert problem.tensor is not None
+    assert problem.offset is not None
+    assert problem.length_bytes
+
+
+@pytest.mark.parametrize("name", ["zero2_tiny", "zero3_tiny"])
+def test_flips_of_a_source_are_found_or_harmless(name: str, tmp_path: Path, rng: random.Random) -> None:
+    """Under `--verify full` a covered flip ends in a typed error; an uncovered one changes no byte of the output."""
+    engine = load_engine()
+    source = shutil.copytree(DATA / name, tmp_path / "source")
+    clean = tmp_path / "clean" / NAME
+    engine.convert(request_for(source, clean, verify=VerifyLevel.FULL))
+    expected = content(clean)
+    paths = [p for p in files_below(source) if p.suffix == ".pt"]
+    covered = {p: covered_spans(p) for p in paths}
+    read = names_read(clean)
+    outcomes = {"found": 0, "harmless": 0}
+    for number in range(SOURCE_FLIPS // 2):
+        path, at, bit = draw(rng, paths)
+        flip(path, at, bit)
+        target = tmp_path / f"t{number}" / NAME
+        try:
+            engine.convert(request_for(source, target, verify=VerifyLevel.FULL))
+        except SourceError:
+            outcomes["found"] += 1
+        else:
+            must = path.name in read and any(o <= at < o + n for o, n in covered[path])
+            assert not must, f"bit {bit} of byte {at} of {path.name} was not found"
+            assert content(target) == expected, f"bit {bit} of byte {at} of {path.name} changed the output"
+            outcomes["harmless"] += 1
+        shutil.rmtree(tmp_path / f"t{number}", ignore_errors=True)
+        flip(path, at, bit)
+    print(name, outcomes)
+    assert outcomes["found"] > outcomes["harmless"] / 2
+
+
+def covered_spans(path: Path) -> list[tuple[int, int]]:
+    """(offset, length) of what the container's own CRC-32s cover."""
+    store = LocalStore()
+    info = store.stat(str(path))
+    assert info is not None
+    return [(o, n) for o, n, _ in checksummed_spans(SourceFile(store, path.name, (info,)))]
+
+
+def names_read(target: Path) -> set[str]:
+    """The source files that the manifest of a conversion names."""
+    from reshard_engine.manifest import parse_manifest
+
+    return {s.path for s in parse_manifest((target / "reshard.json").read_bytes()).sources}
+
+
+def test_flips_of_staged_parts_are_found_before_the_commit(tmp_path: Path, rng: random.Random) -> None:
+    """A bit that flips after it was written: `full` refuses to publish, and the next run writes it anew."""
+    engine = load_engine()
+    expected = _undisturbed(tmp_path)
+    for number in range(STAGED_FLIPS):
+        target = tmp_path / f"t{number}" / NAME
+        request = request_for(DATA / "zero2_tiny", target, verify=VerifyLevel.FULL)
+        with pytest.raises(ReshardError) as caught:
+            engine.convert(request, on_progress=once_in("verifying", lambda t=target: flip_staged(rng, t, "/zero/")))
+        assert caught.value.code == "integrity.mismatch"
+        assert not target.exists()
+        engine.convert(request)
+        assert content(target) == expected
+        shutil.rmtree(tmp_path / f"t{number}")
+
+
+def test_flips_between_two_attempts_do_no_harm(tmp_path: Path, rng: random.Random) -> None:
+    """A bit that flips in staging or in the journal while nobody runs: the resumed run does not trust it."""
+    engine = load_engine()
+    expected = _undisturbed(tmp_path)
+    for number in range(JOURNAL_FLIPS):
+        target = tmp_path / f"t{number}" / NAME
+        request = request_for(DATA / "zero2_tiny", target, threads=1)
+        looks = iter(range(rng.randrange(3, 9)))
+        with pytest.raises(ReshardError, match="stopped"):
+            engine.convert(request, should_stop=lambda looks=looks: next(looks, None) is None)
+        flip_staged(rng, target)
+        engine.convert(request)
+        assert content(target) == expected
+        assert engine.verify(str(target)).ok
+        shutil.rmtree(tmp_path / f"t{number}")
+
+
+def _undisturbed(tmp_path: Path) -> Mapping[str, bytes]:
+    target = tmp_path / "undisturbed" / NAME
+    load_engine().convert(request_for(DATA / "zero2_tiny", target))
+    return content(target)
+
+
+def flip_staged(rng: random.Random, target: Path, which: str = ".reshard-") -> None:
+    """Flip a bit of what a running or stopped conversion has beside its target."""
+    flip(*draw(rng, [p for p in files_below(target.parent) if ".reshard-" in str(p) and which in str(p)]))
+
+
+def once_in(phase: str, act: Callable[[], None]) -> Callable[[Progress], None]:
+    """A progress callback that does something when a phase begins."""
+    done: list[bool] = []
+
+    def on_progress(progress: Progress) -> None:
+        if progress.phase == phase and not done:
+            done.append(True)
+            act()
+
+    return on_progress

@@ -1,0 +1,226 @@
+"""The two levels of checking, `reshard verify`, and the digests that both compare."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, strategies as st
+from typer.testing import CliRunner
+
+from reshard.cli.main import app
+from reshard.cli.sizes import parse_percent
+from reshard.errors import IntegrityError, JobError, RequestError
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
+from reshard_engine.conversion import Conversion
+from reshard_engine.digests import BLOCK_BYTES, TensorDigests, TensorStream, blocks_beginning_in, tensor_digest
+from reshard_engine.execute.local_sink import LocalSink
+from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.manifest import Manifest, parse_manifest
+from reshard_engine.storage.locations import serving
+from reshard_engine.testing.memory_store import MemoryStore
+from reshard_worker.settings import WorkerSettings
+
+DATA = Path(__file__).parent.parent / "data"
+
+
+def request_for(target: Path | str, **options: Any) -> ConvertRequest:
+    options = {"to": TargetFormat.UNIVERSAL, "part_bytes": 4 << 10, **options}
+    source = options.pop("source", DATA / "zero2_tiny")
+    return ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), **options)
+
+
+def manifest_of(target: Path) -> Manifest:
+    return parse_manifest((target / "reshard.json").read_bytes())
+
+
+# -- digests --------------------------------------------------------------------------------------------
+
+
+def plain_digest(data: bytes) -> str:
+    """The documented definition, written down once more."""
+    blocks = [data[at : at + 262_144] for at in range(0, len(data), 262_144)]
+    return xxhash.xxh3_128_hexdigest(b"".join(xxhash.xxh3_64_intdigest(b).to_bytes(8, "little") for b in blocks))
+
+
+@given(
+    size=st.integers(0, 3 * BLOCK_BYTES + 5),
+    cuts=st.lists(st.integers(0, 3 * BLOCK_BYTES + 5), max_size=12),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_digest_does_not_depend_on_how_the_bytes_arrive(size: int, cuts: list[int], seed: int) -> None:
+    random = np.random.default_rng(seed)
+    data = random.bytes(size)
+    edges = sorted({0, size, *(min(c, size) for c in cuts)})
+    pieces = list(pairwise(edges))
+    random.shuffle(pieces)
+    stream = TensorStream()
+    for begin, end in pieces:
+        stream.feed(0, "uint8", size, begin=int(begin), data=memoryview(data)[int(begin) : int(end)])
+    assert stream.digests.digest(0, "uint8", size) == plain_digest(data)
+
+
+@given(st.lists(st.integers(0, 10 * BLOCK_BYTES), min_size=1, max_size=20))
+def test_units_that_tile_a_tensor_tile_its_blocks(cuts: list[int]) -> None:
+    edges = sorted({0, *cuts})
+    runs = [blocks_beginning_in(a, b) for a, b in pairwise(edges)]
+    assert [n for run in runs for n in run] == list(range(-(-edges[-1] // BLOCK_BYTES)))
+
+
+def test_a_tensor_with_missing_blocks_has_no_digest() -> None:
+    assert TensorDigests().digest(0, "uint8", 1) is None
+    assert TensorDigests().digest(0, "uint8", 0) == tensor_digest(b"")
+
+
+def test_digests_of_tensors_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    engine = load_engine()
+    engine.convert(request_for(tmp_path / "universal", part_bytes=1 << 10))
+    engine.convert(request_for(tmp_path / "torch", to=TargetFormat.TORCH))
+    engine.convert(request_for(tmp_path / "shards", to=TargetFormat.SAFETENSORS, max_shard_bytes=1_000))
+    found = [
+        {t.fqn: t.xxh3 for t in manifest_of(tmp_path / name).tensors if t.state == "fp32"}
+        for name in ("universal", "torch", "shards")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0].values())) > 5
+
+
+def test_digests_are_those_of_the_elements(tmp_path: Path) -> None:
+    load_engine().convert(request_for(tmp_path / "out", to=TargetFormat.SAFETENSORS, dtype=WeightDtype.BF16))
+    data = (tmp_path / "out" / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    tensors = manifest_of(tmp_path / "out").tensors
+    assert {t.fqn for t in tensors} == set(header) - {"__metadata__"}
+    for tensor in tensors:
+        low, high = header[tensor.fqn]["data_offsets"]
+        assert tensor.xxh3 == plain_digest(data[start + low : start + high])
+
+
+# -- levels ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_bytes_that_change_after_their_digests_were_taken(
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor or a disk that lies: damaged between digest and write, found by `full`, in either sink."""
+    store = MemoryStore()
+    for sink, target in ((LocalSink, str(tmp_path / "out")), (ObjectSink, "mem://bucket/out")):
+        write, count = sink.write, iter(range(10_000))
+
+        def lying(self: Any, chunk: Any, data: memoryview, crc32: int, write: Any = write, count: Any = count) -> str:
+            if next(count) % every == 0 and len(data):
+                damaged = bytearray(data)
+                damaged[len(damaged) // 2] ^= 16
+                data = memoryview(damaged)
+            return write(self, chunk, data, crc32)
+
+        with serving("mem", store):
+            with monkeypatch.context() as patch:
+                patch.setattr(sink, "write", lying)
+                with pytest.raises(IntegrityError) as caught:
+                    load_engine().convert(request_for(target, verify=VerifyLevel.FULL))
+            assert caught.value.code == "integrity.mismatch"
+            assert sink is ObjectSink or not (tmp_path / "out").exists()
+            assert not any(p.endswith(("reshard.json", "_states.pt")) for p in store.snapshot())
+            load_engine().convert(request_for(target, verify=VerifyLevel.FULL))
+            assert load_engine().verify(target).ok
+
+
+def test_full_says_what_it_read(tmp_path: Path) -> None:
+    result = load_engine().convert(request_for(tmp_path / "out", verify=VerifyLevel.FULL))
+    manifest = manifest_of(tmp_path / "out")
+    assert result.verification is manifest.verification is VerifyLevel.FULL
+    assert all(f.sha256 for f in manifest.files)
+    assert all(s.sha256 and s.directory_sha256 for s in manifest.sources)
+    assert all(s.uncovered_bytes == sum(n for _, n in s.uncovered) < s.size_bytes for s in manifest.sources)
+    assert manifest.uncovered == ()
+
+
+def test_a_finished_target_is_read_when_full_is_asked_for_later(tmp_path: Path) -> None:
+    engine, target = load_engine(), tmp_path / "out"
+    engine.convert(request_for(target, to=TargetFormat.SAFETENSORS))
+    again = engine.convert(request_for(target, to=TargetFormat.SAFETENSORS, verify=VerifyLevel.FULL))
+    assert again.already_done
+    path = target / "model.safetensors"
+    status = path.stat()
+    path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert engine.convert(request_for(target, to=TargetFormat.SAFETENSORS)).already_done
+    with pytest.raises(IntegrityError, match="damaged"):
+        engine.convert(request_for(target, to=TargetFormat.SAFETENSORS, verify=VerifyLevel.FULL))
+
+
+def test_full_can_be_stopped(tmp_path: Path) -> None:
+    phases: list[str] = []
+
+    def on_progress(progress: Progress) -> None:
+        phases.append(progress.phase)
+
+    with pytest.raises(JobError, match="stopped"):
+        Conversion.prepare(request_for(tmp_path / "out", verify=VerifyLevel.FULL)).run(
+            on_progress=on_progress, should_stop=lambda: "verifying" in phases
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_operator_may_ask_for_full() -> None:
+    assert WorkerSettings.from_env({"RESHARD_VERIFY": "full"}).verify is VerifyLevel.FULL
+    assert WorkerSettings.from_env({}).verify is VerifyLevel.DEFAULT
+
+
+# -- reshard verify -------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_labelled_and_finds_what_it_reads(tmp_path: Path) -> None:
+    engine, target = load_engine(), tmp_path / "out"
+    engine.convert(request_for(target))
+    report = engine.verify(str(target), sample=0.25)
+    total = sum(f.size_bytes for f in manifest_of(target).files)
+    assert report.ok
+    assert report.sampled == 0.25
+    assert report.tensors == 0
+    assert 0.25 * total <= report.read_bytes < total
+    shown = CliRunner().invoke(app, ["verify", str(target), "--sample", "25%"])
+    assert shown.stdout.startswith("sampled: ")
+    assert "the rest was not read" in shown.stdout
+    for path in target.rglob("*.pt"):
+        damaged = bytearray(path.read_bytes())
+        damaged[::50] = bytes(b ^ 1 for b in damaged[::50])
+        path.write_bytes(damaged)
+    assert not engine.verify(str(target), sample=0.01).ok
+    for text in ("0", "0%", "101%", "1.5", "-2%", "nan", ""):
+        with pytest.raises(RequestError):
+            parse_percent(text)
+
+
+def test_what_is_missing_shorter_or_more_is_named(tmp_path: Path) -> None:
+    engine, target = load_engine(), tmp_path / "out"
+    engine.convert(request_for(target))
+    (target / "zero" / "gain" / "fp32.pt").unlink()
+    (target / "zero" / "optimizer_state.pt").write_bytes(b"short")
+    (target / "stranger").write_bytes(b"")
+    (tmp_path / "latest_universal").write_text("nowhere")
+    problems = {p.path: p.problem for p in engine.verify(str(target)).problems}
+    assert set(problems) == {"zero/gain/fp32.pt", "zero/optimizer_state.pt", "stranger", "latest_universal"}
+    sampled = {p.path for p in engine.verify(str(target), sample=1).problems}
+    assert sampled == set(problems)
+
+
+def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    load_engine().convert(request_for(target))
+    other = manifest_of(target).model_copy(update={"schema_version": 99})
+    with pytest.raises(IntegrityError, match="schema version 99"):
+        parse_manifest(other.to_bytes())
+    for data in (b"", b"{}", b'{"schema_version":1}\n', other.to_bytes()[:-1], other.to_bytes() + b" "):
+        with pytest.raises(IntegrityError, match="damaged"):
+            parse_manifest(data)

@@ -1,0 +1,138 @@
+"""Digests of logical tensors that do not depend on how a file or a unit cuts them.
+
+A tensor's packed little-endian bytes, in the row-major order of its global shape, are cut into blocks of
+`BLOCK_BYTES`; each has an XXH3-64, and the tensor's digest is the XXH3-128 of those, eight little-endian
+bytes each, in order. So two layouts that hold the same elements have the same digest, units that run in
+any order can each digest what passes them, and padding is never part of it.
+
+Source: xxHash 0.8 (XXH3, seed 0), as the package `xxhash` binds it. Not cryptographic: it finds accidents.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from reshard.errors import IntegrityError
+
+BLOCK_BYTES = 256 << 10
+_DIGEST_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Digests of consecutive blocks of one tensor as one element type."""
+
+    tensor: int
+    dtype: str
+    first: int
+    """Number of the first block."""
+    digests: bytes
+    """Eight little-endian bytes per block."""
+
+
+def block_count(size_bytes: int) -> int:
+    """How many blocks a tensor of so many bytes has."""
+    return -(-size_bytes // BLOCK_BYTES)
+
+
+def blocks_beginning_in(begin: int, end: int) -> range:
+    """Numbers of the blocks whose first byte lies in `[begin, end)`; units that tile a tensor tile its blocks."""
+    return range(block_count(begin), block_count(end))
+
+
+def block_digest(data: memoryview) -> bytes:
+    """The digest of one block."""
+    return xxhash.xxh3_64_intdigest(data).to_bytes(_DIGEST_BYTES, "little")
+
+
+def tensor_digest(blocks: bytes) -> str:
+    """The digest of a tensor, in hex, from the digests of its blocks in order."""
+    return xxhash.xxh3_128_hexdigest(blocks)
+
+
+class TensorDigests:
+    """Collects block digests in any order, from any thread."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._blocks: dict[tuple[int, str], dict[int, bytes]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, run: BlockRun) -> None:
+        """Take in a run.
+
+        Raises:
+            IntegrityError: `integrity.mismatch` if a block is known with another digest: two copies of one
+                tensor differ.
+        """
+        with self._lock:
+            known = self._blocks.setdefault((run.tensor, run.dtype), {})
+            for at in range(0, len(run.digests), _DIGEST_BYTES):
+                number, digest = run.first + at // _DIGEST_BYTES, run.digests[at : at + _DIGEST_BYTES]
+                if known.setdefault(number, digest) != digest:
+                    raise IntegrityError(
+                        "integrity.mismatch", f"block {number} of tensor {run.tensor} was written with two contents"
+                    )
+
+    def digest(self, tensor: int, dtype: str, size_bytes: int) -> str | None:
+        """The digest of a tensor of so many bytes; None while blocks are missing."""
+        known = self._blocks.get((tensor, dtype), {})
+        if len(known) != block_count(size_bytes):
+            return None
+        return tensor_digest(b"".join(known[n] for n in range(len(known))))
+
+
+class TensorStream:
+    """Digests tensors from pieces that arrive in any order and size, as whoever reads files meets them.
+
+    Holds the bytes of blocks of which only a part has passed: at most two per run of a tensor in a file.
+    """
+
+    def __init__(self) -> None:
+        """Nothing has passed yet."""
+        self.digests = TensorDigests()
+        self._open: dict[tuple[int, str, int], tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int]] = {}
+        self._lock = threading.Lock()
+
+    def feed(self, tensor: int, dtype: str, size_bytes: int, *, begin: int, data: memoryview) -> None:
+        """Take in the bytes `[begin, begin + len(data))` of a tensor of `size_bytes` bytes."""
+        whole: list[tuple[int, bytes]] = []
+        for number, low, high in _cut(begin, begin + len(data)):
+            piece = data[low - begin : high - begin]
+            start = number * BLOCK_BYTES
+            length = min(BLOCK_BYTES, size_bytes - start)
+            if len(piece) == length:
+                whole.append((number, block_digest(piece)))
+            elif (block := self._complete((tensor, dtype, number), length, low - start, piece)) is not None:
+                whole.append((number, block_digest(block)))
+        for run in _runs(tensor, dtype, whole):
+            self.digests.add(run)
+
+    def _complete(self, key: tuple[int, str, int], length: int, offset: int, piece: memoryview) -> memoryview | None:
+        """The block's bytes if this piece was the last that was missing."""
+        with self._lock:
+            buffer, have = self._open.pop(key, (np.empty(length, dtype=np.uint8), 0))
+            buffer[offset : offset + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+            if have + len(piece) == length:
+                return buffer.data
+            self._open[key] = (buffer, have + len(piece))
+            return None
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """(block, begin, end) of the parts of a byte range."""
+    while begin < end:
+        number = begin // BLOCK_BYTES
+        stop = min(end, (number + 1) * BLOCK_BYTES)
+        yield number, begin, stop
+        begin = stop
+
+
+def _runs(tensor: int, dtype: str, blocks: Iterable[tuple[int, bytes]]) -> Iterator[BlockRun]:
+    for number, digest in blocks:
+        yield BlockRun(tensor, dtype, number, digest)

@@ -1,0 +1,74 @@
+"""The second level of checking, `--verify full`: the whole source and the whole output read before the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from reshard.errors import IntegrityError, printable
+from reshard.models import VerifyProblem
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.execute.receipt import with_full_checks
+from reshard_engine.execute.sink import Sink
+from reshard_engine.execute.source_check import SourceSums, check_source
+from reshard_engine.file_check import TargetCheck
+from reshard_engine.layout import TargetLayout
+from reshard_engine.manifest import Manifest
+
+
+class FullVerification:
+    """Reads everything once more. Methods are called in the order in which they stand here."""
+
+    def __init__(self, layout: TargetLayout, sink: Sink, should_stop: Callable[[], None]) -> None:
+        """`should_stop` raises when the caller wants the run to end."""
+        self._layout = layout
+        self._sink = sink
+        self._should_stop = should_stop
+        self._sums: dict[str, SourceSums] = {}
+        self._check: TargetCheck | None = None
+
+    def read_source(self, checkpoint: Checkpoint) -> None:
+        """Compare the source with the checksums of its containers.
+
+        Raises:
+            SourceError: `zip.crc`.
+        """
+        self._sums = check_source(checkpoint, self._should_stop)
+
+    def read_back(self, manifest: Manifest, *, commit: bool) -> None:
+        """Compare the files that are final by now, those that are published last or all others.
+
+        Raises:
+            IntegrityError: `integrity.mismatch`; what is damaged was withdrawn, and the next run writes it anew.
+        """
+        if self._check is None:
+            self._check = TargetCheck(manifest, self._should_stop)
+        check = self._check
+        check.manifest = manifest
+        where = self._sink.written
+        numbers = [i for i, f in enumerate(self._layout.files) if f.commit == commit]
+        check.read(where.store, where.files(), numbers)
+        if commit or check.damaged:
+            check.conclude()
+        if check.problems:
+            self._sink.withdraw(sorted({p.path for p in check.problems}))
+            raise _damaged(check.problems)
+
+    def certify(self, manifest: Manifest) -> Manifest:
+        """The manifest with what was found."""
+        assert self._check is not None
+        return with_full_checks(manifest, self._sums, self._check.sha256)
+
+
+def _damaged(problems: list[VerifyProblem]) -> IntegrityError:
+    first = problems[0]
+    where = (
+        printable(first.path)
+        if first.offset is None
+        else f"{printable(first.path)} bytes {first.offset}+{first.length_bytes}"
+    )
+    tensor = f" of {first.tensor}" if first.tensor else ""
+    return IntegrityError(
+        "integrity.mismatch",
+        f"{where}{tensor}: {first.problem} ({len(problems)} problems)",
+        fix="check disk and memory of this machine, then run the same command again: it writes them anew",
+    )

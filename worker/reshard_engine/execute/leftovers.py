@@ -1,0 +1,79 @@
+"""What conversions leave in an object store, and how it goes: nobody's uploads, objects, journals.
+
+Everything that a conversion writes carries the digest of its plan, so that nothing else is ever removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from reshard_engine.execute.control import ControlObjects
+from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name
+
+PLAN_KEY = "reshard-plan"
+"""Metadata of our objects: the digest of the plan that wrote them."""
+_THREADS = 8
+
+
+class Leftovers:
+    """What is left in and beside one target."""
+
+    def __init__(self, store: ObjectStore, target: str, control: ControlObjects) -> None:
+        """`target` is `bucket/key...` without a trailing slash."""
+        self._store = store
+        self._target = target
+        self._parent = parent_and_name(target)[0]
+        self._control = control
+
+    def is_written_by(self, path: str, digest: str) -> bool:
+        """Whether an object is there and of this plan."""
+        return (self._store.metadata(path) or {}).get(PLAN_KEY) == digest
+
+    def delete_written(self, paths: Sequence[str], digest: str) -> None:
+        """Remove those of the objects that a plan wrote, in the given order."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            mine = list(pool.map(partial(self.is_written_by, digest=digest), paths))
+        self._store.delete([path for path, yes in zip(paths, mine, strict=True) if yes])
+
+    def abort_uploads(self, paths: Set[str]) -> None:
+        """Abort every unfinished upload of these objects."""
+        for path, upload_id in self._store.list_uploads(self._target + "/"):
+            if path in paths:
+                self._store.abort_multipart(path, upload_id)
+
+    def collect(self) -> None:
+        """Remove what the conversion that claims this target wrote, commit files first, unless it is finished.
+
+        It is finished when its pointer is written, or its manifest where there is no pointer.
+        """
+        claim = self._control.claimed_by()
+        if claim is None:
+            self._collect_journals()
+            return
+        plan = self._control.stored_plan(claim.plan)
+        last = join(self._target, MANIFEST_NAME)
+        paths = {join(self._target, f[0]) for f in plan.get("files", [])}
+        self.abort_uploads(paths)
+        if not self._is_finished(plan, claim.plan):
+            commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]} | {last}
+            there = [i.path for i in self._store.list_tree(self._target) if i.path in paths | {last}]
+            self.delete_written(sorted(there, key=lambda p: p not in commit), claim.plan)
+        self._control.remove(claim.plan)
+
+    def _is_finished(self, plan: Mapping[str, Any], digest: str) -> bool:
+        last = join(self._parent, plan["pointer"]) if plan.get("pointer") else join(self._target, MANIFEST_NAME)
+        return self.is_written_by(last, digest)
+
+    def _collect_journals(self) -> None:
+        # Without a claim nobody is at work: a journal is what a process wrote that slept through the end.
+        uploads = self._store.list_uploads(self._target + "/")
+        for journal in self._control.journals():
+            known = set(self._control.uploads(journal).values())
+            for path, upload_id in uploads:
+                if upload_id in known:
+                    self._store.abort_multipart(path, upload_id)
+            self._control.forget(journal)

@@ -1,0 +1,149 @@
+"""The manifest of a conversion, from its plan and what its units reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from reshard.errors import IntegrityError, printable
+from reshard.models import VerifyLevel
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.digests import TensorDigests
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.source_check import SourceSums
+from reshard_engine.layout import ZEROS, TargetFile
+from reshard_engine.manifest import (
+    MANIFEST_SCHEMA_VERSION,
+    Manifest,
+    ManifestFile,
+    ManifestSource,
+    ManifestTensor,
+)
+from reshard_engine.plan.model import Plan
+from reshard_engine.version import TOOL_VERSION
+
+Extent = tuple[int, int, int, int]
+"""As in `ManifestTensor.extents`."""
+
+
+def build_manifest(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    files: Sequence[TargetFile],
+    records: Mapping[int, UnitRecord],
+    *,
+    created_at: str,
+    warnings: tuple[str, ...],
+) -> Manifest:
+    """What is written by now, before anyone looked at it again: no pins and no SHA-256 yet.
+
+    What units did not reach yet has no checksums: `with_pins` proves that nothing is left out.
+
+    Raises:
+        IntegrityError: `integrity.mismatch` if units disagree about a tensor.
+    """
+    chunks: dict[int, list[tuple[int, int, int]]] = {}
+    for record in records.values():
+        for entry in record.chunks:
+            chunks.setdefault(entry.chunk.file, []).append((entry.chunk.offset, entry.chunk.length_bytes, entry.crc32))
+    return Manifest(
+        schema_version=MANIFEST_SCHEMA_VERSION,
+        tool=TOOL_VERSION,
+        verification=VerifyLevel.DEFAULT,
+        plan_digest=plan.digest,
+        content_digest=plan.content_digest,
+        created_at=created_at,
+        source={name: plan.source[name] for name in ("url", "tag", "format")},
+        sources=_sources(checkpoint),
+        target=plan.target,
+        pointer=plan.pointer,
+        files=tuple(
+            ManifestFile(path=f.path, size_bytes=f.size_bytes, pin="", chunks=tuple(sorted(chunks.get(i, []))))
+            for i, f in enumerate(plan.files)
+        ),
+        tensors=_tensors(checkpoint, files, records),
+        read_bytes=sum(r.read_bytes for r in records.values()),
+        write_bytes=plan.write_bytes,
+        foreign_globals=checkpoint.foreign_globals,
+        warnings=warnings,
+    )
+
+
+def with_pins(manifest: Manifest, pins: Mapping[str, str]) -> Manifest:
+    """The finished manifest, with what the store says of each file.
+
+    Raises:
+        IntegrityError: `integrity.mismatch` if a tensor, or a part of one, was digested by no unit.
+    """
+    for tensor in manifest.tensors:
+        if not tensor.xxh3:
+            raise IntegrityError("integrity.mismatch", f"a part of {printable(tensor.fqn)} was digested by no unit")
+    return manifest.model_copy(
+        update={"files": tuple(f.model_copy(update={"pin": pins[f.path]}) for f in manifest.files)}
+    )
+
+
+def with_full_checks(manifest: Manifest, sums: Mapping[str, SourceSums], sha256: Mapping[str, str]) -> Manifest:
+    """The manifest of a conversion whose source and target were read whole."""
+    files = tuple(f.model_copy(update={"sha256": sha256[f.path]}) for f in manifest.files)
+    part: dict[str, int] = {}
+    sources: list[ManifestSource] = []
+    for source in manifest.sources:
+        number = part[source.path] = part.get(source.path, -1) + 1
+        found = sums[source.path]
+        update: dict[str, object] = {"sha256": found.sha256[number], "uncovered_bytes": 0}
+        if number == 0:
+            update |= {"uncovered_bytes": found.uncovered_bytes, "uncovered": found.uncovered}
+        sources.append(source.model_copy(update=update))
+    return manifest.model_copy(update={"verification": VerifyLevel.FULL, "files": files, "sources": tuple(sources)})
+
+
+def _sources(checkpoint: Checkpoint) -> tuple[ManifestSource, ...]:
+    return tuple(
+        ManifestSource(path=file.name, size_bytes=info.size_bytes, pin=info.pin, directory_sha256=file.directory_sha256)
+        for file in sorted(checkpoint.files, key=lambda f: f.name)
+        for info in file.objects
+    )
+
+
+def _tensors(
+    checkpoint: Checkpoint, files: Sequence[TargetFile], records: Mapping[int, UnitRecord]
+) -> tuple[ManifestTensor, ...]:
+    digests = TensorDigests()
+    for record in records.values():
+        for run in record.blocks:
+            digests.add(run)
+    extents: dict[tuple[int, str], list[Extent]] = {}
+    for number, file in enumerate(files):
+        for body in file.template.bodies:
+            tensor, size = file.tensors[body.slot], body.dtype.itemsize_bytes
+            if tensor != ZEROS:
+                extents.setdefault((tensor, body.dtype.name), []).append(
+                    (number, body.offset, body.begin * size, body.end * size)
+                )
+    found: list[ManifestTensor] = []
+    for (tensor, dtype), where in extents.items():
+        stored = checkpoint.shard_map.tensors[tensor]
+        digest = digests.digest(tensor, dtype, stored.numel * BY_NAME[dtype].itemsize_bytes) or ""
+        found += [
+            ManifestTensor(
+                fqn=stored.fqn, state=stored.state, dtype=dtype, shape=stored.shape, xxh3=digest, extents=copy
+            )
+            for copy in _copies(where)
+        ]
+    return tuple(found)
+
+
+def _copies(extents: Sequence[Extent]) -> list[tuple[Extent, ...]]:
+    """The extents of one tensor, copy by copy: each tiles it from its first byte to its last."""
+    copies: list[list[Extent]] = []
+    ending: dict[int, list[list[Extent]]] = {}
+    for extent in sorted(extents, key=lambda e: e[2]):
+        open_here = ending.get(extent[2])
+        if open_here and extent[3] > extent[2]:
+            copy = open_here.pop()
+            copy.append(extent)
+        else:
+            copies.append(copy := [extent])
+        ending.setdefault(extent[3], []).append(copy)
+    return [tuple(copy) for copy in copies]

@@ -1,0 +1,88 @@
+"""What `--verify full` asks of a source: every byte read, records compared with the CRC-32s of their container."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from reshard.errors import SourceError, printable
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import checksummed_spans
+
+_READ_BYTES = 8 << 20
+_THREADS = 4
+MAX_UNCOVERED = 10_000
+"""Uncovered ranges that are listed for one file; their total is always given."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSums:
+    """What reading a whole source file gave."""
+
+    sha256: tuple[str, ...]
+    """Of each of its objects."""
+    uncovered_bytes: int
+    uncovered: tuple[tuple[int, int], ...]
+    """(offset, length) of bytes that no CRC-32 covers, the first `MAX_UNCOVERED`."""
+
+
+def check_source(checkpoint: Checkpoint, should_stop: Callable[[], None]) -> dict[str, SourceSums]:
+    """Read every file of a source and compare its records with their checksums; sums by the file's name.
+
+    Raises:
+        SourceError: `zip.crc` with every record that is damaged.
+    """
+    with ThreadPoolExecutor(_THREADS) as pool:
+        outcomes = list(pool.map(partial(_check_file, should_stop=should_stop), checkpoint.files))
+    damaged = [name for _, names in outcomes for name in names]
+    if damaged:
+        listed = ", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else "")
+        raise SourceError(
+            "zip.crc",
+            f"{len(damaged)} records of the source do not match their CRC-32: {listed}",
+            fix="copy the checkpoint again; if the original is damaged too, use an older one",
+        )
+    return {f.name: sums for f, (sums, _) in zip(checkpoint.files, outcomes, strict=True)}
+
+
+def _check_file(file: SourceFile, should_stop: Callable[[], None]) -> tuple[SourceSums, list[str]]:
+    spans = checksummed_spans(file)
+    digests = [hashlib.sha256() for _ in file.objects]
+    buffer = bytearray(min(_READ_BYTES, max(1, file.size_bytes)))
+    damaged: list[str] = []
+
+    def read(begin: int, end: int) -> int:
+        """The CRC-32 of a range; its bytes go into the digests of the objects that hold them."""
+        crc = 0
+        for at in range(begin, end, len(buffer)):
+            should_stop()
+            view = memoryview(buffer)[: min(len(buffer), end - at)]
+            file.read_into(at, view)
+            crc = zlib.crc32(view, crc)
+            for digest, start, info in zip(digests, file.starts, file.objects, strict=True):
+                low, high = max(at, start), min(at + len(view), start + info.size_bytes)
+                if low < high:
+                    digest.update(view[low - at : high - at])
+        return crc
+
+    gaps: list[tuple[int, int]] = []
+    position = 0
+    for offset, length, expected in (*spans, (file.size_bytes, 0, 0)):
+        if offset > position:
+            read(position, offset)
+            gaps.append((position, offset - position))
+        if read(offset, offset + length) != expected:
+            damaged.append(f"{printable(file.name)} bytes {offset}+{length}")
+        position = offset + length
+    return _sums(digests, gaps), damaged
+
+
+def _sums(digests: Sequence[hashlib._Hash], gaps: Sequence[tuple[int, int]]) -> SourceSums:  # pyright: ignore[reportPrivateUsage]
+    return SourceSums(
+        tuple(d.hexdigest() for d in digests), sum(length for _, length in gaps), tuple(gaps[:MAX_UNCOVERED])
+    )

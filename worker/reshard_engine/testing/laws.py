@@ -1,0 +1,196 @@
+"""The laws of resharding, for any source format and any target format.
+
+Each law takes a `Trial` and fails with an assertion. A new format inherits all of them: it writes logical states
+(`formats.SourceFormat`), or reads what the engine wrote by other means (`formats.TargetOracle`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import printable
+from reshard.models import TargetFormat
+from reshard_engine.local import LocalEngine
+from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.storage.locations import open_location, serving
+from reshard_engine.testing.comparison import assert_same_files, content_difference
+from reshard_engine.testing.laws_of_trouble import (
+    a_flipped_bit_is_found_or_harmless,
+    fail_anywhere_and_resume,
+    model_fits_the_budget,
+    peak_is_within_the_model,
+    stop_anywhere_and_resume,
+)
+from reshard_engine.testing.trial import (
+    SCHEME,
+    TARGET_NAME,
+    ShuffledStore,
+    Trial,
+    convert,
+    nothing_left_over,
+    prepared,
+)
+from reshard_engine.verification import verify_target
+
+_WEIGHTS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
+
+
+def gather_then_slice(trial: Trial) -> None:
+    """The logical state is the oracle: every tensor has its bits, and the non-tensor state survives."""
+    run = trial.reference
+    expected = trial.oracle.expected(trial.saved, run.conversion.request)
+    difference = content_difference(expected, trial.oracle.read(run.files))
+    assert difference is None, difference
+    for fqn, count in expected.overflows.items():
+        wanted = f"{count} elements of {printable(fqn)} became infinite in the narrower type"
+        assert wanted in run.result.warnings, f"not reported: {wanted}"
+    said = sum("became infinite" in w for w in run.result.warnings)
+    assert said == len(expected.overflows), f"{said} tensors reported as overflowed, not {len(expected.overflows)}"
+
+
+def every_byte_once(trial: Trial) -> None:
+    """Each byte of the target is planned once and written once; nothing else is left there."""
+    run = trial.reference
+    plan = run.conversion.plan
+    painted = [np.zeros(file.size_bytes, dtype=np.uint8) for file in plan.files]
+    for unit in plan.units:
+        for chunk in unit.chunks:
+            painted[chunk.file][chunk.offset : chunk.offset + chunk.length_bytes] += 1
+    for file, bytemap in zip(plan.files, painted, strict=True):
+        assert (bytemap == 1).all(), f"{file.path}: bytes planned {np.unique(bytemap).tolist()} times"
+        assert len(run.files[file.path]) == file.size_bytes
+    assert sorted(run.files) == sorted(f.path for f in plan.files)
+    prefix = f"lab/reference/{TARGET_NAME}/"
+    writes = {key: n for key, n in trial.store.writes.items() if key[0].startswith(prefix)}
+    assert set(writes.values()) == {1}, "an object or a part was written twice"
+    kinds = Counter(path for path, number in writes if number == 0)
+    parts = {path for path, number in writes if number}
+    assert not parts & kinds.keys(), "an object was put whole and in parts"
+    assert {p.removeprefix(prefix) for p in parts | kinds.keys()} == {*run.files, MANIFEST_NAME}
+    nothing_left_over(trial.store, "reference", pointer=plan.pointer)
+
+
+def order_and_execution_do_not_matter(trial: Trial) -> None:
+    """The order of listings and files does not change the plan; grain, threads and memory do not change a byte.
+
+    Plans that differ in nothing else have one content digest.
+    """
+    store = ShuffledStore(trial.random)
+    files = list(trial.source_files.items())
+    trial.random.shuffle(files)
+    trial.fill(store, dict(files))
+    plan = trial.reference.conversion.plan
+    again = prepared(store, trial.request("reference")).plan
+    assert again.digest == plan.digest
+    assert again.to_json() == plan.to_json()
+    part = trial.random.choice([1 << 10, 1031, 3000, 1 << 16, 64 << 20])
+    run = trial.convert(store, "otherwise", part_bytes=part, threads=trial.random.choice([1, 3]))
+    assert run.conversion.plan.content_digest == plan.content_digest
+    assert_same_files(trial.reference.files, run.files)
+
+
+def again_is_a_no_op(trial: Trial) -> None:
+    """A finished conversion is recognised, whatever the grain, and writes nothing."""
+    before = trial.reference and trial.store.snapshot()
+    _, result = convert(trial.store, trial.request("reference", part_bytes=trial.random.choice([1 << 10, 1 << 20])))
+    assert result.already_done
+    assert result.write_bytes == 0
+    assert trial.store.snapshot() == before
+
+
+def verification_agrees(trial: Trial) -> None:
+    """What was written verifies."""
+    assert trial.reference
+    with serving(SCHEME, trial.store):
+        report = verify_target(open_location(f"{SCHEME}://lab/reference/{TARGET_NAME}"))
+    assert report.ok, report.problems
+
+
+def stores_agree(trial: Trial) -> None:
+    """The local file system and the object store get the same bytes from either."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source, target = Path(scratch, "source"), Path(scratch, "out", TARGET_NAME)
+        for name, data in trial.source_files.items():
+            path = source / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        request = trial.request("local", target=str(target), source={"url": str(source)})
+        engine = LocalEngine()
+        result = engine.convert(request)
+        files = {p.relative_to(target).as_posix(): p.read_bytes() for p in target.rglob("*") if p.is_file()}
+        assert files.pop(MANIFEST_NAME)
+        assert_same_files(trial.reference.files, files)
+        assert result.write_bytes == trial.reference.result.write_bytes
+        beside = {p.name: p.read_bytes() for p in target.parent.iterdir() if p != target}
+        assert beside == trial.reference.beside
+        assert engine.verify(str(target)).ok
+
+
+def what_was_written_reads_back(trial: Trial) -> None:
+    """A target, read as a source, gives the same target again: every tensor and every value of it."""
+    run = trial.convert(trial.store, "back", **_from("reference"), exclude_frozen=False)
+    first, second = (trial.oracle.read(files) for files in (trial.reference.files, run.files))
+    difference = content_difference(first, second) or content_difference(second, first)
+    assert difference is None, difference
+
+
+def the_path_does_not_matter(trial: Trial) -> None:
+    """By way of another format or of a wider type, the result is the same."""
+    # Without masters and without a wanted type, types stay what they are.
+    wide = "fp32" if trial.source.full or trial.options.get("dtype") else None
+    ways: list[dict[str, Any]] = [{"to": to, "dtype": wide} for to in _WEIGHTS] if "dtype" in trial.options else []
+    if trial.source.full:
+        ways.append({"to": TargetFormat.UNIVERSAL, "dtype": None, "max_shard_bytes": None})
+    if not trial.source.full and trial.oracle.wants_full_state:
+        return
+    way = trial.random.choice(ways)
+    frozen = trial.options.get("exclude_frozen", False)
+    # Weights do not say which of them were frozen: what is to be left out must be left out on the way.
+    early = frozen and way["to"] is not TargetFormat.UNIVERSAL
+    trial.convert(trial.store, "way", **way, exclude_frozen=early)
+    run = trial.convert(trial.store, "arrived", **_from("way"), exclude_frozen=frozen and not early)
+    direct, arrived = (trial.oracle.read(files) for files in (trial.reference.files, run.files))
+    # A NaN that was cast on the way may have another payload than one that was cast at the end, or never.
+    direct = replace(direct, cast=frozenset(direct.tensors))
+    difference = content_difference(direct, arrived) or content_difference(replace(arrived, cast=direct.cast), direct)
+    assert difference is None, f"by way of {way['to'].value}: {difference}"
+
+
+def _from(run: str) -> dict[str, Any]:
+    return {"source": {"url": f"{SCHEME}://lab/{run}/{TARGET_NAME}"}}
+
+
+Law = Callable[[Trial], None]
+LAWS: tuple[Law, ...] = (
+    gather_then_slice,
+    every_byte_once,
+    order_and_execution_do_not_matter,
+    again_is_a_no_op,
+    verification_agrees,
+    model_fits_the_budget,
+    peak_is_within_the_model,
+    stores_agree,
+    what_was_written_reads_back,
+    the_path_does_not_matter,
+    stop_anywhere_and_resume,
+    fail_anywhere_and_resume,
+    a_flipped_bit_is_found_or_harmless,
+)
+"""Every law, in the order in which they are checked."""
+
+
+def check(trial: Trial, laws: tuple[Law, ...] = LAWS) -> None:
+    """Check laws over one example; a failure says which law was broken."""
+    for law in laws:
+        try:
+            law(trial)
+        except BaseException as error:
+            error.add_note(f"law: {law.__name__} ({trial.source.name} to {trial.oracle.name})")
+            raise
