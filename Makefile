@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full gpu golden bench demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full laws chaos fuzz gpu golden bench demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -31,6 +31,15 @@ test: $(READY) ## all tests but the long ones
 
 full: $(READY) ## the long tests too
 	@$(PYTEST) --durations=40 -m 'not gpu' $(ARGS)
+
+laws: $(READY) ## the laws of resharding over 5,000 generated checkpoints (half an hour)
+	@$(PYTEST) tests/laws/test_laws.py --hypothesis-profile=laws-long -o faulthandler_timeout=0 $(ARGS)
+
+chaos: $(READY) ## faults at every operation in every mode, 300 random kills of the real worker (about an hour)
+	@$(PYTEST) -s -o faulthandler_timeout=0 -m 'full or not full' tests/faults $(ARGS)
+
+fuzz: $(READY) ## coverage-guided fuzzing of everything that reads what others wrote (10 minutes on two cores)
+	@$(BIN)/python tests/adversarial/fuzz/run.py $(ARGS)
 
 gpu: $(READY) ## the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)

@@ -1,0 +1,223 @@
+"""What is fuzzed: functions of bytes that return, or raise a `ReshardError`; anything else is a find."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from adversarial.corpus import carriers, containers, opcodes as op, safetensors_files
+from adversarial.corpus.archives import Ending, archive
+from adversarial.corpus.pickle_code import ENTRIES as PAYLOADS
+from reshard.errors import ReshardError
+from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
+from reshard_engine import manifest
+from reshard_engine.containers.safetensors_file import open_safetensors_file
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import open_torch_file
+from reshard_engine.execute.control import ControlObjects
+from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.inspection import describe
+from reshard_engine.manifest import parse_manifest
+from reshard_engine.pickles import policy
+from reshard_engine.pickles.emit import emit_pickle
+from reshard_engine.pickles.limits import PickleLimits
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.rewrite import rewrite
+from reshard_engine.pickles.vm import parse_pickle
+from reshard_engine.plan.model import Chunk
+from reshard_engine.readers.registry import find_checkpoint, read_checkpoint
+from reshard_engine.readers.weights.index import read_index
+from reshard_engine.storage.locations import Location
+from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.writers.registry import WRITERS
+
+DATA = Path(__file__).parents[2] / "data"
+LIMITS = PickleLimits(opcodes=100_000, node_bytes=16 << 20, stream_bytes=1 << 20)
+Target = Callable[[bytes], None]
+
+
+def _stored(name: str, data: bytes) -> SourceFile:
+    store = MemoryStore()
+    return SourceFile(store, name, (store.put(f"b/{name}", data, metadata={}, if_absent=False),))
+
+
+def _keep() -> OpaqueLedger:
+    return OpaqueLedger(OpaquePolicy.KEEP)
+
+
+def fuzz_pickle(data: bytes) -> None:
+    """Parsed, written, parsed and written again: the second writing is the first."""
+    value, _ = parse_pickle(data, _keep(), limits=LIMITS, allow_trailing=True)
+    once = emit_pickle(rewrite(value, lambda t: t, lambda f: f), keep_foreign=True)
+    twice = emit_pickle(parse_pickle(once, _keep())[0], keep_foreign=True)
+    # Bytes and sets are written as calls, and calls are read as calls: from the second writing on nothing changes.
+    if emit_pickle(parse_pickle(twice, _keep())[0], keep_foreign=True) != twice:
+        raise AssertionError("what was written is not what is read")
+
+
+def fuzz_zip(data: bytes) -> None:
+    """A torch file, and every tensor's extent inside it."""
+    file = open_torch_file(_stored("x.pt", data), _keep(), limits=LIMITS)
+    for record in file.storages.values():
+        if record.offset < 0 or record.length_bytes < 0 or record.offset + record.length_bytes > len(data):
+            raise AssertionError("a record outside of its file")
+
+
+_FILES = (
+    (carriers.model_states(), carriers.MODEL),
+    (carriers.optim_states(0), carriers.OPTIM[0]),
+    (carriers.optim_states(1), carriers.OPTIM[1]),
+)
+_GOOD = {f"{carriers.TAG}/{name}": file.bytes() for file, name in _FILES} | {"latest": carriers.TAG.encode()}
+
+
+def _checkpoint(path: str, data: bytes) -> Location:
+    store = MemoryStore()
+    files = {**_GOOD, path: data}
+    for name, content in files.items():
+        store.put(f"b/{name}", content, metadata={}, if_absent=False)
+    return Location(store, "b", "mem://b")
+
+
+def fuzz_latest(data: bytes) -> None:
+    """A pointer file: the tag that it names lies below the directory."""
+    found = find_checkpoint(_checkpoint("latest", data), None)
+    if not found.location.path.startswith("b/") or ".." in found.location.path:
+        raise AssertionError(f"{found.location.path} is outside of the directory")
+
+
+def fuzz_checkpoint(data: bytes) -> None:
+    """`data.pkl` of one of three files in a checkpoint, up to the layout of a target."""
+    which, pickle = data[:1], data[1:]
+    file, name = _FILES[which[0] % len(_FILES)] if which else _FILES[0]
+    spoilt = carriers.TorchFile(file.entries, file.storages, pickle=pickle)
+    location = _checkpoint(f"{carriers.TAG}/{name}", spoilt.bytes())
+    checkpoint = read_checkpoint(location, None, OpaqueLedger(OpaquePolicy.DROP))
+    describe(checkpoint).model_dump_json()
+    request = ConvertRequest(source=SourceSpec(url="/data/in"), target="/data/out", to=TargetFormat.UNIVERSAL)
+    request = request.model_copy(update={"opaque": OpaquePolicy.DROP})
+    WRITERS[TargetFormat.UNIVERSAL].lay_out(checkpoint, request, name="out")
+
+
+def fuzz_manifest(data: bytes) -> None:
+    """`reshard.json` as it is, and with the digest that it should have, which nobody guesses."""
+    for text in (data, _sealed(data)):
+        with suppress(ReshardError):
+            parse_manifest(text)
+
+
+def _sealed(head: bytes) -> bytes:
+    digest = hashlib.sha256(head + manifest._TAIL % manifest._NO_DIGEST).hexdigest()
+    return head + manifest._TAIL % digest.encode()
+
+
+def fuzz_journal(data: bytes) -> None:
+    """The objects beside a target: claim, plan, uploads, records of units; a line's CRC-32 is put right."""
+    journal = f".out.reshard-{'d' * 16}"
+    store = MemoryStore()
+    for name in (".out.reshard-claim", f"{journal}/plan.json", f"{journal}/upload-0.json", f"{journal}/unit-0.json"):
+        store.put(f"b/{name}", data, metadata={}, if_absent=False)
+    control = ControlObjects(store, "b/out")
+    reads = (control.claimed_by, lambda: control.stored_plan("d" * 64), lambda: control.uploads(f"b/{journal}"))
+    for read in reads:
+        with suppress(ReshardError):
+            read()
+    UnitRecord.from_line(data)
+    UnitRecord.from_line(b"%08x %s" % (zlib.crc32(data), data))
+
+
+def fuzz_safetensors(data: bytes) -> None:
+    """A safetensors file, and every tensor inside it."""
+    file = open_safetensors_file(_stored("x.safetensors", data))
+    for tensor in file.tensors:
+        if tensor.offset < 8 or tensor.offset > len(data):
+            raise AssertionError("a tensor outside of its file")
+
+
+def fuzz_index(data: bytes) -> None:
+    """An index of sharded weights: it names plain files only."""
+    store = MemoryStore()
+    info = store.put("b/model.safetensors.index.json", data, metadata={}, if_absent=False)
+    for file in read_index(store, info, suffix=".safetensors").names_by_file:
+        if "/" in file or "\\" in file or file.startswith("."):
+            raise AssertionError(f"{file!r} is no plain name")
+
+
+def _archives() -> list[bytes]:
+    records = carriers.model_states().records()
+    # Without CRC-32s a mutated pickle is still read.
+    open_ended = [replace(r, crc=0) for r in records]
+    plain = [replace(r, flags=0x800) for r in records]
+    return [
+        archive(records),
+        archive(open_ended),
+        archive(plain),
+        archive(records, Ending(zip64={})),
+        containers.legacy(),
+        *(p.read_bytes() for p in sorted(DATA.glob("zero?_tiny/*/*.pt"))),
+    ]
+
+
+def _pickles() -> list[bytes]:
+    found = [file.data_pkl() for file, _ in _FILES]
+    payloads = [b"\x80\x02" + e.runs[2:] for e in PAYLOADS if e.runs is not None]
+    framed = op.stream({"a": [1, 2.5, None, True, b"x", ("y",)], "z": op.ordered({"k": 1 << 70})})
+    return [*found, *payloads, framed, containers.legacy()[:200]]
+
+
+def _manifests() -> list[bytes]:
+    sample = {
+        "schema_version": manifest.MANIFEST_SCHEMA_VERSION,
+        "tool": "reshard 0.1.0",
+        "files": [{"path": "a", "size_bytes": 3, "pin": "x", "chunks": [[0, 3, 5]]}],
+        "foreign_globals": [],
+    }
+    return [json.dumps(sample, separators=(",", ":")).encode()[:-1], b"{", json.dumps(sample).encode()]
+
+
+def _journals() -> list[bytes]:
+    record = UnitRecord(3, (ChunkRecord(Chunk(0, 0, 10), 7, "etag"),), ((0, 0, 0, 10, 7),))
+    line = record.to_line()
+    texts = ({"plan": "d" * 64, "clearing": False}, {"id": "upload"}, {"schema_version": 1, "files": [], "units": []})
+    return [line, line[9:], *(json.dumps(t).encode() for t in texts)]
+
+
+def _indexes() -> list[bytes]:
+    whole = {"metadata": {"total_size": 12, "a": "w"}, "weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    return [json.dumps(whole).encode(), b'{"weight_map":{}}']
+
+
+def _headers() -> list[bytes]:
+    tensor, file_of = safetensors_files.tensor, safetensors_files.file_of
+    two = {"a": tensor(), "b": tensor(12, 16, ()), "__metadata__": {"format": "pt", "x": "a"}}
+    return [file_of({"w": tensor()}), file_of(two, bytes(16)), *(p.read_bytes() for p in DATA.glob("*/*.safetensors"))]
+
+
+def _latest() -> list[bytes]:
+    return [carriers.TAG.encode(), b"../../x", b"a/b", b"\xff\xfe", b"global_step3\r\n"]
+
+
+def words(seeds: list[bytes]) -> list[bytes]:
+    """Words of the seeds and of the allow-list, for the fuzzer to put where it likes."""
+    found = {w for seed in seeds for w in re.findall(rb"[A-Za-z_][A-Za-z0-9_.]{2,40}", seed)}
+    lines = {name.rpartition(".")[0] + "\n" + name.rpartition(".")[2] + "\n" for name in policy._CALLABLE}
+    return sorted(found)[:500] + [b"c" + line.encode() for line in sorted(lines)]
+
+
+TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
+    "pickle": (fuzz_pickle, _pickles),
+    "zip": (fuzz_zip, _archives),
+    "checkpoint": (fuzz_checkpoint, lambda: [bytes([i]) + f.data_pkl() for i, (f, _) in enumerate(_FILES)]),
+    "safetensors": (fuzz_safetensors, _headers),
+    "index": (fuzz_index, _indexes),
+    "latest": (fuzz_latest, _latest),
+    "manifest": (fuzz_manifest, _manifests),
+    "journal": (fuzz_journal, _journals),
+}
+"""By name: the function, and its seeds."""

@@ -1,0 +1,142 @@
+"""The hostile corpus: each checkpoint in a process of its own, with its exact code, and nothing run or written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from adversarial.corpus import carriers
+from adversarial.corpus.children import Children, Job, Outcome
+from adversarial.corpus.entry import OK, Entry
+from adversarial.corpus.pickle_code import CANARY
+from adversarial.corpus.table import ENTRIES, NUMBERS_ELSEWHERE
+from adversarial.corpus.write import write_entry
+from reshard.errors import CODES, ReshardError
+from reshard.models import OpaquePolicy
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.vm import parse_pickle
+
+SCALED = {
+    "RESHARD_PICKLE_OPCODES": "1000000",
+    "RESHARD_PICKLE_NODE_BYTES": str(128 << 20),
+    "RESHARD_PICKLE_STREAM_BYTES": str(128 << 20),
+}
+MAX_CPU_S = 2.0
+"""Processor time: what the clock says depends on who else is running."""
+MAX_RSS_BYTES = 256 << 20
+BITES = [e for e in ENTRIES if e.runs is not None]
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.number:03}-{entry.name}"
+
+
+@pytest.fixture(scope="module")
+def ordinary() -> Generator[Children]:
+    """Children with the default bounds."""
+    with Children() as children:
+        yield children
+
+
+@pytest.fixture(scope="module")
+def scaled() -> Generator[Children]:
+    """Children with bounds of a million opcodes, set as an operator sets them."""
+    with Children(**SCALED) as children:
+        yield children
+
+
+@pytest.fixture(scope="module")
+def with_torch() -> Generator[Children]:
+    """Children that have torch, for payloads that name it."""
+    with Children(CORPUS_TORCH="1") as children:
+        yield children
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+
+
+def _harmless(outcome: Outcome) -> None:
+    assert outcome.events == []
+    assert outcome.modules == []
+    assert outcome.message.isprintable(), "an error's text must not steer a terminal or break a log line"
+
+
+def _run(entry: Entry, op: str, directory: Path, children: Children, **more: int) -> Outcome:
+    tamper = entry.tamper if op == "convert" else ""
+    return children.run(
+        Job(op, str(directory), to=entry.to, verify=entry.verify, target=entry.target, tamper=tamper, **more)
+    )
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=_name)
+def test_entry(entry: Entry, ordinary: Children, scaled: Children, tmp_path: Path) -> None:
+    place = write_entry(entry, tmp_path)
+    before = _files(place)
+    children = scaled if entry.scaled else ordinary
+    for op, expected in (("inspect", entry.inspect_code), ("convert", entry.code)):
+        outcome = _run(entry, op, place, children)
+        assert outcome.code == expected, (op, outcome.message)
+        _harmless(outcome)
+        assert outcome.cpu_s <= MAX_CPU_S, op
+        assert outcome.rss_bytes <= MAX_RSS_BYTES, op
+        if outcome.code != OK or op == "inspect":
+            # What is refused after the first unit leaves a journal behind, to resume from, and nothing to load.
+            late = bool(entry.tamper) or entry.verify == "full"
+            after = [p for p in _files(place) if not (late and p.startswith(".out.reshard-"))]
+            assert after == before, "nothing is written for a checkpoint that is refused"
+    assert not (place / CANARY).exists()
+
+
+def test_the_table_is_whole() -> None:
+    names = [_name(e) for e in ENTRIES]
+    assert len(set(names)) == len(names) >= 120
+    assert {e.number for e in ENTRIES} | set(NUMBERS_ELSEWHERE) == set(range(1, 123))
+    codes = {e.code for e in ENTRIES} | {e.inspect_code for e in ENTRIES} | {e.by_default or OK for e in ENTRIES}
+    assert codes - set(CODES) == {OK}
+    assert len([e for e in ENTRIES if e.code == OK]) >= 20, "controls: what is harmless must load"
+
+
+@pytest.mark.parametrize("entry", BITES, ids=_name)
+def test_payloads_bite_where_python_unpickles_them(entry: Entry, with_torch: Children, tmp_path: Path) -> None:
+    """The control: without it, an entry that could not run anything would prove nothing."""
+    place = write_entry(entry, tmp_path)
+    outcome = with_torch.run(Job("unpickle", str(place)))
+    deadline = time.monotonic() + 10
+    while not (place / CANARY).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)  # some start a process and do not wait for it
+    assert (place / CANARY).exists(), outcome.message
+    assert outcome.events, "and the audit hook sees it"
+
+
+def test_a_pickle_cut_anywhere_is_refused() -> None:
+    for file in (carriers.model_states(), carriers.optim_states(0)):
+        data = file.data_pkl()
+        for cut in range(len(data)):
+            with pytest.raises(ReshardError) as caught:
+                parse_pickle(data[:cut], OpaqueLedger(OpaquePolicy.REFUSE))
+            assert caught.value.code == "pickle.truncated", cut
+
+
+def test_an_archive_cut_anywhere_is_refused(ordinary: Children, tmp_path: Path) -> None:
+    whole = carriers.model_states().bytes()
+    for cut in range(0, len(whole), max(1, len(whole) // 40)):
+        place = tmp_path / str(cut)
+        carriers.raw(whole[:cut])(place / "source")
+        outcome = ordinary.run(Job("inspect", str(place)))
+        _harmless(outcome)
+        assert outcome.code in {"zip.bad_directory", "checkpoint.incomplete", "source.unknown_kind"}, cut
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e.scaled], ids=_name)
+def test_exhaustion_under_the_default_bounds(entry: Entry, ordinary: Children, tmp_path: Path) -> None:
+    place = write_entry(entry, tmp_path)
+    outcome = _run(entry, "convert", place, ordinary, cpu_s=120)
+    assert outcome.code == (entry.by_default or entry.code), outcome.message
+    _harmless(outcome)
+    assert outcome.rss_bytes <= 3 << 30
