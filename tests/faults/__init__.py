@@ -1,0 +1,1 @@
+"""Faults at every operation of a small conversion, concurrent conversions, and kills."""

@@ -1,0 +1,37 @@
+"""Real servers, and the checkpoints that small conversions read."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from faults import memory_trials
+from faults.small import write_source
+from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.testing.memory_store import MemoryStore
+from servers.fixtures import make_stack, postgres, redis, s3, server_directory, sqlite_url
+
+__all__ = ["make_stack", "postgres", "redis", "s3", "server_directory", "sqlite_url"]
+
+
+@pytest.fixture(scope="session")
+def small_root() -> Generator[Path]:
+    """A directory with two checkpoints, `run` and `other`; in memory where that is possible: thousands of syncs."""
+    shared = Path("/dev/shm")
+    root = Path(tempfile.mkdtemp(prefix="faults", dir=shared if os.access(shared, os.W_OK) else None))
+    write_source(root / "run")
+    write_source(root / "other", seed=1)
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def memory(small_root: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    """A store with both checkpoints. Sleepers of these tests sleep for milliseconds: every look counts."""
+    monkeypatch.setattr(ObjectSink, "fence_s", 0.0)
+    return memory_trials.loaded_store(small_root / "run", small_root / "other")

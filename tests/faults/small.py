@@ -1,0 +1,30 @@
+"""A small conversion in which everything happens: multipart uploads, small files, commit files, a pointer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from checkpoints import write_zero_checkpoint
+
+from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+
+PARAMETERS = [("embed.weight", (40, 32)), ("bias", (7,))]
+NAME = "tag"
+OPTIONS: dict[TargetFormat, dict[str, Any]] = {
+    TargetFormat.UNIVERSAL: {"part_bytes": 4096},
+    TargetFormat.SAFETENSORS: {"part_bytes": 1024, "max_shard_bytes": 4000},
+    TargetFormat.TORCH: {"part_bytes": 2048, "max_shard_bytes": 4000},
+}
+
+
+def write_source(directory: Path, *, seed: int = 0) -> Path:
+    """A ZeRO-3 checkpoint of 1,287 elements on two ranks."""
+    write_zero_checkpoint(directory, PARAMETERS, stage=3, ranks=2, seed=seed)
+    return directory
+
+
+def small_request(source: str, parent: str, to: TargetFormat, **options: Any) -> ConvertRequest:
+    """One unit at a time, so that operations have the same numbers each time."""
+    wanted = {**OPTIONS[to], "threads": 1, **options}
+    return ConvertRequest(source=SourceSpec(url=source), target=f"{parent}/{NAME}", to=to, **wanted)

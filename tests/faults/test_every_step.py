@@ -1,0 +1,158 @@
+"""A fault at every operation of a small conversion, in five modes, then the same request again.
+
+In memory a process is a thread whose every later operation fails; locally it is a real one, which SIGKILL ends
+and SIGSTOP stops.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from faults import local_trials, memory_trials
+from faults.judge import Ledger
+from reshard.errors import SourceError, StorageError
+from reshard.models import TargetFormat
+from reshard_engine.testing.faults import Fault, Operation
+from reshard_engine.testing.memory_store import MemoryStore
+
+END_MODES = (Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.KILL_BEFORE, Fault.KILL_AFTER)
+READS = {"stat", "lstat", "fstat", "scandir", "listdir", "pread", "preadv"}
+"""Calls without an effect: all modes but an error are those of the next call that has one."""
+
+MemoryCases = Callable[[MemoryStore, TargetFormat], memory_trials.Case]
+LocalCases = Callable[[Path, TargetFormat], local_trials.Case]
+
+
+def run_memory(case: memory_trials.Case, title: str) -> None:
+    """Every operation, every mode."""
+    ledger = Ledger(f"{title}, memory store: {len(case.operations())} operations")
+    for operation in case.operations():
+        for fault in END_MODES:
+            ledger.note(fault, *_at(operation, memory_trials.disturbed(case, operation.number, fault)))
+        ledger.note(Fault.HANG, *_at(operation, memory_trials.hung(case, operation.number, memory_trials.finish)))
+    ledger.settle()
+
+
+def run_local(case: local_trials.Case, title: str, *, reads: Sequence[Fault]) -> None:
+    """Every call of the operating system, every mode; `reads` are the modes of calls without an effect."""
+    operations, unseen = case.operations()
+    assert unseen == []
+    ledger = Ledger(f"{title}, local files: {len(operations)} operations")
+    for operation in operations:
+        modes = reads if operation.name in READS else (*END_MODES, Fault.SHORT, Fault.HANG)
+        for fault in modes:
+            if fault is Fault.HANG:
+                trial = local_trials.hung(case, operation.number, local_trials.finish)
+            else:
+                trial = local_trials.disturbed(case, operation.number, fault)
+            ledger.note(fault, *_at(operation, trial))
+    ledger.settle()
+
+
+def _at(operation: Operation, trial: tuple[str, list[str]]) -> tuple[str, str, list[str]]:
+    end, problems = trial
+    return end, f"#{operation.number} {operation.name} {operation.path}", problems
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("make", "to"),
+    [
+        (memory_trials.fresh_case, TargetFormat.UNIVERSAL),
+        (memory_trials.overwrite_case, TargetFormat.SAFETENSORS),
+        pytest.param(memory_trials.overwrite_case, TargetFormat.UNIVERSAL, marks=pytest.mark.full),
+        pytest.param(memory_trials.fresh_case, TargetFormat.SAFETENSORS, marks=pytest.mark.full),
+        pytest.param(memory_trials.fresh_case, TargetFormat.TORCH, marks=pytest.mark.full),
+        pytest.param(memory_trials.overwrite_case, TargetFormat.TORCH, marks=pytest.mark.full),
+    ],
+)
+def test_object_store(memory: MemoryStore, make: MemoryCases, to: TargetFormat) -> None:
+    run_memory(make(memory, to), f"{make.__name__} {to}")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("make", "to", "reads"),
+    [
+        (local_trials.overwrite_case, TargetFormat.SAFETENSORS, (Fault.ERROR_BEFORE,)),
+        *(
+            pytest.param(make, to, (*END_MODES, Fault.SHORT, Fault.HANG), marks=pytest.mark.full)
+            for make in (local_trials.fresh_case, local_trials.overwrite_case)
+            for to in (TargetFormat.UNIVERSAL, TargetFormat.SAFETENSORS)
+        ),
+    ],
+)
+def test_local_files(small_root: Path, make: LocalCases, to: TargetFormat, reads: Sequence[Fault]) -> None:
+    run_local(make(small_root, to), f"{make.__name__} {to}", reads=reads)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("make", "to"),
+    [
+        (memory_trials.fresh_case, TargetFormat.SAFETENSORS),
+        pytest.param(memory_trials.fresh_case, TargetFormat.UNIVERSAL, marks=pytest.mark.full),
+        pytest.param(memory_trials.overwrite_case, TargetFormat.SAFETENSORS, marks=pytest.mark.full),
+        pytest.param(memory_trials.overwrite_case, TargetFormat.UNIVERSAL, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("meanwhile", [memory_trials.cancel, memory_trials.replace])
+def test_sleeper_wakes_up_after_a_cancel_or_another_conversion(
+    memory: MemoryStore, make: MemoryCases, to: TargetFormat, meanwhile: memory_trials.Meanwhile
+) -> None:
+    case = make(memory, to)
+    ledger = Ledger(f"{make.__name__} {to}, memory store; while the process hangs: {meanwhile.__name__}")
+    for operation in case.operations():
+        ledger.note(Fault.HANG, *_at(operation, memory_trials.hung(case, operation.number, meanwhile)))
+    ledger.settle()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("make", [local_trials.fresh_case, local_trials.overwrite_case])
+def test_local_sleeper_wakes_up_after_another_conversion(small_root: Path, make: LocalCases) -> None:
+    case = make(small_root, TargetFormat.UNIVERSAL)
+    ledger = Ledger(f"{make.__name__}, local files; while the process hangs: replace")
+    for operation in case.operations()[0]:
+        if operation.name not in READS:
+            trial = local_trials.hung(case, operation.number, local_trials.replace)
+            ledger.note(Fault.HANG, *_at(operation, trial))
+    ledger.settle()
+
+
+CONFLICT = "409 or 412"
+ANSWERS = {
+    "404": lambda: SourceError("source.not_found", "injected"),
+    "403": lambda: StorageError("storage.denied", "injected"),
+    "garbage": lambda: StorageError("storage.protocol", "injected"),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("answer", [CONFLICT, *(pytest.param(a, marks=pytest.mark.full) for a in ANSWERS)])
+def test_wrong_answers_of_an_object_store(memory: MemoryStore, answer: str) -> None:
+    case = memory_trials.fresh_case(memory, TargetFormat.SAFETENSORS)
+    ledger = Ledger(f"{answer}, memory store")
+    error = ANSWERS.get(answer, lambda: StorageError("storage.conflict", "injected"))
+    for operation in case.operations():
+        for fault in (Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.SHORT):
+            trial = memory_trials.disturbed(case, operation.number, fault, error)
+            ledger.note(fault, *_at(operation, trial))
+    ledger.settle()
+
+
+@pytest.mark.timeout(600)
+def test_a_full_disk(small_root: Path) -> None:
+    case = local_trials.fresh_case(small_root, TargetFormat.SAFETENSORS)
+    ledger = Ledger("ENOSPC, local files")
+    for operation in case.operations()[0]:
+        if operation.name in {"write", "pwrite", "mkdir", "fsync", "syncfs"}:
+            trial = local_trials.disturbed(case, operation.number, Fault.ERROR_BEFORE, errno.ENOSPC)
+            ledger.note(Fault.ERROR_BEFORE, *_at(operation, trial))
+            # A directory that is there already needs no room.
+            assert trial[0] == "storage.no_space" or (trial[0], operation.name) == ("done", "mkdir"), operation
+    ledger.settle()

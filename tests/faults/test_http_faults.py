@@ -1,0 +1,140 @@
+"""Wrong answers under the S3 client: what reaches the engine is typed, and the next run gives the same bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+from checkpoints import write_zero_checkpoint
+
+from faults.judge import Ledger, strays
+from faults.small import NAME
+from reshard.errors import ReshardError
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from servers.faulty import FaultyProxy, Wrong, faulty_proxy
+from servers.s3 import S3Server
+
+ENGINE = load_engine()
+PARENT = "out"
+MANY = 1000
+
+Applies = Callable[[str, str], bool]
+REQUESTS: dict[str, Applies] = {
+    "source read": lambda method, target: method == "GET" and "/run/" in target,
+    "listing": lambda method, target: method == "GET" and "list-type" in target,
+    "head": lambda method, _target: method == "HEAD",
+    "claim": lambda method, target: method == "PUT" and "reshard-claim" in target,
+    "plan": lambda method, target: method == "PUT" and "plan.json" in target,
+    "unit record": lambda method, target: method == "PUT" and "/unit-" in target,
+    "create": lambda method, target: method == "POST" and target.endswith("?uploads"),
+    "part": lambda method, target: method == "PUT" and "partNumber" in target,
+    "complete": lambda method, target: method == "POST" and "uploadId" in target,
+    "small object": lambda method, target: method == "PUT" and target.endswith("index.json"),
+    "manifest": lambda method, target: method == "PUT" and target.endswith("reshard.json"),
+    "delete": lambda method, _target: method == "DELETE",
+}
+SHORT = [
+    ("source read", Wrong.SHORT_BODY),
+    ("create", Wrong.LOST),
+    ("complete", Wrong.ERROR_IN_200),
+    ("manifest", Wrong.RESET_AFTER),
+]
+
+
+class Bench:
+    """A source and targets behind the proxy, and what an undisturbed run leaves."""
+
+    def __init__(self, s3: S3Server, proxy: FaultyProxy, bucket: str) -> None:
+        self.s3 = s3
+        self.proxy = proxy
+        self.bucket = bucket
+        self.request = ConvertRequest(
+            source=SourceSpec(url=f"s3://{bucket}/run"),
+            target=f"s3://{bucket}/{PARENT}/{NAME}",
+            to=TargetFormat.SAFETENSORS,
+            part_bytes=5 << 20,
+            max_shard_bytes=6_150_000,
+            threads=1,
+        )
+        assert self.attempt() == "done"
+        self.expected = self.content()
+        self.clear()
+
+    def attempt(self) -> str:
+        try:
+            return "recognised" if ENGINE.convert(self.request).already_done else "done"
+        except ReshardError as error:
+            return error.code
+
+    def content(self) -> dict[str, bytes]:
+        found = self.s3.read_all(self.bucket, PARENT)
+        found.pop(f"{NAME}/reshard.json", None)
+        return found
+
+    def clear(self) -> None:
+        for key in self.s3.read_all(self.bucket, PARENT):
+            self.s3.client().delete_object(Bucket=self.bucket, Key=f"{PARENT}/{key}")
+
+    def trial(self, kind: str, wrong: Wrong, times: int) -> tuple[str, list[str]]:
+        """The disturbed run, then the same request again."""
+        self.proxy.break_next(wrong, REQUESTS[kind], times=times)
+        end = self.attempt()
+        hit = len(self.proxy.hit)
+        self.proxy.break_next(wrong, lambda _method, _target: False)
+        found = self.content()
+        index = f"{NAME}/model.safetensors.index.json"
+        problems = [
+            None if hit else "no request went wrong",
+            "a partial result is readable" if index in found and not self.expected.items() <= found.items() else None,
+        ]
+        again = self.attempt()
+        found = self.content()
+        uploads = self.s3.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads") or []
+        problems += [
+            None if again in {"done", "recognised"} else f"the next run ended with {again}",
+            None if found == self.expected else f"in the end: {sorted(found)}",
+            None if not strays(found) and not uploads else f"left: {strays(found)} {uploads}",
+            None if ENGINE.verify(self.request.target).ok else "the manifest does not agree",
+        ]
+        self.clear()
+        return end, [p for p in problems if p]
+
+
+@pytest.fixture
+def place(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[Bench]:
+    bucket = f"http-{os.urandom(4).hex()}"
+    s3.make_bucket(bucket)
+    write_zero_checkpoint(tmp_path / "run", [("embed.weight", (1500, 1024)), ("bias", (64, 64))], stage=3, ranks=2)
+    s3.upload(tmp_path / "run", bucket, "run")
+    with faulty_proxy(s3.endpoint) as proxy:
+        for name, value in s3.env(proxy.endpoint).items():
+            monkeypatch.setenv(name, value)
+        yield Bench(s3, proxy, bucket)
+
+
+@pytest.mark.timeout(280)
+def test_one_wrong_answer(place: Bench) -> None:
+    ledger = Ledger("one wrong answer of the S3 server")
+    for kind, wrong in SHORT:
+        ledger.note(wrong, *_named(kind, place.trial(kind, wrong, 1)))
+    ledger.settle()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("times", [1, MANY])
+def test_wrong_answers_to_every_kind_of_request(place: Bench, times: int) -> None:
+    """Once, which the client repeats by itself, and each time, which it cannot."""
+    ledger = Ledger(f"wrong answers of the S3 server, {'once' if times == 1 else 'always'}")
+    for kind in REQUESTS:
+        for wrong in Wrong:
+            if wrong is not Wrong.ERROR_IN_200 or kind in {"complete", "create"}:
+                ledger.note(wrong, *_named(kind, place.trial(kind, wrong, times)))
+    ledger.settle()
+
+
+def _named(kind: str, trial: tuple[str, list[str]]) -> tuple[str, str, list[str]]:
+    return trial[0], kind, trial[1]

@@ -1,0 +1,156 @@
+"""Faults that were found, each as small as it can be. The enumerations of `test_every_step` found most others."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from faults import memory_trials
+from faults.judge import strays
+from faults.small import NAME, small_request
+from reshard.errors import ReshardError
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, TargetFormat, WeightDtype
+from reshard_engine.execute.local_sink import LocalSink
+from reshard_engine.storage.local import LocalStore
+from reshard_engine.storage.locations import serving
+from reshard_engine.testing.faults import Fault, FaultyStore, Steps
+from reshard_engine.testing.memory_store import MemoryStore
+
+ENGINE = load_engine()
+
+
+def _stopped(request: ConvertRequest) -> None:
+    with pytest.raises(ReshardError) as caught:
+        ENGINE.convert(request, should_stop=iter([False, False, True, True]).__next__)
+    assert caught.value.code == "job.cancelled"
+
+
+def test_discard_leaves_a_target_alone_whose_name_begins_alike(small_root: Path, tmp_path: Path) -> None:
+    """`tag.reshard-x` is no leftover of `tag`: its journal begins with `.tag.reshard-`, too."""
+    request = small_request(str(small_root / "run"), str(tmp_path), TargetFormat.UNIVERSAL)
+    neighbour = request.model_copy(update={"target": f"{request.target}.reshard-x"})
+    _stopped(neighbour)
+    held = sorted(p.name for p in tmp_path.iterdir())
+    assert held
+    ENGINE.discard(request)
+    assert sorted(p.name for p in tmp_path.iterdir()) == held
+    assert ENGINE.convert(neighbour).resumed_bytes > 0
+
+
+def test_discard_leaves_objects_alone_whose_target_begins_alike(memory: MemoryStore) -> None:
+    request = memory_trials.fresh_case(memory, TargetFormat.UNIVERSAL).request
+    neighbour = request.model_copy(update={"target": f"{request.target}.reshard-x"})
+    with serving("mem", memory):
+        _stopped(neighbour)
+        held = memory.snapshot()
+        ENGINE.discard(request)
+        assert memory.snapshot() == held
+        assert ENGINE.convert(neighbour).resumed_bytes > 0
+
+
+def test_lock_on_a_removed_journal_is_no_lock(small_root: Path, tmp_path: Path) -> None:
+    """Opened before its owner removed it, locked after: a second owner would have made another file by then."""
+    request = small_request(str(small_root / "run"), str(tmp_path), TargetFormat.SAFETENSORS)
+    real = os.open
+    removed: list[str] = []
+
+    def opened(path: str, *args: int, **options: int) -> int:
+        descriptor = real(path, *args, **options)
+        if str(path).endswith(".journal") and not removed:
+            removed.append(path)
+            os.unlink(path)
+        return descriptor
+
+    with mock.patch.object(os, "open", opened), mock.patch.object(LocalSink, "finish"):
+        ENGINE.convert(request)
+    assert len(removed) == 1
+    assert Path(removed[0]).exists(), "the run wrote into a journal without a name"
+
+
+def test_directory_that_cannot_be_listed_is_not_empty(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "file").write_bytes(b"x")
+    store = LocalStore()
+    real = os.scandir
+
+    def failing(path: str) -> object:
+        if str(path).endswith("below"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path)
+
+    with mock.patch.object(os, "scandir", failing), pytest.raises(ReshardError) as caught:
+        store.list_tree(str(tmp_path))
+    assert caught.value.code == "storage.unavailable"
+    assert store.list_tree(str(tmp_path / "absent")) == []
+
+
+def test_refused_conversion_writes_nothing(memory: MemoryStore) -> None:
+    case = memory_trials.fresh_case(memory, TargetFormat.SAFETENSORS)
+    assert memory_trials.attempt(memory, case.request) == "done"
+    other = case.request.model_copy(update={"dtype": WeightDtype.BF16})
+    steps = Steps()
+    assert memory_trials.attempt(FaultyStore(memory, steps), other) == "request.target_exists"
+    assert {o.name for o in steps.done} <= {"list_directory", "list_tree", "stat", "read_into", "metadata"}
+
+
+def test_claim_that_is_none_is_a_typed_error(memory: MemoryStore) -> None:
+    case = memory_trials.fresh_case(memory, TargetFormat.SAFETENSORS)
+    memory.put(f"out/jobs/.{NAME}.reshard-claim", b"[]", metadata={}, if_absent=False)
+    assert memory_trials.attempt(memory, case.request) == "integrity.journal"
+
+
+def test_target_that_came_after_the_first_look_is_not_mixed_with(memory: MemoryStore) -> None:
+    """Looked at before the claim only, the target of another conversion was taken for an empty place."""
+    case = memory_trials.fresh_case(memory, TargetFormat.SAFETENSORS)
+    other = case.request.model_copy(update={"dtype": WeightDtype.BF16})
+    whole = memory_trials.outcome(memory, other)
+    look = next(o.number for o in case.operations() if o.name == "list_tree")
+
+    def convert_meanwhile() -> None:
+        assert memory_trials.attempt(memory, other) == "done"
+
+    steps = Steps({look + 1: convert_meanwhile})
+    assert memory_trials.attempt(FaultyStore(memory, steps), case.request) == "request.target_exists"
+    found = memory_trials.tree(memory)
+    assert whole.is_whole_in(found)
+    assert strays(found) == []
+
+
+def test_object_of_someone_else_is_not_taken_for_ours(memory: MemoryStore) -> None:
+    """A put that is refused because something is there is a success only if that is what we would have put."""
+    case = memory_trials.fresh_case(memory, TargetFormat.SAFETENSORS)
+    name = f"{NAME}/model-00002-of-00002.safetensors"
+    settled = next(o.number for o in case.operations() if o.path.endswith("plan.json") and o.name == "put")
+    foreign = bytes(len(case.new.tree[name]))
+    steps = Steps({settled: lambda: memory.put(f"out/jobs/{name}", foreign, metadata={}, if_absent=True) and None})
+    assert memory_trials.attempt(FaultyStore(memory, steps), case.request) == "storage.conflict"
+    memory_trials.discard(memory, case.request)
+    assert memory_trials.tree(memory) == {name: foreign}
+
+
+def test_unit_whose_bytes_are_gone_is_written_again(memory: MemoryStore) -> None:
+    """Between two attempts a lifecycle rule ends the uploads, and someone removes the objects."""
+    case = memory_trials.fresh_case(memory, TargetFormat.UNIVERSAL)
+    sealed = next(o.number for o in case.operations() if o.name == "complete_multipart")
+    steps = Steps({sealed: Fault.KILL_BEFORE})
+    assert memory_trials.attempt(FaultyStore(memory, steps), case.request) == "killed"
+    assert memory.list_uploads("")
+    for path, upload_id in memory.list_uploads(""):
+        memory.abort_multipart(path, upload_id)
+    memory.delete(list(memory.snapshot(f"out/jobs/{NAME}")))
+    assert memory_trials.attempt(memory, case.request) == "done"
+    assert case.new.is_all_of(memory_trials.tree(memory))
+
+
+def test_staged_bytes_that_changed_are_written_again(small_root: Path, tmp_path: Path) -> None:
+    request = small_request(str(small_root / "run"), str(tmp_path / "jobs"), TargetFormat.SAFETENSORS)
+    _stopped(request)
+    staged = next(p for p in (tmp_path / "jobs").rglob("*.safetensors"))
+    staged.write_bytes(bytes(staged.stat().st_size))
+    assert ENGINE.convert(request).resumed_bytes == 0
+    assert ENGINE.verify(request.target).ok

@@ -1,0 +1,1 @@
+"""The laws of resharding over generated checkpoints."""

@@ -1,0 +1,29 @@
+"""Every source format, and the examples that are drawn of it."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import strategies as st
+
+from laws.deepspeed_source import STAGES
+from laws.targets import TARGETS
+from laws.universal_source import UniversalSource
+from laws.weights_source import WeightsSource
+from reshard_engine.testing.formats import SourceFormat, TargetOracle
+from reshard_engine.testing.strategies import evenly, execution_options
+from reshard_engine.testing.trial import Trial
+
+SOURCES: tuple[SourceFormat, ...] = (*STAGES, UniversalSource(), WeightsSource("safetensors"), WeightsSource("torch"))
+
+
+@st.composite
+def trials(draw: st.DrawFn, source: SourceFormat) -> Trial:
+    """Checkpoints of a source format with a conversion of them."""
+    oracle: TargetOracle = draw(evenly(*[t for t in TARGETS if source.full or not t.wants_full_state]))
+    options = dict(draw(oracle.options()))
+    if not source.full:
+        options["exclude_frozen"] = False  # weights do not say which of them were frozen
+    execution = draw(execution_options())
+    random: Random = draw(st.randoms(use_true_random=False))
+    return Trial(source, draw(source.cases()), oracle, options, execution, random)

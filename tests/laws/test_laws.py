@@ -1,0 +1,55 @@
+"""All laws over all source formats and all targets, on generated checkpoints that hold the zoo.
+
+`make test` runs 40 examples a source format, so that the five of DeepSpeed have 200 together, `make laws` 5,000 in
+all. The seed is printed at the end: `pytest tests/laws/test_laws.py --hypothesis-seed=N` draws the same examples again,
+and `--hypothesis-profile=laws-shrink` makes the one that failed smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, seed, settings, strategies as st
+
+from laws.deepspeed_source import STAGES
+from laws.drawing import SOURCES, trials
+from laws.profiles import CENSUS_LINES, laws_profile, laws_seed
+from reshard_engine.testing.formats import SourceFormat
+from reshard_engine.testing.laws import check
+from reshard_engine.testing.zoo import CUTS, EVERYWHERE, Census, labels_of
+
+_PROFILE, _SEED = laws_profile(), laws_seed()
+_TENTH = 0.1
+"""20 of 200."""
+_CUTS = {"world 2 to 4": _TENTH, "world 5 to 9": _TENTH, "legacy stream": 0.02}
+_WORLDS = {f"world {n}": 0.005 for n in range(1, 10)}
+"""Of 200: each at least once."""
+
+
+@pytest.fixture(scope="module")
+def census(request: pytest.FixtureRequest) -> Iterator[Census]:
+    """What the examples of this module met. It must be the whole zoo, unless only some sources ran."""
+    found = Census()
+    yield found
+    stages = [s.name for s in STAGES]
+    lines = request.config.stash.setdefault(CENSUS_LINES, [])
+    lines += [f"drawn with --hypothesis-seed={_SEED}", *found.table(stages)]
+    lacking: dict[str, str] = {}
+    if all(found.examples([s]) >= _PROFILE.max_examples for s in stages):
+        lacking |= found.lacking(stages, dict.fromkeys((*EVERYWHERE, *CUTS), _TENTH) | _CUTS | _WORLDS)
+    for source in SOURCES:
+        if found.examples([source.name]) >= _PROFILE.max_examples:
+            lacking |= found.lacking([source.name], source.zoo)
+    assert not lacking, f"too seldom drawn: {lacking}"
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@seed(_SEED)
+@settings(_PROFILE)
+@given(data=st.data())
+def test_laws(source: SourceFormat, census: Census, data: st.DataObject) -> None:
+    trial = data.draw(trials(source))
+    census.note(source.name, labels_of(trial.saved))
+    check(trial)
