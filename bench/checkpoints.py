@@ -45,17 +45,38 @@ def many_small_parameters(count: int, size: int = 64) -> list[tuple[str, tuple[i
 
 
 def _group(ids: list[int]) -> dict[str, Any]:
-    return {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "params": ids}
+    flags = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
+    return {
+        "lr": 1e-3,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        **{flag: None if flag in ("foreach", "fused") else False for flag in flags},
+        "decoupled_weight_decay": True,
+        "params": ids,
+    }
 
 
-def _common(ranks: int, shapes: OrderedDict[str, torch.Size], module: OrderedDict[str, torch.Tensor]) -> dict[str, Any]:
+def _config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "torch_adam": True}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage},
+    }
+
+
+def _common(
+    stage: int, ranks: int, shapes: OrderedDict[str, torch.Size], module: OrderedDict[str, torch.Tensor]
+) -> dict[str, Any]:
     return {
         "module": module,
         "buffer_names": [],
         "optimizer": None,
         "param_shapes": [shapes],
-        "frozen_param_shapes": None,
-        "frozen_param_fragments": None,
+        "frozen_param_shapes": OrderedDict(),
+        "frozen_param_fragments": OrderedDict(),
         "shared_params": {},
         "lr_scheduler": None,
         "data_sampler": None,
@@ -65,7 +86,8 @@ def _common(ranks: int, shapes: OrderedDict[str, torch.Size], module: OrderedDic
         "global_samples": 56,
         "dp_world_size": ranks,
         "mp_world_size": 1,
-        "ds_config": {"train_batch_size": 8, "bf16": {"enabled": True}},
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": _config(stage),
         "ds_version": "0.19.8",
     }
 
@@ -77,6 +99,9 @@ def write_zero_checkpoint(
 
     Masters and moments of each rank are random; at stage 2 `module` holds the cast masters.
     """
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
     tag = directory / "global_step7"
     tag.mkdir(parents=True)
     shapes = OrderedDict((name, torch.Size(shape)) for name, shape in parameters)
@@ -98,39 +123,40 @@ def write_zero_checkpoint(
         base = {"state": state, "param_groups": [_group([0])]}
         if stage == 3:
             inner: dict[str, Any] = {
-                "zero_stage": 3,
-                "loss_scaler": None,
+                "zero_stage": ZeroStageEnum(stage),
+                "loss_scaler": LossScaler(scale=1.0),
                 "dynamic_loss_scale": False,
                 "overflow": False,
                 "partition_count": ranks,
                 "optimizer_state_dict": base,
                 "fp32_flat_groups": [flats["fp32"]],
             }
-            torch.save(_common(ranks, shapes, module), tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+            torch.save(_common(stage, ranks, shapes, module), tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
         else:
             padding = max(0, (rank + 1) * length - sum(numels))
             master = flats["fp32"][: length - padding]
             masters.append(master.to(torch.bfloat16))
             inner = {
-                "loss_scaler": None,
+                "loss_scaler": LossScaler(scale=1.0),
                 "dynamic_loss_scale": False,
                 "overflow": False,
                 "clip_grad": 1.0,
                 "base_optimizer_state": base,
                 "single_partition_of_fp32_groups": [master],
-                "zero_stage": stage,
+                "zero_stage": ZeroStageEnum(stage),
                 "group_paddings": [padding],
+                "param_alignment_paddings": [[0] * len(parameters)],
                 "partition_count": [ranks],
                 "ds_version": "0.19.8",
                 "param_slice_mappings": [_slices(parameters, numels, rank, length)],
             }
-        outer = {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": "0.19.8"}
+        outer = {"optimizer_state_dict": inner, "ds_config": _config(stage), "ds_version": "0.19.8"}
         torch.save(outer, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     if stage != 3:
         flat = torch.cat(masters)
         views = flat.split(numels)
         weights = OrderedDict((n, v.view(s)) for (n, s), v in zip(parameters, views, strict=True))
-        torch.save(_common(ranks, shapes, weights), tag / "mp_rank_00_model_states.pt")
+        torch.save(_common(stage, ranks, shapes, weights), tag / "mp_rank_00_model_states.pt")
     (directory / "latest").write_text("global_step7")
     return tag
 

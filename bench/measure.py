@@ -17,11 +17,16 @@ _SAMPLE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run. Anonymous memory is what a process allocated; file-backed pages can be dropped and read again."""
+    """One run. Anonymous memory is what a process allocated; file-backed pages can be dropped and read again.
+
+    The first two peaks are sampled; the kernel keeps the high-water mark of both together, so that no peak
+    between two samples is missed.
+    """
 
     wall_s: float
     peak_anonymous_bytes: int
     peak_file_backed_bytes: int
+    high_water_bytes: int
 
 
 class _Sampler(threading.Thread):
@@ -33,10 +38,11 @@ class _Sampler(threading.Thread):
         self._done = threading.Event()
         self.anonymous = 0
         self.file_backed = 0
+        self.high_water = 0
 
     def run(self) -> None:
         while not self._done.wait(_SAMPLE_S):
-            anonymous = file_backed = 0
+            anonymous = file_backed = high_water = 0
             try:
                 tree = [self._root, *self._root.children(recursive=True)]
             except psutil.NoSuchProcess:
@@ -49,8 +55,10 @@ class _Sampler(threading.Thread):
                 fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
                 anonymous += int(fields.get("RssAnon", "0 kB").split()[0]) << 10
                 file_backed += int(fields.get("RssFile", "0 kB").split()[0]) << 10
+                high_water += int(fields.get("VmHWM", "0 kB").split()[0]) << 10
             self.anonymous = max(self.anonymous, anonymous)
             self.file_backed = max(self.file_backed, file_backed)
+            self.high_water = max(self.high_water, high_water)
 
     def finish(self) -> None:
         self._done.set()
@@ -76,4 +84,4 @@ def measure(command: Sequence[str], *, env: dict[str, str]) -> Measured:
             raise RuntimeError(
                 f"{' '.join(command)} ended with {code}:\n{log.read()[-4000:].decode('utf-8', 'replace')}"
             )
-    return Measured(wall, sampler.anonymous, sampler.file_backed)
+    return Measured(wall, sampler.anonymous, sampler.file_backed, sampler.high_water)

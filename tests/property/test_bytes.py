@@ -100,6 +100,9 @@ def test_overflow_is_counted() -> None:
     fp32, fp16, bf16 = BY_NAME["float32"], BY_NAME["float16"], BY_NAME["bfloat16"]
     assert overflowed(values, NumpyCast().cast(values, fp32, fp16), fp32, fp16) == 2
     assert overflowed(values, NumpyCast().cast(values, fp32, bf16), fp32, bf16) == 0
+    wide = np.array([1e300, 1.0, np.inf], dtype=np.float64).view(np.uint8)
+    for narrow in (fp32, bf16, fp16):
+        assert overflowed(wide, NumpyCast().cast(wide, BY_NAME["float64"], narrow), BY_NAME["float64"], narrow) == 1
     largest = np.array([struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]], dtype=np.float32).view(np.uint8)
     assert overflowed(largest, NumpyCast().cast(largest, fp32, bf16), fp32, bf16) == 1
 

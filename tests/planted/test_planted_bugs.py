@@ -1,0 +1,94 @@
+"""A suite that never fails proves nothing: each patch here plants one realistic bug, and the suite must catch it.
+
+A patch begins with `Bug:` (what a colleague might have done) and `Tests:` (which tests to run against it), then a
+diff that `git apply` takes. It is applied to a copy of the sources; a patch that no longer applies fails.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from house.repository import ROOT
+
+HERE = Path(__file__).parent
+PATCHES = sorted(HERE.glob("*.patch"))
+SOURCES = ("client", "worker", "service")
+TESTS_FAILED = 1
+"""pytest's exit status for failed tests; others are a broken run, which catches nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the suite said of one planted bug."""
+
+    status: int
+    output: str
+    seed: int
+    """Of everything that the tests drew: `RESHARD_SEED` and `--hypothesis-seed`."""
+    wall_s: float
+
+    @property
+    def caught_by(self) -> str:
+        """The first test that failed."""
+        failed = re.search(r"^FAILED (\S+)", self.output, re.MULTILINE)
+        return failed[1].removeprefix("tests/") if failed else "nothing"
+
+
+def run_with(patch: Path, directory: Path) -> Outcome:
+    """Plant the bug in a copy of the sources and run its tests against the copy."""
+    seed = random.SystemRandom().getrandbits(32)
+    facts = dict(re.findall(r"^(Bug|Tests): (.+)$", patch.read_text(encoding="utf-8"), re.MULTILINE))
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+    applied = subprocess.run(["git", "apply", str(patch)], cwd=directory, capture_output=True, text=True, check=False)
+    if applied.returncode:
+        return Outcome(-1, f"the patch does not apply any more:\n{applied.stderr}", seed, 0.0)
+    paths = os.pathsep.join(str(directory / name) for name in SOURCES)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-s", "-p", "no:cacheprovider", f"--hypothesis-seed={seed}"]
+    started = time.monotonic()
+    ran = subprocess.run(
+        [*command, "--basetemp", str(directory / "tmp"), *shlex.split(facts["Tests"])],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": paths, "RESHARD_SEED": str(seed), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return Outcome(ran.returncode, ran.stdout + ran.stderr, seed, time.monotonic() - started)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Outcome]]:
+    """Every patch at work, two at a time."""
+    pool = ThreadPoolExecutor(2)
+    found = {p.stem: pool.submit(run_with, p, tmp_path_factory.mktemp(p.stem)) for p in PATCHES}
+    pool.shutdown(wait=False)
+    return found
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
+def test_the_suite_catches(patch: Path, outcomes: dict[str, Future[Outcome]], request: pytest.FixtureRequest) -> None:
+    outcome = outcomes[patch.stem].result()
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        reporter.write_line(f"{patch.stem}: {outcome.caught_by} (seed {outcome.seed}, {outcome.wall_s:.0f} s)")
+    assert outcome.status == TESTS_FAILED, outcome.output[-3000:]
+    assert outcome.caught_by != "nothing", outcome.output[-3000:]
+
+
+def test_there_are_enough() -> None:
+    assert len(PATCHES) >= 12
