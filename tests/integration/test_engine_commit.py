@@ -209,8 +209,16 @@ class LostAcknowledgements(S3Store):
             self.lost.add(kind)
             raise StorageError("storage.unavailable", f"the reply to {kind} was lost")
 
-    def put(self, path: str, data: bytes | memoryview, *, metadata: Mapping[str, str], if_absent: bool) -> ObjectInfo:
-        info = super().put(path, data, metadata=metadata, if_absent=if_absent)
+    def put(
+        self,
+        path: str,
+        data: bytes | memoryview,
+        *,
+        metadata: Mapping[str, str],
+        if_absent: bool,
+        crc32: int | None = None,
+    ) -> ObjectInfo:
+        info = super().put(path, data, metadata=metadata, if_absent=if_absent, crc32=crc32)
         if metadata and if_absent:
             self._lose("manifest" if path.endswith("reshard.json") else "put")
         return info

@@ -1,10 +1,9 @@
-"""How many examples the laws draw, and where the table of what they drew is kept until the end of the session."""
+"""How many examples the laws draw."""
 
 from __future__ import annotations
 
 import secrets
 
-import pytest
 from hypothesis import HealthCheck, Phase, core, settings
 
 # For each of eight source formats: 200 examples of DeepSpeed's five and 320 in all, or 5,000. Nothing is remembered
@@ -21,7 +20,6 @@ settings.register_profile(
 )
 settings.register_profile("laws-shrink", settings.get_profile("laws"), phases=[Phase.generate, Phase.shrink])
 settings.register_profile("laws-long", settings.get_profile("laws-shrink"), max_examples=625)
-CENSUS_LINES = pytest.StashKey[list[str]]()
 
 
 def laws_profile() -> settings:

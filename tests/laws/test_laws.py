@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, seed, settings, strategies as st
 
+from house.measured import say
 from laws.deepspeed_source import STAGES
 from laws.drawing import SOURCES, trials
-from laws.profiles import CENSUS_LINES, laws_profile, laws_seed
+from laws.profiles import laws_profile, laws_seed
 from reshard_engine.testing.formats import SourceFormat
 from reshard_engine.testing.laws import check
 from reshard_engine.testing.zoo import CUTS, EVERYWHERE, Census, labels_of
@@ -28,13 +29,12 @@ _WORLDS = {f"world {n}": 0.005 for n in range(1, 10)}
 
 
 @pytest.fixture(scope="module")
-def census(request: pytest.FixtureRequest) -> Iterator[Census]:
+def census() -> Iterator[Census]:
     """What the examples of this module met. It must be the whole zoo, unless only some sources ran."""
     found = Census()
     yield found
     stages = [s.name for s in STAGES]
-    lines = request.config.stash.setdefault(CENSUS_LINES, [])
-    lines += [f"drawn with --hypothesis-seed={_SEED}", *found.table(stages)]
+    say(f"drawn with --hypothesis-seed={_SEED}", *found.table(stages))
     lacking: dict[str, str] = {}
     if all(found.examples([s]) >= _PROFILE.max_examples for s in stages):
         lacking |= found.lacking(stages, dict.fromkeys((*EVERYWHERE, *CUTS), _TENTH) | _CUTS | _WORLDS)

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 from measure import Measured, measure
 
+from house.measured import say
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat
 
@@ -35,7 +36,7 @@ def convert(source: Path, target: Path, options: tuple[str, ...]) -> Measured:
 
 
 @pytest.mark.timeout(600)
-def test_memory_is_within_the_limit_and_flat(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_memory_is_within_the_limit_and_flat(tmp_path: Path) -> None:
     """Anonymous memory stays within the limit and what the interpreter takes; high-water marks differ by a tenth."""
     marks: dict[str, list[int]] = {"universal": [], "bf16": []}
     sizes: list[int] = []
@@ -50,12 +51,10 @@ def test_memory_is_within_the_limit_and_flat(tmp_path: Path, request: pytest.Fix
             assert run.peak_anonymous_bytes <= base + modelled(source, options)
             marks[name].append(run.high_water_bytes)
         shutil.rmtree(source)
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(
-            f"memory: {[f'{s / 1e9:.2f} GB' for s in sizes]} "
-            + ", ".join(f"{name} {[f'{m >> 20} MiB' for m in found]}" for name, found in marks.items())
-        )
+    say(
+        f"memory: {[f'{s / 1e9:.2f} GB' for s in sizes]} "
+        + ", ".join(f"{name} {[f'{m >> 20} MiB' for m in found]}" for name, found in marks.items())
+    )
     assert sizes[-1] >= 3_000_000_000
     for name, found in marks.items():
         assert max(found) <= FLAT * min(found), (name, found)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from house.measured import say
 from house.repository import ROOT
 
 HERE = Path(__file__).parent
@@ -71,21 +72,21 @@ def run_with(patch: Path, directory: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Outcome]]:
-    """Every patch at work, two at a time."""
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Outcome]]:
+    """Every patch that was asked for at work, two at a time."""
+    items = (i for i in request.session.items if isinstance(i, pytest.Function) and i.path == Path(__file__))
+    wanted = [i.callspec.params["patch"] for i in items if hasattr(i, "callspec")]
     pool = ThreadPoolExecutor(2)
-    found = {p.stem: pool.submit(run_with, p, tmp_path_factory.mktemp(p.stem)) for p in PATCHES}
+    found = {p.stem: pool.submit(run_with, p, tmp_path_factory.mktemp(p.stem)) for p in wanted}
     pool.shutdown(wait=False)
     return found
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda p: p.stem)
-def test_the_suite_catches(patch: Path, outcomes: dict[str, Future[Outcome]], request: pytest.FixtureRequest) -> None:
+def test_the_suite_catches(patch: Path, outcomes: dict[str, Future[Outcome]]) -> None:
     outcome = outcomes[patch.stem].result()
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        reporter.write_line(f"{patch.stem}: {outcome.caught_by} (seed {outcome.seed}, {outcome.wall_s:.0f} s)")
+    say(f"planted {patch.stem}: {outcome.caught_by} (seed {outcome.seed}, {outcome.wall_s:.0f} s)")
     assert outcome.status == TESTS_FAILED, outcome.output[-3000:]
     assert outcome.caught_by != "nothing", outcome.output[-3000:]
 

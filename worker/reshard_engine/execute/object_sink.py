@@ -177,7 +177,7 @@ class ObjectSink:
                 if chunk.file in self._completed:
                     self._control.require_claim(self._plan)
                     raise IntegrityError("integrity.journal", f"{printable(path)} is complete, but a unit of it is not")
-                return self._store.put_part(path, self._upload(chunk.file), self._number(chunk), data).etag
+                return self._store.put_part(path, self._upload(chunk.file), self._number(chunk), data, crc32=crc32).etag
         facts = {PLAN_KEY: self._plan.digest, CRC_KEY: f"{crc32:08x}"}
         with self._doubting():
             etag = self._put_once(path, data, facts, crc32)
@@ -187,7 +187,7 @@ class ObjectSink:
 
     def _put_once(self, path: str, data: bytes | memoryview, facts: Mapping[str, str], crc32: int) -> str:
         try:
-            return self._store.put(path, data, metadata=facts, if_absent=True).pin.removeprefix("etag:")
+            return self._store.put(path, data, metadata=facts, if_absent=True, crc32=crc32).pin.removeprefix("etag:")
         except StorageError as error:
             if not (error.code == "storage.conflict" or error.retryable) or not self._is_mine(path, len(data), crc32):
                 raise

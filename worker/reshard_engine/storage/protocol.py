@@ -72,11 +72,20 @@ class ObjectStore(Store, Protocol):
 
     min_part_bytes: int
 
-    def put(self, path: str, data: bytes | memoryview, *, metadata: Mapping[str, str], if_absent: bool) -> ObjectInfo:
-        """Write a whole object.
+    def put(
+        self,
+        path: str,
+        data: bytes | memoryview,
+        *,
+        metadata: Mapping[str, str],
+        if_absent: bool,
+        crc32: int | None = None,
+    ) -> ObjectInfo:
+        """Write a whole object. The store compares it with `crc32`, or with what it is as it is sent.
 
         Raises:
-            StorageError: `storage.conflict` with `if_absent` when an object is there already.
+            StorageError: `storage.conflict` with `if_absent` when an object is there already;
+                `storage.unavailable` when other bytes arrived.
         """
         ...
 
@@ -92,8 +101,10 @@ class ObjectStore(Store, Protocol):
         """Begin a multipart upload; returns its id. Nothing is visible until it is completed."""
         ...
 
-    def put_part(self, path: str, upload_id: str, number: int, data: memoryview) -> PartInfo:
-        """Upload one part; uploading a number again replaces it."""
+    def put_part(
+        self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
+    ) -> PartInfo:
+        """Upload one part; uploading a number again replaces it. Checked as `put` is."""
         ...
 
     def copy_part(

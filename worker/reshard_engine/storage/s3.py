@@ -48,6 +48,8 @@ _DENIED = {
     "AllAccessDisabled",
 }
 _NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
+_PASSING = {"SlowDown", "RequestTimeout", "Throttling", "BadDigest", "XAmzContentChecksumMismatch"}
+"""Failures that may pass, other bytes that arrived than were sent among them."""
 _CONFLICT = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
 
 
@@ -78,7 +80,7 @@ def _typed(error: BaseException, path: str) -> ReshardError:
             return StorageError(
                 "storage.conflict", f"{where} is there already", fix="choose another target, or --overwrite"
             )
-        if status >= 500 or code in {"SlowDown", "RequestTimeout", "Throttling"}:
+        if status >= 500 or code in _PASSING:
             return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
         return StorageError("storage.protocol", text)
     if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
@@ -246,13 +248,26 @@ class S3Store:
                     raise changed(info) from error
                 raise
 
-    def put(self, path: str, data: bytes | memoryview, *, metadata: Mapping[str, str], if_absent: bool) -> ObjectInfo:
+    def put(
+        self,
+        path: str,
+        data: bytes | memoryview,
+        *,
+        metadata: Mapping[str, str],
+        if_absent: bool,
+        crc32: int | None = None,
+    ) -> ObjectInfo:
         """Write a whole object, with a CRC-32 that the store checks."""
         bucket, key = _split(path)
         extra: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
         with _translated(path):
             answer = self._client.put_object(
-                Bucket=bucket, Key=key, Body=_body(data), Metadata=dict(metadata), ChecksumCRC32=_crc(data), **extra
+                Bucket=bucket,
+                Key=key,
+                Body=_body(data),
+                Metadata=dict(metadata),
+                ChecksumCRC32=_crc(data, crc32),
+                **extra,
             )
         return ObjectInfo(path, len(data), "etag:" + answer["ETag"].strip('"'))
 
@@ -274,7 +289,9 @@ class S3Store:
             )
         return str(answer["UploadId"])
 
-    def put_part(self, path: str, upload_id: str, number: int, data: memoryview) -> PartInfo:
+    def put_part(
+        self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
+    ) -> PartInfo:
         """Upload one part, with a CRC-32 that the store checks."""
         bucket, key = _split(path)
         with _translated(path):
@@ -284,7 +301,7 @@ class S3Store:
                 UploadId=upload_id,
                 PartNumber=number,
                 Body=_body(data),
-                ChecksumCRC32=_crc(data),
+                ChecksumCRC32=_crc(data, crc32),
             )
         return PartInfo(number, len(data), answer["ETag"].strip('"'))
 
@@ -371,8 +388,8 @@ def _info(entry: Mapping[str, Any]) -> ObjectInfo:
     return ObjectInfo(str(entry["name"]), int(entry["size"]), "etag:" + str(entry.get("ETag", "")).strip('"'))
 
 
-def _crc(data: bytes | memoryview) -> str:
-    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+def _crc(data: bytes | memoryview, known: int | None) -> str:
+    return base64.b64encode((zlib.crc32(data) if known is None else known).to_bytes(4, "big")).decode()
 
 
 class _Body:

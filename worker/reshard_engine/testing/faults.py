@@ -152,9 +152,19 @@ class FaultyStore:
 
         self._step("read_into", info.path, lambda: self._store.read_into(info, offset, buffer), truncated)
 
-    def put(self, path: str, data: bytes | memoryview, *, metadata: Mapping[str, str], if_absent: bool) -> ObjectInfo:
+    def put(
+        self,
+        path: str,
+        data: bytes | memoryview,
+        *,
+        metadata: Mapping[str, str],
+        if_absent: bool,
+        crc32: int | None = None,
+    ) -> ObjectInfo:
         """See `ObjectStore`."""
-        return self._step("put", path, lambda: self._store.put(path, data, metadata=metadata, if_absent=if_absent))
+        return self._step(
+            "put", path, lambda: self._store.put(path, data, metadata=metadata, if_absent=if_absent, crc32=crc32)
+        )
 
     def delete(self, paths: Sequence[str]) -> None:
         """See `ObjectStore`. Each object is an operation of its own."""
@@ -169,9 +179,11 @@ class FaultyStore:
         """See `ObjectStore`."""
         return self._step("create_multipart", path, lambda: self._store.create_multipart(path, metadata=metadata))
 
-    def put_part(self, path: str, upload_id: str, number: int, data: memoryview) -> PartInfo:
+    def put_part(
+        self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
+    ) -> PartInfo:
         """See `ObjectStore`."""
-        return self._step("put_part", path, lambda: self._store.put_part(path, upload_id, number, data))
+        return self._step("put_part", path, lambda: self._store.put_part(path, upload_id, number, data, crc32=crc32))
 
     def copy_part(
         self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int

@@ -105,9 +105,17 @@ class MemoryStore:
             raise StorageError("storage.protocol", f"mem://{printable(info.path)}: the range is past the end")
         buffer[:] = found.data[offset : offset + len(buffer)]
 
-    def put(self, path: str, data: bytes | memoryview, *, metadata: Mapping[str, str], if_absent: bool) -> ObjectInfo:
+    def put(
+        self,
+        path: str,
+        data: bytes | memoryview,
+        *,
+        metadata: Mapping[str, str],
+        if_absent: bool,
+        crc32: int | None = None,
+    ) -> ObjectInfo:
         """Write a whole object."""
-        held = bytes(data)
+        held = _checked(data, crc32)
         made = _Object(held, _md5(held).hex(), {k.lower(): v for k, v in metadata.items()})
         with self._lock:
             if if_absent and path in self._objects:
@@ -130,9 +138,11 @@ class MemoryStore:
             self._uploads[upload_id] = _Upload(path, {k.lower(): v for k, v in metadata.items()})
         return upload_id
 
-    def put_part(self, path: str, upload_id: str, number: int, data: memoryview) -> PartInfo:
+    def put_part(
+        self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
+    ) -> PartInfo:
         """Upload one part."""
-        held = bytes(data)
+        held = _checked(data, crc32)
         with self._lock:
             self._upload(path, upload_id).parts[number] = held
         return _part(number, held)
@@ -188,6 +198,13 @@ class MemoryStore:
         if found is None or found.path != path:
             raise StorageError("storage.conflict", f"mem://{printable(path)}: the upload is gone")
         return found
+
+
+def _checked(data: bytes | memoryview, crc32: int | None) -> bytes:
+    held = bytes(data)
+    if crc32 is not None and zlib.crc32(held) != crc32:
+        raise StorageError("storage.unavailable", "BadDigest: other bytes arrived than were sent")
+    return held
 
 
 def _info(path: str, found: _Object) -> ObjectInfo:

@@ -35,15 +35,25 @@ class ObservedStore(MemoryStore):
         self.writes: Counter[tuple[str, int]] = Counter()
         """By path and part number; 0 for a whole object."""
 
-    def put(self, path: str, data: bytes | memoryview, *, metadata: Mapping[str, str], if_absent: bool) -> ObjectInfo:
+    def put(
+        self,
+        path: str,
+        data: bytes | memoryview,
+        *,
+        metadata: Mapping[str, str],
+        if_absent: bool,
+        crc32: int | None = None,
+    ) -> ObjectInfo:
         """As `MemoryStore.put`, counted."""
         self.writes[path, 0] += 1
-        return super().put(path, data, metadata=metadata, if_absent=if_absent)
+        return super().put(path, data, metadata=metadata, if_absent=if_absent, crc32=crc32)
 
-    def put_part(self, path: str, upload_id: str, number: int, data: memoryview) -> PartInfo:
+    def put_part(
+        self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
+    ) -> PartInfo:
         """As `MemoryStore.put_part`, counted."""
         self.writes[path, number] += 1
-        return super().put_part(path, upload_id, number, data)
+        return super().put_part(path, upload_id, number, data, crc32=crc32)
 
 
 class ShuffledStore(MemoryStore):
