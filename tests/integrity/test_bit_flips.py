@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
+from integrity.covered import covered_spans
 from reshard.errors import IntegrityError, ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel
-from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.containers.torch_file import checksummed_spans
-from reshard_engine.storage.local import LocalStore
 
 DATA = Path(__file__).parent.parent / "data"
 SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)
@@ -134,14 +132,6 @@ def test_flips_of_a_source_are_found_or_harmless(name: str, tmp_path: Path, rng:
         flip(path, at, bit)
     print(name, outcomes)
     assert outcomes["found"] > outcomes["harmless"] / 2
-
-
-def covered_spans(path: Path) -> list[tuple[int, int]]:
-    """(offset, length) of what the container's own CRC-32s cover."""
-    store = LocalStore()
-    info = store.stat(str(path))
-    assert info is not None
-    return [(o, n) for o, n, _ in checksummed_spans(SourceFile(store, path.name, (info,)))]
 
 
 def names_read(target: Path) -> set[str]:

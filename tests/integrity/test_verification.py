@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,15 +17,19 @@ import xxhash
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
+from integrity.covered import covered_spans
 from reshard.cli.main import app
 from reshard.cli.sizes import parse_percent
-from reshard.errors import IntegrityError, JobError, RequestError, ReshardError
+from reshard.errors import IntegrityError, JobError, RequestError, ReshardError, SourceError, StorageError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.conversion import Conversion
 from reshard_engine.digests import BLOCK_BYTES, TensorDigests, TensorStream, blocks_beginning_in, tensor_digest
+from reshard_engine.execute import local_sink
 from reshard_engine.execute.local_sink import LocalSink
 from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.manifest import Manifest, parse_manifest
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.memory_store import MemoryStore
@@ -160,6 +167,99 @@ def test_a_finished_target_is_read_when_full_is_asked_for_later(tmp_path: Path) 
         engine.convert(request_for(target, to=TargetFormat.SAFETENSORS, verify=VerifyLevel.FULL))
 
 
+def flip_quietly(path: Path, at: int) -> None:
+    """Flip a bit as a disk does: size and times stay."""
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("level", list(VerifyLevel))
+def test_overwrite_repairs_a_damaged_target(level: VerifyLevel, tmp_path: Path) -> None:
+    engine, target = load_engine(), tmp_path / "out"
+    engine.convert(request_for(target, to=TargetFormat.SAFETENSORS))
+    flip_quietly(target / "model.safetensors", -1)
+    again = engine.convert(request_for(target, to=TargetFormat.SAFETENSORS, overwrite=True, verify=level))
+    assert not again.already_done
+    assert engine.verify(str(target)).ok
+
+
+def test_full_reads_the_source_of_a_finished_target_too(tmp_path: Path) -> None:
+    source = shutil.copytree(DATA / "zero2_tiny", tmp_path / "source")
+    engine, target = load_engine(), tmp_path / "out"
+    path = source / "global_step3" / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    offset, length = covered_spans(path)[-1]
+    flip_quietly(path, covered_spans(path)[1][0])
+    assert length + offset < path.stat().st_size
+    engine.convert(request_for(target, source=source))
+    with pytest.raises(SourceError) as caught:
+        engine.convert(request_for(target, source=source, verify=VerifyLevel.FULL))
+    assert caught.value.code == "zip.crc"
+
+
+def test_a_source_that_was_read_wrong_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store or a memory that lies for one read: its checksums fit afterwards, the tensor does not."""
+    read_into, lied = SourceFile.read_into, []
+
+    def lying(self: SourceFile, offset: int, buffer: memoryview) -> None:
+        read_into(self, offset, buffer)
+        if "running" in phases and not lied and "optim" in self.name:
+            lied.append(offset)
+            buffer[0] ^= 1
+
+    phases: list[str] = []
+    request = request_for(tmp_path / "out", verify=VerifyLevel.FULL)
+    with monkeypatch.context() as patch:
+        patch.setattr(SourceFile, "read_into", lying)
+        with pytest.raises(IntegrityError, match="read again"):
+            load_engine().convert(request, on_progress=lambda p: phases.append(p.phase))
+    assert lied
+    load_engine().convert(request)
+    clean = load_engine().convert(request_for(tmp_path / "clean"))
+    for file in clean.files:
+        assert (tmp_path / "out" / file.path).read_bytes() == (tmp_path / "clean" / file.path).read_bytes()
+
+
+def test_bytes_that_change_between_digest_and_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CRC-32 is of the damaged bytes, so that the journal believes them: the next run writes them anew."""
+    of_chunk, flipped = PassingDigests.of_chunk, []
+
+    def lying(self: PassingDigests, file: Any, chunk: Any, buffer: Any) -> Any:
+        yield from of_chunk(self, file, chunk, buffer)
+        for body in file.template.bodies_in(chunk.offset, chunk.offset + chunk.length_bytes):
+            if not flipped and body.offset >= chunk.offset:
+                flipped.append(chunk)
+                buffer[body.offset - chunk.offset] ^= 1
+
+    request = request_for(tmp_path / "out", verify=VerifyLevel.FULL, to=TargetFormat.SAFETENSORS)
+    with monkeypatch.context() as patch:
+        patch.setattr(PassingDigests, "of_chunk", lying)
+        with pytest.raises(IntegrityError):
+            load_engine().convert(request)
+    assert flipped
+    load_engine().convert(request)
+    assert load_engine().verify(str(tmp_path / "out")).ok
+
+
+def test_a_sync_that_fails_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        @staticmethod
+        def syncfs(_descriptor: int) -> int:
+            ctypes.set_errno(errno.EIO)
+            return -1
+
+    request = request_for(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(local_sink, "LIBC", Library)
+        with pytest.raises(StorageError):
+            load_engine().convert(request)
+    assert not (tmp_path / "out").exists()
+    load_engine().convert(request)
+    assert load_engine().verify(str(tmp_path / "out")).ok
+
+
 def test_full_can_be_stopped(tmp_path: Path) -> None:
     phases: list[str] = []
 
@@ -198,7 +298,7 @@ def test_a_sample_is_labelled_and_finds_what_it_reads(tmp_path: Path) -> None:
         damaged[::50] = bytes(b ^ 1 for b in damaged[::50])
         path.write_bytes(damaged)
     assert not engine.verify(str(target), sample=0.01).ok
-    for text in ("0", "0%", "101%", "1.5", "-2%", "nan", ""):
+    for text in ("0", "0%", "101%", "0.5", "1", "-2%", "nan%", ""):
         with pytest.raises(RequestError):
             parse_percent(text)
 
@@ -214,6 +314,36 @@ def test_what_is_missing_shorter_or_more_is_named(tmp_path: Path) -> None:
     assert set(problems) == {"zero/gain/fp32.pt", "zero/optimizer_state.pt", "stranger", "latest_universal"}
     sampled = {p.path for p in engine.verify(str(target), sample=1).problems}
     assert sampled == set(problems)
+
+
+def test_every_damaged_range_of_a_tensor_names_it(tmp_path: Path) -> None:
+    engine, target = load_engine(), tmp_path / "out"
+    engine.convert(request_for(target, to=TargetFormat.SAFETENSORS, part_bytes=1 << 10))
+    spans = {t.fqn: (t.extents[0][1], t.extents[0][1] + t.extents[0][3] - 1) for t in manifest_of(target).tensors}
+    name = next(fqn for fqn, (first, last) in spans.items() if first >> 10 != last >> 10)
+    for at in spans[name]:
+        flip_quietly(target / "model.safetensors", at)
+    assert [p.tensor for p in engine.verify(str(target)).problems] == [name] * 2
+
+
+@pytest.mark.parametrize("extent", [(), ((7, 0, 0, 4),), ((0, 0, 0, 1 << 40),), ((0, -1, 0, 4),), ((0, 0, 4, 0),)])
+def test_manifests_that_no_writer_makes(extent: tuple[tuple[int, int, int, int], ...], tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    load_engine().convert(request_for(target, to=TargetFormat.SAFETENSORS))
+    manifest = manifest_of(target)
+    odd = manifest.tensors[0].model_copy(update={"extents": extent})
+    with pytest.raises(IntegrityError, match="contradicts"):
+        parse_manifest(manifest.model_copy(update={"tensors": (odd,)}).to_bytes())
+    with pytest.raises(IntegrityError, match="contradicts"):
+        parse_manifest(manifest.model_copy(update={"pointer": "a\0b"}).to_bytes())
+
+
+def test_source_names_that_are_no_text(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    load_engine().convert(request_for(weights, to=TargetFormat.SAFETENSORS))
+    (weights / "model.safetensors").rename(weights / os.fsdecode(b"m\xff.safetensors"))
+    load_engine().convert(request_for(tmp_path / "out", source=weights, to=TargetFormat.TORCH, verify=VerifyLevel.FULL))
+    assert load_engine().verify(str(tmp_path / "out")).ok
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:

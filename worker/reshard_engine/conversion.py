@@ -11,12 +11,13 @@ from datetime import UTC, datetime
 from reshard.errors import IntegrityError, RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.executor import Executor
+from reshard_engine.execute.executor import Executor, StoppedError
 from reshard_engine.execute.full_verification import FullVerification
 from reshard_engine.execute.local_sink import LocalSink
 from reshard_engine.execute.object_sink import ObjectSink
 from reshard_engine.execute.receipt import build_manifest, with_pins
 from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
+from reshard_engine.execute.source_check import check_source
 from reshard_engine.layout import TargetLayout
 from reshard_engine.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -130,7 +131,8 @@ class Conversion:
         Raises:
             ReshardError: The journal stays, so that the same request resumes.
         """
-        if (finished := self._finished()) is not None:
+        finished = self._finished()
+        if finished is not None and self._still_holds(finished, on_progress, should_stop or (lambda: False)):
             return self._already_done(finished)
         try:
             return self._run(on_progress, should_stop)
@@ -147,6 +149,9 @@ class Conversion:
     ) -> ConvertResult:
         plan, seconds = self.plan, {"plan": self.planning_s}
         clock = time.monotonic()
+        if on_progress is not None:
+            # What an earlier attempt left is read again now: that is no planning any more.
+            on_progress(Progress(phase="running", bytes_total=plan.write_bytes, units_total=len(plan.units)))
         done = self.sink.begin(plan, overwrite=self.request.overwrite)
         executor = Executor(
             self.checkpoint, self.layout, plan, self.sink, done=done, on_progress=on_progress, should_stop=should_stop
@@ -172,6 +177,7 @@ class Conversion:
         manifest = with_pins(self._manifest(executor), {i.path: i.pin for i in there})
         if full is not None:
             full.read_back(manifest, commit=True)
+            full.digest_again(self.checkpoint, manifest)
             manifest = full.certify(manifest)
         self.sink.commit(manifest.to_bytes(), self.layout.pointer)
         _lap(seconds, "commit", clock)
@@ -222,19 +228,43 @@ class Conversion:
         )
         return manifest if same else None
 
-    def _read_finished(self) -> None:
-        """Read a result that was committed with fewer checks than are asked for now."""
-        report = verify_target(self.target)
-        if not report.ok:
+    def _still_holds(
+        self,
+        manifest: Manifest,
+        on_progress: Callable[[Progress], None] | None,
+        should_stop: Callable[[], bool],
+    ) -> bool:
+        """Whether a finished target may be left alone.
+
+        Its files are those of its commit. They are read where more is asked for: by `--overwrite`, which repairs
+        what is damaged, and by `--verify full`, which reads the source too.
+
+        Raises:
+            IntegrityError: `integrity.mismatch` if it is damaged and may not be overwritten.
+        """
+        full = self.request.verify is VerifyLevel.FULL and manifest.verification is not VerifyLevel.FULL
+        if not full and not self.request.overwrite:
+            return True
+        if on_progress is not None:
+            on_progress(Progress(phase="verifying"))
+
+        def stop_if_asked() -> None:
+            if should_stop():
+                raise StoppedError
+
+        if full:
+            check_source(self.checkpoint, stop_if_asked)
+            prove_source_unchanged(self.checkpoint)
+        report = verify_target(self.target, should_stop=stop_if_asked)
+        if not report.ok and not self.request.overwrite:
             raise IntegrityError(
                 "integrity.mismatch",
                 f"{printable(self.target.url)} is finished, but damaged: {report.problems[0].problem}",
                 fix="convert again with --overwrite",
             )
+        return report.ok
 
     def _already_done(self, manifest: Manifest) -> ConvertResult:
-        if self.request.verify is VerifyLevel.FULL and manifest.verification is not VerifyLevel.FULL:
-            self._read_finished()
         self.sink.finish_after_crash(self.plan, self.layout.pointer)
         return ConvertResult(
             target=self.target.url,
@@ -246,7 +276,7 @@ class Conversion:
             plan_digest=self.plan.digest,
             already_done=True,
             warnings=manifest.warnings,
-            verification=self.request.verify,
+            verification=self.request.verify if self.request.verify is VerifyLevel.FULL else manifest.verification,
         )
 
 

@@ -50,9 +50,30 @@ def block_digest(data: memoryview) -> bytes:
     return xxhash.xxh3_64_intdigest(data).to_bytes(_DIGEST_BYTES, "little")
 
 
-def tensor_digest(blocks: bytes) -> str:
+def tensor_digest(blocks: bytes | bytearray) -> str:
     """The digest of a tensor, in hex, from the digests of its blocks in order."""
     return xxhash.xxh3_128_hexdigest(blocks)
+
+
+class _Blocks:
+    """The known digests of one tensor: nine bytes a block."""
+
+    def __init__(self) -> None:
+        self.digests = bytearray()
+        self.there = bytearray()
+
+    def put(self, number: int, digest: bytes) -> bool:
+        """Remember a digest; False if another one is known."""
+        missing = number + 1 - len(self.there)
+        if missing > 0:
+            self.there += bytes(missing)
+            self.digests += bytes(missing * _DIGEST_BYTES)
+        at = number * _DIGEST_BYTES
+        if self.there[number]:
+            return bytes(self.digests[at : at + _DIGEST_BYTES]) == digest
+        self.there[number] = 1
+        self.digests[at : at + _DIGEST_BYTES] = digest
+        return True
 
 
 class TensorDigests:
@@ -60,7 +81,7 @@ class TensorDigests:
 
     def __init__(self) -> None:
         """Nothing is known yet."""
-        self._blocks: dict[tuple[int, str], dict[int, bytes]] = {}
+        self._blocks: dict[tuple[int, str], _Blocks] = {}
         self._lock = threading.Lock()
 
     def add(self, run: BlockRun) -> None:
@@ -71,20 +92,21 @@ class TensorDigests:
                 tensor differ.
         """
         with self._lock:
-            known = self._blocks.setdefault((run.tensor, run.dtype), {})
+            known = self._blocks.setdefault((run.tensor, run.dtype), _Blocks())
             for at in range(0, len(run.digests), _DIGEST_BYTES):
                 number, digest = run.first + at // _DIGEST_BYTES, run.digests[at : at + _DIGEST_BYTES]
-                if known.setdefault(number, digest) != digest:
+                if not known.put(number, digest):
                     raise IntegrityError(
                         "integrity.mismatch", f"block {number} of tensor {run.tensor} was written with two contents"
                     )
 
     def digest(self, tensor: int, dtype: str, size_bytes: int) -> str | None:
         """The digest of a tensor of so many bytes; None while blocks are missing."""
-        known = self._blocks.get((tensor, dtype), {})
-        if len(known) != block_count(size_bytes):
+        known = self._blocks.get((tensor, dtype), _Blocks())
+        count = block_count(size_bytes)
+        if len(known.there) != count or known.there.count(1) != count:
             return None
-        return tensor_digest(b"".join(known[n] for n in range(len(known))))
+        return tensor_digest(known.digests)
 
 
 class TensorStream:

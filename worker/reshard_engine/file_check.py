@@ -10,7 +10,7 @@ import hashlib
 import threading
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,9 +19,9 @@ from reshard.errors import printable
 from reshard.models import VerifyProblem
 from reshard_engine.digests import TensorStream
 from reshard_engine.manifest import Manifest, ManifestFile, ManifestTensor
+from reshard_engine.storage.pieces import pieces_of
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
-_READ_BYTES = 8 << 20
 _THREADS = 4
 
 
@@ -94,11 +94,12 @@ class TargetCheck:
     def conclude(self) -> None:
         """When all wanted files were read: say which tensors a damage hit, and which differ without one."""
         wrong = {n for n, t in enumerate(self.manifest.tensors) if self._was_read(t) and self._digest(n) != t.xxh3}
+        named: set[int] = set()
         for damage in self.damaged:
             hit = [h for h in self.held_in(damage) if h.tensor in wrong]
             self.problems += [self._damaged(damage, h) for h in hit] or [self._damaged(damage, None)]
-            wrong -= {h.tensor for h in hit}
-        for number in sorted(wrong):
+            named |= {h.tensor for h in hit}
+        for number in sorted(wrong - named):
             tensor = self.manifest.tensors[number]
             file, offset, begin, end = tensor.extents[0]
             text = f"the elements of {printable(tensor.state)} are not those that were written"
@@ -115,7 +116,7 @@ class TargetCheck:
     def _damaged(self, damage: Damage, held: Held | None) -> VerifyProblem:
         path, span = self.manifest.files[damage.file].path, (damage.begin, damage.end)
         if held is None:
-            return _problem(path, f"{damage.problem}; not in a tensor", span)
+            return _problem(path, damage.problem, span)
         tensor = self.manifest.tensors[held.tensor]
         inside = (max(held.offset, damage.begin), min(held.stop, damage.end))
         return _problem(path, f"{damage.problem}; {printable(tensor.state)}", inside, printable(tensor.fqn))
@@ -131,7 +132,7 @@ class TargetCheck:
         sha256, damaged, held = hashlib.sha256(), list[Damage](), self._held.get(number, [])
         for offset, length, expected in file.chunks:
             crc = 0
-            for at, view in _views(store, info, offset, offset + length):
+            for at, view in pieces_of(partial(store.read_into, info), offset, offset + length):
                 self.should_stop()
                 crc = zlib.crc32(view, crc)
                 sha256.update(view)
@@ -172,19 +173,10 @@ def size_problem(file: ManifestFile, info: ObjectInfo | None) -> VerifyProblem |
 
 def _problem(path: str, text: str, span: tuple[int, int] | None = None, tensor: str | None = None) -> VerifyProblem:
     offset, length = (None, None) if span is None else (span[0], span[1] - span[0])
-    return VerifyProblem(path=path, offset=offset, length_bytes=length, tensor=tensor, problem=text)
+    return VerifyProblem(path=printable(path), offset=offset, length_bytes=length, tensor=tensor, problem=text)
 
 
 def _overlapping(held: Sequence[Held], begin: int, end: int) -> Sequence[Held]:
     """What lies in `[begin, end)`. Nothing in a file overlaps, so starts and ends are in one order."""
     first = bisect_right(held, begin, key=lambda h: h.stop)
     return held[first : max(first, bisect_left(held, end, key=lambda h: h.offset))]
-
-
-def _views(store: Store, info: ObjectInfo, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a range in order, in bounded pieces that live until the next one is asked for."""
-    buffer = bytearray(min(_READ_BYTES, end - begin))
-    for at in range(begin, end, max(1, len(buffer))):
-        view = memoryview(buffer)[: min(len(buffer), end - at)]
-        store.read_into(info, at, view)
-        yield at, view

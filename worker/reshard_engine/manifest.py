@@ -123,7 +123,24 @@ def parse_manifest(data: bytes) -> Manifest:
         ) from None
     if manifest.schema_version != MANIFEST_SCHEMA_VERSION:
         raise IntegrityError("integrity.mismatch", f"{MANIFEST_NAME} has schema version {manifest.schema_version}")
+    if (problem := _contradiction(manifest)) is not None:
+        raise IntegrityError("integrity.mismatch", f"{MANIFEST_NAME} contradicts itself: {problem}")
     return manifest
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """What no writer would say: its digest proves that a manifest is undamaged, not who wrote it."""
+    if any("\0" in path for path in (manifest.pointer or "", *(f.path for f in manifest.files))):
+        return "a name holds a NUL"
+    for tensor in manifest.tensors:
+        if not tensor.extents:
+            return f"{printable(tensor.fqn)} is nowhere"
+        for file, offset, begin, end in tensor.extents:
+            if not 0 <= file < len(manifest.files) or not 0 <= begin <= end or offset < 0:
+                return f"{printable(tensor.fqn)} is in no file"
+            if offset + end - begin > manifest.files[file].size_bytes:
+                return f"{printable(tensor.fqn)} is beyond the end of its file"
+    return None
 
 
 def read_manifest(target: Location) -> Manifest | None:

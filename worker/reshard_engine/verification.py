@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from reshard.errors import IntegrityError, printable
@@ -19,7 +19,9 @@ _THREADS = 4
 _MAX_POINTER_BYTES = 1_024
 
 
-def verify_target(target: Location, *, sample: float | None = None) -> VerifyReport:
+def verify_target(
+    target: Location, *, sample: float | None = None, should_stop: Callable[[], None] = lambda: None
+) -> VerifyReport:
     """Whether the target is what its manifest says.
 
     Args:
@@ -27,6 +29,7 @@ def verify_target(target: Location, *, sample: float | None = None) -> VerifyRep
         sample: Fraction of the bytes to read, in `(0, 1]`: every file's presence and size are checked, and a
             random choice of its checksummed ranges, other ones each time. None reads everything, and compares
             the digests of tensors too.
+        should_stop: Called between reads; raises to give up.
 
     Raises:
         IntegrityError: `integrity.no_manifest` if there is none, `integrity.mismatch` if it is damaged itself.
@@ -40,7 +43,7 @@ def verify_target(target: Location, *, sample: float | None = None) -> VerifyRep
             fix="name a directory that `reshard convert` wrote",
         )
     there = target.files()
-    check = TargetCheck(manifest, lambda: None)
+    check = TargetCheck(manifest, should_stop)
     if sample is None:
         check.read(target.store, there, range(len(manifest.files)))
         check.conclude()
@@ -85,7 +88,9 @@ def _read_sample(check: TargetCheck, target: Location, there: Mapping[str, Objec
         # Whose bytes changed only a whole reading tells; a tensor that has the range to itself is named.
         held = check.held_in(damage)
         tensor = printable(check.manifest.tensors[held[0].tensor].fqn) if len(held) == 1 else None
-        return VerifyProblem(path=path, offset=offset, length_bytes=length, tensor=tensor, problem=damage.problem)
+        return VerifyProblem(
+            path=printable(path), offset=offset, length_bytes=length, tensor=tensor, problem=damage.problem
+        )
 
     with ThreadPoolExecutor(_THREADS) as pool:
         check.problems += [p for p in pool.map(read, chosen) if p is not None]

@@ -51,7 +51,7 @@ Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace what is at DST. The old data is gone, even if the run fails.")
 ]
 Verify = Annotated[VerifyLevel, typer.Option(help="`full` also reads source and output whole before the commit.")]
-MemoryLimit = Annotated[str | None, typer.Option(help="Buffer memory, such as 1GiB (the default).")]
+MemoryLimit = Annotated[str | None, typer.Option(help="For buffers and metadata, such as 1GiB (the default).")]
 PartSize = Annotated[
     str | None, typer.Option(help="Grain of work and of multipart parts, such as 64MiB (the default).")
 ]
@@ -243,7 +243,7 @@ def convert(
         _say(result.model_dump_json())
         return
     if result.already_done:
-        _hint("already done, verified: the target is this conversion's result, unchanged since its commit")
+        _hint("already done: the target is this conversion's result, unchanged since its commit")
     elif not quiet:
         took = sum(result.seconds.values())
         _hint(

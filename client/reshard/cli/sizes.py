@@ -12,7 +12,7 @@ _UNITS = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_PERCENT = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*(%?)")
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%")
 _SIZE = re.compile(r"(\d{1,15})(?:\.(\d{1,6}))?\s*([a-z]{0,3})")
 
 
@@ -33,13 +33,13 @@ def parse_size(text: str) -> int:
 
 
 def parse_percent(text: str) -> float:
-    """The fraction of `2%` or `0.5`, in `(0, 1]`.
+    """The fraction of `2%`, in `(0, 1]`.
 
     Raises:
         RequestError: `request.invalid`.
     """
     match = _PERCENT.fullmatch(text.strip())
-    fraction = 0.0 if match is None else float(match[1]) / (100 if match[2] else 1)
+    fraction = 0.0 if match is None else float(match[1]) / 100
     if not 0 < fraction <= 1:
         raise RequestError(
             "request.invalid", f"{printable(text)!r} is not a part of a whole", fix="write 2% for a fiftieth"

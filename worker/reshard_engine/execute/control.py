@@ -15,6 +15,8 @@ from reshard_engine.plan.model import Plan
 from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
 
 _THREADS = 8
+MAX_CONTROL_BYTES = 256 << 20
+"""Of one object: the plan of a million files has 100 MB."""
 _TRIES = 8
 """Looks at an object that others keep replacing."""
 
@@ -34,7 +36,16 @@ def _facts(path: str, text: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
             return facts
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
-    raise IntegrityError(
+    raise _not_ours(path)
+
+
+def _is_planned_file(entry: Any) -> bool:
+    """Whether it begins as a file of a plan does: path, size, and whether it is published last."""
+    return isinstance(entry, list) and list(map(type, entry[:3])) == [str, int, bool]  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _not_ours(path: str) -> IntegrityError:
+    return IntegrityError(
         "integrity.journal",
         f"{printable(path)} is nothing that reshard wrote",
         fix="remove it if no conversion into this target is under way",
@@ -62,6 +73,8 @@ class ControlObjects:
             info = self._store.stat(path)
             if info is None:
                 return None
+            if info.size_bytes > MAX_CONTROL_BYTES:
+                raise _not_ours(path)
             try:
                 return read_bytes(self._store, info)
             except SourceError as error:
@@ -167,7 +180,13 @@ class ControlObjects:
         """
         path = join(self._journal_of(digest), "plan.json")
         text = self._read(path)
-        return {} if text is None else _facts(path, text, {"files": list, "units": list})
+        if text is None:
+            return {}
+        facts = _facts(path, text, {"files": list, "units": list})
+        pointer = facts.get("pointer")
+        if not all(map(_is_planned_file, facts["files"])) or not (pointer is None or isinstance(pointer, str)):
+            raise _not_ours(path)
+        return facts
 
     def put_upload(self, file: int, upload_id: str) -> None:
         """Remember an upload before its first part."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from reshard.errors import IntegrityError, printable
 from reshard.models import VerifyProblem
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.receipt import with_full_checks
+from reshard_engine.execute.passing import differing_tensors
+from reshard_engine.execute.receipt import name_in_manifest, with_full_checks
 from reshard_engine.execute.sink import Sink
 from reshard_engine.execute.source_check import SourceSums, check_source
 from reshard_engine.file_check import TargetCheck
@@ -32,7 +33,8 @@ class FullVerification:
         Raises:
             SourceError: `zip.crc`.
         """
-        self._sums = check_source(checkpoint, self._should_stop)
+        sums = check_source(checkpoint, self._should_stop)
+        self._sums = {name_in_manifest(f): sums[f.name] for f in checkpoint.files}
 
     def read_back(self, manifest: Manifest, *, commit: bool) -> None:
         """Compare the files that are final by now, those that are published last or all others.
@@ -52,6 +54,22 @@ class FullVerification:
         if check.problems:
             self._sink.withdraw(sorted({p.path for p in check.problems}))
             raise _damaged(check.problems)
+
+    def digest_again(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
+        """Gather every tensor from the source once more: bytes that were read wrong once have another digest.
+
+        Raises:
+            IntegrityError: `integrity.mismatch`; the files that hold such tensors were withdrawn.
+        """
+        wrong = differing_tensors(checkpoint, self._layout.files, manifest, self._should_stop)
+        if wrong:
+            paths = {manifest.files[file].path for tensor in wrong for file, _, _, _ in tensor.extents}
+            self._sink.withdraw(sorted(paths))
+            raise IntegrityError(
+                "integrity.mismatch",
+                f"{len(wrong)} tensors are other ones when they are read again, such as {printable(wrong[0].fqn)}",
+                fix="check memory of this machine and the store, then run the same command again: it writes them anew",
+            )
 
     def certify(self, manifest: Manifest) -> Manifest:
         """The manifest with what was found."""

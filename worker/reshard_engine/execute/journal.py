@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard_engine.digests import BlockRun
-from reshard_engine.plan.model import Chunk
+from reshard_engine.plan.model import Chunk, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,10 @@ class UnitRecord:
     """Digests of the blocks of tensors that begin in the unit."""
     read_bytes: int = 0
     overflows: dict[str, int] = field(default_factory=dict[str, int])
+
+    def belongs_to(self, plan: Plan) -> bool:
+        """Whether it tells of a unit of this plan: what lies beside a target may be anyone's."""
+        return 0 <= self.unit < len(plan.units) and tuple(c.chunk for c in self.chunks) == plan.units[self.unit].chunks
 
     def to_line(self) -> bytes:
         """One line without its end: CRC-32 of the rest, then JSON."""

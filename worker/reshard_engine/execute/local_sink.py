@@ -111,7 +111,7 @@ class LocalSink:
             # A torn last line is cut off, so that the next one does not continue it.
             os.ftruncate(self._journal, size - len(lines[-1]))
             os.lseek(self._journal, 0, os.SEEK_END)
-            return self._still_valid([r for r in found if r is not None])
+            return self._still_valid([r for r in found if r is not None and r.belongs_to(self._plan)])
         # Emptied first: an old journal must not speak for a new staging directory.
         os.ftruncate(self._journal, 0)
         os.lseek(self._journal, 0, os.SEEK_SET)
@@ -200,7 +200,10 @@ class LocalSink:
     # -- commit -----------------------------------------------------------------------------------------
 
     def withdraw(self, paths: Sequence[str]) -> None:
-        """Nothing is visible yet; the next attempt reads what is staged and finds the damage itself."""
+        """Nothing is visible yet; without these files the next attempt writes their units anew."""
+        with writing(self._staging):
+            for path in paths:
+                _unlink(os.path.join(self._staging, path))
 
     def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
         """Manifest, one sync, one rename, then the pointer."""
@@ -259,7 +262,13 @@ class LocalSink:
         descriptor = os.open(self._staging, os.O_RDONLY)
         try:
             # One sync for the whole tree: a sync per atom costs more than writing them.
-            if not hasattr(LIBC, "syncfs") or LIBC.syncfs(descriptor) != 0:
+            if not hasattr(LIBC, "syncfs"):
+                os.sync()
+            elif LIBC.syncfs(descriptor) != 0:
+                code = ctypes.get_errno()
+                if code != errno.ENOSYS:
+                    # What could not be written back is not there: a sync that says nothing must not hide it.
+                    raise OSError(code, os.strerror(code), self._staging)
                 os.sync()
         finally:
             os.close(descriptor)

@@ -129,6 +129,7 @@ class ObjectSink:
     def _still_valid(self, there: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
         """The records whose bytes the store still holds."""
         parts: dict[int, dict[int, PartInfo]] = {}
+        self._uploads = {f: u for f, u in self._uploads.items() if f < len(self._plan.files)}
         for file, upload_id in list(self._uploads.items()):
             listed = self._store.list_parts(self._path(file), upload_id)
             if listed is not None:
@@ -152,7 +153,9 @@ class ObjectSink:
             return True
 
         # Read after the uploads were looked at: one that is complete by now has all its records.
-        return {k: r for k, r in self._control.records().items() if held(r)}
+        return {
+            k: r for k, r in self._control.records().items() if k == r.unit and r.belongs_to(self._plan) and held(r)
+        }
 
     def _is_large(self, file: int) -> bool:
         return self._plan.files[file].size_bytes > self._plan.chunk_bytes

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
+from reshard_engine.storage.pieces import pieces_of
 from reshard_engine.storage.protocol import ObjectInfo, Store
-
-_READ_BYTES = 8 << 20
 
 
 def crc_of_range(store: Store, info: ObjectInfo, offset: int, length: int) -> int:
     """The CRC-32 of a byte range of an object, read in bounded pieces."""
-    buffer = bytearray(min(_READ_BYTES, length))
-    crc, done = 0, 0
-    while done < length:
-        view = memoryview(buffer)[: min(len(buffer), length - done)]
-        store.read_into(info, offset + done, view)
+    crc = 0
+    for _, view in pieces_of(partial(store.read_into, info), offset, offset + length):
         crc = zlib.crc32(view, crc)
-        done += len(view)
     return crc

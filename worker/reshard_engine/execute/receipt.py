@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from reshard.errors import IntegrityError, printable
 from reshard.models import VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.digests import TensorDigests
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.journal import UnitRecord
@@ -46,6 +47,10 @@ def build_manifest(
     for record in records.values():
         for entry in record.chunks:
             chunks.setdefault(entry.chunk.file, []).append((entry.chunk.offset, entry.chunk.length_bytes, entry.crc32))
+    written = tuple(
+        ManifestFile(path=f.path, size_bytes=f.size_bytes, pin="", chunks=tuple(sorted(chunks.get(i, []))))
+        for i, f in enumerate(plan.files)
+    )
     return Manifest(
         schema_version=MANIFEST_SCHEMA_VERSION,
         tool=TOOL_VERSION,
@@ -57,10 +62,8 @@ def build_manifest(
         sources=_sources(checkpoint),
         target=plan.target,
         pointer=plan.pointer,
-        files=tuple(
-            ManifestFile(path=f.path, size_bytes=f.size_bytes, pin="", chunks=tuple(sorted(chunks.get(i, []))))
-            for i, f in enumerate(plan.files)
-        ),
+        files=written,
+        uncovered=tuple(gap for file in written for gap in _gaps(file)),
         tensors=_tensors(checkpoint, files, records),
         read_bytes=sum(r.read_bytes for r in records.values()),
         write_bytes=plan.write_bytes,
@@ -69,12 +72,25 @@ def build_manifest(
     )
 
 
+def _gaps(file: ManifestFile) -> list[tuple[str, int, int]]:
+    found: list[tuple[str, int, int]] = []
+    at = 0
+    for offset, length, _ in (*file.chunks, (file.size_bytes, 0, 0)):
+        if offset > at:
+            found.append((file.path, at, offset - at))
+        at = offset + length
+    return found
+
+
 def with_pins(manifest: Manifest, pins: Mapping[str, str]) -> Manifest:
     """The finished manifest, with what the store says of each file.
 
     Raises:
         IntegrityError: `integrity.mismatch` if a tensor, or a part of one, was digested by no unit.
     """
+    if manifest.uncovered:
+        path, offset, length = manifest.uncovered[0]
+        raise IntegrityError("integrity.mismatch", f"{printable(path)} bytes {offset}+{length} were written by no unit")
     for tensor in manifest.tensors:
         if not tensor.xxh3:
             raise IntegrityError("integrity.mismatch", f"a part of {printable(tensor.fqn)} was digested by no unit")
@@ -98,9 +114,19 @@ def with_full_checks(manifest: Manifest, sums: Mapping[str, SourceSums], sha256:
     return manifest.model_copy(update={"verification": VerifyLevel.FULL, "files": files, "sources": tuple(sources)})
 
 
+def name_in_manifest(file: SourceFile) -> str:
+    """The name of a source file; file systems allow bytes in it that no JSON does."""
+    return file.name.encode("utf-8", "backslashreplace").decode()
+
+
 def _sources(checkpoint: Checkpoint) -> tuple[ManifestSource, ...]:
     return tuple(
-        ManifestSource(path=file.name, size_bytes=info.size_bytes, pin=info.pin, directory_sha256=file.directory_sha256)
+        ManifestSource(
+            path=name_in_manifest(file),
+            size_bytes=info.size_bytes,
+            pin=info.pin,
+            directory_sha256=file.directory_sha256,
+        )
         for file in sorted(checkpoint.files, key=lambda f: f.name)
         for info in file.objects
     )

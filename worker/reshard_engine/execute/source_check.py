@@ -13,8 +13,8 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import checksummed_spans
+from reshard_engine.storage.pieces import pieces_of
 
-_READ_BYTES = 8 << 20
 _THREADS = 4
 MAX_UNCOVERED = 10_000
 """Uncovered ranges that are listed for one file; their total is always given."""
@@ -53,16 +53,13 @@ def check_source(checkpoint: Checkpoint, should_stop: Callable[[], None]) -> dic
 def _check_file(file: SourceFile, should_stop: Callable[[], None]) -> tuple[SourceSums, list[str]]:
     spans = checksummed_spans(file)
     digests = [hashlib.sha256() for _ in file.objects]
-    buffer = bytearray(min(_READ_BYTES, max(1, file.size_bytes)))
     damaged: list[str] = []
 
     def read(begin: int, end: int) -> int:
         """The CRC-32 of a range; its bytes go into the digests of the objects that hold them."""
         crc = 0
-        for at in range(begin, end, len(buffer)):
+        for at, view in pieces_of(file.read_into, begin, end):
             should_stop()
-            view = memoryview(buffer)[: min(len(buffer), end - at)]
-            file.read_into(at, view)
             crc = zlib.crc32(view, crc)
             for digest, start, info in zip(digests, file.starts, file.objects, strict=True):
                 low, high = max(at, start), min(at + len(view), start + info.size_bytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.errors import RequestError
+from reshard_engine.digests import BLOCK_BYTES
 from reshard_engine.layout import FileTemplate, TargetFile
 from reshard_engine.shardmap import ShardMap
 
@@ -26,6 +27,10 @@ FILE_BYTES = 2_300
 """A file of the target: in layout, plan, records and manifest."""
 BODY_BYTES = 2_000
 """A tensor in a file of the target: its digests and its entry in the manifest."""
+UNIT_BYTES = 2_500
+"""A unit: in the plan and as a record."""
+BLOCK_DIGEST_BYTES = 60
+"""A block of 256 KiB of a tensor: its digest in records, their JSON, and put together."""
 PART_BYTES = 300
 """A literal or body of a file's shape; files of one shape share it."""
 
@@ -50,6 +55,12 @@ def metadata_bytes(shard_map: ShardMap, files: Sequence[TargetFile]) -> int:
     )
 
 
+def running_bytes(metadata: int, write_bytes: int, chunk_bytes: int) -> int:
+    """Metadata with what grows with the bytes: units with their records, and the digests of blocks."""
+    units = -(-write_bytes // chunk_bytes)
+    return metadata + UNIT_BYTES * units + BLOCK_DIGEST_BYTES * -(-write_bytes // BLOCK_BYTES)
+
+
 def unit_bytes(chunk_bytes: int) -> int:
     """Most bytes that one running unit holds: its chunk, a read batch, and the scratch of a cast.
 
@@ -60,7 +71,9 @@ def unit_bytes(chunk_bytes: int) -> int:
     return chunk_bytes + 4 * batch
 
 
-def chunk_bytes_within(limit_bytes: int, metadata: int, wanted_bytes: int, *, least_bytes: int) -> int:
+def chunk_bytes_within(
+    limit_bytes: int, metadata: int, write_bytes: int, wanted_bytes: int, *, least_bytes: int
+) -> int:
     """The largest grain up to the wanted one with which at least one unit fits the limit beside the metadata.
 
     Raises:
@@ -68,18 +81,23 @@ def chunk_bytes_within(limit_bytes: int, metadata: int, wanted_bytes: int, *, le
     """
     chunk = wanted_bytes
     floor = max(least_bytes, MIN_CHUNK_BYTES)
-    while metadata + unit_bytes(chunk) > limit_bytes and chunk > floor:
-        chunk = max(floor, chunk // 2)
-    need = metadata + unit_bytes(chunk)
-    if need > limit_bytes:
-        raise RequestError(
-            "request.budget_too_small",
-            f"names, shapes and plan of this checkpoint take {metadata} bytes of memory and one unit of {chunk} bytes "
-            f"needs {unit_bytes(chunk)}, the limit is {limit_bytes}",
-            fix=f"--memory-limit {-(-need // (1 << 20))}MiB",
-            details={"need_bytes": need, "metadata_bytes": metadata, "limit_bytes": limit_bytes},
-        )
-    return chunk
+    grains = [chunk]
+    while grains[-1] > floor:
+        grains.append(max(floor, grains[-1] // 2))
+    # A smaller grain takes less for its buffers and more for its units: the least need is in between.
+    needs = [running_bytes(metadata, write_bytes, grain) + unit_bytes(grain) for grain in grains]
+    for grain, need in zip(grains, needs, strict=True):
+        if need <= limit_bytes:
+            return grain
+    need = min(needs)
+    held = running_bytes(metadata, write_bytes, grains[needs.index(need)])
+    raise RequestError(
+        "request.budget_too_small",
+        f"names, shapes and plan of this checkpoint take {held} bytes of memory and one unit needs {need - held}, "
+        f"the limit is {limit_bytes}",
+        fix=f"--memory-limit {-(-need // (1 << 20))}MiB",
+        details={"need_bytes": need, "metadata_bytes": held, "limit_bytes": limit_bytes},
+    )
 
 
 def threads_within(limit_bytes: int, metadata: int, chunk_bytes: int, wanted: int) -> int:

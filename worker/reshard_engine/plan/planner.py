@@ -8,7 +8,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.layout import ZEROS, TargetFile, TargetLayout
-from reshard_engine.plan.budget import chunk_bytes_within, metadata_bytes
+from reshard_engine.plan.budget import chunk_bytes_within, metadata_bytes, running_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
 
 MAX_PARTS = 9_000
@@ -33,7 +33,8 @@ def plan_conversion(
     least = max(min_part_bytes or 1, -(-largest // MAX_PARTS) if min_part_bytes else 1)
     metadata = metadata_bytes(checkpoint.shard_map, layout.files)
     wanted = max(request.part_bytes, least)
-    chunk_bytes = chunk_bytes_within(request.memory_limit_bytes, metadata, wanted, least_bytes=least)
+    write_bytes = sum(f.size_bytes for f in layout.files)
+    chunk_bytes = chunk_bytes_within(request.memory_limit_bytes, metadata, write_bytes, wanted, least_bytes=least)
     return Plan(
         source=_source(checkpoint),
         target=_target(request),
@@ -41,9 +42,9 @@ def plan_conversion(
         units=tuple(_units(layout.files, chunk_bytes)),
         chunk_bytes=chunk_bytes,
         read_bytes=_read_bytes(checkpoint, layout.files),
-        write_bytes=sum(f.size_bytes for f in layout.files),
+        write_bytes=write_bytes,
         pointer=layout.pointer.name if layout.pointer else None,
-        metadata_bytes=metadata,
+        metadata_bytes=running_bytes(metadata, write_bytes, chunk_bytes),
         warnings=(*checkpoint.warnings, *layout.warnings, *_strided_warning(checkpoint)),
     )
 
