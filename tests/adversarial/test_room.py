@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from adversarial.skeletons import skeletons
+from house.measured import say
 from reshard.errors import ReshardError, SourceError
 from reshard.models import OpaquePolicy
 from reshard_engine.containers import zip_reader
@@ -62,7 +63,7 @@ def test_real_checkpoints() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_skeletons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_skeletons() -> None:
     """20,000 parameters on 64 ranks, 405B dense, a trillion in experts: none is refused by a tenth of any bound."""
     rows = [f"{'skeleton':45} {'stream':>12} {'node bytes':>13}"]
     for name, data in skeletons():
@@ -71,13 +72,12 @@ def test_skeletons(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(machine.storages) * ROOM <= zip_reader.MAX_ENTRIES
         rows.append(f"{name:45} {len(data):12,} {machine.cost_bytes:13,}")
     rows.append(f"{'bound':45} {BOUNDS.stream_bytes:12,} {BOUNDS.node_bytes:13,}")
-    with capsys.disabled():
-        print("", *rows, sep="\n")
+    say(*rows)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_table_of_every_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_every_bound() -> None:
     """What the largest skeleton and the largest real file take of each bound, counted by Python's own lister."""
     streams = dict(skeletons())
     for path in [*_torch_files(ROOT / "tests" / "data"), *(_torch_files(SHARED) if SHARED.is_dir() else ())]:
@@ -95,9 +95,8 @@ def test_table_of_every_bound(capsys: pytest.CaptureFixture[str]) -> None:
             elif opcode.name == "LONG1":
                 most["long_bytes"] = max(most["long_bytes"], (argument.bit_length() + 7) // 8)
         most["opcodes"] = max(most["opcodes"], count)
-    with capsys.disabled():
-        for key, value in most.items():
-            print(f"{key:12} {value:12,} of {getattr(BOUNDS, key):14,}: {getattr(BOUNDS, key) / max(1, value):8.1f}x")
+    for key, value in most.items():
+        say(f"{key:12} {value:12,} of {getattr(BOUNDS, key):14,}: {getattr(BOUNDS, key) / max(1, value):8.1f}x")
     assert all(value * ROOM <= getattr(BOUNDS, key) for key, value in most.items())
 
 

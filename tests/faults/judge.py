@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from house.measured import say
 from reshard_engine.manifest import MANIFEST_NAME
 
 Tree = Mapping[str, bytes]
@@ -112,13 +113,12 @@ class Ledger:
             self.failures.append((mode, f"{mode} at {where} ({end}): {'; '.join(problems)}"))
 
     def settle(self) -> None:
-        """Print the table; fail if a trial failed."""
-        print(f"\n{self.title}")
-        print(f"{'mode':26} {'trials':>7} {'failures':>9} {'95 % bound':>11}   the disturbed run ended with")
+        """Show the table; fail if a trial failed."""
+        say(self.title, f"{'mode':26} {'trials':>7} {'failures':>9} {'95 % bound':>11}   the disturbed run ended with")
         for mode, ends in self.ends.items():
             trials, failed = ends.total(), sum(m == mode for m, _ in self.failures)
             bound = "-" if failed else f"{3 / trials:.4f}"
-            print(f"{mode:26} {trials:7} {failed:9} {bound:>11}   {_words(ends)}")
+            say(f"{mode:26} {trials:7} {failed:9} {bound:>11}   {_words(ends)}")
         assert not self.failures, "\n".join([f"{len(self.failures)} failures", *(t for _, t in self.failures[:8])])
 
 

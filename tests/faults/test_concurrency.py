@@ -14,6 +14,7 @@ from checkpoints import write_zero_checkpoint
 from faults import local_trials, memory_trials
 from faults.judge import Tree
 from faults.small import NAME, small_request, write_source
+from house.measured import say
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, WeightDtype
@@ -71,7 +72,7 @@ def test_one_plan_twice_in_memory(memory: MemoryStore) -> None:
             assert case.new.is_all_of(memory_trials.tree(store))
             assert store.list_uploads("") == []
             ends.update(found.values())
-    print(f"one plan twice in memory: {dict(ends)}")
+    say(f"one plan twice in memory: {dict(ends)}")
 
 
 def test_two_plans_in_memory(memory: MemoryStore) -> None:
@@ -161,7 +162,7 @@ def test_races_on_a_real_object_store(s3: S3Server, bucket: str, same_plan: bool
         assert set(tree) == {f"{NAME}/model.safetensors", f"{NAME}/reshard.json"}
         assert ENGINE.verify(target).ok
         ends.update(found.values())
-    print(f"races on SeaweedFS, {'one plan' if same_plan else 'two plans'}: {dict(ends)}")
+    say(f"races on SeaweedFS, {'one plan' if same_plan else 'two plans'}: {dict(ends)}")
 
 
 def test_local_source_that_is_overwritten_during_the_read(small_root: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from checkpoints import write_zero_checkpoint
 
+from house.measured import say
 from reshard.client import Client
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, JobState, SourceSpec, TargetFormat
@@ -150,18 +151,18 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.mark.parametrize(
-    "kills",
+    ("kills", "pause_s"),
     [
-        pytest.param(20, marks=pytest.mark.timeout(280)),
-        pytest.param(300, marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
+        pytest.param(20, 0.5, marks=pytest.mark.timeout(280)),
+        pytest.param(300, 1.0, marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
     ],
 )
-def test_random_kills(place: Range, expected: dict[str, bytes], kills: int, seed: int) -> None:
-    print(f"\nseed {seed}")
+def test_random_kills(place: Range, expected: dict[str, bytes], kills: int, pause_s: float, seed: int) -> None:
+    say(f"random kills: RESHARD_SEED={seed}")
     began = time.monotonic()
     while place.killed.total() < kills:
         place.keep_busy()
-        time.sleep(place.chance.uniform(0.2, 2.0))
+        time.sleep(place.chance.uniform(0.1, 2 * pause_s))
         if place.shoot() and place.killed.total() % 50 == 0:
             print(f"{place.killed.total()} kills, {len(place.jobs)} jobs, {time.monotonic() - began:.0f} s", flush=True)
     shot_s = time.monotonic() - began
@@ -172,12 +173,12 @@ def test_random_kills(place: Range, expected: dict[str, bytes], kills: int, seed
     strays = [key for key in place.s3.read_all(place.bucket, "") if ".reshard-" in key]
     uploads = place.s3.client().list_multipart_uploads(Bucket=place.bucket).get("Uploads") or []
     attempts = Counter(job.attempt for job in ended)
-    print(f"random kills over the real service: {shot_s:.0f} s, all jobs ended after {time.monotonic() - began:.0f} s")
-    print(f"{'killed':>8} {'jobs':>6} {'lost':>6} {'wrong bytes':>12} {'strays':>8} {'95 % bound':>11}")
+    say(f"random kills over the real service: {shot_s:.0f} s, all jobs ended after {time.monotonic() - began:.0f} s")
+    say(f"{'killed':>8} {'jobs':>6} {'lost':>6} {'wrong bytes':>12} {'strays':>8} {'95 % bound':>11}")
     bound = f"{3 / kills:.4f}" if not (lost or wrong or strays or uploads) else "-"
     left = len(strays) + len(uploads)
-    print(f"{kills:8} {len(ended):6} {len(lost):6} {len(wrong):12} {left:8} {bound:>11}")
-    print(f"killed: {dict(place.killed)}; jobs by attempts: {dict(sorted(attempts.items()))}")
+    say(f"{kills:8} {len(ended):6} {len(lost):6} {len(wrong):12} {left:8} {bound:>11}")
+    say(f"killed: {dict(place.killed)}; jobs by attempts: {dict(sorted(attempts.items()))}")
     assert not lost, lost
     assert not wrong, wrong
     assert (strays, uploads) == ([], [])
@@ -186,7 +187,7 @@ def test_random_kills(place: Range, expected: dict[str, bytes], kills: int, seed
 
 def wrong_bytes(place: Range, number: int, expected: dict[str, bytes]) -> str | None:
     """How a job's output differs from the undisturbed one, or None; the manifest alone may."""
-    found = place.s3.read_all(place.bucket, f"job-{number}")
+    found = place.s3.read_all(place.bucket, f"job-{number}/")
     manifest = f"{TAG}/reshard.json"
     different = [path for path in expected if path != manifest and found.get(path) != expected[path]]
     if different or found.keys() != expected.keys():

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from house.measured import say
 from integrity.covered import covered_spans
 from reshard.errors import IntegrityError, ReshardError, SourceError
 from reshard.local import load_engine
@@ -76,7 +77,8 @@ def test_every_flip_of_a_target_is_found(
     engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level))
     assert engine.verify(str(target)).ok
     missed: list[tuple[str, int, int]] = []
-    for _ in range(TARGET_FLIPS // (len(TargetFormat) * len(VerifyLevel))):
+    count = TARGET_FLIPS // (len(TargetFormat) * len(VerifyLevel))
+    for _ in range(count):
         path, at, bit = draw(rng, files_below(tmp_path))
         flip(path, at, bit)
         try:
@@ -88,6 +90,7 @@ def test_every_flip_of_a_target_is_found(
         if not found:
             missed.append((str(path), at, bit))
         flip(path, at, bit)
+    say(f"flipped bits of a target ({to}, {level}): {count} of {count} found" if not missed else f"missed {missed}")
     assert missed == []
     assert engine.verify(str(target)).ok
 
@@ -130,7 +133,7 @@ def test_flips_of_a_source_are_found_or_harmless(name: str, tmp_path: Path, rng:
             outcomes["harmless"] += 1
         shutil.rmtree(tmp_path / f"t{number}", ignore_errors=True)
         flip(path, at, bit)
-    print(name, outcomes)
+    say(f"flipped bits of a source under --verify full ({name}): {outcomes}")
     assert outcomes["found"] > outcomes["harmless"] / 2
 
 
