@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.conversion import Conversion
 from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 from reshard_engine.storage.s3 import S3Store
 from servers.s3 import S3Server
@@ -348,3 +350,20 @@ def test_discard_between_manifest_and_pointer_leaves_nothing_readable(
     load_engine().convert(request)
     load_engine().discard(request)
     assert load_engine().verify(request.target).ok, "a finished conversion is nobody's to discard"
+
+
+def test_the_store_refuses_other_bytes_than_were_meant(bucket: str) -> None:
+    """Damaged between checksum and wire: a real store compares, and keeps nothing."""
+    store, data = S3Store(S3Profile()), b"x" * PART_BYTES
+    wrong = zlib.crc32(data) ^ 1
+    with pytest.raises(StorageError) as caught:
+        store.put(f"{bucket}/small", data[:100], metadata={}, if_absent=True, crc32=wrong)
+    assert caught.value.code == "storage.unavailable"
+    upload = store.create_multipart(f"{bucket}/large", metadata={})
+    with pytest.raises(StorageError) as caught:
+        store.put_part(f"{bucket}/large", upload, 1, memoryview(data), crc32=wrong)
+    assert caught.value.code == "storage.protocol"  # SeaweedFS says InvalidRequest where S3 says BadDigest
+    assert store.stat(f"{bucket}/small") is None
+    assert not store.list_parts(f"{bucket}/large", upload)
+    part = store.put_part(f"{bucket}/large", upload, 1, memoryview(data), crc32=zlib.crc32(data))
+    store.complete_multipart(f"{bucket}/large", upload, [part])
