@@ -6,7 +6,6 @@ that logs every request, and can slow the store down so that a test has time to 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -27,6 +26,7 @@ from reshard.client import Client
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, Job, JobEvent, JobState, SourceSpec, TargetFormat
+from reshard_engine.execute.journal import UnitRecord
 from servers.process import ServerProcess
 from servers.proxy import LoggingProxy, logging_proxy
 from servers.s3 import S3Server
@@ -334,15 +334,16 @@ def same_bytes(written: dict[str, bytes], expected: dict[str, bytes]) -> None:
 def journaled(s3: S3Server, name: str) -> tuple[int, set[tuple[str, str, str]]]:
     """How many units are in the journal, and (path, upload id, part number) of their parts, from the store itself."""
     client = s3.client()
-    records = {key: json.loads(body) for key, body in s3.read_all(BUCKET, f"{name}/").items() if "/unit-" in f"/{key}"}
-    etags = {chunk[4] for record in records.values() for chunk in record["chunks"]}
+    lines = [body for key, body in s3.read_all(BUCKET, f"{name}/").items() if "/unit-" in f"/{key}"]
+    records = [record for line in lines if (record := UnitRecord.from_line(line)) is not None]
+    etags = {chunk.etag for record in records for chunk in record.chunks}
     parts: set[tuple[str, str, str]] = set()
     for upload in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
         listed = client.list_parts(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"]).get("Parts", [])
         parts |= {
             (f"/{BUCKET}/{upload['Key']}", upload["UploadId"], str(part["PartNumber"]))
             for part in listed
-            if part["ETag"].strip('"') in {etag.strip('"') for etag in etags}
+            if part["ETag"].strip('"') in etags
         }
     return len(records), parts
 
