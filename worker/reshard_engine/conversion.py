@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from reshard.errors import IntegrityError, RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.executor import Executor, StoppedError
+from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.full_verification import FullVerification
 from reshard_engine.execute.local_sink import LocalSink
 from reshard_engine.execute.object_sink import ObjectSink
@@ -132,7 +132,7 @@ class Conversion:
             ReshardError: The journal stays, so that the same request resumes.
         """
         finished = self._finished()
-        if finished is not None and self._still_holds(finished, on_progress, should_stop or (lambda: False)):
+        if finished is not None and self._still_holds(finished, on_progress, should_stop):
             return self._already_done(finished)
         try:
             return self._run(on_progress, should_stop)
@@ -164,7 +164,7 @@ class Conversion:
         self.sink.seal(executor.records)
         full = None
         if self.request.verify is VerifyLevel.FULL:
-            full = FullVerification(self.layout, self.sink, executor.stop_if_asked)
+            full = FullVerification(self.layout, self.sink, stop_check(should_stop))
             full.read_source(self.checkpoint)
             full.read_back(self._manifest(executor), commit=False)
         self._prove_structure(executor)
@@ -232,7 +232,7 @@ class Conversion:
         self,
         manifest: Manifest,
         on_progress: Callable[[Progress], None] | None,
-        should_stop: Callable[[], bool],
+        should_stop: Callable[[], bool] | None,
     ) -> bool:
         """Whether a finished target may be left alone.
 
@@ -247,15 +247,10 @@ class Conversion:
             return True
         if on_progress is not None:
             on_progress(Progress(phase="verifying"))
-
-        def stop_if_asked() -> None:
-            if should_stop():
-                raise StoppedError
-
         if full:
-            check_source(self.checkpoint, stop_if_asked)
+            check_source(self.checkpoint, stop_check(should_stop))
             prove_source_unchanged(self.checkpoint)
-        report = verify_target(self.target, should_stop=stop_if_asked)
+        report = verify_target(self.target, should_stop=stop_check(should_stop))
         if not report.ok and not self.request.overwrite:
             raise IntegrityError(
                 "integrity.mismatch",

@@ -38,6 +38,16 @@ class StoppedError(JobError):
         super().__init__("job.cancelled", "stopped on request", fix="run the same command again: it resumes")
 
 
+def stop_check(should_stop: Callable[[], bool] | None) -> Callable[[], None]:
+    """What long work calls between two pieces: it raises `StoppedError` when the caller wants the run to end."""
+
+    def check() -> None:
+        if should_stop is not None and should_stop():
+            raise StoppedError
+
+    return check
+
+
 class Executor:
     """Runs the units of one plan into one sink."""
 
@@ -112,15 +122,6 @@ class Executor:
         if stopped:
             raise StoppedError
         self.report(phase, force=True)
-
-    def stop_if_asked(self) -> None:
-        """Give up between two pieces of work.
-
-        Raises:
-            StoppedError: If the caller asked for it.
-        """
-        if self._should_stop():
-            raise StoppedError
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
         filler = ChunkFiller(self._checkpoint, self._kernel)

@@ -39,10 +39,10 @@ class Leftovers:
             mine = list(pool.map(partial(self.is_written_by, digest=digest), paths))
         self._store.delete([path for path, yes in zip(paths, mine, strict=True) if yes])
 
-    def abort_uploads(self, paths: Set[str]) -> None:
-        """Abort every unfinished upload of these objects."""
+    def abort_uploads(self, paths: Set[str], *, keep: Set[str] = frozenset()) -> None:
+        """Abort every unfinished upload of these objects, but those whose ids are to be kept."""
         for path, upload_id in self._store.list_uploads(self._target + "/"):
-            if path in paths:
+            if path in paths and upload_id not in keep:
                 self._store.abort_multipart(path, upload_id)
 
     def collect(self) -> None:

@@ -64,6 +64,9 @@ class ObjectSink:
     def _path(self, file: int) -> str:
         return join(self._target, self._plan.files[file].path)
 
+    def _paths(self) -> set[str]:
+        return {join(self._target, f.path) for f in self._plan.files}
+
     # -- begin ------------------------------------------------------------------------------------------
 
     def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
@@ -85,7 +88,7 @@ class ObjectSink:
             self._control.settle(plan)
             return {}
         self._uploads = self._control.uploads()
-        self._abort_strays()
+        self._leftovers.abort_uploads(self._paths(), keep=set(self._uploads.values()))
         return self._still_valid(there)
 
     def _make_room(self, paths: Sequence[str], *, allowed: bool, overwrite: bool) -> None:
@@ -118,13 +121,6 @@ class ObjectSink:
             if content.decode("utf-8", "replace").strip() == self._name:
                 found.append(path)
         return found
-
-    def _abort_strays(self) -> None:
-        known = set(self._uploads.values())
-        mine = {join(self._target, f.path) for f in self._plan.files}
-        for path, upload_id in self._store.list_uploads(self._target + "/"):
-            if path in mine and upload_id not in known:
-                self._store.abort_multipart(path, upload_id)
 
     def _still_valid(self, there: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
         """The records whose bytes the store still holds."""
@@ -344,7 +340,7 @@ class ObjectSink:
         """What is left after the manifest; safe to repeat. Without the claim the pointer may name a newer target."""
         if pointer is not None and self._is_claimed():
             self._take_back_if_discarded(self._put_pointer(pointer))
-        self._leftovers.abort_uploads({join(self._target, f.path) for f in self._plan.files})
+        self._leftovers.abort_uploads(self._paths())
         self._control.remove(self._plan.digest)
 
     def finish_after_crash(self, plan: Plan, pointer: Pointer | None) -> None:

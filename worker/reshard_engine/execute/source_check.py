@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -76,10 +76,5 @@ def _check_file(file: SourceFile, should_stop: Callable[[], None]) -> tuple[Sour
         if read(offset, offset + length) != expected:
             damaged.append(f"{printable(file.name)} bytes {offset}+{length}")
         position = offset + length
-    return _sums(digests, gaps), damaged
-
-
-def _sums(digests: Sequence[hashlib._Hash], gaps: Sequence[tuple[int, int]]) -> SourceSums:  # pyright: ignore[reportPrivateUsage]
-    return SourceSums(
-        tuple(d.hexdigest() for d in digests), sum(length for _, length in gaps), tuple(gaps[:MAX_UNCOVERED])
-    )
+    sha256 = tuple(d.hexdigest() for d in digests)
+    return SourceSums(sha256, sum(length for _, length in gaps), tuple(gaps[:MAX_UNCOVERED])), damaged

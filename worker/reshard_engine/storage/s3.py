@@ -14,101 +14,23 @@ s3fs 2026.9.0 (`S3FileSystem`), botocore 1.43.
 from __future__ import annotations
 
 import base64
-import http.client
 import zlib
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import botocore.exceptions
-import botocore.parsers
 import botocore.session
 import s3fs
 from botocore.config import Config
 
-from reshard.errors import ReshardError, SourceError, StorageError, printable
+from reshard.errors import SourceError, StorageError, printable
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo
+from reshard_engine.storage.s3_errors import translated
 from reshard_engine.storage.s3_listings import ListingGuard
 
 _READ_TRIES = 4
-_RAISED = (
-    botocore.exceptions.ClientError,
-    botocore.exceptions.BotoCoreError,
-    botocore.parsers.ResponseParserError,
-)
-_DENIED = {
-    "403",
-    "AccessDenied",
-    "InvalidAccessKeyId",
-    "SignatureDoesNotMatch",
-    "ExpiredToken",
-    "Forbidden",
-    "AllAccessDisabled",
-}
-_NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
-_PASSING = {"SlowDown", "RequestTimeout", "Throttling", "BadDigest", "XAmzContentChecksumMismatch"}
-"""Failures that may pass, other bytes that arrived than were sent among them."""
-_CONFLICT = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
-
-
-def _typed(error: BaseException, path: str) -> ReshardError:
-    """The typed error for what botocore or s3fs raised."""
-    where = f"s3://{printable(path)}"
-    if isinstance(error, botocore.exceptions.ClientError):
-        facts = error.response.get("Error", {})
-        code = str(facts.get("Code", ""))
-        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        text = f"{where}: {printable(code)}: {printable(str(facts.get('Message', '')))}"
-        if code == "NoSuchUpload":
-            return StorageError(
-                "storage.conflict", f"{where}: the upload is gone: another conversion took the target over"
-            )
-        if code == "NoSuchBucket":
-            bucket = path.partition("/")[0]
-            return StorageError(
-                "storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name"
-            )
-        if code in _DENIED or status in (401, 403):
-            return StorageError(
-                "storage.denied", text, fix="check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a --profile"
-            )
-        if code in _NOT_FOUND or status == 404:
-            return SourceError("source.not_found", f"{where} does not exist")
-        if code in _CONFLICT:
-            return StorageError(
-                "storage.conflict", f"{where} is there already", fix="choose another target, or --overwrite"
-            )
-        if status >= 500 or code in _PASSING:
-            return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
-        return StorageError("storage.protocol", text)
-    if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
-        return StorageError(
-            "storage.denied", f"{where}: no credentials", fix="export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
-    if isinstance(error, botocore.parsers.ResponseParserError | botocore.exceptions.PaginationError):
-        return StorageError("storage.protocol", f"{where}: the store's reply is malformed")
-    return StorageError(
-        "storage.unavailable",
-        f"{where}: {type(error).__name__}: {printable(str(error))}",
-        fix="check AWS_ENDPOINT_URL and the network",
-    )
-
-
-@contextmanager
-def _translated(path: str) -> Generator[None]:
-    try:
-        yield
-    except (*_RAISED, http.client.HTTPException) as error:
-        raise _typed(error, path) from error
-    except OSError as error:  # s3fs translates; the cause has the store's own words.
-        cause = error.__cause__
-        if isinstance(cause, _RAISED):
-            raise _typed(cause, path) from error
-        if isinstance(error, FileNotFoundError):
-            raise SourceError("source.not_found", f"s3://{printable(path)} does not exist") from error
-        raise _typed(error, path) from error
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -163,7 +85,7 @@ class S3Store:
         """The immediate children of a prefix; empty if there is none."""
         files: list[ObjectInfo] = []
         directories: list[str] = []
-        with _translated(path):
+        with translated(path):
             self._watch_listings()
             try:
                 # `_lsdir` is what `ls` builds on; `ls` itself answers for a file of that name too.
@@ -192,7 +114,7 @@ class S3Store:
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every object below a prefix, sorted by path; empty if there is none."""
-        with _translated(path):
+        with translated(path):
             self._watch_listings()
             found: Any = self._fs.find(path.rstrip("/") + "/", detail=True, refresh=True)
         return sorted((_info(e) for e in found.values() if e["type"] == "file"), key=lambda f: f.path)
@@ -214,7 +136,7 @@ class S3Store:
     def _head(self, path: str) -> Any:
         bucket, key = _split(path)
         try:
-            with _translated(path):
+            with translated(path):
                 return self._client.head_object(Bucket=bucket, Key=key)
         except SourceError as error:
             if error.code == "source.not_found":
@@ -230,7 +152,7 @@ class S3Store:
         etag = info.pin.removeprefix("etag:")
         for attempt in range(_READ_TRIES):
             try:
-                with _translated(info.path):
+                with translated(info.path):
                     answer = self._client.get_object(
                         Bucket=bucket, Key=key, Range=f"bytes={offset}-{last}", IfMatch=f'"{etag}"'
                     )
@@ -260,7 +182,7 @@ class S3Store:
         """Write a whole object, with a CRC-32 that the store checks."""
         bucket, key = _split(path)
         extra: dict[str, Any] = {"IfNoneMatch": "*"} if if_absent else {}
-        with _translated(path):
+        with translated(path):
             answer = self._client.put_object(
                 Bucket=bucket,
                 Key=key,
@@ -275,7 +197,7 @@ class S3Store:
         """Remove objects; absent ones are no error."""
         for path in paths:
             bucket, key = _split(path)
-            with _translated(path):
+            with translated(path):
                 self._client.delete_object(Bucket=bucket, Key=key)
 
     # -- multipart ------------------------------------------------------------------------------------
@@ -283,7 +205,7 @@ class S3Store:
     def create_multipart(self, path: str, *, metadata: Mapping[str, str]) -> str:
         """Begin a multipart upload; returns its id."""
         bucket, key = _split(path)
-        with _translated(path):
+        with translated(path):
             answer = self._client.create_multipart_upload(
                 Bucket=bucket, Key=key, Metadata=dict(metadata), ChecksumAlgorithm="CRC32", ChecksumType="COMPOSITE"
             )
@@ -294,7 +216,7 @@ class S3Store:
     ) -> PartInfo:
         """Upload one part, with a CRC-32 that the store checks."""
         bucket, key = _split(path)
-        with _translated(path):
+        with translated(path):
             answer = self._client.upload_part(
                 Bucket=bucket,
                 Key=key,
@@ -311,7 +233,7 @@ class S3Store:
         """Fill one part from a byte range of a pinned object of this service (at most 5 GiB)."""
         bucket, key = _split(path)
         source_bucket, source_key = _split(source.path)
-        with _translated(path):
+        with translated(path):
             answer = self._client.upload_part_copy(
                 Bucket=bucket,
                 Key=key,
@@ -328,7 +250,7 @@ class S3Store:
         bucket, key = _split(path)
         parts: list[PartInfo] = []
         try:
-            with _translated(path):
+            with translated(path):
                 pages = self._client.get_paginator("list_parts").paginate(Bucket=bucket, Key=key, UploadId=upload_id)
                 for page in pages:
                     parts += [PartInfo(p["PartNumber"], p["Size"], p["ETag"].strip('"')) for p in page.get("Parts", [])]
@@ -344,7 +266,7 @@ class S3Store:
         """(path, upload id) of every unfinished upload below a prefix."""
         bucket, key = _split(prefix)
         found: list[tuple[str, str]] = []
-        with _translated(prefix):
+        with translated(prefix):
             for page in self._client.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
                 found += [(f"{bucket}/{u['Key']}", u["UploadId"]) for u in page.get("Uploads", [])]
         return found
@@ -357,7 +279,7 @@ class S3Store:
             | ({} if p.crc32 is None else {"ChecksumCRC32": base64.b64encode(p.crc32.to_bytes(4, "big")).decode()})
             for p in parts
         ]
-        with _translated(path):
+        with translated(path):
             self._client.complete_multipart_upload(
                 Bucket=bucket, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
             )
@@ -366,7 +288,7 @@ class S3Store:
         """Drop an upload; one that is gone is no error."""
         bucket, key = _split(path)
         try:
-            with _translated(path):
+            with translated(path):
                 self._client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
         except SourceError:
             return

@@ -1,0 +1,97 @@
+"""What botocore and s3fs raise, as typed errors.
+
+Source: Amazon S3 API reference (error codes); botocore 1.43, s3fs 2026.9.0 (what they raise, and wrap).
+"""
+
+# botocore carries no type information: what comes out of it is checked where it is used.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import botocore.exceptions
+import botocore.parsers
+
+from reshard.errors import ReshardError, SourceError, StorageError, printable
+
+_RAISED = (
+    botocore.exceptions.ClientError,
+    botocore.exceptions.BotoCoreError,
+    botocore.parsers.ResponseParserError,
+)
+_DENIED = {
+    "403",
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "ExpiredToken",
+    "Forbidden",
+    "AllAccessDisabled",
+}
+_NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
+_PASSING = {"SlowDown", "RequestTimeout", "Throttling", "BadDigest", "XAmzContentChecksumMismatch"}
+"""Failures that may pass, other bytes that arrived than were sent among them."""
+_CONFLICT = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
+
+
+def _typed(error: BaseException, path: str) -> ReshardError:
+    """The typed error for what botocore or s3fs raised."""
+    where = f"s3://{printable(path)}"
+    if isinstance(error, botocore.exceptions.ClientError):
+        facts = error.response.get("Error", {})
+        code = str(facts.get("Code", ""))
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        text = f"{where}: {printable(code)}: {printable(str(facts.get('Message', '')))}"
+        if code == "NoSuchUpload":
+            return StorageError(
+                "storage.conflict", f"{where}: the upload is gone: another conversion took the target over"
+            )
+        if code == "NoSuchBucket":
+            bucket = path.partition("/")[0]
+            return StorageError(
+                "storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name"
+            )
+        if code in _DENIED or status in (401, 403):
+            return StorageError(
+                "storage.denied", text, fix="check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a --profile"
+            )
+        if code in _NOT_FOUND or status == 404:
+            return SourceError("source.not_found", f"{where} does not exist")
+        if code in _CONFLICT:
+            return StorageError(
+                "storage.conflict", f"{where} is there already", fix="choose another target, or --overwrite"
+            )
+        if status >= 500 or code in _PASSING:
+            return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
+        return StorageError("storage.protocol", text)
+    if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
+        return StorageError(
+            "storage.denied", f"{where}: no credentials", fix="export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
+    if isinstance(error, botocore.parsers.ResponseParserError | botocore.exceptions.PaginationError):
+        return StorageError("storage.protocol", f"{where}: the store's reply is malformed")
+    return StorageError(
+        "storage.unavailable",
+        f"{where}: {type(error).__name__}: {printable(str(error))}",
+        fix="check AWS_ENDPOINT_URL and the network",
+    )
+
+
+@contextmanager
+def translated(path: str) -> Generator[None]:
+    """Turn what the libraries raise into typed errors that name the object."""
+    try:
+        yield
+    except (*_RAISED, http.client.HTTPException) as error:
+        raise _typed(error, path) from error
+    except OSError as error:  # s3fs translates; the cause has the store's own words.
+        cause = error.__cause__
+        if isinstance(cause, _RAISED):
+            raise _typed(cause, path) from error
+        if isinstance(error, FileNotFoundError):
+            raise SourceError("source.not_found", f"s3://{printable(path)} does not exist") from error
+        raise _typed(error, path) from error
