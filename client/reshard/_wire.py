@@ -11,7 +11,17 @@ from urllib.parse import quote
 from pydantic import BaseModel, ValidationError
 
 from reshard.errors import JobError, RequestError, ReshardError, from_problem, printable
-from reshard.models import ConvertRequest, JobState, OpaquePolicy, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
+from reshard.models import (
+    ConvertRequest,
+    JobState,
+    NativeLayout,
+    OpaquePolicy,
+    ReplicaPolicy,
+    SourceSpec,
+    TargetFormat,
+    VerifyLevel,
+    WeightDtype,
+)
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -24,6 +34,10 @@ class ConvertOptions(TypedDict, total=False):
     target_profile: str | None
     dtype: WeightDtype | str | None
     max_shard_bytes: int | None
+    layout: NativeLayout | None
+    rules: str | None
+    family: str | None
+    replicas: ReplicaPolicy | str
     exclude_frozen: bool
     opaque: OpaquePolicy | str
     verify: VerifyLevel | str

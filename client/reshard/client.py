@@ -18,6 +18,7 @@ from reshard._sse import ServerEvent, parse_events
 from reshard._wire import Answer, Call, ConvertOptions, ModelT
 from reshard.errors import JobError, RequestError, ReshardError, from_problem
 from reshard.models import (
+    ConvertRequest,
     ConvertResult,
     Inspection,
     Job,
@@ -118,6 +119,17 @@ class Client:
             ReshardError: Why the service refuses; what it cannot know within seconds fails the job instead.
         """
         request = _wire.convert_request(source, target, to, options)
+        return self.submit_request(request, labels=labels, max_attempts=max_attempts, idempotency_key=idempotency_key)
+
+    def submit_request(
+        self,
+        request: ConvertRequest,
+        *,
+        labels: Mapping[str, str] | None = None,
+        max_attempts: int = 3,
+        idempotency_key: str | None = None,
+    ) -> Job:
+        """`submit` for a request that is a wire model already."""
         key = idempotency_key or str(uuid.uuid4())
         return self._ask(_wire.submit_call(request, labels or {}, max_attempts, key), Job)
 

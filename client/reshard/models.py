@@ -25,6 +25,8 @@ class TargetFormat(StrEnum):
     """Consolidated weights, safetensors with a Hugging Face index."""
     TORCH = "torch"
     """Consolidated weights, `pytorch_model.bin` with a Hugging Face index."""
+    ZERO = "zero"
+    """DeepSpeed's own files for a given layout: plain `engine.load_checkpoint` resumes."""
 
 
 class WeightDtype(StrEnum):
@@ -85,6 +87,52 @@ class VerifyLevel(StrEnum):
     """And the whole source compared with its own checksums, and every byte of the output read back."""
 
 
+class ZeroStage(StrEnum):
+    """How DeepSpeed partitions training state over data-parallel ranks."""
+
+    STAGE_0 = "0"
+    STAGE_1 = "1"
+    STAGE_2 = "2"
+    STAGE_3 = "3"
+    BF16 = "bf16"
+    """BF16_Optimizer: stage 1 with fp32 gradient accumulation."""
+
+
+class RngPolicy(StrEnum):
+    """What becomes of per-rank random states when the number of ranks changes: there is no unique answer."""
+
+    KEEP = "keep"
+    """Target rank r gets the states of source rank r mod N."""
+    DROP = "drop"
+    """None are written: the run seeds itself anew."""
+
+
+class NativeLayout(WireModel):
+    """The layout of a native target; what is None is as in the source, or else the framework's default."""
+
+    zero_stage: ZeroStage | None = None
+    dp: int = Field(ge=1, le=1 << 20)
+    """Data-parallel ranks (with sequence parallelism: both together)."""
+    tp: int = Field(default=1, ge=1, le=1 << 12)
+    pp: int = Field(default=1, ge=1, le=1 << 12)
+    ep: int = Field(default=1, ge=1, le=1 << 12)
+    partition_method: str | None = Field(default=None, max_length=4096)
+    """Of pipeline stages: `uniform`, `parameters`, `type:REGEX`, or the first layer of each stage: `0,3,6`."""
+    round_robin_gradients: bool | None = None
+    parameter_alignment: bool | None = None
+    sub_group_size: int | None = Field(default=None, ge=1)
+    """Stage 3: elements of one rank's partition after which a sub-group is closed."""
+    rng: RngPolicy = RngPolicy.KEEP
+
+
+class ReplicaPolicy(StrEnum):
+    """What happens when copies of a tensor that must agree do not."""
+
+    ERROR = "error"
+    FIRST = "first"
+    """The copy of the lowest rank wins; the others are reported."""
+
+
 class ConvertRequest(WireModel):
     """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
 
@@ -93,7 +141,15 @@ class ConvertRequest(WireModel):
     to: TargetFormat
     target_profile: str | None = Field(default=None, max_length=128)
     dtype: WeightDtype | None = None
-    """Consolidated weights only; default fp32 from the masters, or as stored where a source has none."""
+    """Consolidated weights: default fp32 from the masters, or as stored where a source has none. Native targets: the
+    model's type, default the source's."""
+    layout: NativeLayout | None = None
+    """Native targets only, and needed there."""
+    rules: str | None = Field(default=None, max_length=1 << 16)
+    """How parameters are cut over tensor-parallel ranks where the source does not say: YAML, see docs/rules.md."""
+    family: str | None = Field(default=None, max_length=64)
+    """A named pack of such rules, such as `gpt-megatron`."""
+    replicas: ReplicaPolicy = ReplicaPolicy.ERROR
     max_shard_bytes: int | None = Field(default=None, ge=1)
     """Consolidated weights only: largest size of one weights file; default one file per 5 GB."""
     exclude_frozen: bool = False
@@ -220,6 +276,102 @@ class VerifyReport(WireModel):
     """Fraction of the bytes that was asked for; None if everything was read."""
     ok: bool
     problems: tuple[VerifyProblem, ...]
+    seconds: float
+
+
+class DiffOptions(WireModel):
+    """What a comparison of two checkpoints looks at."""
+
+    weights_only: bool = False
+    """Names, shapes, weights, buffers; no optimizer states, no counters."""
+    common: bool = False
+    """What only one side has is no difference."""
+    ignore: tuple[str, ...] = Field(default=(), max_length=256)
+    """Shell patterns of names, or of `NAME/STATE`, that are left out."""
+    sample: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of the blocks of elements to compare, chosen at random; None compares all."""
+
+
+class DifferenceKind(StrEnum):
+    """What differs between two checkpoints."""
+
+    SHAPE = "shape"
+    MISSING = "missing"
+    """Only one side has it."""
+    DTYPE = "dtype"
+    """Element types that cannot be compared by rounding the more precise side."""
+    ROLE = "role"
+    """Trained, frozen or a buffer."""
+    TIED = "tied"
+    """Other names for one tensor."""
+    ELEMENTS = "elements"
+    """Elements of a tensor."""
+    SCALAR = "scalar"
+    """A number per parameter, such as `step`."""
+    HYPER_PARAMETER = "hyper-parameter"
+    """A value of the parameter's optimizer group, such as `lr`."""
+    STATE = "state"
+    """Counters, schedulers, client state."""
+
+
+class Difference(WireModel):
+    """One thing that is not the same in two checkpoints."""
+
+    kind: DifferenceKind
+    name: str
+    """Of the parameter or buffer, or the path of a value in the non-tensor state."""
+    state: str = ""
+    """`fp32`, `weight`, `exp_avg`, `step`, `lr`, ...; empty where the name says all."""
+    a: str | None = None
+    """What the first side has; of elements the first one that differs. None: nothing."""
+    b: str | None = None
+    compared_as: str | None = None
+    """Element type that the more precise side was rounded to before comparing; None if neither was."""
+    elements: int | None = None
+    """Elements that were compared."""
+    differing: int | None = None
+    """Of these, the ones whose bits differ."""
+    nonfinite: int = 0
+    """Of these, infinite or no number on a side."""
+    max_abs: float | None = None
+    max_rel: float | None = None
+    """Largest distance as a part of the larger magnitude."""
+    first_index: tuple[int, ...] | None = None
+    parameters: int = 1
+    """How many parameters share this difference, `name` being the first."""
+
+
+class DiffSide(WireModel):
+    """One of two checkpoints that were compared."""
+
+    url: str
+    tag: str | None
+    format: str
+    step: int | None
+    zero_stage: int | None
+    world: dict[str, int]
+
+
+class DiffReport(WireModel):
+    """Outcome of comparing two checkpoints by logical tensor."""
+
+    schema_version: int = SCHEMA_VERSION
+    a: DiffSide
+    b: DiffSide
+    equal: bool
+    tensors: int
+    """Pairs of tensors whose elements were compared."""
+    identical: int
+    """Of these, the ones without a difference."""
+    elements: int
+    values: int
+    """Hyper-parameters, counters and other single values that were compared."""
+    read_bytes: int
+    sampled: float | None
+    differences: tuple[Difference, ...]
+    """Worst first."""
+    notes: tuple[str, ...] = ()
+    """How the sides were compared, where that is not plain; what neither proves nor disproves equality."""
     seconds: float
 
 

@@ -81,6 +81,8 @@ def dump_states(engine: Any, folder: Path, stem: str, extra: dict[str, Any]) -> 
     gathered = gather_states(engine)
     tensors = gather_module(engine) | gathered.tensors
     scaler = getattr(engine.optimizer, "loss_scaler", None)
+    plain = getattr(engine.optimizer, "loss_scale_config", None)  # stage 0; counts only where it scales
+    plain_scale = plain.cur_scale if plain is not None and plain.use_grad_scaling else None
     meta = {
         "scalars": gathered.scalars,
         "groups": gathered.groups,
@@ -89,7 +91,7 @@ def dump_states(engine: Any, folder: Path, stem: str, extra: dict[str, Any]) -> 
         "global_samples": engine.global_samples,
         "skipped_steps": engine.skipped_steps,
         "lr_scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None,
-        "loss_scale": float(scaler.loss_scale) if scaler is not None else None,
+        "loss_scale": float(scaler.loss_scale) if scaler is not None else plain_scale,
         "optimizer_class": type(engine.optimizer).__name__,
         "world": dist.get_world_size(),
         **extra,

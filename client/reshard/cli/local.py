@@ -12,52 +12,24 @@ from types import FrameType
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 
+from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.progress import progress_shown
-from reshard.cli.sizes import format_size, parse_percent, parse_size
+from reshard.cli.sizes import format_size, parse_percent
 from reshard.cli.tables import inspection_lines, plan_lines
-from reshard.errors import ExitCode, JobError, RequestError, printable
+from reshard.errors import ExitCode, JobError, printable
 from reshard.local import load_engine
-from reshard.models import (
-    DEFAULT_MEMORY_LIMIT_BYTES,
-    DEFAULT_PART_BYTES,
-    ConvertRequest,
-    OpaquePolicy,
-    SourceSpec,
-    TargetFormat,
-    VerifyLevel,
-    VerifyReport,
-    WeightDtype,
-)
+from reshard.models import VerifyReport
 
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
 ]
-Target = Annotated[str, typer.Argument(metavar="DST", help="What to create; for universal the tag directory.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="What to create; for universal and zero the tag directory.")]
 Tag = Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.")]
 Profile = Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")]
 TargetProfile = Annotated[str | None, typer.Option(help="Storage profile for DST.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-To = Annotated[TargetFormat, typer.Option("--to", help="What to write.")]
-Dtype = Annotated[
-    WeightDtype | None, typer.Option(help="Of consolidated weights; default fp32 from masters, else as stored.")
-]
-ShardSize = Annotated[str | None, typer.Option(help="Largest weights file, such as 5GB.")]
-ExcludeFrozen = Annotated[bool, typer.Option("--exclude-frozen", help="Leave frozen parameters out.")]
-Opaque = Annotated[OpaquePolicy, typer.Option(help="Objects of classes that are not on the allow-list.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace what is at DST. The old data is gone, even if the run fails.")
-]
-Verify = Annotated[VerifyLevel, typer.Option(help="`full` also reads source and output whole before the commit.")]
-MemoryLimit = Annotated[str | None, typer.Option(help="For buffers and metadata, such as 1GiB (the default).")]
-PartSize = Annotated[
-    str | None, typer.Option(help="Grain of work and of multipart parts, such as 64MiB (the default).")
-]
-Threads = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Units at once; default: cores, more for object stores.")
-]
 
 
 def register(app: typer.Typer) -> None:
@@ -75,7 +47,7 @@ def inspect(
     as_json: JsonFlag = False,
 ) -> None:
     """Say what a checkpoint is, from its metadata; nothing in it is executed. `reshard SRC` means this too."""
-    found = load_engine().inspect(_source(source, tag, profile))
+    found = load_engine().inspect(source_spec(source, tag, profile))
     if as_json:
         _say(found.model_dump_json())
         return
@@ -87,94 +59,10 @@ def inspect(
     _hint(f"next: reshard convert {printable(source)} DST --to {onward}")
 
 
-def _request(  # the one place where flags become the wire model
-    source: str,
-    target: str,
-    *,
-    to: TargetFormat,
-    tag: str | None,
-    dtype: WeightDtype | None,
-    max_shard_size: str | None,
-    exclude_frozen: bool,
-    opaque: OpaquePolicy,
-    overwrite: bool,
-    level: VerifyLevel,
-    memory_limit: str | None,
-    part_size: str | None,
-    threads: int | None,
-    profile: str | None,
-    target_profile: str | None,
-) -> ConvertRequest:
-    try:
-        return ConvertRequest(
-            source=_source(source, tag, profile),
-            target=target,
-            to=to,
-            target_profile=target_profile,
-            dtype=dtype,
-            max_shard_bytes=parse_size(max_shard_size) if max_shard_size else None,
-            exclude_frozen=exclude_frozen,
-            opaque=opaque,
-            overwrite=overwrite,
-            verify=level,
-            memory_limit_bytes=parse_size(memory_limit) if memory_limit else DEFAULT_MEMORY_LIMIT_BYTES,
-            part_bytes=parse_size(part_size) if part_size else DEFAULT_PART_BYTES,
-            threads=threads,
-        )
-    except ValidationError as error:
-        raise _invalid(error) from None
-
-
-def _source(url: str, tag: str | None, profile: str | None) -> SourceSpec:
-    try:
-        return SourceSpec(url=url, tag=tag, profile=profile)
-    except ValidationError as error:
-        raise _invalid(error) from None
-
-
-def _invalid(error: ValidationError) -> RequestError:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return RequestError("request.invalid", f"{where}: {first['msg']}", fix="see reshard convert --help")
-
-
-def plan(
-    source: Source,
-    target: Target,
-    *,
-    to: To,
-    tag: Tag = None,
-    dtype: Dtype = None,
-    max_shard_size: ShardSize = None,
-    exclude_frozen: ExcludeFrozen = False,
-    opaque: Opaque = OpaquePolicy.REFUSE,
-    overwrite: Overwrite = False,
-    memory_limit: MemoryLimit = None,
-    part_size: PartSize = None,
-    threads: Threads = None,
-    profile: Profile = None,
-    target_profile: TargetProfile = None,
-    as_json: JsonFlag = False,
-) -> None:
+@takes_conversion
+def plan(source: Source, target: Target, *, flags: ConversionFlags, as_json: JsonFlag = False) -> None:
     """Say what `convert` with the same options would read, write and need; nothing is written."""
-    request = _request(
-        source,
-        target,
-        to=to,
-        tag=tag,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        exclude_frozen=exclude_frozen,
-        opaque=opaque,
-        overwrite=overwrite,
-        level=VerifyLevel.DEFAULT,
-        memory_limit=memory_limit,
-        part_size=part_size,
-        threads=threads,
-        profile=profile,
-        target_profile=target_profile,
-    )
-    summary = load_engine().plan(request)
+    summary = load_engine().plan(flags.request(source, target))
     if as_json:
         _say(summary.model_dump_json())
         return
@@ -184,47 +72,15 @@ def plan(
         _hint(f"warning: {warning}")
 
 
+@takes_conversion
 def convert(
-    source: Source,
-    target: Target,
-    *,
-    to: To,
-    tag: Tag = None,
-    dtype: Dtype = None,
-    max_shard_size: ShardSize = None,
-    exclude_frozen: ExcludeFrozen = False,
-    opaque: Opaque = OpaquePolicy.REFUSE,
-    overwrite: Overwrite = False,
-    verify: Verify = VerifyLevel.DEFAULT,
-    memory_limit: MemoryLimit = None,
-    part_size: PartSize = None,
-    threads: Threads = None,
-    profile: Profile = None,
-    target_profile: TargetProfile = None,
-    as_json: JsonFlag = False,
-    quiet: QuietFlag = False,
+    source: Source, target: Target, *, flags: ConversionFlags, as_json: JsonFlag = False, quiet: QuietFlag = False
 ) -> None:
     """Convert a checkpoint, here and now. The last line on stdout is the output path.
 
     An interrupted run resumes when the same command runs again; a finished one is recognised.
     """
-    request = _request(
-        source,
-        target,
-        to=to,
-        tag=tag,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        exclude_frozen=exclude_frozen,
-        opaque=opaque,
-        overwrite=overwrite,
-        level=verify,
-        memory_limit=memory_limit,
-        part_size=part_size,
-        threads=threads,
-        profile=profile,
-        target_profile=target_profile,
-    )
+    request = flags.request(source, target)
     engine = load_engine()
     try:
         with _stoppable() as stop, progress_shown(quiet=quiet) as show:

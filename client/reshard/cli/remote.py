@@ -8,15 +8,15 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from reshard.cli.sizes import parse_size
+from reshard.cli.flags import ConversionFlags, takes_conversion
 from reshard.cli.watching import follow
 from reshard.client import Client
 from reshard.errors import RequestError, printable
-from reshard.models import Job, JobEvent, JobState, OpaquePolicy, TargetFormat, VerifyLevel, WeightDtype
+from reshard.models import Job, JobEvent, JobState
 
 ENTRY_POINT_GROUP = "reshard.commands"
 
@@ -36,27 +36,12 @@ def register(app: typer.Typer) -> None:
     app.command()(worker)
 
 
+@takes_conversion
 def submit(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="What to create.")],
     *,
-    to: Annotated[TargetFormat, typer.Option("--to", help="What to write.")],
-    tag: Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")] = None,
-    dtype: Annotated[
-        WeightDtype | None, typer.Option(help="Of consolidated weights; default fp32, else as stored.")
-    ] = None,
-    max_shard_size: Annotated[str | None, typer.Option(help="Largest weights file, such as 5GB.")] = None,
-    exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave frozen parameters out.")] = False,
-    opaque: Annotated[OpaquePolicy, typer.Option(help="Objects of unlisted classes.")] = OpaquePolicy.REFUSE,
-    verify: Annotated[
-        VerifyLevel, typer.Option(help="`full` also reads source and output whole before the commit.")
-    ] = VerifyLevel.DEFAULT,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target; its old data is gone.")] = False,
-    memory_limit: Annotated[str | None, typer.Option(help="Buffer memory of the job, such as 1GiB.")] = None,
-    part_size: Annotated[str | None, typer.Option(help="Grain of work, such as 64MiB.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Parallel reads and writes.")] = None,
-    profile: Annotated[str | None, typer.Option(help="The service's storage profile for SRC.")] = None,
-    target_profile: Annotated[str | None, typer.Option(help="The service's storage profile for DST.")] = None,
+    flags: ConversionFlags,
     label: Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")] = None,
     max_attempts: Annotated[int, typer.Option(min=1, max=20, help="Workers that may be lost.")] = 3,
     idempotency_key: Annotated[str | None, typer.Option(help="The same key again finds the same job.")] = None,
@@ -66,29 +51,10 @@ def submit(
     quiet: QuietFlag = False,
 ) -> None:
     """Submit a conversion to a service; prints the job's id, with --wait the target."""
-    options: dict[str, Any] = {
-        "memory_limit_bytes": memory_limit and parse_size(memory_limit),
-        "part_bytes": part_size and parse_size(part_size),
-        "max_shard_bytes": max_shard_size and parse_size(max_shard_size),
-        "tag": tag,
-        "dtype": dtype,
-        "profile": profile,
-        "target_profile": target_profile,
-        "threads": threads,
-    }
+    request = flags.request(_absolute(source), _absolute(target))
     with Client() as client:
-        job = client.submit(
-            _absolute(source),
-            _absolute(target),
-            to=to,
-            labels=parse_labels(label or []),
-            max_attempts=max_attempts,
-            idempotency_key=idempotency_key,
-            exclude_frozen=exclude_frozen,
-            opaque=opaque,
-            verify=verify,
-            overwrite=overwrite,
-            **{name: value for name, value in options.items() if value is not None},
+        job = client.submit_request(
+            request, labels=parse_labels(label or []), max_attempts=max_attempts, idempotency_key=idempotency_key
         )
         if not wait and wait_timeout is None:
             _say(job.model_dump_json() if as_json else job.id)

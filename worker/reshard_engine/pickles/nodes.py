@@ -139,6 +139,16 @@ class PLiteral:
     data: bytes
 
 
+@dataclass(slots=True, frozen=True)
+class PRuns:
+    """A packed tensor put together from runs of other tensors, in a tree that will be written."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    """(tensor of the shard map or `layout.ZEROS`, first element, last element + 1), in row-major order."""
+
+
 def check_depth(depth: int) -> None:
     """Refuse to walk deeper into a value.
 

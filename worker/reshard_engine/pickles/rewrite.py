@@ -12,6 +12,7 @@ from reshard_engine.pickles.nodes import (
     PList,
     PLiteral,
     PObject,
+    PRuns,
     PSet,
     PTensor,
     PTensorRef,
@@ -48,7 +49,7 @@ class _Rewriter:
                 return self._dict(node)
             case PObject():
                 return self._object(node)
-            case PTensor() | PTensorRef() | PLiteral():
+            case PTensor() | PTensorRef() | PLiteral() | PRuns():
                 result: Node = self._tensor(node)
             case PTuple():
                 result = PTuple(tuple(map(self.copy, node.items)), node.depth)

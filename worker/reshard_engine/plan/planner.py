@@ -74,6 +74,10 @@ def _target(request: ConvertRequest) -> dict[str, object]:
         "max_shard_bytes": request.max_shard_bytes,
         "exclude_frozen": request.exclude_frozen,
         "opaque": request.opaque.value,
+        "layout": request.layout.model_dump(mode="json") if request.layout else None,
+        "rules": request.rules,
+        "family": request.family,
+        "replicas": request.replicas.value,
     }
 
 

@@ -11,7 +11,7 @@ from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.dtypes import BY_NAME, UINT8, Dtype
 from reshard_engine.layout import FileTemplate
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.nodes import Node, PLiteral, PStorage, PTensor, PTensorRef
+from reshard_engine.pickles.nodes import Node, PLiteral, PRuns, PStorage, PTensor, PTensorRef
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.shardmap import ShardMap, packed_stride
 
@@ -26,26 +26,35 @@ def tree_templates(
 
     Args:
         roots: Root names inside the archives.
-        node: The value; its tensors are `PTensorRef`s.
+        node: The value; its tensors are `PTensorRef`s, or `PRuns` of several.
         shard_map: Where the references point to.
         opaque: Whether objects that are not on the allow-list are kept or dropped.
 
     Raises:
         SourceError: `pickle.forbidden_global` under the policy `refuse`.
     """
-    slots: dict[int, PTensor] = {}
+    slots: dict[int, int] = {}
+    placed_tensors: dict[PTensorRef | PRuns, PTensor] = {}
     storages: list[StorageRecord] = []
 
-    def placed(ref: PTensorRef | PLiteral) -> PTensor:
+    def slot(number: int) -> int:
+        return slots.setdefault(number, len(slots))
+
+    def placed(ref: PTensorRef | PLiteral | PRuns) -> PTensor:
+        key = str(len(storages))
         if isinstance(ref, PLiteral):
-            storages.append(StorageRecord(str(len(storages)), (), ref.data))
-            return output_tensor(storages[-1].key, BY_NAME[ref.dtype], ref.shape)
-        if ref.index not in slots:
+            storages.append(StorageRecord(key, (), ref.data))
+            return output_tensor(key, BY_NAME[ref.dtype], ref.shape)
+        if ref in placed_tensors:
+            return placed_tensors[ref]
+        if isinstance(ref, PTensorRef):
             stored = shard_map.tensors[ref.index]
-            key = str(len(storages))
-            storages.append(StorageRecord(key, ((len(slots), 0, stored.numel, stored.dtype),)))
-            slots[ref.index] = output_tensor(key, stored.dtype, stored.shape)
-        return slots[ref.index]
+            dtype, shape, runs = stored.dtype, stored.shape, ((ref.index, 0, stored.numel),)
+        else:
+            dtype, shape, runs = BY_NAME[ref.dtype], ref.shape, ref.runs
+        storages.append(StorageRecord(key, tuple((slot(t), begin, end, dtype) for t, begin, end in runs)))
+        placed_tensors[ref] = output_tensor(key, dtype, shape)
+        return placed_tensors[ref]
 
     tree = rewrite(node, placed, lambda foreign: None if opaque is OpaquePolicy.DROP else foreign)
     pickle = emit_pickle(tree, keep_foreign=opaque is OpaquePolicy.KEEP)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
-from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.dtypes import FLOAT32
 from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import (
@@ -29,6 +29,13 @@ from reshard_engine.pickles.nodes import (
     mapping_items,
     mapping_of,
     ordered_dict,
+)
+from reshard_engine.writers.optimizer_states import (
+    ADAM_STATES,
+    group_nodes,
+    is_adam,
+    require_optimizer,
+    states_to_write,
 )
 from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template, tree_templates
 
@@ -48,13 +55,7 @@ class UniversalWriter:
         """
         if request.dtype is not None or request.max_shard_bytes is not None:
             raise RequestError("request.invalid", "dtype and max_shard_bytes apply to consolidated weights only")
-        if checkpoint.optimizer is None:
-            raise RequestError(
-                "request.unsatisfiable",
-                "a universal checkpoint is made of optimizer states, and this source has weights only: "
-                f"{'; '.join(checkpoint.warnings) or 'no training state is in it'}",
-                fix="name the training checkpoint as the source, or write the weights alone: --to safetensors",
-            )
+        require_optimizer(checkpoint, "a universal checkpoint")
         states, warnings = _states_to_write(checkpoint)
         files = _atoms(checkpoint, states)
         files += _step_files(checkpoint)
@@ -65,32 +66,18 @@ class UniversalWriter:
 
 
 def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    states: dict[str, None] = {"fp32": None}
     for parameter in checkpoint.trained:
-        states |= dict.fromkeys(parameter.states)
         if other := sorted(set(parameter.scalars) - {"step"}):
             raise RequestError(
                 "request.unsatisfiable",
                 f"optimizer state {printable(other[0])!r} is one number per group, and the universal form has no such",
                 fix="write the weights alone: --to safetensors",
             )
-    lacking = [p.fqn for p in checkpoint.trained if set(states) - set(p.states)]
-    if lacking and len(states) > 1:
-        raise RequestError(
-            "request.unsatisfiable",
-            f"{len(lacking)} of {len(checkpoint.trained)} parameters have no optimizer states "
-            f"({printable(lacking[0])}, ...): they were offloaded and not saved",
-            fix="write the weights alone: --to safetensors",
-        )
-    if len(states) == 1 and _is_adam(checkpoint.optimizer):
+    states = states_to_write(checkpoint)
+    if len(states) == 1 and is_adam(checkpoint):
         # What Adam itself starts from; DeepSpeed's stage-3 loader refuses atoms without moments.
-        return ["fp32", "exp_avg", "exp_avg_sq"], ["no optimizer step had been taken: moments are zero, step is 0"]
-    return list(states), []
-
-
-def _is_adam(optimizer: OptimizerState | None) -> bool:
-    groups = [mapping_items(g, what="param_groups") for g in (optimizer.param_groups if optimizer else ())]
-    return bool(groups) and all("betas" in g and "eps" in g for g in groups)
+        return [*states, *ADAM_STATES], ["no optimizer step had been taken: moments are zero, step is 0"]
+    return states, []
 
 
 def _wrapped(tensor: Node) -> Node:
@@ -131,7 +118,7 @@ def _step(parameter: Parameter) -> Scalar:
 def _step_files(checkpoint: Checkpoint) -> list[TargetFile]:
     cache: dict[tuple[object, ...], FileTemplate] = {}
     files: list[TargetFile] = []
-    counts = any(p.scalars for p in checkpoint.trained) or _is_adam(checkpoint.optimizer)
+    counts = any(p.scalars for p in checkpoint.trained) or is_adam(checkpoint)
     for parameter in checkpoint.trained if counts else ():
         step = _step(parameter)
         # 0.0 and -0.0 or nan would be one key by value: the bytes decide.
@@ -191,10 +178,8 @@ def _without_frozen(entries: dict[str | int, Node], checkpoint: Checkpoint) -> d
 
 
 def _optimizer_state(checkpoint: Checkpoint) -> Node:
-    optimizer = checkpoint.optimizer
-    if optimizer is None:
-        raise AssertionError("checked by lay_out")
-    groups: Node = PList(list(optimizer.param_groups or _groups_from_config(checkpoint)))
+    optimizer = require_optimizer(checkpoint, "a universal checkpoint")
+    groups: Node = PList(group_nodes(checkpoint))
     first = checkpoint.trained[0] if checkpoint.trained else None
     step: Node = scalar_node(_step(first)) if first is not None else 0
     inner = mapping_of({"state": mapping_of({0: mapping_of({"step": step})}), "param_groups": groups})
@@ -204,23 +189,3 @@ def _optimizer_state(checkpoint: Checkpoint) -> Node:
     entries["param_groups"] = groups
     entries["optimizer_state_dict"] = inner
     return mapping_of(entries)
-
-
-def _groups_from_config(checkpoint: Checkpoint) -> list[Node]:
-    """Hyper-parameters from `ds_config` for list-form states, which carry none: the same for every group."""
-    entries = mapping_items(checkpoint.model_state, what="model states")
-    config = entries.get("ds_config")
-    optimizer = mapping_items(config, what="ds_config").get("optimizer") if is_mapping(config) else None
-    params = mapping_items(optimizer, what="optimizer").get("params") if is_mapping(optimizer) else None
-    if not is_mapping(params):
-        raise RequestError(
-            "request.unsatisfiable",
-            "the optimizer states carry no hyper-parameters and ds_config names none",
-            fix="save again with elastic_checkpoint off, or write the weights alone: --to safetensors",
-        )
-    known = mapping_items(params, what="optimizer.params")
-    keep = {k: known[k] for k in ("lr", "betas", "eps", "weight_decay", "momentum", "bias_correction") if k in known}
-    if isinstance(keep.get("betas"), PList):
-        keep["betas"] = PTuple(tuple(keep["betas"].items))
-    count = 1 + max((p.group for p in checkpoint.trained if p.group is not None), default=0)
-    return [mapping_of({**keep, "params": PList([g])}) for g in range(count)]

@@ -15,6 +15,7 @@ from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_gro
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.optim_states import RankStates, read_scalar
+from reshard_engine.readers.deepspeed.order import undealt, uses_round_robin
 from reshard_engine.readers.deepspeed.shapes import shapes_by_group
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
 from reshard_engine.readers.deepspeed.trees import TreeTensors
@@ -45,8 +46,10 @@ def assemble(
     by_name: dict[str, dict[str, int]] = {}
     for key in ("fp32", *_positional_keys(states)):
         _add_state(builder, key, states, shapes, number=number, by_name=by_name)
+    dealt = uses_round_robin(model) and first.stage in (1, 2) and not first.bf16_optimizer and len(states) > 1
     for index, group in enumerate(shapes):
-        for name, shape in group:
+        order = undealt([n for n, _ in group], len(states), list(model.module)) if dealt else range(len(group))
+        for name, shape in (group[i] for i in order):
             trained.append(Parameter(name, shape, group_of[index], None, by_name[name], scalars[index]))
     module = ModuleTensors(builder, models, number, owned={p.fqn: p.shape for p in trained}, sharded=first.stage == 3)
     parameters = [
@@ -78,7 +81,8 @@ def assemble(
         buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
         shared=module.shared,
         optimizer=optimizer,
-        model_state=trees.model_state(model, module),
+        # `param_shapes` has the flat order, which is no other run's.
+        model_state=trees.model_state(model, module, without=("param_shapes",) if dealt else ()),
         shard_map=builder.build(),
         foreign_globals=tuple(sorted(ledger.foreign)),
         warnings=tuple(warnings),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
@@ -34,13 +34,15 @@ class TreeTensors:
 
         return rewrite(node, reference, lambda foreign: foreign)
 
-    def model_state(self, model: ModelStates, module: ModuleTensors) -> PDict:
+    def model_state(self, model: ModelStates, module: ModuleTensors, *, without: Collection[str] = ()) -> PDict:
         """The model-states mapping: `module` with what is stored whole, everything else as it was.
 
         Frozen parameters are put together: their fragments become whole tensors, as stage 2 writes them.
         """
         entries: dict[str | int, Node] = {}
         for key, value in model.entries.items():
+            if key in without:
+                continue
             if key == "module":
                 entries[key] = ordered_dict(
                     {n: PTensorRef(i) for n in _names(model, module) if (i := module.number_of(n)) is not None}

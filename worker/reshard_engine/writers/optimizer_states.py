@@ -1,0 +1,78 @@
+"""What writers of optimizer states ask of any source: which states there are, and the groups' hyper-parameters."""
+
+from __future__ import annotations
+
+from reshard.errors import RequestError, printable
+from reshard_engine.checkpoint import Checkpoint, OptimizerState
+from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
+
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
+    """The optimizer's state.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for a source that has weights only.
+    """
+    if checkpoint.optimizer is None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{what} is made of optimizer states, and this source has weights only: "
+            f"{'; '.join(checkpoint.warnings) or 'no training state is in it'}",
+            fix="name the training checkpoint as the source, or write the weights alone: --to safetensors",
+        )
+    return checkpoint.optimizer
+
+
+def states_to_write(checkpoint: Checkpoint) -> list[str]:
+    """The per-element states of the trained parameters, `fp32` first.
+
+    Raises:
+        RequestError: `request.unsatisfiable` if some parameters lack states that others have.
+    """
+    states: dict[str, None] = {"fp32": None}
+    for parameter in checkpoint.trained:
+        states |= dict.fromkeys(parameter.states)
+    lacking = [p.fqn for p in checkpoint.trained if set(states) - set(p.states)]
+    if lacking and len(states) > 1:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{len(lacking)} of {len(checkpoint.trained)} parameters have no optimizer states "
+            f"({printable(lacking[0])}, ...): they were offloaded and not saved",
+            fix="write the weights alone: --to safetensors",
+        )
+    return list(states)
+
+
+def is_adam(checkpoint: Checkpoint) -> bool:
+    """Whether every param group has the hyper-parameters of an Adam."""
+    optimizer = checkpoint.optimizer
+    groups = [mapping_items(g, what="param_groups") for g in (optimizer.param_groups if optimizer else ())]
+    return bool(groups) and all("betas" in g and "eps" in g for g in groups)
+
+
+def group_nodes(checkpoint: Checkpoint) -> list[Node]:
+    """The param groups' hyper-parameters: the source's own, or its config's where its states carry none."""
+    optimizer = checkpoint.optimizer
+    return list(optimizer.param_groups) if optimizer and optimizer.param_groups else _groups_from_config(checkpoint)
+
+
+def _groups_from_config(checkpoint: Checkpoint) -> list[Node]:
+    """Hyper-parameters from `ds_config` for list-form states, which carry none: the same for every group."""
+    entries = mapping_items(checkpoint.model_state, what="model states")
+    config = entries.get("ds_config")
+    optimizer = mapping_items(config, what="ds_config").get("optimizer") if is_mapping(config) else None
+    params = mapping_items(optimizer, what="optimizer").get("params") if is_mapping(optimizer) else None
+    if not is_mapping(params):
+        raise RequestError(
+            "request.unsatisfiable",
+            "the optimizer states carry no hyper-parameters and ds_config names none",
+            fix="save again with elastic_checkpoint off, or write the weights alone: --to safetensors",
+        )
+    known = mapping_items(params, what="optimizer.params")
+    keep = {k: known[k] for k in ("lr", "betas", "eps", "weight_decay", "momentum", "bias_correction") if k in known}
+    if isinstance(keep.get("betas"), PList):
+        keep["betas"] = PTuple(tuple(keep["betas"].items))
+    count = 1 + max((p.group for p in checkpoint.trained if p.group is not None), default=0)
+    return [mapping_of({**keep, "params": PList([g])}) for g in range(count)]

@@ -1,0 +1,85 @@
+"""What a `ds_config` says about the layout of a run, and the same config for another layout.
+
+Source: deepspeed 0.19.8 `runtime/config.py`, `runtime/zero/config.py`, `runtime/engine.py` (`_configure_optimizer`:
+bf16 with `grad_accum_dtype` fp32 at stage 1 means BF16_Optimizer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, mapping_of
+
+DEFAULT_SUB_GROUP_SIZE = 10**9
+_SECTION_OF = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def _section(node: Node, name: str) -> dict[str | int, Node]:
+    found = mapping_items(node, what="ds_config").get(name) if is_mapping(node) else None
+    return mapping_items(found, what=name) if is_mapping(found) else {}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of a source's run that decide its layout; None where its config does not say."""
+
+    stage: int | None = None
+    dtype: str | None = None
+    fp32_accumulation: bool = False
+    round_robin: bool = False
+    aligned: bool = False
+    sub_group_size: int | None = None
+    clip_grad: float = 0.0
+    fp16: Mapping[str | int, Any] = field(default_factory=dict[str | int, Any])
+
+    @classmethod
+    def of(cls, config: Node) -> RunConfig:
+        """The settings in a `ds_config`, which may be a mapping, a path, or absent."""
+        if not is_mapping(config):
+            return cls()
+        zero, bf16, fp16 = _section(config, "zero_optimization"), _section(config, "bf16"), _section(config, "fp16")
+        stage, size = zero.get("stage", 0), zero.get("sub_group_size")
+        clip = mapping_items(config, what="ds_config").get("gradient_clipping")
+        return cls(
+            stage=stage if type(stage) is int else None,
+            dtype="bfloat16"
+            if bf16.get("enabled") is True
+            else "float16"
+            if fp16.get("enabled") is True
+            else "float32",
+            fp32_accumulation=_section(config, "data_types").get("grad_accum_dtype") == "fp32",
+            round_robin=zero.get("round_robin_gradients") is True,
+            aligned=zero.get("parameter_alignment") is True,
+            sub_group_size=int(size) if isinstance(size, int | float) and size >= 1 else None,
+            clip_grad=float(clip) if isinstance(clip, int | float) else 0.0,
+            fp16=fp16,
+        )
+
+
+def config_for(config: Node, *, stage: int, dtype: str, bf16_optimizer: bool, options: Mapping[str, Node]) -> Node:
+    """A copy of the config that describes the target; what is no mapping stays as it is.
+
+    Args:
+        config: The source's `ds_config`.
+        stage: ZeRO stage of the target.
+        dtype: The model's element type.
+        bf16_optimizer: Whether gradients are accumulated in fp32, which selects BF16_Optimizer.
+        options: Entries of `zero_optimization`; None removes one.
+    """
+    if not is_mapping(config):
+        return config
+    entries = dict(mapping_items(config, what="ds_config"))
+    zero: dict[str | int, Node] = {**_section(config, "zero_optimization"), "stage": stage, **options}
+    entries["zero_optimization"] = mapping_of({k: v for k, v in zero.items() if v is not None})
+    for name, section in _SECTION_OF.items():
+        old = _section(config, section)
+        if old or name == dtype:
+            entries[section] = mapping_of({**old, "enabled": name == dtype})
+    types = _section(config, "data_types")
+    if bf16_optimizer:
+        entries["data_types"] = mapping_of({**types, "grad_accum_dtype": "fp32"})
+    elif dtype == "bfloat16" and stage == 1 and types.get("grad_accum_dtype") == "fp32":
+        entries["data_types"] = mapping_of({k: v for k, v in types.items() if k != "grad_accum_dtype"})
+    return mapping_of(entries)

@@ -1,0 +1,54 @@
+"""What one model-parallel rank of the target holds: parameters, buffers and names, in its own shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard_engine.checkpoint import Scalar
+from reshard_engine.writers.zero.partitions import Run
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParameter:
+    """A parameter, or one rank's part of it."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    group: int | None
+    """Its optimizer param group; None for frozen ones."""
+    states: Mapping[str, tuple[Run, ...]]
+    """`fp32` and the optimizer's per-element states."""
+    weight: tuple[Run, ...]
+    """What its weight in the model's dtype is made of: the master, or the frozen weight."""
+    scalars: Mapping[str, Scalar]
+
+    @property
+    def numel(self) -> int:
+        """Elements of this part."""
+        return sum(end - begin for _, begin, end in self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """One model-parallel rank."""
+
+    pp: int
+    tp: int
+    parameters: tuple[LocalParameter, ...]
+    """Trained ones in the optimizer's order, then frozen ones."""
+    buffers: Mapping[str, int]
+    """Tensor numbers of persistent buffers."""
+    shared: Mapping[str, str]
+    """Alias to owner."""
+    names: tuple[str, ...]
+    """Every name of `module` in the model's order."""
+
+    def group(self, index: int) -> list[LocalParameter]:
+        """The parameters of one optimizer param group."""
+        return [p for p in self.parameters if p.group == index]
+
+    @property
+    def frozen(self) -> list[LocalParameter]:
+        """What the optimizer does not own."""
+        return [p for p in self.parameters if p.group is None]
