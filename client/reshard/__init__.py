@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from reshard.client import Client
+    from reshard.ensuring import ensure
     from reshard.errors import (
         CODES,
         ExitCode,
@@ -58,9 +59,10 @@ __all__ = [
     "TargetFormat",
     "VerifyReport",
     "WeightDtype",
+    "ensure",
 ]
 
-_MODULES = ("reshard.client", "reshard.errors", "reshard.models")
+_MODULES = ("reshard.client", "reshard.ensuring", "reshard.errors", "reshard.models")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,17 @@ from importlib.metadata import entry_points
 from typing import Protocol, cast
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, SourceSpec, VerifyReport
+from reshard.models import (
+    ConvertRequest,
+    ConvertResult,
+    DiffOptions,
+    DiffReport,
+    Inspection,
+    PlanSummary,
+    Progress,
+    SourceSpec,
+    VerifyReport,
+)
 
 ENTRY_POINT_GROUP = "reshard.engine"
 
@@ -43,6 +53,18 @@ class Engine(Protocol):
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
         """Re-read a target against its manifest; with `sample` only a random fraction of its bytes."""
+        ...
+
+    def diff(
+        self,
+        a: SourceSpec,
+        b: SourceSpec,
+        options: DiffOptions,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> DiffReport:
+        """Compare two checkpoints by logical tensor, whatever their layouts and formats; nothing is written."""
         ...
 
     def discard(self, request: ConvertRequest) -> None:

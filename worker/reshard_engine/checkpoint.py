@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.cuts import Cut
 from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.shardmap import ShardMap
@@ -44,6 +45,8 @@ class Parameter:
     """`fp32` and the optimizer's per-element states."""
     scalars: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
     """Optimizer states that are one number per parameter or group, such as `step`."""
+    cut: Cut | None = None
+    """How tensor parallelism cuts it; None where nothing says."""
 
     @property
     def trained(self) -> bool:
@@ -70,6 +73,22 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """Two tensors that must hold the same elements: copies, or a master and the weight that is its rounding."""
+
+    fqn: str
+    state: str
+    first: int
+    other: int
+    where: str
+    """Where the other one is, for people."""
+    rounded: bool = False
+    """Whether the other one is the first one, rounded to its element type."""
+    advisory: bool = False
+    """Whether the first one is meant in any case, so that a difference is only worth knowing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint as data: metadata and extents, no tensor bytes."""
 
@@ -92,6 +111,10 @@ class Checkpoint:
     """The framework's model-state mapping with `PTensorRef`s in place of tensors."""
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
+    agreements: tuple[Agreement, ...] = ()
+    """What must hold for the parts to have been put together rightly; compared before anything is written."""
+    unexplained: tuple[str, ...] = ()
+    """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
 
     def __post_init__(self) -> None:
         """Prove that every state of a parameter has the parameter's shape, and that tensors share bytes within reason.
@@ -100,7 +123,8 @@ class Checkpoint:
             SourceError: `checkpoint.malformed`, `tensor.amplification`.
         """
         tensors = self.shard_map.tensors
-        wanted, there = sum(t.size_bytes for t in tensors), sum(f.size_bytes for f in self.files)
+        stored = (t for i, t in enumerate(tensors) if i not in self.shard_map.views)
+        wanted, there = sum(t.size_bytes for t in stored), sum(f.size_bytes for f in self.files)
         if wanted > MAX_AMPLIFICATION * there:
             raise SourceError(
                 "tensor.amplification", f"tensors of {wanted} bytes over {there} bytes of files, again and again"

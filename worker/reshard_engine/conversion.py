@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from reshard.errors import IntegrityError, RequestError, printable
+from reshard.errors import IntegrityError, RequestError, SourceError, printable
 from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.full_verification import FullVerification
 from reshard_engine.execute.local_sink import LocalSink
@@ -25,6 +26,7 @@ from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.rules.request import requested_rules
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectStore, parent_and_name
 from reshard_engine.storage.urls import is_within, scheme_of
@@ -65,6 +67,20 @@ def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) ->
             )
 
 
+def _refuse_unexplained(checkpoint: Checkpoint) -> None:
+    names = checkpoint.unexplained
+    if not names:
+        return
+    listed = ", ".join(printable(n) for n in names[:8]) + (", ..." if len(names) > 8 else "")
+    raise SourceError(
+        "checkpoint.unexplained",
+        f"nothing says how {len(names)} of {len(checkpoint.parameters)} parameters were cut over "
+        f"{checkpoint.world.get('tp', 1)} tensor-parallel ranks: {listed}",
+        fix="say it: --rules FILE (docs/rules.md), or --family gpt-megatron|llama-megatron|bloom",
+        details={"parameters": [printable(n) for n in names[:256]]},
+    )
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A planned conversion, ready to run."""
@@ -94,10 +110,12 @@ class Conversion:
                 f"{scheme_of(request.target)}:// can be read, not written",
                 fix="write to a local path or to s3://",
             )
-        checkpoint = read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque))
+        checkpoint = read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque), requested_rules(request))
+        _refuse_unexplained(checkpoint)
         _refuse_overlap(target, checkpoint, wanted=request.to.value)
         name = parent_and_name(target.path)[1]
         layout = WRITERS[request.to].lay_out(checkpoint, request, name=name)
+        checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
         plan = plan_conversion(checkpoint, layout, request, min_part_bytes=least)
         return cls(request, checkpoint, layout, plan, target, sink, time.monotonic() - started)
@@ -149,6 +167,8 @@ class Conversion:
     ) -> ConvertResult:
         plan, seconds = self.plan, {"plan": self.planning_s}
         clock = time.monotonic()
+        disagreements = check_agreements(self.checkpoint, self.request.replicas, stop_check(should_stop))
+        clock = _lap(seconds, "agreement", clock)
         if on_progress is not None:
             # What an earlier attempt left is read again now: that is no planning any more.
             on_progress(Progress(phase="running", bytes_total=plan.write_bytes, units_total=len(plan.units)))
@@ -166,7 +186,7 @@ class Conversion:
         if self.request.verify is VerifyLevel.FULL:
             full = FullVerification(self.layout, self.sink, stop_check(should_stop))
             full.read_source(self.checkpoint)
-            full.read_back(self._manifest(executor), commit=False)
+            full.read_back(self._manifest(executor, disagreements), commit=False)
         self._prove_structure(executor)
         prove_source_unchanged(self.checkpoint)
         clock = _lap(seconds, "verify", clock)
@@ -174,7 +194,7 @@ class Conversion:
         executor.run([u for u in plan.units if u.commit], threads, phase="committing")
         prove_complete(plan, executor.records)
         there = self.sink.publish(executor.records)
-        manifest = with_pins(self._manifest(executor), {i.path: i.pin for i in there})
+        manifest = with_pins(self._manifest(executor, disagreements), {i.path: i.pin for i in there})
         if full is not None:
             full.read_back(manifest, commit=True)
             full.digest_again(self.checkpoint, manifest)
@@ -202,14 +222,14 @@ class Conversion:
             self.sink.withdraw(error.details["paths"])
             raise
 
-    def _manifest(self, executor: Executor) -> Manifest:
+    def _manifest(self, executor: Executor, disagreements: Sequence[str]) -> Manifest:
         return build_manifest(
             self.checkpoint,
             self.plan,
             self.layout.files,
             executor.records,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            warnings=(*self.plan.warnings, *_overflow_warnings(executor)),
+            warnings=(*self.plan.warnings, *disagreements, *_overflow_warnings(executor)),
         )
 
     def _finished(self) -> Manifest | None:

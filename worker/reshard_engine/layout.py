@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import Dtype
+from reshard_engine.shardmap import ShardMap, StoredTensor
+from reshard_engine.views import View
 
 MAX_NAME_BYTES = 255
 """Of one component of a path: what file systems take."""
@@ -148,6 +150,12 @@ class TargetLayout:
     files: tuple[TargetFile, ...]
     pointer: Pointer | None
     warnings: tuple[str, ...] = ()
+    parts: tuple[tuple[StoredTensor, View], ...] = ()
+    """Tensors of the target that are parts of the source's, numbered on from its last one."""
+
+    def map_over(self, shard_map: ShardMap) -> ShardMap:
+        """The source's map with the target's parts."""
+        return shard_map.with_views([t for t, _ in self.parts], [v for _, v in self.parts]) if self.parts else shard_map
 
     def __post_init__(self) -> None:
         """Prove that paths stay below the target and do not collide: names in them come from checkpoints.

@@ -11,6 +11,8 @@ from reshard.errors import RequestError, printable
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
+    DiffOptions,
+    DiffReport,
     FileEntry,
     Inspection,
     OpaquePolicy,
@@ -20,6 +22,7 @@ from reshard.models import (
     VerifyReport,
 )
 from reshard_engine.conversion import Conversion, sink_for
+from reshard_engine.diff.comparison import diff_checkpoints
 from reshard_engine.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.registry import read_checkpoint
@@ -70,6 +73,23 @@ class LocalEngine:
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
         """Re-read a target against its manifest; with `sample` only a random fraction of its bytes."""
         return verify_target(open_location(target, profile), sample=sample)
+
+    def diff(
+        self,
+        a: SourceSpec,
+        b: SourceSpec,
+        options: DiffOptions,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> DiffReport:
+        """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
+        if on_progress is not None:
+            on_progress(Progress(phase="planning"))
+        left, right = (
+            read_checkpoint(open_location(s.url, s.profile), s.tag, OpaqueLedger(OpaquePolicy.KEEP)) for s in (a, b)
+        )
+        return diff_checkpoints(left, right, options, on_progress=on_progress, should_stop=should_stop)
 
     def discard(self, request: ConvertRequest) -> None:
         """Remove what an unfinished conversion into this target left."""

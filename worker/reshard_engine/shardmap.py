@@ -4,13 +4,14 @@ A *piece* says that the elements `[begin, end)` of a tensor, counted in the row-
 global shape, lie in a file from a byte offset on. Pieces are columns of integers, not objects: a
 checkpoint of 20,000 parameters on 64 ranks has four million of them.
 
-A `ShardMap` that exists covers every tensor exactly once: the constructor proves it.
+A `ShardMap` that exists covers every tensor exactly once: the constructor proves it. Some tensors are *views*: boxes of
+other tensors of the map, which prove their coverage themselves (`views`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import Dtype
+from reshard_engine.views import View, composed
 
 Column = npt.NDArray[np.int64]
 MAX_PROBLEMS = 20
@@ -77,6 +79,8 @@ class ShardMap:
     offset: Column
     strides_of: Column
     strides: tuple[Strides, ...] = ()
+    views: Mapping[int, View] = field(default_factory=dict[int, View])
+    """Tensors that are made of others, by number; views of what pieces hold, never of views."""
     _first: Column = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +100,7 @@ class ShardMap:
         numel = np.array([t.numel for t in self.tensors], dtype=np.int64)
         count = np.diff(self._first)
         bad = (count == 0) & (numel > 0)
+        bad[list(self.views)] = False
         if len(self.tensor):
             starts = self._first[:-1][count > 0]
             ends = self._first[1:][count > 0] - 1
@@ -117,6 +122,8 @@ class ShardMap:
 
     def pieces(self, tensor: int, begin: int, end: int) -> Pieces:
         """The pieces that hold the elements `[begin, end)` of a tensor, clipped to that interval."""
+        if tensor in self.views:
+            return self._pieces_of_view(tensor, begin, end)
         low, high = int(self._first[tensor]), int(self._first[tensor + 1])
         first = low + int(np.searchsorted(self.end[low:high], begin, side="right"))
         last = low + int(np.searchsorted(self.begin[low:high], end, side="left"))
@@ -128,6 +135,34 @@ class ShardMap:
         return Pieces(
             clipped, np.minimum(self.end[rows], end), self.file[rows], self.offset[rows] + shift, self.strides_of[rows]
         )
+
+    def _pieces_of_view(self, tensor: int, begin: int, end: int) -> Pieces:
+        """Each run of the view cut at the pieces of the tensor that holds it."""
+        runs = self.views[tensor].runs(begin, end)
+        # Rows are sorted by tensor and begin, and those of one tensor follow one another without gaps: a run's first
+        # and last rows are found by position, within its tensor's.
+        first, last = np.empty_like(runs.begin), np.empty_like(runs.begin)
+        for holder in np.unique(runs.tensor).tolist():
+            low, high = int(self._first[holder]), int(self._first[holder + 1])
+            mine = runs.tensor == holder
+            first[mine] = low + np.searchsorted(self.end[low:high], runs.source[mine], side="right")
+            ends = runs.source[mine] + runs.length[mine]
+            last[mine] = low + np.searchsorted(self.begin[low:high], ends, side="left")
+        count = last - first
+        run = np.repeat(np.arange(len(count)), count)
+        row = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count) + first[run]
+        source = np.maximum(self.begin[row], runs.source[run])
+        stop = np.minimum(self.end[row], (runs.source + runs.length)[run])
+        itemsize = self.tensors[tensor].dtype.itemsize_bytes
+        start = runs.begin[run] + source - runs.source[run]
+        offset = self.offset[row] + (source - self.begin[row]) * itemsize
+        return Pieces(start, start + stop - source, self.file[row], offset, self.strides_of[row])
+
+    def with_views(self, tensors: Sequence[StoredTensor], views: Sequence[View]) -> ShardMap:
+        """The map with further tensors, numbered on from its last one, that are views of those it has."""
+        first = len(self.tensors)
+        added = {first + i: composed(view, self.views) for i, view in enumerate(views)}
+        return replace(self, tensors=(*self.tensors, *tensors), views={**self.views, **added})
 
     @property
     def piece_count(self) -> int:
@@ -147,6 +182,8 @@ class ShardMapBuilder:
         self.tensors: list[StoredTensor] = []
         self._columns: list[tuple[Column, Column, Column, Column, Column, Column]] = []
         self._strides: list[Strides] = []
+        self._strided: set[int] = set()
+        self._views: dict[int, View] = {}
 
     def tensor(self, fqn: str, state: str, dtype: Dtype, shape: tuple[int, ...]) -> int:
         """Register a tensor and return its index."""
@@ -168,9 +205,28 @@ class ShardMapBuilder:
         if stride is not None and not is_packed(stored.shape, stride):
             index = len(self._strides)
             self._strides.append(Strides(stored.shape, stride))
+            self._strided.add(tensor)
         row = (tensor, 0, stored.numel, file, offset, index)
         columns = [np.array([v], dtype=np.int64) for v in row]
         self._columns.append((columns[0], columns[1], columns[2], columns[3], columns[4], columns[5]))
+
+    def view(self, fqn: str, state: str, view: View, shape: tuple[int, ...]) -> int:
+        """Register a tensor that is made of others, all of one element type; returns its number.
+
+        Raises:
+            ValueError: A part lies strided in its file: such ones are not put together.
+        """
+        composite = composed(view, self._views)
+        holders = {box.tensor for box in composite.boxes}
+        if holders & self._strided:
+            raise ValueError("a part lies strided in its file")
+        dtypes = {self.tensors[t].dtype for t in holders}
+        if len(dtypes) > 1:
+            raise ValueError(f"parts of the types {', '.join(sorted(d.name for d in dtypes))}")
+        dtype = dtypes.pop() if dtypes else self.tensors[0].dtype
+        number = self.tensor(fqn, state, dtype, shape)
+        self._views[number] = composite
+        return number
 
     def build(self) -> ShardMap:
         """The proven map.
@@ -180,7 +236,7 @@ class ShardMapBuilder:
         """
         empty = np.zeros(0, dtype=np.int64)
         merged = [np.concatenate([c[i] for c in self._columns] or [empty]) for i in range(6)]
-        return ShardMap(tuple(self.tensors), *merged, strides=tuple(self._strides))
+        return ShardMap(tuple(self.tensors), *merged, strides=tuple(self._strides), views=dict(self._views))
 
 
 def packed_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from reshard.cli import local, remote
+from reshard.cli import compare, ensuring, local, remote
 from reshard.cli.watching import DetachedError
 from reshard.errors import ExitCode, JobError, RequestError, ReshardError, printable
 
@@ -23,6 +23,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 local.register(app)
+compare.register(app)
+ensuring.register(app)
 remote.register(app)
 
 # Newer versions of typer carry a click of their own, older ones import click: this finds the base in both.

@@ -23,6 +23,8 @@ TENSOR_BYTES = 700
 """A tensor of the source: its name, shape and parameter."""
 PIECE_BYTES = 220
 """A row of the shard map, with the copies that sorting and proving it make."""
+BOX_BYTES = 700
+"""A box of a view."""
 FILE_BYTES = 2_300
 """A file of the target: in layout, plan, records and manifest."""
 BODY_BYTES = 2_000
@@ -49,6 +51,7 @@ def metadata_bytes(shard_map: ShardMap, files: Sequence[TargetFile]) -> int:
     return (
         TENSOR_BYTES * len(shard_map.tensors)
         + PIECE_BYTES * shard_map.piece_count
+        + BOX_BYTES * sum(len(v.boxes) for v in shard_map.views.values())
         + FILE_BYTES * len(files)
         + BODY_BYTES * bodies
         + shapes

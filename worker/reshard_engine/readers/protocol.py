@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -19,7 +20,15 @@ class Reader(Protocol):
         """Whether a directory with these children is a checkpoint of this family."""
         ...
 
-    def read(self, location: Location, listing: Listing, *, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+    def read(
+        self,
+        location: Location,
+        listing: Listing,
+        *,
+        tag: str | None,
+        ledger: OpaqueLedger,
+        rules: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """The checkpoint in this directory.
 
         Raises:

@@ -8,7 +8,9 @@ directory is taken for weights only if it is nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
@@ -124,11 +126,19 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
     return (shown + (", ..." if len(names) > 8 else "")) or "none"
 
 
-def read_checkpoint(location: Location, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+def read_checkpoint(
+    location: Location, tag: str | None, ledger: OpaqueLedger, rules: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """The checkpoint that a location and an optional tag name.
+
+    Args:
+        location: What the user names.
+        tag: The tag, where the user names one.
+        ledger: What happens to objects of classes that are not listed.
+        rules: How tensor parallelism cut parameters, in place of what the checkpoint says (`rules.cut_rules`).
 
     Raises:
         SourceError: As `find_checkpoint`, and everything that the reader finds.
     """
     found = find_checkpoint(location, tag)
-    return found.reader.read(found.location, found.listing, tag=found.tag, ledger=ledger)
+    return found.reader.read(found.location, found.listing, tag=found.tag, ledger=ledger, rules=rules)

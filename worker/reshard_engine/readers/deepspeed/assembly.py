@@ -1,219 +1,203 @@
-"""From parsed rank files to a checkpoint: names, tensors and pieces of a ZeRO source."""
+"""From the slices of all model-parallel ranks to a checkpoint: names, whole tensors, and what must agree."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.dtypes import BY_NAME
-from reshard_engine.pickles.nodes import Node, PTensor
+from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
-from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
+from reshard_engine.readers.deepspeed.cutting import rules_of
+from reshard_engine.readers.deepspeed.layers import layer_tensors
+from reshard_engine.readers.deepspeed.model_states import ModelStates, module_tensors
 from reshard_engine.readers.deepspeed.module import ModuleTensors
-from reshard_engine.readers.deepspeed.optim_states import RankStates, read_scalar
-from reshard_engine.readers.deepspeed.order import undealt, uses_round_robin
-from reshard_engine.readers.deepspeed.shapes import shapes_by_group
-from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
+from reshard_engine.readers.deepspeed.optim_states import RankStates
+from reshard_engine.readers.deepspeed.parallel import Joiner
+from reshard_engine.readers.deepspeed.slices import Slice, add_slice
 from reshard_engine.readers.deepspeed.trees import TreeTensors
+from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.shardmap import ShardMapBuilder
 
 
+@dataclass(frozen=True)
+class ParsedRun:
+    """All parsed files of a tag directory, by model-parallel rank."""
+
+    states: Sequence[Sequence[RankStates]]
+    models: Sequence[Sequence[ModelStates]]
+    pp: int
+    tp: int
+    layers: Mapping[tuple[int, int], TorchFile] = field(default_factory=dict[tuple[int, int], TorchFile])
+    experts: Mapping[tuple[int, int, int], TorchFile] = field(default_factory=dict[tuple[int, int, int], TorchFile])
+
+    @property
+    def files(self) -> tuple[SourceFile, ...]:
+        """Every file, once."""
+        parsed = [f.torch_file for group in (*self.states, *self.models) for f in group]
+        return tuple(dict.fromkeys(f.file for f in (*parsed, *self.layers.values(), *self.experts.values())))
+
+
 def assemble(
-    states: Sequence[RankStates],
-    models: Sequence[ModelStates],
-    *,
-    url: str,
-    tag: str | None,
-    files: tuple[SourceFile, ...],
-    ledger: OpaqueLedger,
+    run: ParsedRun, *, url: str, tag: str | None, ledger: OpaqueLedger, rules: Mapping[str, object] | None
 ) -> Checkpoint:
-    """The checkpoint of a ZeRO run from its parsed files, in rank order.
+    """The checkpoint of a ZeRO run from its parsed files.
 
     Raises:
-        SourceError: `checkpoint.*` if the files do not add up.
+        SourceError: `checkpoint.*` if the files do not add up, `rules.*` if the rules do not fit them.
     """
-    model, first = models[0], states[0]
-    number = {f: i for i, f in enumerate(files)}
-    builder = ShardMapBuilder()
-    shapes = shapes_by_group(model, states)
-    group_of = _groups_of(first, len(shapes))
-    scalars = _scalars(states)
-    trained: list[Parameter] = []
-    by_name: dict[str, dict[str, int]] = {}
-    for key in ("fp32", *_positional_keys(states)):
-        _add_state(builder, key, states, shapes, number=number, by_name=by_name)
-    dealt = uses_round_robin(model) and first.stage in (1, 2) and not first.bf16_optimizer and len(states) > 1
-    for index, group in enumerate(shapes):
-        order = undealt([n for n, _ in group], len(states), list(model.module)) if dealt else range(len(group))
-        for name, shape in (group[i] for i in order):
-            trained.append(Parameter(name, shape, group_of[index], None, by_name[name], scalars[index]))
-    module = ModuleTensors(builder, models, number, owned={p.fqn: p.shape for p in trained}, sharded=first.stage == 3)
-    parameters = [
-        Parameter(p.fqn, p.shape, p.group, module.weight_of(p.fqn, p.shape), p.states, p.scalars) for p in trained
-    ]
-    trees = TreeTensors(builder, number)
-    optimizer = OptimizerState(
-        tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
-        {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
-    )
-    warnings = list(module.warnings)
-    if first.elastic:
-        warnings.append(
-            "elastic (list-form) optimizer states carry no hyper-parameters: they come from ds_config, "
-            "so the learning rate is the configured one until a scheduler sets it at its next step"
+    return _Assembly(run, rules).checkpoint(url=url, tag=tag, ledger=ledger)
+
+
+class _Assembly:
+    """One checkpoint being put together."""
+
+    def __init__(self, run: ParsedRun, rules: Mapping[str, object] | None) -> None:
+        self._run = run
+        self._files = run.files
+        self._number = {f: i for i, f in enumerate(self._files)}
+        self._builder = ShardMapBuilder()
+        pairs = zip(run.states, run.models, strict=True)
+        self._slices = [add_slice(self._builder, s, m, self._number) for s, m in pairs]
+        cut_rules, affine = rules_of(self._slices[0].model, rules)
+        self._joiner = Joiner(self._builder, cut_rules, affine, tp=run.tp)
+        self._trained = self._joiner.trained(self._slices)
+        self._modules = [self._module_of(s) for s in self._slices]
+
+    def _module_of(self, piece: Slice) -> ModuleTensors:
+        owned = {p.fqn: p.shape for p in piece.trained}
+        sharded = piece.states[0].stage == 3
+        return ModuleTensors(self._builder, piece.models, self._number, owned=owned, sharded=sharded)
+
+    def checkpoint(self, *, url: str, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+        """The checkpoint of all parts."""
+        run, piece = self._run, self._slices[0]
+        first, model, module = piece.states[0], piece.model, self._modules[0]
+        weights, loose, buffers = self._weights()
+        parameters = [replace(p, weight=self._weight_of(p, weights)) for p in self._trained]
+        numbers = {p.fqn: p.weight for p in (*parameters, *loose) if p.weight is not None} | buffers
+        trees = TreeTensors(self._builder, self._number)
+        optimizer = OptimizerState(
+            tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
+            {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
         )
-    if not any(first.states):
-        warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
-    return Checkpoint(
-        url=url,
-        tag=tag,
-        format="deepspeed-bf16-optimizer" if first.bf16_optimizer else f"deepspeed-zero{first.stage}",
-        framework_version=model.version,
-        zero_stage=first.stage,
-        world={"dp": len(states), "tp": 1, "pp": 1},
-        step=model.integer("global_steps"),
-        files=files,
-        parameters=(*parameters, *module.frozen_parameters),
-        buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
-        shared=module.shared,
-        optimizer=optimizer,
-        # `param_shapes` has the flat order, which is no other run's.
-        model_state=trees.model_state(model, module, without=("param_shapes",) if dealt else ()),
-        shard_map=builder.build(),
-        foreign_globals=tuple(sorted(ledger.foreign)),
-        warnings=tuple(warnings),
-    )
-
-
-def _groups_of(first: RankStates, count: int) -> list[int]:
-    """Per entry of `param_shapes` the optimizer param group; at ZeRO-3 entries are sub-groups."""
-    if first.elastic:
-        return list(range(count)) if first.stage != 3 else [0] * count
-    return group_of_subgroup(first.param_groups, count)
-
-
-def group_of_subgroup(param_groups: Sequence[Mapping[str | int, Node]], count: int) -> list[int]:
-    """Per flat (sub-)group the param group whose `params` lists its number.
-
-    Raises:
-        SourceError: `checkpoint.malformed` if one is listed nowhere.
-    """
-    found: dict[int, int] = {}
-    for index, group in enumerate(param_groups):
-        params = group.get("params")
-        for item in params.items if params is not None and hasattr(params, "items") else ():
-            if type(item) is int:
-                found[item] = index
-    missing = [i for i in range(count) if i not in found]
-    if missing:
-        raise SourceError("checkpoint.malformed", f"flat groups {missing[:8]} belong to no optimizer param group")
-    return [found[i] for i in range(count)]
-
-
-def _flat(torch_file: TorchFile, tensor: PTensor, number: Mapping[SourceFile, int]) -> Partition:
-    return Partition(number[torch_file.file], torch_file.tensor_offset(tensor), tensor.numel)
-
-
-def _positional_keys(states: Sequence[RankStates]) -> list[str]:
-    keys: dict[str, None] = {}
-    for group in states[0].states:
-        for key, value in group.items():
-            if isinstance(value, PTensor) and len(value.shape) == 1:
-                keys[key] = None
-    return list(keys)
-
-
-def _add_state(
-    builder: ShardMapBuilder,
-    key: str,
-    states: Sequence[RankStates],
-    shapes: Sequence[Shapes],
-    *,
-    number: Mapping[SourceFile, int],
-    by_name: dict[str, dict[str, int]],
-) -> None:
-    """Register one state of every (sub-)group that has it."""
-    per_rank: list[list[Partition]] = [[] for _ in states]
-    wide_shapes: list[tuple[str, tuple[int, ...]]] = []
-    wide_tensors: list[int] = []
-    itemsize = 0
-    for index, group in enumerate(shapes):
-        flats = [s.fp32[index] if key == "fp32" else s.states[index].get(key) for s in states]
-        if all(f is None for f in flats):
-            continue
-        found = [f for f in flats if isinstance(f, PTensor) and len(f.shape) == 1]
-        if len(found) != len(states):
-            raise SourceError(
-                "checkpoint.incomplete", f"group {index}: {printable(key)} is on {len(found)} of {len(states)} ranks"
-            )
-        if len({f.dtype for f in found}) != 1:
-            raise SourceError("checkpoint.mixed", f"group {index}: {printable(key)} has several element types")
-        dtype = BY_NAME[found[0].dtype]
-        tensors = [builder.tensor(name, key, dtype, shape) for name, shape in group]
-        for (name, _), tensor in zip(group, tensors, strict=True):
-            by_name.setdefault(name, {})[key] = tensor
-        partitions = [_flat(s.torch_file, f, number) for s, f in zip(states, found, strict=True)]
-        what = f"group {index}, {printable(key)}"
-        if states[0].stage != 3:
-            pads = states[0].alignment_paddings[index] if index < len(states[0].alignment_paddings) else ()
-            add_flat_group(
-                builder,
-                tensors,
-                group,
-                partitions=partitions,
-                paddings=pads,
-                itemsize_bytes=dtype.itemsize_bytes,
-                what=what,
-            )
-            continue
-        for rank, partition in enumerate(partitions):
-            per_rank[rank].append(partition)
-        wide_shapes += group
-        wide_tensors += tensors
-        itemsize = dtype.itemsize_bytes
-    if wide_shapes:
-        add_sharded_params(
-            builder, wide_tensors, tuple(wide_shapes), partitions=per_rank, itemsize_bytes=itemsize, what=printable(key)
+        return Checkpoint(
+            url=url,
+            tag=tag,
+            format="deepspeed-bf16-optimizer" if first.bf16_optimizer else f"deepspeed-zero{first.stage}",
+            framework_version=model.version,
+            zero_stage=first.stage,
+            world={"dp": len(run.states[0]), "tp": run.tp, "pp": run.pp},
+            step=model.integer("global_steps"),
+            files=self._files,
+            parameters=(*parameters, *loose),
+            buffers=tuple(Buffer(n, t) for n, t in buffers.items()),
+            shared=module.shared,
+            optimizer=optimizer,
+            # A flat order that gradients were dealt out in is no other run's.
+            model_state=trees.model_state(model, numbers, module, without=("param_shapes",) if self._reordered else ()),
+            shard_map=self._builder.build(),
+            foreign_globals=tuple(sorted(ledger.foreign)),
+            warnings=(*module.warnings, *self._warnings(first)),
+            agreements=(*self._joiner.agreements, *self._roundings(parameters)),
+            unexplained=tuple(self._joiner.unexplained),
         )
 
+    @property
+    def _reordered(self) -> bool:
+        return len(self._slices) > 1 or any(s.dealt for s in self._slices) or bool(self._run.experts)
 
-def _scalars(states: Sequence[RankStates]) -> list[Mapping[str, Scalar]]:
-    """Per (sub-)group its one-number states, which must agree on all ranks."""
-    found: list[Mapping[str, Scalar]] = []
-    for index in range(len(states[0].fp32)):
-        mine: dict[str, Scalar] = {}
-        for rank, state in enumerate(states):
-            theirs = _group_scalars(state, index)
-            if rank == 0:
-                mine = theirs
-            elif theirs != mine:
-                text = ", ".join(f"{printable(k)}={v.value}" for k, v in theirs.items())
+    def _warnings(self, first: RankStates) -> list[str]:
+        found: list[str] = []
+        if first.elastic:
+            found.append(
+                "elastic (list-form) optimizer states carry no hyper-parameters: they come from ds_config, "
+                "so the learning rate is the configured one until a scheduler sets it at its next step"
+            )
+        if not any(first.states):
+            found.append("the checkpoint has no optimizer states: it was saved before the first step")
+        return found
+
+    def _weights(self) -> tuple[dict[str, int], list[Parameter], dict[str, int]]:
+        """Weights in the model's dtype by name, frozen parameters, and buffers: whole, wherever they are stored."""
+        if len(self._slices) == 1 and not self._run.layers and not self._run.experts:
+            module = self._modules[0]
+            return dict(module.weights), list(module.frozen_parameters), dict(module.buffers)
+        tables = self._tables()
+        names = [p.fqn for p in self._trained]
+        own = set(names)
+        buffer_names = {n for s in self._slices for n in s.model.buffer_names}
+        weights: dict[str, int] = {}
+        loose: list[Parameter] = []
+        buffers: dict[str, int] = {}
+        for name in dict.fromkeys(n for table in tables for n in table):
+            parts = [table[name] for table in tables if name in table]
+            if name in buffer_names:
+                buffers[name] = parts[0]
+                continue
+            if len(parts) != len(tables):
                 raise SourceError(
-                    "checkpoint.mixed",
-                    f"rank {rank} has {text or 'no counters'}, rank 0 has "
-                    + (", ".join(f"{printable(k)}={v.value}" for k, v in mine.items()) or "none"),
-                    fix="the files are of different steps: copy one whole save",
+                    "checkpoint.incomplete",
+                    f"{printable(name)} is on {len(parts)} of {len(tables)} tensor-parallel ranks",
                 )
-        found.append(mine)
-    return found
+            tensor, parameter = self._whole_weight(name, parts)
+            if name in own:
+                weights[name] = tensor
+            else:
+                loose.append(parameter)
+        return weights, loose, buffers
 
+    def _whole_weight(self, name: str, parts: Sequence[int]) -> tuple[int, Parameter]:
+        shapes = [self._builder.tensors[t].shape for t in parts]
+        shape, cut = self._joiner.shape_and_cut(name, shapes)
+        tensor = self._joiner.joined(name, "weight", parts, cut, shape)
+        return tensor, Parameter(name, self._builder.tensors[tensor].shape, None, tensor, cut=cut)
 
-def _group_scalars(state: RankStates, index: int) -> dict[str, Scalar]:
-    entries = state.states[index]
-    name = state.torch_file.file.name
-    scalars = {
-        key: read_scalar(value, state.torch_file, what=f"{printable(name)}: {printable(key)}")
-        for key, value in entries.items()
-        if value is not None and not (isinstance(value, PTensor) and len(value.shape) == 1)
-    }
-    if "step" not in scalars and entries and state.param_groups:
-        # Fused optimizers, and everything before 0.6, count in the param group.
-        for group in state.param_groups:
-            params = group.get("params")
-            if group.get("step") is not None and params is not None and index in getattr(params, "items", ()):
-                scalars["step"] = read_scalar(group["step"], state.torch_file, what="param_groups: step")
-    return scalars
+    def _tables(self) -> list[dict[str, int]]:
+        """Per tensor-parallel rank the numbers of its model's tensors by name, over all stages and kinds of files."""
+        tp = self._run.tp
+        tables: list[dict[str, int]] = [{} for _ in range(tp)]
+        for mp, module in enumerate(self._modules):
+            table = tables[mp % tp]
+            for found in (module.weights, module.frozen_numbers, module.buffers):
+                for name, number in found.items():
+                    table.setdefault(name, number)
+        layers = layer_tensors(self._run.layers, [p.fqn for p in self._trained])
+        for rank, found in layers.items():
+            for name, (file, tensor) in found.items():
+                tables[rank % tp].setdefault(name, self._whole(name, file, tensor))
+        for (_, _, mp), file in self._run.experts.items():
+            for name, tensor in module_tensors(file.root, printable(file.file.name)).items():
+                tables[mp % tp].setdefault(name, self._whole(name, file, tensor))
+        return tables
+
+    def _whole(self, name: str, file: TorchFile, tensor: PTensor) -> int:
+        return add_whole_tensor(self._builder, name, "weight", tensor, torch_file=file, file=self._number[file.file])
+
+    def _weight_of(self, parameter: Parameter, weights: Mapping[str, int]) -> int | None:
+        """The tensor number of a trained parameter's weight.
+
+        Raises:
+            SourceError: `checkpoint.mixed` if the weight has another shape than the optimizer knows.
+        """
+        index = weights.get(parameter.fqn)
+        if index is not None and self._builder.tensors[index].shape != parameter.shape:
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(parameter.fqn)} is {self._builder.tensors[index].shape} in `module`, "
+                f"{parameter.shape} in `param_shapes`",
+            )
+        return index
+
+    def _roundings(self, parameters: Sequence[Parameter]) -> list[Agreement]:
+        """Where ranks were put together, weights in the model's dtype must be the rounded masters: a free oracle."""
+        if not self._reordered:
+            return []
+        return [
+            Agreement(p.fqn, "fp32", p.states["fp32"], p.weight, "the weight in the model's dtype", rounded=True)
+            for p in parameters
+            if p.weight is not None and "fp32" in p.states
+        ]

@@ -22,31 +22,39 @@ _P = r"([0-9]{2,9})"  # a rank padded to two digits
 _OPTIM = re.compile(rf"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<mp>{_P})_?optim_states\.pt")
 _MODEL_Z3 = re.compile(rf"zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<mp>{_P})_model_states\.pt")
 _MODEL = re.compile(rf"mp_rank_(?P<mp>{_P})_model_states\.pt")
-_EXPERT = re.compile(
-    r"(?:layer_[0-9]+_)?expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt|expp_rank_[0-9]+_.*_optim_states\.pt"
-)
-_LAYER = re.compile(r"layer_[0-9]+(?:-model_[0-9]+)?-model_states\.pt")
+_EXPERT = re.compile(rf"(?:layer_(?P<layer>{_N})_)?expert_(?P<expert>{_N})_mp_rank_(?P<mp>{_P})_model_states\.pt")
+_EXPERT_OPTIM = re.compile(r"expp_rank_[0-9]+_.*_optim_states\.pt")
+_LAYER = re.compile(rf"layer_(?P<layer>{_P})(?:-model_(?P<tp>{_P}))?-model_states\.pt")
 _K = TypeVar("_K")
 _PART = re.compile(r"(?P<name>.+\.pt)-(?P<rank>0|[1-9][0-9]{0,5})\.(?P<count>[1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of a tag directory by role; keys are data-parallel ranks where a rank is in the name."""
+    """The files of a tag directory by role."""
 
-    model: SourceFile | None
-    """`mp_rank_00_model_states.pt`."""
-    model_by_rank: Mapping[int, SourceFile]
-    """ZeRO-3: every rank writes its model states."""
-    optim: Mapping[int, SourceFile]
+    models: Mapping[int, SourceFile]
+    """`mp_rank_*_model_states.pt` by model-parallel rank."""
+    models_by_rank: Mapping[tuple[int, int], SourceFile]
+    """ZeRO-3: every rank writes its model states. By data-parallel and model-parallel rank."""
+    optim: Mapping[tuple[int, int], SourceFile]
+    """By data-parallel and model-parallel rank."""
     prefix: str
     """`bf16_`, `fp16_` or empty."""
-    model_parallel: int
-    """Number of model-parallel ranks in the names."""
-    experts: tuple[str, ...]
-    layers: tuple[str, ...]
+    experts: Mapping[tuple[int, int, int], SourceFile]
+    """By MoE layer (0 in old names without one), global expert and model-parallel rank."""
+    expert_optim: tuple[str, ...]
+    """Stage 0 with experts: optimizer files of their own."""
+    layers: Mapping[tuple[int, int], SourceFile]
+    """Weights of pipeline layers by layer and tensor-parallel rank."""
     swapped: bool
     """Whether a folder of NVMe-offloaded tensors is there."""
+
+    @property
+    def model_parallel(self) -> int:
+        """Number of model-parallel ranks in the names."""
+        ranks = {mp for _, mp in self.optim} | {mp for _, mp in self.models_by_rank} | set(self.models)
+        return max(ranks, default=0) + 1
 
 
 def looks_like_deepspeed(listing: Listing) -> bool:
@@ -74,8 +82,9 @@ def sort_files(store: Store, listing: Listing) -> RankFiles:
     model_z3: dict[tuple[int, int], SourceFile] = {}
     optim: dict[tuple[int, int], SourceFile] = {}
     prefixes: set[str] = set()
-    experts: list[str] = []
-    layers: list[str] = []
+    experts: dict[tuple[int, int, int], SourceFile] = {}
+    expert_optim: list[str] = []
+    layers: dict[tuple[int, int], SourceFile] = {}
     for file in _joined(store, listing.files):
         if found := _OPTIM.fullmatch(file.name):
             _claim(optim, (int(found["dp"]), int(found["mp"])), file)
@@ -84,25 +93,26 @@ def sort_files(store: Store, listing: Listing) -> RankFiles:
             _claim(model_z3, (int(found["dp"]), int(found["mp"])), file)
         elif found := _MODEL.fullmatch(file.name):
             _claim(model, int(found["mp"]), file)
-        elif _EXPERT.fullmatch(file.name):
-            experts.append(file.name)
-        elif _LAYER.fullmatch(file.name):
-            layers.append(file.name)
+        elif found := _EXPERT.fullmatch(file.name):
+            _claim(experts, (int(found["layer"] or 0), int(found["expert"]), int(found["mp"])), file)
+        elif _EXPERT_OPTIM.fullmatch(file.name):
+            expert_optim.append(file.name)
+        elif found := _LAYER.fullmatch(file.name):
+            _claim(layers, (int(found["layer"]), int(found["tp"] or 0)), file)
     if len(prefixes) > 1:
         raise SourceError(
             "checkpoint.ambiguous",
             f"optimizer files with and without the prefix {max(prefixes)!r}: two checkpoints in one directory",
             fix="keep one of the two sets of *_optim_states.pt",
         )
-    model_ranks = {mp for _, mp in optim} | {mp for _, mp in model_z3} | set(model)
     return RankFiles(
-        model.get(0),
-        {dp: f for (dp, mp), f in sorted(model_z3.items()) if mp == 0},
-        {dp: f for (dp, mp), f in sorted(optim.items()) if mp == 0},
+        dict(sorted(model.items())),
+        dict(sorted(model_z3.items())),
+        dict(sorted(optim.items())),
         prefixes.pop() if prefixes else "",
-        max(model_ranks, default=0) + 1,
-        tuple(experts),
-        tuple(layers),
+        dict(sorted(experts.items())),
+        tuple(expert_optim),
+        dict(sorted(layers.items())),
         "offloaded_tensors" in listing.directories,
     )
 

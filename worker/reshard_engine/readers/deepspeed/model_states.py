@@ -20,6 +20,7 @@ from reshard_engine.pickles.nodes import (
     PObject,
     PTensor,
     PTuple,
+    check_depth,
     is_mapping,
     kind_of,
     mapping_items,
@@ -68,7 +69,7 @@ def parse_model_states(torch_file: TorchFile) -> ModelStates:
         raise SourceError(
             "source.unsupported_version", f"{name} has no `module`: not a model-states file of DeepSpeed 0.3 or later"
         )
-    module = _tensors(entries["module"], f"{name}: module", nested_ok=False)
+    module = module_tensors(entries["module"], f"{name}: module")
     shapes = entries.get("param_shapes")
     shared = {
         checked_name(str(k)): checked_name(v)
@@ -82,7 +83,7 @@ def parse_model_states(torch_file: TorchFile) -> ModelStates:
         tuple(n for n in _names(entries.get("buffer_names"), name)),
         None if shapes is None else parse_param_shapes(shapes, what=f"{name}: param_shapes"),
         _shapes(entries.get("frozen_param_shapes"), f"{name}: frozen_param_shapes"),
-        _tensors(entries.get("frozen_param_fragments"), f"{name}: frozen_param_fragments", nested_ok=False),
+        module_tensors(entries.get("frozen_param_fragments"), f"{name}: frozen_param_fragments"),
         shared,
     )
 
@@ -97,17 +98,25 @@ def _names(node: Node, what: str) -> list[str]:
     return [checked_name(n) for n in sequence_items(node, what=f"{what}: buffer_names") if isinstance(n, str)]
 
 
-def _tensors(node: Node, what: str, *, nested_ok: bool) -> dict[str, PTensor]:
+def module_tensors(node: Node, what: str) -> dict[str, PTensor]:
+    """The tensors of a state dict by name; mappings within it, as Megatron without pipeline nests them, join by dots.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` if two tensors get one name, `checkpoint.malformed`, `name.invalid`.
+    """
     found: dict[str, PTensor] = {}
-    for key, value in _mapping(node, what).items():
-        if isinstance(value, PTensor):
-            found[checked_name(str(key))] = value
-        elif is_mapping(value) and not nested_ok:
-            raise SourceError(
-                "source.unsupported",
-                f"{what} is nested ({printable(str(key))}): written by a model-parallel framework without pipeline",
-                fix="model-parallel sources are not supported yet",
-            )
+
+    def walk(mapping: Node, prefix: str, depth: int) -> None:
+        check_depth(depth)
+        for key, value in _mapping(mapping, what).items():
+            name = f"{prefix}{key}"
+            if isinstance(value, PTensor):
+                if found.setdefault(checked_name(name), value) is not value:
+                    raise SourceError("checkpoint.ambiguous", f"{what}: {printable(name)} comes twice")
+            elif is_mapping(value):
+                walk(value, f"{name}.", depth + 1)
+
+    walk(node, "", 0)
     return found
 
 

@@ -158,13 +158,10 @@ class ModuleTensors:
             )
         return index
 
-    def number_of(self, name: str) -> int | None:
-        """The tensor number of any entry of `module`; aliases give their owner's."""
-        name = self.shared.get(name, name)
-        for table in (self.weights, self.buffers, self._frozen_numbers):
-            if name in table:
-                return table[name]
-        return None
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The tensor numbers of all entries of `module` but aliases."""
+        return {**self.weights, **self.buffers, **self._frozen_numbers}
 
     @property
     def frozen_numbers(self) -> Mapping[str, int]:

@@ -43,13 +43,18 @@ class RankStates:
     param_groups: tuple[Mapping[str | int, Node], ...]
     """Hyper-parameters; empty for list-form (elastic) states, which have none."""
     param_group_nodes: tuple[Node, ...]
-    partition_count: int | None
-    """Data-parallel size that the file states."""
+    partition_counts: tuple[int, ...]
+    """Ranks that partition each group, as the file states them; one for all at ZeRO-3, empty where it does not say."""
     alignment_paddings: tuple[tuple[int, ...], ...]
     extras: Mapping[str, Node]
     elastic: bool
     legacy_param_shapes: Node
     """`param_shapes` of checkpoints before 0.6.0."""
+
+    @property
+    def partition_count(self) -> int | None:
+        """Data-parallel size that the file states."""
+        return max(self.partition_counts, default=None)
 
 
 EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version", "zero_stage")
@@ -84,7 +89,7 @@ def parse_rank_states(torch_file: TorchFile) -> RankStates:
         states,
         groups,
         nodes,
-        _partition_count(inner.get("partition_count")),
+        _partition_counts(inner.get("partition_count")),
         _paddings(inner.get("param_alignment_paddings"), name),
         {k: inner[k] for k in EXTRA_KEYS if k in inner},
         elastic,
@@ -150,9 +155,9 @@ def named_states(entries: Mapping[str | int, Node]) -> dict[str, Node]:
     return {checked_state(k): v for k, v in entries.items()}
 
 
-def _partition_count(node: Node) -> int | None:
+def _partition_counts(node: Node) -> tuple[int, ...]:
     if node is None:
-        return None
+        return ()
     counts = (
         [node] if type(node) is int else [i for i in sequence_items(node, what="partition_count") if type(i) is int]
     )
@@ -160,7 +165,7 @@ def _partition_count(node: Node) -> int | None:
         raise SourceError("checkpoint.malformed", "partition_count is not positive")
     if any(c > MAX_WORLD for c in counts):
         raise SourceError("checkpoint.too_large", f"partition_count is beyond {MAX_WORLD} ranks")
-    return max(counts, default=None)
+    return tuple(counts)
 
 
 def _paddings(node: Node, name: str) -> tuple[tuple[int, ...], ...]:

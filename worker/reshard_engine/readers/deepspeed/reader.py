@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
+from reshard_engine.pickles.nodes import is_mapping, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.deepspeed.assembly import assemble
+from reshard_engine.readers.deepspeed.assembly import ParsedRun, assemble
 from reshard_engine.readers.deepspeed.files import RankFiles, looks_like_deepspeed, sort_files
 from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD, RankStates, parse_rank_states
+from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
 from reshard_engine.readers.opening import parse_all
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
+_K = TypeVar("_K")
 _T = TypeVar("_T")
 
 
 class DeepSpeedReader:
-    """ZeRO-1, ZeRO-2, ZeRO-3, BF16_Optimizer and stage 0 under data parallelism."""
+    """ZeRO-1, ZeRO-2, ZeRO-3 and BF16_Optimizer under data, tensor, pipeline and expert parallelism; stage 0."""
 
     family = "deepspeed"
 
@@ -32,7 +34,15 @@ class DeepSpeedReader:
         """Whether a file of the directory has a name that DeepSpeed gives."""
         return looks_like_deepspeed(listing)
 
-    def read(self, location: Location, listing: Listing, *, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+    def read(
+        self,
+        location: Location,
+        listing: Listing,
+        *,
+        tag: str | None,
+        ledger: OpaqueLedger,
+        rules: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """The checkpoint in a tag directory.
 
         Raises:
@@ -42,46 +52,37 @@ class DeepSpeedReader:
         refuse_unsupported(files)
         if not files.optim:
             return self._read_stage0(location, files, tag=tag, ledger=ledger)
-        ranks = _complete_ranks(files.optim, "optim_states", files)
-        states = _open_all(files.optim, ranks, ledger, parse_rank_states)
-        _check_world(states)
-        model_files = files.model_by_rank if states[0].stage == 3 else {} if files.model is None else {0: files.model}
-        if 0 not in model_files:
-            name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if states[0].stage == 3 else "mp_rank_00_model_states.pt"
-            raise SourceError(
-                "checkpoint.incomplete",
-                f"{name} is missing: it names the parameters",
-                fix=f"copy {name} of the same tag",
-            )
-        first = parse_model_states(open_torch_file(model_files[0], ledger))
-        refuse_by_config(first)
-        models = [first]
-        if states[0].stage == 3:
-            wanted = _complete_ranks(model_files, "model_states", files, count=len(states))
-            if first.frozen_shapes:
-                models += _open_all(model_files, wanted[1:], ledger, parse_model_states)
-        used = [f.torch_file.file for f in (*states, *models)]
-        return assemble(
+        states, models = _read_ranks(files, ledger)
+        pp, tp = degrees(models[0][0], files.model_parallel, 1 + max((t for _, t in files.layers), default=-1))
+        run = ParsedRun(
             states,
             models,
-            url=location.url,
-            tag=tag,
-            files=tuple(dict.fromkeys(used)),
-            ledger=ledger,
+            pp,
+            tp,
+            _open_table(files.layers, ledger),
+            _open_table(files.experts, ledger),
         )
+        return assemble(run, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
     def _read_stage0(
         self, location: Location, files: RankFiles, *, tag: str | None, ledger: OpaqueLedger
     ) -> Checkpoint:
-        if files.model_by_rank and files.model is None:
+        model_file = files.models.get(0)
+        if files.models_by_rank and model_file is None:
             raise SourceError(
                 "checkpoint.incomplete",
                 "ZeRO-3 model states without any *_optim_states.pt",
                 fix="copy the optimizer files too: ZeRO-3 weights are in them",
             )
-        if files.model is None:
+        if model_file is None:
             raise SourceError("checkpoint.incomplete", "no mp_rank_00_model_states.pt", fix="copy it from the same tag")
-        model = parse_model_states(open_torch_file(files.model, ledger))
+        if files.model_parallel > 1 or files.layers or files.experts or files.expert_optim:
+            raise SourceError(
+                "source.unsupported",
+                "a run without ZeRO under tensor, pipeline or expert parallelism, which this version does not read",
+                fix="save with ZeRO stage 1, 2 or 3",
+            )
+        model = parse_model_states(open_torch_file(model_file, ledger))
         refuse_by_config(model)
         if model.param_shapes is not None and model.entries.get("optimizer") is None:
             raise SourceError(
@@ -92,26 +93,56 @@ class DeepSpeedReader:
         return assemble_stage0(model, url=location.url, tag=tag, ledger=ledger)
 
 
+def _read_ranks(files: RankFiles, ledger: OpaqueLedger) -> tuple[list[list[RankStates]], list[list[ModelStates]]]:
+    """Optimizer states and model states of all ranks, by model-parallel rank."""
+    states: list[list[RankStates]] = []
+    models: list[list[ModelStates]] = []
+    for mp in range(files.model_parallel):
+        optim = {dp: f for (dp, m), f in files.optim.items() if m == mp}
+        ranks = _complete_ranks(optim, "optim_states", files, mp, count=len(states[0]) if states else None)
+        states.append(_open_all(optim, ranks, ledger, parse_rank_states))
+        _check_world(states[-1])
+        if (states[-1][0].stage, len(states[-1])) != (states[0][0].stage, len(states[0])):
+            raise SourceError("checkpoint.mixed", f"model-parallel rank {mp} is of another run than rank 0")
+        models.append(_read_models(files, mp, len(states[-1]), ledger, sharded=states[-1][0].stage == 3))
+    return states, models
+
+
+def _read_models(files: RankFiles, mp: int, world: int, ledger: OpaqueLedger, *, sharded: bool) -> list[ModelStates]:
+    """Model states of one model-parallel rank: of data-parallel rank 0, and of all where each holds shares."""
+    table = {dp: f for (dp, m), f in files.models_by_rank.items() if m == mp}
+    if not sharded:
+        table = {0: files.models[mp]} if mp in files.models else {}
+    if 0 not in table:
+        name = f"mp_rank_{mp:02d}_model_states.pt"
+        name = f"zero_pp_rank_0_{name}" if sharded else name
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{name} is missing: it names the parameters",
+            fix=f"copy {name} of the same tag",
+        )
+    first = parse_model_states(open_torch_file(table[0], ledger))
+    refuse_by_config(first)
+    if not sharded:
+        return [first]
+    wanted = _complete_ranks(table, "model_states", files, mp, count=world)
+    return [first, *_open_all(table, wanted[1:], ledger, parse_model_states)] if first.frozen_shapes else [first]
+
+
+def _open_table(files: Mapping[_K, SourceFile], ledger: OpaqueLedger) -> dict[_K, TorchFile]:
+    return dict(zip(files, parse_all(list(files.values()), lambda f: open_torch_file(f, ledger)), strict=True))
+
+
 def refuse_unsupported(files: RankFiles) -> None:
     """Refuse what file names show that this package does not read.
 
     Raises:
         SourceError: `source.unsupported`.
     """
-    reason = ""
-    if files.model_parallel > 1:
-        reason = f"{files.model_parallel} model-parallel ranks (tensor or pipeline parallelism)"
-    elif files.layers:
-        reason = "pipeline layer files"
-    elif files.experts:
-        reason = "expert files (mixture of experts)"
-    elif files.swapped:
-        reason = "optimizer states offloaded to NVMe (offloaded_tensors/)"
-    if reason:
+    if files.swapped:
         raise SourceError(
             "source.unsupported",
-            f"this checkpoint has {reason}, which this version does not read",
-            fix="data-parallel checkpoints (ZeRO-1/2/3, BF16_Optimizer, stage 0) are supported",
+            "the optimizer states were offloaded to NVMe (offloaded_tensors/), which this version does not read",
         )
 
 
@@ -121,9 +152,9 @@ def refuse_by_config(model: ModelStates) -> None:
     Raises:
         SourceError: `source.unsupported`.
     """
-    experts = model.entries.get("num_experts")
-    if experts is not None and not (hasattr(experts, "items") and not experts.items):
-        raise SourceError("source.unsupported", "mixture-of-experts checkpoints are not supported yet")
+    layers = model.entries.get("ds_autoep_layers")
+    if layers is not None and sequence_items(layers, what="ds_autoep_layers"):
+        raise SourceError("source.unsupported", "experts that AutoEP placed are not read yet")
     config = model.entries.get("ds_config")
     if not is_mapping(config):
         return
@@ -137,7 +168,7 @@ def refuse_by_config(model: ModelStates) -> None:
 
 
 def _complete_ranks(
-    table: Mapping[int, SourceFile], kind: str, files: RankFiles, *, count: int | None = None
+    table: Mapping[int, SourceFile], kind: str, files: RankFiles, mp: int, *, count: int | None = None
 ) -> list[int]:
     present = sorted(table)
     world = (present[-1] + 1 if present else 0) if count is None else count
@@ -146,7 +177,7 @@ def _complete_ranks(
     missing = [r for r in range(world) if r not in table]
     if missing:
         prefix = files.prefix if kind == "optim_states" else ""
-        name = f"{prefix}zero_pp_rank_{missing[0]}_mp_rank_00_{kind}.pt"
+        name = f"{prefix}zero_pp_rank_{missing[0]}_mp_rank_{mp:02d}_{kind}.pt"
         raise missing_rank(missing, world, name)
     return list(range(world))
 

@@ -84,7 +84,7 @@ def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: Op
         buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
         shared=module.shared,
         optimizer=optimizer,
-        model_state=trees.model_state(model, module),
+        model_state=trees.model_state(model, module.numbers, module),
         shard_map=builder.build(),
         foreign_globals=tuple(sorted(ledger.foreign)),
         warnings=tuple(warnings),

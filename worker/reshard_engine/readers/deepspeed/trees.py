@@ -6,7 +6,18 @@ from collections.abc import Collection, Mapping
 
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.pickles.nodes import Node, PDict, PTensor, PTensorRef, mapping_of, ordered_dict
+from reshard_engine.pickles.nodes import (
+    Node,
+    PDict,
+    PObject,
+    PTensor,
+    PTensorRef,
+    check_depth,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    ordered_dict,
+)
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.module import ModuleTensors
@@ -34,19 +45,30 @@ class TreeTensors:
 
         return rewrite(node, reference, lambda foreign: foreign)
 
-    def model_state(self, model: ModelStates, module: ModuleTensors, *, without: Collection[str] = ()) -> PDict:
+    def model_state(
+        self,
+        model: ModelStates,
+        numbers: Mapping[str, int],
+        module: ModuleTensors,
+        *,
+        without: Collection[str] = (),
+    ) -> PDict:
         """The model-states mapping: `module` with what is stored whole, everything else as it was.
 
         Frozen parameters are put together: their fragments become whole tensors, as stage 2 writes them.
+
+        Args:
+            model: The model states of rank 0.
+            numbers: Tensors of `module` by name.
+            module: Tied names and frozen parameters.
+            without: Entries to leave out.
         """
         entries: dict[str | int, Node] = {}
         for key, value in model.entries.items():
             if key in without:
                 continue
             if key == "module":
-                entries[key] = ordered_dict(
-                    {n: PTensorRef(i) for n in _names(model, module) if (i := module.number_of(n)) is not None}
-                )
+                entries[key] = self._module(value, numbers, module.shared)
             elif key == "frozen_param_fragments":
                 refs: dict[str, Node] = {
                     n: PTensorRef(i) for n, i in module.frozen_numbers.items() if n in dict(model.frozen_shapes)
@@ -58,6 +80,23 @@ class TreeTensors:
                 entries[key] = self.carried(value, model.torch_file)
         return mapping_of(entries)
 
+    def _module(self, node: Node, numbers: Mapping[str, int], shared: Mapping[str, str]) -> Node:
+        """The state dict with references, nested as it was; what it lacks (frozen shares, layers) follows."""
+        left = dict(numbers)
 
-def _names(model: ModelStates, module: ModuleTensors) -> list[str]:
-    return list(dict.fromkeys([*model.module, *module.frozen_numbers]))
+        def walk(mapping: Node, prefix: str, depth: int) -> PObject:
+            check_depth(depth)
+            found: dict[str, Node] = {}
+            for key, value in mapping_items(mapping, what="module").items():
+                name = f"{prefix}{key}"
+                if is_mapping(value):
+                    found[str(key)] = walk(value, f"{name}.", depth + 1)
+                elif (number := numbers.get(shared.get(name, name))) is not None:
+                    found[str(key)] = PTensorRef(number)
+                    left.pop(name, None)
+            return ordered_dict(found)
+
+        tree = walk(node, "", 0) if is_mapping(node) else ordered_dict({})
+        for name, number in left.items():
+            tree.items += (name, PTensorRef(number))
+        return tree

@@ -85,7 +85,7 @@ class Assembly:
                 tuple(trees.carried(n, source) for n in self._optimizer.group_nodes),
                 {k: trees.carried(v, source) for k, v in self._optimizer.extras.items()},
             ),
-            model_state=trees.model_state(model, module),
+            model_state=trees.model_state(model, module.numbers, module),
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=tuple(module.warnings),

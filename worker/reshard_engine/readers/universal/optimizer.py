@@ -13,8 +13,8 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, sequence_items
-from reshard_engine.readers.deepspeed.assembly import group_of_subgroup
 from reshard_engine.readers.deepspeed.optim_states import EXTRA_KEYS, read_scalar
+from reshard_engine.readers.deepspeed.slices import group_of_subgroup
 from reshard_engine.readers.deepspeed.stage0 import EXTRA_KEYS as STAGE0_EXTRA_KEYS
 from reshard_engine.readers.universal.atoms import STEP
 

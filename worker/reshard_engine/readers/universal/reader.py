@@ -6,6 +6,9 @@ Two shapes are read. Ours and that of stages 1 and 2: one `mp_rank_00_model_stat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from reshard.errors import SourceError
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.torch_file import open_torch_file
@@ -36,7 +39,15 @@ class UniversalReader:
             and not any("optim_states.pt" in n for n in names)
         )
 
-    def read(self, location: Location, listing: Listing, *, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+    def read(
+        self,
+        location: Location,
+        listing: Listing,
+        *,
+        tag: str | None,
+        ledger: OpaqueLedger,
+        rules: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """The checkpoint in a universal directory.
 
         Raises:
@@ -58,11 +69,11 @@ class UniversalReader:
 
 def _models(files: RankFiles, ledger: OpaqueLedger) -> list[ModelStates]:
     """The model states of rank 0, and at stage 3 those of all ranks if frozen parameters are spread over them."""
-    if files.model is not None:
-        first = parse_model_states(open_torch_file(files.model, ledger))
+    if 0 in files.models:
+        first = parse_model_states(open_torch_file(files.models[0], ledger))
         refuse_by_config(first)
         return [first]
-    by_rank = files.model_by_rank
+    by_rank = {dp: f for (dp, mp), f in files.models_by_rank.items() if mp == 0}
     if 0 not in by_rank:
         raise SourceError("checkpoint.incomplete", "the model states of rank 0 are missing: they name the parameters")
     first = parse_model_states(open_torch_file(by_rank[0], ledger))

@@ -7,6 +7,8 @@ Source: huggingface_hub 2.4.0 `serialization/_torch.py` (tied aliases in the met
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
@@ -30,7 +32,15 @@ class SafetensorsReader:
         """Whether there are safetensors files or an index of some."""
         return _files(listing).there
 
-    def read(self, location: Location, listing: Listing, *, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+    def read(
+        self,
+        location: Location,
+        listing: Listing,
+        *,
+        tag: str | None,
+        ledger: OpaqueLedger,
+        rules: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """The weights of a directory; `model` wins over other names.
 
         Raises:

@@ -6,6 +6,8 @@ Source: transformers 5.23.0 `utils/__init__.py`, peft `adapter_model.bin` (names
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
@@ -34,7 +36,15 @@ class TorchWeightsReader:
         """Whether there are files with the names that Hugging Face gives to such weights."""
         return _files(listing).there
 
-    def read(self, location: Location, listing: Listing, *, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+    def read(
+        self,
+        location: Location,
+        listing: Listing,
+        *,
+        tag: str | None,
+        ledger: OpaqueLedger,
+        rules: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
         """The weights of a directory; names that share their elements are tied, the first is the owner.
 
         Raises:

@@ -1,0 +1,246 @@
+"""Local checkpoints as directories: which tag is meant, whether it is whole, and what lies beside it.
+
+Source: transformers 5.23.0 `trainer.py` (`_save_checkpoint`, `_load_rng_state`), `trainer_jit_checkpoint.py` (the
+sentinel), accelerate 1.15.0 `checkpointing.py` (`load_accelerator_state`), `accelerator.py` (`load_state`: one tag
+`pytorch_model`, `pytorch_model_1`, ... per model), deepspeed 0.19.8 `runtime/engine.py` (`latest`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from reshard.errors import SourceError, StorageError, printable
+
+RECORDS = ".reshard"
+"""Folder of results and records inside a save directory. Hidden, because Trainer and Accelerate look at the names
+of a save directory's siblings and delete by them; and gone when its checkpoint is rotated away."""
+MANIFEST = "reshard.json"
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+_POINTERS = ("latest", "latest_universal")
+_MAX_POINTER_BYTES = 1_024
+_COPIED_BYTES = 16 << 20
+"""Files up to here are copied; larger ones are linked."""
+_MODEL_TAG = re.compile(r"pytorch_model(?:_(\d+))?")
+_RANK_FILE = re.compile(r"(rng_state|random_states)(?:_(\d{1,7}))?(\.pth|\.pkl)")
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def local_path(url: str) -> str | None:
+    """The path that a text names on this machine; None for URLs of other stores."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return os.path.abspath(os.path.expanduser(url))
+    return os.path.abspath(rest) if scheme == "file" and rest.startswith("/") else None
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A checkpoint in a local save directory."""
+
+    home: str
+    """The save directory: what holds tags, `latest`, and a trainer's own files."""
+    tags: tuple[str, ...]
+    """What is to be converted; the one that is meant comes last. Accelerate has a tag for each model."""
+    names_tag: bool
+    """Whether the caller named the tag directory itself."""
+
+    @property
+    def tag(self) -> str:
+        """The tag that is meant."""
+        return self.tags[-1]
+
+    def fingerprint(self) -> str:
+        """Changes when a file of the tags does: names, sizes, times of change."""
+        digest = hashlib.sha256()
+        for tag in self.tags:
+            for place, directories, names in os.walk(os.path.join(self.home, tag)):
+                directories.sort()
+                for name in sorted(names):
+                    path = os.path.join(place, name)
+                    info = os.stat(path)
+                    digest.update(f"{os.path.relpath(path, self.home)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+
+def find_source(src: str, tag: str | None) -> LocalSource:
+    """The checkpoint that a path and a tag name: a save directory, a Trainer's `checkpoint-N`, or a tag directory.
+
+    Raises:
+        SourceError: `source.not_found`, `source.unknown_kind`, `checkpoint.bad_latest`, `checkpoint.incomplete`.
+    """
+    if not os.path.isdir(src):
+        raise SourceError("source.not_found", f"no directory is at {printable(src)}", fix="check the path")
+    _refuse_incomplete(src)
+    if tag is None and (tag := _pointed(src)) is None:
+        if not _holds_tag(src):
+            raise SourceError(
+                "source.unknown_kind",
+                f"{printable(src)} holds no `latest` and no files of DeepSpeed",
+                fix=_nearby(src) or "name the directory that training saved into",
+            )
+        home, name = os.path.split(os.path.realpath(src))
+        _refuse_incomplete(home)
+        return LocalSource(home, (name,), names_tag=True)
+    if not _is_name(tag) or not os.path.isdir(os.path.join(src, tag)):
+        raise SourceError("checkpoint.bad_latest", f"{printable(tag)!r} is no directory in {printable(src)}")
+    return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
+
+
+def _refuse_incomplete(directory: str) -> None:
+    if not os.path.exists(os.path.join(directory, INCOMPLETE)):
+        return
+    raise SourceError(
+        "checkpoint.incomplete",
+        f"{printable(directory)} holds {INCOMPLETE}: the process that saved it did not finish",
+        fix=_nearby(os.path.dirname(directory)) or "resume from an older checkpoint",
+    )
+
+
+def _nearby(directory: str) -> str:
+    """A sentence that names the newest whole `checkpoint-N` in a directory; empty if there is none."""
+    with suppress(OSError):
+        found = [(int(m[1]), n) for n in os.listdir(directory) if (m := _CHECKPOINT.fullmatch(n))]
+        for _, name in sorted(found, reverse=True):
+            path = os.path.join(directory, name)
+            if os.path.isdir(path) and not os.path.exists(os.path.join(path, INCOMPLETE)):
+                return f"the newest whole checkpoint is {printable(path)}"
+    return ""
+
+
+def _pointed(directory: str) -> str | None:
+    for name in _POINTERS:
+        with suppress(FileNotFoundError):
+            with open(os.path.join(directory, name), "rb") as file:
+                text = file.read(_MAX_POINTER_BYTES + 1)
+            if len(text) > _MAX_POINTER_BYTES:
+                raise SourceError("checkpoint.bad_latest", f"`{name}` is longer than a name")
+            return text.decode("utf-8", "replace").strip()
+    return None
+
+
+def _is_name(tag: str) -> bool:
+    return bool(tag) and tag.isprintable() and not any(p in ("", ".", "..") for p in tag.split("/"))
+
+
+def _holds_tag(directory: str) -> bool:
+    names = os.listdir(directory)
+    return any(n.endswith("_states.pt") for n in names) or ("zero" in names and any(n.endswith(".pt") for n in names))
+
+
+def _other_models(directory: str, tag: str) -> list[str]:
+    if _MODEL_TAG.fullmatch(tag) is None:
+        return []
+    names = [n for n in os.listdir(directory) if _MODEL_TAG.fullmatch(n) and n != tag]
+    return sorted(n for n in names if os.path.isdir(os.path.join(directory, n)))
+
+
+# -- what lies beside a tag -----------------------------------------------------------------------------
+
+
+def place_companions(source: LocalSource, target: str, ranks: int) -> None:
+    """Give a new save directory what a trainer reads beside the tag: its state, scheduler, random states, weights.
+
+    Random states are per rank: rank r gets those of rank r mod N of the source, as the tag's own do. Every file appears
+    whole, and doing it twice is doing it once.
+
+    Args:
+        source: Where the files are.
+        target: The save directory to fill; it exists.
+        ranks: Processes of the run that will read it.
+
+    Raises:
+        StorageError: `storage.denied`, `storage.no_space` and the like.
+    """
+    with os.scandir(source.home) as entries:
+        found = [e for e in entries if not e.name.startswith(".") and e.name not in (*_POINTERS, MANIFEST, INCOMPLETE)]
+    files = {e.name: e.path for e in found if e.is_file()}
+    by_rank: dict[tuple[str, str], dict[int, str]] = {}
+    for name in list(files):
+        if (match := _RANK_FILE.fullmatch(name)) is not None:
+            # A run of one process saves `rng_state.pth`, without a number.
+            by_rank.setdefault((match[1], match[3]), {})[int(match[2] or 0)] = files.pop(name)
+    with writing(target):
+        for name, path in files.items():
+            _place(path, os.path.join(target, name))
+        for (stem, suffix), states in by_rank.items():
+            for name, path in _rekeyed(stem, suffix, states, ranks):
+                _place(path, os.path.join(target, name))
+        if by_rank or "trainer_state.json" in files:
+            # A trainer's own checkpoint; other save directories may hold anything, and keep it.
+            for entry in found:
+                if entry.is_dir() and entry.name not in source.tags and not _holds_tag(entry.path):
+                    _place_tree(entry.path, os.path.join(target, entry.name))
+
+
+def _rekeyed(stem: str, suffix: str, states: dict[int, str], ranks: int) -> Iterator[tuple[str, str]]:
+    count = max(states) + 1
+    for rank in range(ranks):
+        if (path := states.get(rank % count)) is not None:
+            # transformers: no number in a run of one process. accelerate: always one.
+            yield (f"{stem}{suffix}" if stem == "rng_state" and ranks == 1 else f"{stem}_{rank}{suffix}"), path
+
+
+def _place_tree(source: str, target: str) -> None:
+    for place, directories, names in os.walk(source):
+        directories[:] = [d for d in directories if not d.startswith(".")]
+        here = os.path.join(target, os.path.relpath(place, source))
+        os.makedirs(here, exist_ok=True)
+        for name in names:
+            _place(os.path.join(place, name), os.path.join(here, name))
+
+
+def _place(source: str, target: str) -> None:
+    """One file, whole or not at all: small ones copied, large ones hard-linked, or linked where that cannot be."""
+    temporary = f"{target}.{uuid.uuid4().hex[:8]}.part"
+    real = os.path.realpath(source)
+    if os.path.getsize(real) <= _COPIED_BYTES:
+        shutil.copy2(real, temporary)
+    else:
+        try:
+            os.link(real, temporary)
+        except OSError:
+            os.symlink(real, temporary)
+    os.replace(temporary, target)
+    with suppress(FileNotFoundError):
+        # `rename` leaves both names alone if they are links to one file already.
+        os.unlink(temporary)
+
+
+def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
+    """Whether a save directory is whole: every tag committed (it has a manifest), and `latest`, which comes last."""
+    whole = all(os.path.isfile(os.path.join(save_directory, t, MANIFEST)) for t in tags)
+    return whole and _pointed_latest(save_directory) in tags
+
+
+def _pointed_latest(directory: str) -> str | None:
+    return _pointed(directory) if os.path.isfile(os.path.join(directory, _POINTERS[0])) else None
+
+
+class writing:  # noqa: N801 - reads as a sentence: `with writing(path):`
+    """Turns the operating system's errors into those of a target."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, OSError):
+            raise storage_error(error, self._path) from error
+
+
+def storage_error(error: OSError, path: str) -> StorageError:
+    """An error of the file system, typed."""
+    fix = "name a directory that can be written: --out DIR"
+    if isinstance(error, PermissionError) or error.errno == 30:  # EROFS
+        return StorageError("storage.denied", f"{printable(path)} cannot be written: {error.strerror}", fix=fix)
+    code = "storage.no_space" if error.errno in (28, 122) else "storage.unavailable"  # ENOSPC, EDQUOT
+    return StorageError(code, f"{printable(path)}: {error.strerror or error}")

@@ -1,0 +1,143 @@
+"""The `diff` command: two checkpoints by logical tensor, across layouts and formats."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from reshard.cli.progress import progress_shown
+from reshard.cli.sizes import format_size, parse_percent
+from reshard.errors import ExitCode, RequestError, printable
+from reshard.local import load_engine
+from reshard.models import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide, SourceSpec
+
+_SHOWN = 20
+_NAME_CHARS = 64
+
+
+class States(StrEnum):
+    """How much of a checkpoint is compared."""
+
+    ALL = "all"
+    WEIGHTS = "weights"
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the command of this module."""
+    app.command()(diff)
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a directory or URL.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The one to compare it with.")],
+    *,
+    tag_a: Annotated[str | None, typer.Option(help="Checkpoint tag of A; default: what `latest` names.")] = None,
+    tag_b: Annotated[str | None, typer.Option(help="Checkpoint tag of B.")] = None,
+    states: Annotated[
+        States, typer.Option(help="`weights`: no optimizer states, no counters, no client state.")
+    ] = States.ALL,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="The same as `--states weights`.")] = False,
+    common: Annotated[bool, typer.Option("--common", help="What only one side has is no difference.")] = False,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Leave names out, such as '*.bias' or '*/exp_avg*'. May be repeated."),
+    ] = None,
+    sample: Annotated[
+        str | None, typer.Option(metavar="PERCENT", help="Compare only a random part of the elements, such as 2%.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help=f"List every difference, not the worst {_SHOWN}.")] = False,
+    profile_a: Annotated[str | None, typer.Option(help="Storage profile for A (see RESHARD_PROFILES).")] = None,
+    profile_b: Annotated[str | None, typer.Option(help="Storage profile for B.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Compare two checkpoints by logical tensor, bit by bit, across layouts and formats. Exit 7 if they differ.
+
+    Weights, optimizer states, step counters, hyper-parameters, buffers, frozen and tied weights, client state.
+    """
+    options = DiffOptions(
+        weights_only=weights_only or states is States.WEIGHTS,
+        common=common,
+        ignore=tuple(ignore or ()),
+        sample=None if sample is None else parse_percent(sample),
+    )
+    sides = _source(a, tag_a, profile_a), _source(b, tag_b, profile_b)
+    with progress_shown(quiet=quiet) as show:
+        report = load_engine().diff(*sides, options, on_progress=show)
+    lines = [report.model_dump_json()] if as_json else report_lines(report, every=every)
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+    if not report.equal:
+        raise typer.Exit(int(ExitCode.MISMATCH))
+
+
+def _source(url: str, tag: str | None, profile: str | None) -> SourceSpec:
+    if not url:
+        raise RequestError("request.invalid", "a checkpoint's path is empty", fix="reshard diff A B")
+    return SourceSpec(url=url, tag=tag, profile=profile)
+
+
+def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
+    """A comparison as lines for people: the verdict first, then the worst differences."""
+    verdict = "equal" if report.equal else f"different: {_counts(report)}"
+    if report.equal and report.sampled is not None:
+        verdict = f"no difference in a sample of {report.sampled:.3%}; the rest was not read"
+    yield verdict
+    yield f"  A  {_side(report.a)}"
+    yield f"  B  {_side(report.b)}"
+    yield (
+        f"  {report.identical} of {report.tensors} tensors equal bit for bit, {report.elements:,} elements, "
+        f"{report.values} values; read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
+    )
+    for note in report.notes:
+        yield f"  note: {printable(note)}"
+    shown = report.differences if every else report.differences[:_SHOWN]
+    for difference in shown:
+        yield f"  {_difference(difference)}"
+    if len(shown) < len(report.differences):
+        yield f"  ... and {len(report.differences) - len(shown)} more: --all"
+
+
+def _counts(report: DiffReport) -> str:
+    counts: dict[DifferenceKind, int] = {}
+    for difference in report.differences:
+        counts[difference.kind] = counts.get(difference.kind, 0) + 1
+    return ", ".join(f"{count} {kind.value}" for kind, count in counts.items())
+
+
+def _side(side: DiffSide) -> str:
+    facts = [side.format, *(f"{axis}={size}" for axis, size in side.world.items())]
+    facts += [] if side.step is None else [f"step {side.step}"]
+    tag = "" if side.tag is None else f" ({printable(side.tag)})"
+    return f"{printable(side.url)}{tag}  {' '.join(facts)}"
+
+
+def _difference(found: Difference) -> str:
+    name = printable(found.name, max_chars=_NAME_CHARS) + (f"/{printable(found.state)}" if found.state else "")
+    if found.kind is DifferenceKind.ELEMENTS:
+        return f"{name}: {_elements(found)}"
+    if found.a is None or found.b is None:
+        side, value = ("B", found.b) if found.a is None else ("A", found.a)
+        text = f"only in {side}: {printable(value)}"
+    else:
+        text = f"{printable(found.a)} | {printable(found.b)}"
+    shared = f" (and {found.parameters - 1} more parameters)" if found.parameters > 1 else ""
+    return f"{name}: {found.kind.value}: {text}{shared}"
+
+
+def _elements(found: Difference) -> str:
+    parts = [f"{found.differing:,} of {found.elements:,} elements"]
+    if found.max_abs is not None and found.max_rel is not None:
+        parts.append(f"max |a-b| {found.max_abs:.3g}, relative {found.max_rel:.3g}")
+    if found.nonfinite:
+        parts.append(f"{found.nonfinite:,} not finite")
+    where = list(found.first_index or ())
+    parts.append(f"first at {where}: {printable(found.a)} | {printable(found.b)}")
+    if found.compared_as is not None:
+        parts.append(f"as {found.compared_as}")
+    return ", ".join(parts)

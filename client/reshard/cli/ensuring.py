@@ -1,0 +1,96 @@
+"""The `ensure` command: a checkpoint in the layout that a run wants, for job scripts. The path is the last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from reshard._world import Wanted
+from reshard.cli.progress import progress_shown
+from reshard.ensuring import Outcome, ensured
+from reshard.errors import RequestError, printable
+from reshard.models import WeightDtype, ZeroStage
+
+_MAX_RULES_BYTES = 1 << 16
+_SAID = {
+    Outcome.SOURCE: "the source has this layout already",
+    Outcome.EARLIER: "converted earlier",
+    Outcome.CONVERTED: "converted and verified",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the command of this module."""
+    app.command()(ensure)
+
+
+def ensure(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Save directory, `checkpoint-N`, or tag directory.")],
+    *,
+    dp: Annotated[
+        int | None, typer.Option(help="Data-parallel ranks; default: the launcher's processes over tp x pp.")
+    ] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks; default: as in SRC.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages; default: as in SRC.")] = None,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: as in SRC.")] = None,
+    zero_stage: Annotated[ZeroStage | None, typer.Option(help="Default: as in SRC.")] = None,
+    dtype: Annotated[WeightDtype | None, typer.Option(help="Of the model; default: as in SRC.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")] = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Save directory to create; default: below .reshard in SRC.")
+    ] = None,
+    rules: Annotated[str | None, typer.Option(metavar="FILE", help="How parameters are cut (YAML).")] = None,
+    family: Annotated[str | None, typer.Option(help="A named pack of such rules, such as gpt-megatron.")] = None,
+    url: Annotated[str | None, typer.Option(help="Service that converts; default: RESHARD_URL, else here.")] = None,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", metavar="SECONDS", min=0, help="How long to wait; default: for ever."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Print the path of a checkpoint in the wanted layout, converting SRC if need be. Safe to call from every rank.
+
+    SRC itself if it fits, an earlier result if there is one. `OUT=$(reshard ensure SRC --dp 16)` works.
+    """
+    wanted = Wanted.of(
+        {"dp": dp, "tp": tp, "pp": pp, "ep": ep},
+        zero_stage=zero_stage,
+        dtype=dtype,
+        rules=None if rules is None else _text_of(rules),
+        family=family,
+        environ=os.environ,
+    )
+    with progress_shown(quiet=quiet) as show:
+        result = ensured(
+            source,
+            wanted,
+            tag=tag,
+            out=out,
+            url=url,
+            timeout_s=timeout_s,
+            on_progress=show,
+        )
+    if not quiet:
+        sys.stderr.write(f"{_SAID[result.outcome]}\n")
+    if as_json:
+        facts = {"schema_version": 1, "path": result.path, "outcome": result.outcome.value}
+        sys.stdout.write(json.dumps(facts) + "\n")
+    else:
+        sys.stdout.write(f"{result.path}\n")
+    sys.stdout.flush()
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_RULES_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError("request.invalid", f"--rules {printable(path)}: {error}") from None
+    if len(text.encode()) > _MAX_RULES_BYTES:
+        raise RequestError("request.invalid", f"--rules {printable(path)} has more than {_MAX_RULES_BYTES} bytes")
+    return text

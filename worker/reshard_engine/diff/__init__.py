@@ -1,0 +1,1 @@
+"""`reshard diff`: two checkpoints compared by logical tensor, whatever their layouts and formats."""

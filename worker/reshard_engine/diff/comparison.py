@@ -1,0 +1,237 @@
+"""One comparison of two checkpoints: match by name, read both sides block by block, report what differs.
+
+Memory is flat: a few blocks of each side at a time, whatever the checkpoints hold. Neither side is loaded, nothing in
+them is executed, and bits are compared, so that a payload of a NaN or the sign of a zero counts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from reshard.errors import JobError
+from reshard.models import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide, Progress
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.diff.facts import FactComparison, Facts
+from reshard_engine.diff.pairs import Matching, Side, TensorPair
+from reshard_engine.diff.values import ValueDifference, compare_elements
+from reshard_engine.execute.cast import CastKernel, default_kernel
+from reshard_engine.execute.gather import ChunkFiller
+
+BLOCK_BYTES = 4 << 20
+"""Bytes of one side that are compared at once."""
+_THREADS = 4
+_REMOTE_THREADS = 16
+_REPORT_EVERY_S = 0.5
+_ORDER = {kind: place for place, kind in enumerate(DifferenceKind)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    pair: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    block: _Block
+    difference: ValueDifference | None
+    read_bytes: int
+
+
+def diff_checkpoints(
+    a: Checkpoint,
+    b: Checkpoint,
+    options: DiffOptions,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> DiffReport:
+    """How two checkpoints differ, by logical tensor.
+
+    Raises:
+        SourceError: `source.changed` and what else reading finds.
+        JobError: `job.cancelled` when `should_stop` says so.
+    """
+    started = time.monotonic()
+    sides = Side(a), Side(b)
+    matching = Matching(*sides, weights_only=options.weights_only)
+    facts = Facts((), (), (), 0) if options.weights_only else FactComparison(a, b, matching).compare()
+    pairs = [p for p in (*matching.pairs, *facts.pairs) if not _ignored(p.name, p.state, options)]
+    reading = _Reading(a, b, pairs, sample=options.sample, on_progress=on_progress, should_stop=should_stop)
+    reading.run()
+    found = [d for d in (*matching.differences, *facts.differences) if _counts(d, options)]
+    found += [_of_elements(pairs[i], d) for i, d in reading.differences.items()]
+    return DiffReport(
+        a=_side(a),
+        b=_side(b),
+        equal=not found,
+        tensors=len(pairs),
+        identical=len(pairs) - len(reading.differences),
+        elements=reading.elements,
+        values=matching.values + facts.values,
+        read_bytes=reading.read_bytes,
+        sampled=options.sample,
+        differences=tuple(sorted(found, key=_severity)),
+        notes=(*_rounding_notes(matching), *facts.notes),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _side(checkpoint: Checkpoint) -> DiffSide:
+    return DiffSide(
+        url=checkpoint.url,
+        tag=checkpoint.tag,
+        format=checkpoint.format,
+        step=checkpoint.step,
+        zero_stage=checkpoint.zero_stage,
+        world=dict(checkpoint.world),
+    )
+
+
+def _ignored(name: str, state: str, options: DiffOptions) -> bool:
+    # A name may hold what patterns give a meaning: `client.list[1]`.
+    texts = (name, f"{name}/{state}")
+    return any(p in texts or any(fnmatchcase(t, p) for t in texts) for p in options.ignore)
+
+
+def _counts(difference: Difference, options: DiffOptions) -> bool:
+    if options.common and (difference.a is None or difference.b is None):
+        return False
+    return not _ignored(difference.name, difference.state, options)
+
+
+def _severity(difference: Difference) -> tuple[int, float, float, str, str]:
+    # Worst first: what has no counterpart at all, then elements by how far they are off.
+    absolute = float("inf") if difference.nonfinite else difference.max_abs or 0.0
+    count = difference.differing or 0
+    return _ORDER[difference.kind], -absolute, -count, difference.name, difference.state
+
+
+def _rounding_notes(matching: Matching) -> Iterator[str]:
+    for (side, dtype), count in sorted(matching.rounded.items()):
+        other = "B" if side == "A" else "A"
+        yield f"{count} tensors of {side} were rounded to {dtype} before comparing: that is what {other} stores"
+
+
+def _of_elements(pair: TensorPair, found: ValueDifference) -> Difference:
+    return Difference(
+        kind=DifferenceKind.ELEMENTS,
+        name=pair.name,
+        state=pair.state,
+        a=found.first_a,
+        b=found.first_b,
+        compared_as=pair.dtype.name if pair.rounded else None,
+        elements=prod(pair.shape),
+        differing=found.count,
+        nonfinite=found.nonfinite,
+        max_abs=found.max_abs,
+        max_rel=found.max_rel,
+        first_index=_index(found.first, pair.shape),
+    )
+
+
+def _index(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    found: list[int] = []
+    for length in reversed(shape):
+        place, inner = divmod(place, length)
+        found.append(inner)
+    return tuple(reversed(found))
+
+
+class _Reading:
+    """Reads the pairs block by block, a few at a time."""
+
+    def __init__(
+        self,
+        a: Checkpoint,
+        b: Checkpoint,
+        pairs: Sequence[TensorPair],
+        *,
+        sample: float | None,
+        on_progress: Callable[[Progress], None] | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> None:
+        self.differences: dict[int, ValueDifference] = {}
+        self.read_bytes = 0
+        self.elements = 0
+        self._a, self._b, self._pairs = a, b, pairs
+        self._sample = sample
+        self._on_progress, self._should_stop = on_progress, should_stop
+        self._kernel: CastKernel = default_kernel()
+        self._bytes_total = int(sum(prod(p.shape) * p.dtype.itemsize_bytes for p in pairs) * (sample or 1.0))
+        self._bytes_done = 0
+        self._started = self._reported = time.monotonic()
+
+    def run(self) -> None:
+        """Compare every block, or the chosen ones, in the order of the pairs."""
+        local = all(f.store.scheme == "file" for f in (*self._a.files, *self._b.files))
+        threads = min(_THREADS, os.cpu_count() or 1) if local else _REMOTE_THREADS
+        under_way: deque[Future[_Outcome]] = deque()
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for block in self._blocks():
+                    if len(under_way) > 2 * threads:
+                        self._take(under_way.popleft().result())
+                    under_way.append(pool.submit(self._compare, block))
+                while under_way:
+                    self._take(under_way.popleft().result())
+            finally:
+                for future in under_way:
+                    future.cancel()
+
+    def _blocks(self) -> Iterator[_Block]:
+        chance = random.SystemRandom()
+        for number, pair in enumerate(self._pairs):
+            numel, step = prod(pair.shape), BLOCK_BYTES // pair.dtype.itemsize_bytes
+            for begin in range(0, numel, step):
+                if self._sample is None or chance.random() < self._sample:
+                    yield _Block(number, begin, min(begin + step, numel))
+
+    def _compare(self, block: _Block) -> _Outcome:
+        pair = self._pairs[block.pair]
+        left, right = ChunkFiller(self._a, self._kernel), ChunkFiller(self._b, self._kernel)
+        a = left.elements(pair.a, pair.dtype, block.begin, block.end)
+        b = right.elements(pair.b, pair.dtype, block.begin, block.end)
+        found = compare_elements(a, b, pair.dtype, first=block.begin)
+        return _Outcome(block, found, left.read_bytes + right.read_bytes)
+
+    def _take(self, outcome: _Outcome) -> None:
+        pair, count = self._pairs[outcome.block.pair], outcome.block.end - outcome.block.begin
+        self.read_bytes += outcome.read_bytes
+        self.elements += count
+        self._bytes_done += count * pair.dtype.itemsize_bytes
+        if outcome.difference is not None:
+            known = self.differences.get(outcome.block.pair)
+            # Blocks come in order: the first one of a tensor that differs holds its first difference.
+            self.differences[outcome.block.pair] = (
+                outcome.difference if known is None else known.joined(outcome.difference)
+            )
+        if self._should_stop is not None and self._should_stop():
+            raise JobError("job.cancelled", "the comparison was stopped; nothing was written")
+        self._report()
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if self._on_progress is None or now - self._reported < _REPORT_EVERY_S:
+            return
+        self._reported = now
+        rate = self._bytes_done / max(now - self._started, 1e-9)
+        total = max(self._bytes_total, self._bytes_done)
+        self._on_progress(
+            Progress(
+                phase="running",
+                bytes_done=self._bytes_done,
+                bytes_total=total,
+                rate_bytes_per_s=rate,
+                eta_s=(total - self._bytes_done) / rate if rate else None,
+            )
+        )

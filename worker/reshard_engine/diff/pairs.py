@@ -1,0 +1,247 @@
+"""Which tensors and values of two checkpoints are the same thing: pairs to compare, and what has no partner."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from reshard.models import Difference, DifferenceKind
+from reshard_engine.checkpoint import Checkpoint, Scalar
+from reshard_engine.diff.trees import same_scalar, text_of
+from reshard_engine.dtypes import Dtype
+from reshard_engine.shardmap import StoredTensor
+
+MASTER = "fp32"
+_CASTS_FROM = ("float64", "float32", "float16", "bfloat16")
+_CASTS_TO = ("float32", "float16", "bfloat16")
+"""What `execute.cast` rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPair:
+    """Two tensors that should hold the same elements, compared as `dtype`."""
+
+    name: str
+    state: str
+    a: int
+    b: int
+    dtype: Dtype
+    rounded: bool
+    """Whether one side is rounded to `dtype` first."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A name of one side with what it has: a parameter or a buffer."""
+
+    role: str
+    shape: tuple[int, ...]
+    weight: int | None
+    states: Mapping[str, int]
+    scalars: Mapping[str, Scalar]
+    group: int | None
+
+
+@dataclass(frozen=True)
+class Side:
+    """One checkpoint by names."""
+
+    checkpoint: Checkpoint
+    entries: Mapping[str, _Entry] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tensors = self.checkpoint.shard_map.tensors
+        entries = {
+            p.fqn: _Entry("trained" if p.trained else "frozen", p.shape, p.weight, p.states, p.scalars, p.group)
+            for p in self.checkpoint.parameters
+        }
+        for buffer in self.checkpoint.buffers:
+            entries[buffer.fqn] = _Entry("buffer", tensors[buffer.tensor].shape, buffer.tensor, {}, {}, None)
+        object.__setattr__(self, "entries", entries)
+
+    @property
+    def knows_roles(self) -> bool:
+        """Whether it says who is trained: weights alone do not, and may write tied names twice."""
+        return self.checkpoint.optimizer is not None
+
+    def tensor(self, number: int) -> StoredTensor:
+        """A tensor of the shard map."""
+        return self.checkpoint.shard_map.tensors[number]
+
+    def names_of(self, owner: str) -> frozenset[str]:
+        """All names of a tensor."""
+        return frozenset({owner, *(a for a, o in self.checkpoint.shared.items() if o == owner)})
+
+    def owner_of(self, name: str) -> str | None:
+        """The name under which the side has what `name` means; None if it has no such thing."""
+        owner = self.checkpoint.shared.get(name, name)
+        return owner if owner in self.entries else None
+
+
+class Matching:
+    """Pairs of two sides, and what differs before any element is read."""
+
+    def __init__(self, a: Side, b: Side, *, weights_only: bool) -> None:
+        """Match everything at once."""
+        self.a, self.b = a, b
+        self.pairs: list[TensorPair] = []
+        self.differences: list[Difference] = []
+        self.rounded: Counter[tuple[str, str]] = Counter()
+        """Tensors that are compared rounded, by side and element type."""
+        self.groups: Counter[tuple[int, int]] = Counter()
+        """How many parameters are in a group of `a` and a group of `b`."""
+        self.first_of: dict[tuple[int, int], str] = {}
+        self.values = 0
+        self._weights_only = weights_only
+        met: set[str] = set()
+        for name, mine in a.entries.items():
+            theirs = self._partner(name)
+            if theirs is None:
+                self._lone(name, mine, a)
+                continue
+            met.add(theirs)
+            self._match(name, mine, b.entries[theirs])
+        for name, entry in b.entries.items():
+            if name not in met:
+                self._lone(name, entry, b)
+        self._compare_ties()
+
+    def _partner(self, name: str) -> str | None:
+        found = (self.b.owner_of(n) for n in (name, *sorted(self.a.names_of(name) - {name})))
+        return next((f for f in found if f is not None), None)
+
+    def _lone(self, name: str, entry: _Entry, side: Side) -> None:
+        if side is self.b and (owner := self.a.owner_of(name)) is not None:
+            # A tensor of its own here, another name of one there.
+            self._weights(name, self.a.entries[owner], entry)
+            return
+        number = entry.weight if entry.weight is not None else entry.states.get(MASTER)
+        dtype = "" if number is None else f" {side.tensor(number).dtype.name}"
+        self._one_sided(DifferenceKind.MISSING, name, "", f"{entry.role}{dtype} {list(entry.shape)}", side)
+
+    def _one_sided(self, kind: DifferenceKind, name: str, state: str, what: str, side: Side) -> None:
+        mine, theirs = (what, None) if side is self.a else (None, what)
+        self.differences.append(Difference(kind=kind, name=name, state=state, a=mine, b=theirs))
+
+    def _match(self, name: str, mine: _Entry, theirs: _Entry) -> None:
+        if mine.shape != theirs.shape:
+            self._differ(DifferenceKind.SHAPE, name, "", str(list(mine.shape)), str(list(theirs.shape)))
+            return
+        self._weights(name, mine, theirs)
+        if not (self.a.knows_roles and self.b.knows_roles):
+            return
+        if mine.role != theirs.role:
+            self._differ(DifferenceKind.ROLE, name, "", mine.role, theirs.role)
+        if self._weights_only:
+            return
+        self._states(name, mine, theirs)
+        if mine.group is not None and theirs.group is not None:
+            self.groups[mine.group, theirs.group] += 1
+            self.first_of.setdefault((mine.group, theirs.group), name)
+
+    def _compare_ties(self) -> None:
+        """Names of one tensor on a side that are not those of one tensor on the other."""
+        if not (self.a.knows_roles and self.b.knows_roles):
+            return
+        reported: set[str] = set()
+        for side, other in ((self.a, self.b), (self.b, self.a)):
+            for names in (side.names_of(n) for n in side.entries):
+                apart = {other.names_of(o) if (o := other.owner_of(n)) else None for n in names}
+                if len(names) == 1 or apart == {names} or reported & names:
+                    continue
+                reported |= names
+                known = sorted(", ".join(sorted(group)) for group in apart if group)
+                here, there = " = ".join(sorted(names)), "; ".join(known) or None
+                mine, theirs = (here, there) if side is self.a else (there, here)
+                first = min(names)
+                self.differences.append(Difference(kind=DifferenceKind.TIED, name=first, a=mine, b=theirs))
+
+    def _differ(self, kind: DifferenceKind, name: str, state: str, a: str, b: str) -> None:
+        self.differences.append(Difference(kind=kind, name=name, state=state, a=a, b=b))
+
+    # -- elements ---------------------------------------------------------------------------------------
+
+    def _weights(self, name: str, mine: _Entry, theirs: _Entry) -> None:
+        """Masters with masters; each stored weight with the other's weight of its type, or its rounded master."""
+        if mine.shape != theirs.shape:
+            return
+        found: dict[tuple[int, int], TensorPair] = {}
+        if MASTER in mine.states and MASTER in theirs.states:
+            left, right = mine.states[MASTER], theirs.states[MASTER]
+            if self.a.tensor(left).dtype is self.b.tensor(right).dtype:
+                found[left, right] = self._pair(name, MASTER, left, right, dtype=self.a.tensor(left).dtype)
+        state = "buffer" if "buffer" in (mine.role, theirs.role) else "weight"
+        if mine.weight is not None and (right := _counterpart(self.a, mine.weight, self.b, theirs)) is not None:
+            pair = self._pair(name, state, mine.weight, right, dtype=self.a.tensor(mine.weight).dtype)
+            found.setdefault((pair.a, pair.b), pair)
+        if theirs.weight is not None and (left := _counterpart(self.b, theirs.weight, self.a, mine)) is not None:
+            pair = self._pair(name, state, left, theirs.weight, dtype=self.b.tensor(theirs.weight).dtype)
+            found.setdefault((pair.a, pair.b), pair)
+        for pair in found.values():
+            self._take(pair)
+        if not found:
+            numbers = [e.states.get(MASTER) if e.weight is None else e.weight for e in (mine, theirs)]
+            names = [
+                "nothing" if n is None else s.tensor(n).dtype.name
+                for n, s in zip(numbers, (self.a, self.b), strict=True)
+            ]
+            self._differ(DifferenceKind.DTYPE, name, state, *names)
+
+    def _take(self, pair: TensorPair) -> None:
+        self.pairs.append(pair)
+        if pair.rounded:
+            side = "A" if self.a.tensor(pair.a).dtype is not pair.dtype else "B"
+            self.rounded[side, pair.dtype.name] += 1
+
+    def _pair(self, name: str, state: str, a: int, b: int, *, dtype: Dtype) -> TensorPair:
+        left, right = self.a.tensor(a), self.b.tensor(b)
+        return TensorPair(name, state, a, b, dtype, not (left.dtype is right.dtype is dtype), left.shape)
+
+    def _states(self, name: str, mine: _Entry, theirs: _Entry) -> None:
+        for state in dict.fromkeys((*mine.states, *theirs.states)):
+            if state == MASTER:
+                continue
+            left, right = mine.states.get(state), theirs.states.get(state)
+            if left is None or right is None:
+                side, number = (self.b, right) if left is None else (self.a, left)
+                if number is not None:
+                    self._one_sided(DifferenceKind.MISSING, name, state, side.tensor(number).dtype.name, side)
+            elif (dtype := self.a.tensor(left).dtype) is not self.b.tensor(right).dtype:
+                self._differ(DifferenceKind.DTYPE, name, state, dtype.name, self.b.tensor(right).dtype.name)
+            else:
+                self._take(self._pair(name, state, left, right, dtype=dtype))
+        for state in dict.fromkeys((*mine.scalars, *theirs.scalars)):
+            one, other = mine.scalars.get(state), theirs.scalars.get(state)
+            self.values += 1
+            if one is None or other is None:
+                side, scalar = (self.b, other) if one is None else (self.a, one)
+                if scalar is not None:
+                    self._one_sided(DifferenceKind.MISSING, name, state, text_of(scalar.value), side)
+            elif not same_scalar(one.value, other.value):
+                self._differ(DifferenceKind.SCALAR, name, state, text_of(one.value), text_of(other.value))
+
+    # -- value pairs that the caller compares -----------------------------------------------------------
+
+    def group_pairs(self) -> Iterator[tuple[tuple[int, int], str, int]]:
+        """Pairs of param groups that share parameters: their numbers, the first such parameter, how many there are."""
+        for numbers, count in self.groups.items():
+            yield numbers, self.first_of[numbers], count
+
+
+def _counterpart(side: Side, weight: int, other: Side, entry: _Entry) -> int | None:
+    """What a stored weight is compared with: a weight of its type, else what can be rounded to it."""
+    dtype = side.tensor(weight).dtype
+    if entry.weight is not None and other.tensor(entry.weight).dtype is dtype:
+        return entry.weight
+    for number in (entry.states.get(MASTER), entry.weight):
+        if number is not None and _rounds(other.tensor(number).dtype, dtype):
+            return number
+    return None
+
+
+def _rounds(wide: Dtype, narrow: Dtype) -> bool:
+    if wide is narrow:
+        return True
+    return wide.name in _CASTS_FROM and narrow.name in _CASTS_TO and wide.itemsize_bytes > narrow.itemsize_bytes

@@ -1,0 +1,168 @@
+"""Trees of non-tensor state compared: counters, hyper-parameters, schedulers, client state. Nothing is executed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from reshard.errors import printable
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PBytearray,
+    PDict,
+    PList,
+    PObject,
+    PSet,
+    PTensorRef,
+    PTuple,
+    check_depth,
+    is_mapping,
+    kind_of,
+)
+
+_MAX_TEXT_CHARS = 80
+_SHOWN_ITEMS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDifference:
+    """Two values at one place of two trees that are not the same. None: nothing is there."""
+
+    path: str
+    a: str | None
+    b: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTensors:
+    """Two tensors at one place of two trees, still to be compared."""
+
+    path: str
+    a: int
+    b: int
+
+
+def compare_trees(a: Node, b: Node, path: str) -> Iterator[TreeDifference | TreeTensors]:
+    """Where two trees differ. Lists equal tuples of the same items, and numbers their equals of another type.
+
+    Raises:
+        SourceError: `pickle.too_deep`.
+    """
+    yield from _Walk().compare(a, b, path, 0)
+
+
+class _Walk:
+    """One comparison; pairs that were met before are not walked again, so that aliases and cycles end."""
+
+    def __init__(self) -> None:
+        self._met: set[tuple[int, int]] = set()
+
+    def compare(self, a: Node, b: Node, path: str, depth: int) -> Iterator[TreeDifference | TreeTensors]:
+        check_depth(depth)
+        if not _inner(a) or not _inner(b):
+            if not same_scalar(a, b):
+                yield TreeDifference(path, text_of(a), text_of(b))
+            return
+        if isinstance(a, PTensorRef) and isinstance(b, PTensorRef):
+            yield TreeTensors(path, a.index, b.index)
+            return
+        if (id(a), id(b)) in self._met:
+            return
+        self._met.add((id(a), id(b)))
+        if is_mapping(a) and is_mapping(b):
+            yield from self._mappings(_entries(a), _entries(b), path, depth)
+        elif isinstance(a, PList | PTuple) and isinstance(b, PList | PTuple):
+            yield from self._sequences(list(a.items), list(b.items), path, depth)
+        elif isinstance(a, PObject) and isinstance(b, PObject):
+            yield from self._objects(a, b, path, depth)
+        elif not _same_plain(a, b):
+            yield TreeDifference(path, text_of(a), text_of(b))
+
+    def _mappings(
+        self, a: dict[str, Node], b: dict[str, Node], path: str, depth: int
+    ) -> Iterator[TreeDifference | TreeTensors]:
+        for key in dict.fromkeys((*a, *b)):
+            place = f"{path}.{printable(key, max_chars=64)}" if path else printable(key, max_chars=64)
+            if key in a and key in b:
+                yield from self.compare(a[key], b[key], place, depth + 1)
+            else:
+                yield TreeDifference(
+                    place, text_of(a[key]) if key in a else None, text_of(b[key]) if key in b else None
+                )
+
+    def _sequences(self, a: list[Node], b: list[Node], path: str, depth: int) -> Iterator[TreeDifference | TreeTensors]:
+        if len(a) != len(b):
+            yield TreeDifference(path, f"{len(a)} items", f"{len(b)} items")
+            return
+        for number, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from self.compare(left, right, f"{path}[{number}]", depth + 1)
+
+    def _objects(self, a: PObject, b: PObject, path: str, depth: int) -> Iterator[TreeDifference | TreeTensors]:
+        if not same_scalar(a.cls, b.cls) or a.how != b.how or a.has_state != b.has_state:
+            yield TreeDifference(path, text_of(a), text_of(b))
+            return
+        # The names of the parts say nothing to a user; the path of the object does.
+        yield from self.compare(a.args, b.args, path, depth + 1)
+        yield from self.compare(a.kwargs, b.kwargs, path, depth + 1)
+        yield from self.compare(a.state, b.state, path, depth + 1)
+        yield from self._sequences(a.appends, b.appends, path, depth)
+        yield from self._mappings(_pairs(a.items), _pairs(b.items), path, depth)
+
+
+def _inner(node: Node) -> bool:
+    """Whether the node is one that is compared by its parts."""
+    return isinstance(node, PList | PTuple | PSet | PDict | PObject | PTensorRef | PBytearray)
+
+
+def same_scalar(a: Node, b: Node) -> bool:
+    """Whether two leaves are the same value; 3 equals 3.0, and a NaN equals a NaN."""
+    if isinstance(a, int | float) and isinstance(b, int | float) and isinstance(a, bool) == isinstance(b, bool):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    if isinstance(a, Global) and isinstance(b, Global):
+        return a == b
+    return type(a) is type(b) and (a is None or isinstance(a, str | bytes | bool)) and a == b
+
+
+def _same_plain(a: Node, b: Node) -> bool:
+    """Whether two sets or two bytearrays hold the same."""
+    if isinstance(a, PSet) and isinstance(b, PSet):
+        return sorted(map(text_of, a.items)) == sorted(map(text_of, b.items))
+    return isinstance(a, PBytearray) and isinstance(b, PBytearray) and a.data == b.data
+
+
+def _entries(node: Node) -> dict[str, Node]:
+    return _pairs(node.pairs if isinstance(node, PDict) else node.items)
+
+
+def _pairs(flat: list[Node]) -> dict[str, Node]:
+    """Entries by the text of their key; integer keys and texts of the same digits are told apart."""
+    found: dict[str, Node] = {}
+    for at in range(0, len(flat), 2):
+        key = flat[at]
+        found[key if isinstance(key, str) else f"[{text_of(key)}]"] = flat[at + 1]
+    return found
+
+
+def text_of(node: Node) -> str:
+    """A value in a few safe characters."""
+    text = _text(node, 0)
+    return text if len(text) <= _MAX_TEXT_CHARS else text[: _MAX_TEXT_CHARS - 3] + "..."
+
+
+def _text(node: Node, depth: int) -> str:
+    if node is None or isinstance(node, bool | int | float):
+        return repr(node)
+    if isinstance(node, str):
+        return printable(repr(node), max_chars=_MAX_TEXT_CHARS)
+    if isinstance(node, bytes):
+        return f"{len(node)} bytes"
+    if isinstance(node, Global):
+        return printable(node.dotted, max_chars=_MAX_TEXT_CHARS)
+    if isinstance(node, PList | PTuple | PSet) and depth < 2:
+        shown = ", ".join(_text(i, depth + 1) for i in list(node.items)[:_SHOWN_ITEMS])
+        return f"[{shown}{', ...' if len(node.items) > _SHOWN_ITEMS else ''}]"
+    if is_mapping(node):
+        return f"a mapping of {len(_entries(node))} entries"
+    return "a tensor" if isinstance(node, PTensorRef) else kind_of(node)

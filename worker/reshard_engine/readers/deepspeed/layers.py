@@ -1,0 +1,43 @@
+"""Weights of pipelines: one file per layer and tensor-parallel rank, names without the layer.
+
+Source: deepspeed 0.19.8 `runtime/pipe/module.py` (`save_state_dict`, `ckpt_layer_path`; a tied module's first
+occurrence writes its file), verified by running.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.pickles.nodes import PTensor
+from reshard_engine.readers.deepspeed.model_states import module_tensors
+
+_TIED = re.compile(r"tied_modules\.[^.]+\.(?P<inner>.+)")
+
+
+def layer_tensors(
+    files: Mapping[tuple[int, int], TorchFile], trained: Collection[str]
+) -> dict[int, dict[str, tuple[TorchFile, PTensor]]]:
+    """Per tensor-parallel rank every tensor of the layer files under its full name.
+
+    Args:
+        files: Parsed files by layer and tensor-parallel rank.
+        trained: Full names of the parameters that the optimizer owns: they tell a tied layer's parameters, which belong
+            to no single layer.
+    """
+    tied: dict[str, list[str]] = {}
+    for name in trained:
+        if (match := _TIED.fullmatch(name)) is not None:
+            tied.setdefault(match["inner"], []).append(name)
+    known = set(trained)
+    found: dict[int, dict[str, tuple[TorchFile, PTensor]]] = {}
+    for (layer, tp), file in sorted(files.items()):
+        table = found.setdefault(tp, {})
+        for inner, tensor in module_tensors(file.root, file.file.name).items():
+            name = f"{layer}.{inner}"
+            owners = tied.get(inner, [])
+            if name not in known and len(owners) == 1:
+                name = owners[0]
+            table.setdefault(name, (file, tensor))
+    return found

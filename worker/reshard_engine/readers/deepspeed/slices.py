@@ -1,0 +1,202 @@
+"""One model-parallel rank: its data-parallel ranks' files put together to the tensors that it holds.
+
+Without model parallelism that is the whole checkpoint; with it, tensors are one rank's parts, under the names that
+the rank knows them by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from reshard.errors import SourceError, printable
+from reshard_engine.checkpoint import Parameter, Scalar
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.pickles.nodes import Node, PTensor
+from reshard_engine.readers.deepspeed.experts import ExpertGroup, expert_groups
+from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
+from reshard_engine.readers.deepspeed.model_states import ModelStates
+from reshard_engine.readers.deepspeed.optim_states import RankStates, read_scalar
+from reshard_engine.readers.deepspeed.order import undealt, uses_round_robin
+from reshard_engine.readers.deepspeed.shapes import shapes_by_group
+from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
+from reshard_engine.shardmap import ShardMapBuilder
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What one model-parallel rank holds. Tensor numbers are of the shard map that is being built."""
+
+    states: tuple[RankStates, ...]
+    models: tuple[ModelStates, ...]
+    trained: tuple[Parameter, ...]
+    """In the optimizer's order; shapes are the rank's own."""
+    dealt: bool
+    """Whether the flat order was another (`round_robin_gradients`)."""
+
+    @property
+    def model(self) -> ModelStates:
+        """Model states of data-parallel rank 0."""
+        return self.models[0]
+
+
+def add_slice(
+    builder: ShardMapBuilder,
+    states: Sequence[RankStates],
+    models: Sequence[ModelStates],
+    number: Mapping[SourceFile, int],
+) -> Slice:
+    """Register the masters and optimizer states of one model-parallel rank.
+
+    Raises:
+        SourceError: `checkpoint.*` if the files do not add up.
+    """
+    model, first = models[0], states[0]
+    shapes = shapes_by_group(model, states)
+    parts = expert_groups(shapes, states)
+    group_of = _groups_of(first, len(shapes))
+    by_name: dict[str, dict[str, int]] = {}
+    for key in ("fp32", *_positional_keys(states)):
+        _add_state(builder, key, states, parts, number=number, by_name=by_name)
+    trained: list[Parameter] = []
+    dealt = uses_round_robin(model) and first.stage in (1, 2) and not first.bf16_optimizer and len(states) > 1
+    for part in parts:
+        ranks = [states[r] for r in part.ranks]
+        order: Sequence[int] = range(len(part.shapes))
+        if dealt:
+            order = undealt([n for n, _ in part.shapes], len(ranks), list(model.module))
+        scalars = _scalars(ranks, part.index)
+        group = group_of[part.index]
+        members = [part.shapes[i] for i in order]
+        trained += [Parameter(name, shape, group, None, by_name[name], scalars) for name, shape in members]
+    return Slice(tuple(states), tuple(models), tuple(trained), dealt)
+
+
+def _groups_of(first: RankStates, count: int) -> list[int]:
+    """Per entry of `param_shapes` the optimizer param group; at ZeRO-3 entries are sub-groups."""
+    if first.elastic:
+        return list(range(count)) if first.stage != 3 else [0] * count
+    return group_of_subgroup(first.param_groups, count)
+
+
+def group_of_subgroup(param_groups: Sequence[Mapping[str | int, Node]], count: int) -> list[int]:
+    """Per flat (sub-)group the param group whose `params` lists its number.
+
+    Raises:
+        SourceError: `checkpoint.malformed` if one is listed nowhere.
+    """
+    found: dict[int, int] = {}
+    for index, group in enumerate(param_groups):
+        params = group.get("params")
+        for item in params.items if params is not None and hasattr(params, "items") else ():
+            if type(item) is int:
+                found[item] = index
+    missing = [i for i in range(count) if i not in found]
+    if missing:
+        raise SourceError("checkpoint.malformed", f"flat groups {missing[:8]} belong to no optimizer param group")
+    return [found[i] for i in range(count)]
+
+
+def _flat(torch_file: TorchFile, tensor: PTensor, number: Mapping[SourceFile, int]) -> Partition:
+    return Partition(number[torch_file.file], torch_file.tensor_offset(tensor), tensor.numel)
+
+
+def _positional_keys(states: Sequence[RankStates]) -> list[str]:
+    keys: dict[str, None] = {}
+    for group in states[0].states:
+        for key, value in group.items():
+            if isinstance(value, PTensor) and len(value.shape) == 1:
+                keys[key] = None
+    return list(keys)
+
+
+def _add_state(
+    builder: ShardMapBuilder,
+    key: str,
+    states: Sequence[RankStates],
+    parts: Sequence[ExpertGroup],
+    *,
+    number: Mapping[SourceFile, int],
+    by_name: dict[str, dict[str, int]],
+) -> None:
+    """Register one state of every (sub-)group that has it."""
+    per_rank: list[list[Partition]] = [[] for _ in states]
+    wide_shapes: list[tuple[str, tuple[int, ...]]] = []
+    wide_tensors: list[int] = []
+    itemsize = 0
+    for part in parts:
+        index, group, ranks = part.index, part.shapes, [states[r] for r in part.ranks]
+        flats = [s.fp32[index] if key == "fp32" else s.states[index].get(key) for s in ranks]
+        if all(f is None for f in flats):
+            continue
+        found = [f for f in flats if isinstance(f, PTensor) and len(f.shape) == 1]
+        if len(found) != len(ranks):
+            raise SourceError(
+                "checkpoint.incomplete", f"group {index}: {printable(key)} is on {len(found)} of {len(ranks)} ranks"
+            )
+        if len({f.dtype for f in found}) != 1:
+            raise SourceError("checkpoint.mixed", f"group {index}: {printable(key)} has several element types")
+        dtype = BY_NAME[found[0].dtype]
+        tensors = [builder.tensor(name, key, dtype, shape) for name, shape in group]
+        for (name, _), tensor in zip(group, tensors, strict=True):
+            by_name.setdefault(name, {})[key] = tensor
+        partitions = [_flat(s.torch_file, f, number) for s, f in zip(ranks, found, strict=True)]
+        what = f"group {index}, {printable(key)}"
+        if states[0].stage != 3:
+            pads = states[0].alignment_paddings[index] if index < len(states[0].alignment_paddings) else ()
+            add_flat_group(
+                builder,
+                tensors,
+                group,
+                partitions=partitions,
+                paddings=pads,
+                itemsize_bytes=dtype.itemsize_bytes,
+                what=what,
+            )
+            continue
+        for rank, partition in enumerate(partitions):
+            per_rank[rank].append(partition)
+        wide_shapes += group
+        wide_tensors += tensors
+        itemsize = dtype.itemsize_bytes
+    if wide_shapes:
+        add_sharded_params(
+            builder, wide_tensors, tuple(wide_shapes), partitions=per_rank, itemsize_bytes=itemsize, what=printable(key)
+        )
+
+
+def _scalars(states: Sequence[RankStates], index: int) -> Mapping[str, Scalar]:
+    """The one-number states of a (sub-)group, which must agree on all its ranks."""
+    mine: dict[str, Scalar] = {}
+    for rank, state in enumerate(states):
+        theirs = _group_scalars(state, index)
+        if rank == 0:
+            mine = theirs
+        elif theirs != mine:
+            text = ", ".join(f"{printable(k)}={v.value}" for k, v in theirs.items())
+            raise SourceError(
+                "checkpoint.mixed",
+                f"rank {rank} has {text or 'no counters'}, rank 0 has "
+                + (", ".join(f"{printable(k)}={v.value}" for k, v in mine.items()) or "none"),
+                fix="the files are of different steps: copy one whole save",
+            )
+    return mine
+
+
+def _group_scalars(state: RankStates, index: int) -> dict[str, Scalar]:
+    entries = state.states[index]
+    name = state.torch_file.file.name
+    scalars = {
+        key: read_scalar(value, state.torch_file, what=f"{printable(name)}: {printable(key)}")
+        for key, value in entries.items()
+        if value is not None and not (isinstance(value, PTensor) and len(value.shape) == 1)
+    }
+    if "step" not in scalars and entries and state.param_groups:
+        # Fused optimizers, and everything before 0.6, count in the param group.
+        for group in state.param_groups:
+            params = group.get("params")
+            if group.get("step") is not None and params is not None and index in getattr(params, "items", ()):
+                scalars["step"] = read_scalar(group["step"], state.torch_file, what="param_groups: step")
+    return scalars

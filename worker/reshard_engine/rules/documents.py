@@ -1,0 +1,62 @@
+"""Rules as users write them: a small YAML document with the keys of `universal_checkpoint_info`, see docs/rules.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from reshard.errors import RequestError, printable
+from reshard_engine.rules.cut_rules import (
+    HEADS,
+    ORIGINAL_VOCAB,
+    PADDED_VOCAB,
+    PATTERN_LISTS,
+    SECTION_WIDTHS,
+    SECTIONS,
+    VERSION,
+    VOCAB_DIVISOR,
+)
+
+NAMES = "names"
+"""A name map of `families`, instead of none."""
+DEFAULT = "default"
+KNOWN = frozenset(
+    {*PATTERN_LISTS, SECTIONS, SECTION_WIDTHS, ORIGINAL_VOCAB, PADDED_VOCAB, VERSION, HEADS, VOCAB_DIVISOR, DEFAULT}
+)
+MAX_DEPTH = 8
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases: with them a few lines mean gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, unless it is an alias."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not read here")
+        return super().compose_node(parent, index)
+
+
+def parse_rules(text: str) -> dict[str, Any]:
+    """The rules in a document.
+
+    Raises:
+        RequestError: `request.invalid` if it is no mapping of known keys.
+    """
+    try:
+        found = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = printable(" ".join(str(error).split()), max_chars=200)
+        raise RequestError("request.invalid", f"--rules: not a YAML document of this kind: {reason}") from None
+    if not isinstance(found, dict):
+        raise RequestError("request.invalid", "--rules: the document is no mapping", fix="see docs/rules.md")
+    unknown = sorted(str(k) for k in found if k not in KNOWN)
+    if unknown:
+        raise RequestError(
+            "request.invalid",
+            f"--rules: unknown key {printable(unknown[0])!r}",
+            fix=f"known are {', '.join(sorted(KNOWN))}",
+        )
+    if found.get(DEFAULT) not in (None, "refuse", "column"):
+        raise RequestError("request.invalid", f"--rules: {DEFAULT} is `refuse` or `column`")
+    return {str(k): v for k, v in found.items()}

@@ -1,0 +1,21 @@
+"""The rules that a request gives: a family's, with what its document says in their place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.models import ConvertRequest
+from reshard_engine.rules.documents import parse_rules
+from reshard_engine.rules.families import family_rules
+
+
+def requested_rules(request: ConvertRequest) -> dict[str, Any] | None:
+    """Rules by DeepSpeed's keys; None if the request gives none.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    if request.family is None and request.rules is None:
+        return None
+    family = dict(family_rules(request.family)) if request.family is not None else {}
+    return family | (parse_rules(request.rules) if request.rules is not None else {})
