@@ -8,7 +8,6 @@ that does not replace decide, and both would write the same bytes.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -18,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
+from pydantic import BaseModel, ValidationError
 
 STALE_S = 60.0
 """Longer than file systems of several hosts cache what they know of a file (NFS: 60 s at most)."""
@@ -41,6 +42,20 @@ def _gone(pid: int) -> bool:
     return False
 
 
+class _Facts(BaseModel):
+    """What a claim says."""
+
+    where: str
+    pid: int
+    nonce: str
+
+
+def _facts(text: str) -> _Facts | None:
+    with suppress(ValidationError):
+        return _Facts.model_validate_json(text)
+    return None
+
+
 @dataclass(frozen=True)
 class _Seen:
     """A claim as it was read."""
@@ -51,11 +66,9 @@ class _Seen:
     @property
     def owner_gone(self) -> bool:
         """Whether its owner is a process of this host that has ended."""
-        try:
-            facts = json.loads(self.text)
-            return facts["where"] == _namespace() and _gone(int(facts["pid"]))
-        except (ValueError, KeyError, TypeError):
-            return False  # being written, or not ours: only its age tells
+        facts = _facts(self.text)
+        # One that is being written, or not ours: only its age tells.
+        return facts is not None and facts.where == _namespace() and _gone(facts.pid)
 
 
 class Claim:
@@ -64,6 +77,9 @@ class Claim:
     def __init__(self, path: str, descriptor: int, text: str) -> None:
         """See `Election.claim`."""
         self._path, self._descriptor, self._text = path, descriptor, text
+        facts = _facts(text)
+        self.nonce = "" if facts is None else facts.nonce
+        """Names this claim among all that were ever made."""
         self._ended = threading.Event()
         self._beat = threading.Thread(target=self._touch, name="reshard-claim", daemon=True)
 
@@ -99,6 +115,8 @@ class Election:
         self._path, self._stale_s = path, stale_s
         self._last: _Seen | None = None
         self._since = time.monotonic()
+        self.watched: set[str] = set()
+        """Nonces of the claims of others that this one has waited for."""
 
     def claim(self) -> Claim | None:
         """The claim, or None while another has it.
@@ -106,7 +124,7 @@ class Election:
         Raises:
             OSError: The directory cannot be written.
         """
-        text = json.dumps({"where": _namespace(), "pid": os.getpid(), "nonce": uuid.uuid4().hex})
+        text = _Facts(where=_namespace(), pid=os.getpid(), nonce=uuid.uuid4().hex).model_dump_json()
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
@@ -121,6 +139,8 @@ class Election:
             return
         if seen != self._last:
             self._last, self._since = seen, time.monotonic()
+            if (facts := _facts(seen.text)) is not None:
+                self.watched.add(facts.nonce)
         if seen.owner_gone or time.monotonic() - self._since > self._stale_s:
             self._remove(seen)
 

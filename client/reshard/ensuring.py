@@ -13,29 +13,16 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard._election import Election
 from reshard._makers import Deadline, Here, Maker, Service, pauses_s
-from reshard._places import (
-    RECORDS,
-    LocalSource,
-    find_source,
-    finished,
-    local_path,
-    place_companions,
-    storage_error,
-    writing,
-)
+from reshard._places import LocalSource, find_source, finished, local_path, place_companions, storage_error, writing
+from reshard._records import Records
 from reshard._world import Wanted, fits, name_of
-from reshard.errors import IntegrityError, RequestError, printable
+from reshard.errors import IntegrityError, RequestError, ReshardError, printable
 from reshard.models import (
     ConvertRequest,
     Inspection,
@@ -179,53 +166,52 @@ class _Task:
         return Ensured(out, Outcome.CONVERTED, layout)
 
 
-class _Record(BaseModel):
-    """What one call found or made, for the others: a file that appears whole."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    schema_version: Literal[1] = 1
-    finished: bool
-    path: str | None
-    """Save directory of the result; None where the source fits."""
-    source: str
-    tags: tuple[str, ...]
-
-
 class _Local:
     """A local source and a local result: one process works, the others wait for its record."""
 
     def __init__(self, task: _Task, src: str, source: LocalSource, out: str | None) -> None:
         self._task, self._src, self._source, self._out = task, src, source, out
         self._home = out or source.home
-        self._records = os.path.join(self._home, RECORDS)
-        self._facts = (source.home, *source.tags, source.fingerprint(), out or "")
-        self._asked = self._record_of(_key(task.wanted.key(), *self._facts))
-        """Record of this call: what others that ask in the same words wait for."""
-
-    def _record_of(self, key: str) -> str:
-        return os.path.join(self._records, f"{key[:32]}.json")
+        self._records = Records(self._home)
+        # Without paths: hosts may see the directory, in which the records lie, under different ones.
+        self._facts = (*source.tags, source.fingerprint(), "" if out is None else "out")
+        self._asked = _key(task.wanted.key(), *self._facts)
+        """Key of this call: what others that ask in the same words wait for."""
 
     def run(self) -> Ensured:
-        """The result, made by this process or by another one."""
+        """The result, made by this process or by another one.
+
+        Raises:
+            ReshardError: Why it cannot be made, also if that was another process's error while this one waited for it.
+        """
         if (known := self._known(self._asked)) is not None:
             return known
         try:
-            os.makedirs(self._records, exist_ok=True)
+            self._records.prepare()
         except OSError as error:
             return self._fits_or(storage_error(error, self._home))
-        election, pauses = Election(f"{self._asked}.claim"), pauses_s()
+        election, pauses = Election(self._records.claim(self._asked)), pauses_s()
         while True:
-            with writing(self._records):
+            with writing(self._records.folder):
                 claim = election.claim()
             if claim is not None:
                 with claim:
-                    return self._known(self._asked) or self._make()
-            if (known := self._known(self._asked)) is not None:
-                return known
+                    return self._as_winner(claim.nonce)
             if self._task.deadline.passed():
                 raise self._task.deadline.error(f"another process's conversion of {printable(self._src)}")
             time.sleep(next(pauses))
+            if (known := self._known(self._asked)) is not None:
+                return known
+            self._records.raise_told(self._asked, election.watched)
+
+    def _as_winner(self, nonce: str) -> Ensured:
+        try:
+            made = self._known(self._asked) or self._make()
+        except ReshardError as error:
+            self._records.tell_failure(self._asked, nonce, error)
+            raise
+        self._records.forget_failure(self._asked)
+        return made
 
     def _fits_or(self, error: Exception) -> Ensured:
         """Where nothing can be written: the source if it fits, else why not."""
@@ -237,51 +223,38 @@ class _Local:
     def _inspected(self) -> list[Inspection]:
         return [self._task.maker.inspect(SourceSpec(url=self._source.home, tag=tag)) for tag in self._source.tags]
 
-    # -- records ----------------------------------------------------------------------------------------
-
-    def _known(self, record: str) -> Ensured | None:
+    def _known(self, key: str) -> Ensured | None:
         """What an earlier call found or made, if it is still there."""
-        facts = _read_record(record)
-        if facts is None or not facts.finished:
+        record = self._records.read(key)
+        if record is None or not record.finished:
             return None
-        if facts.path is None:
+        if (place := self._records.place(record)) is None:
             return Ensured(self._src, Outcome.SOURCE)
-        whole = finished(facts.path, self._source.tags)
-        return Ensured(self._returned(facts.path), Outcome.EARLIER) if whole else None
-
-    def _remember(self, record: str, path: str | None, *, finished: bool) -> None:
-        facts = _Record(finished=finished, path=path, source=self._source.home, tags=self._source.tags)
-        temporary = f"{record}.{uuid.uuid4().hex[:8]}.part"
-        with writing(self._records):
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(facts.model_dump_json())
-            os.replace(temporary, record)
+        return Ensured(self._returned(place), Outcome.EARLIER) if finished(place, self._source.tags) else None
 
     def _returned(self, save_directory: str) -> str:
         """A path of the kind that the caller named."""
         return os.path.join(save_directory, self._source.tag) if self._source.names_tag else save_directory
 
-    # -- work -------------------------------------------------------------------------------------------
-
     def _make(self) -> Ensured:
         wanted, found = self._task.wanted, self._inspected()
         if all(fits(f, wanted.layout(f), wanted.dtype) for f in found):
-            self._remember(self._asked, None, finished=True)
+            self._records.write(self._asked, None, finished=True)
             return Ensured(self._src, Outcome.SOURCE)
         layout = wanted.layout(found[-1])
         # Calls in other words may mean this result too: `--dp 4`, or a world of four processes.
         key = _key(layout.model_dump_json(), wanted.dtype or "", wanted.rules or "", wanted.family or "", *self._facts)
-        record = self._record_of(key)
-        if (earlier := self._known(record)) is None:
-            target = self._out or os.path.join(self._records, name_of(self._source.tag, layout, wanted.dtype, key))
-            self._refuse_foreign(target, record)
-            self._remember(record, target, finished=False)
-            self._convert(target, layout, key)
-            self._remember(record, target, finished=True)
-            earlier = Ensured(self._returned(target), Outcome.CONVERTED, layout)
-        known = _read_record(record)
-        self._remember(self._asked, None if known is None else known.path, finished=True)
-        return earlier
+        name = name_of(self._source.tag, layout, wanted.dtype, key)
+        target = self._out or os.path.join(self._records.folder, name)
+        made = self._known(key)
+        if made is None:
+            self._refuse_foreign(target, key)
+            self._records.write(key, target, finished=False)
+            self._convert(target, layout, _key(key, self._home))
+            self._records.write(key, target, finished=True)
+            made = Ensured(self._returned(target), Outcome.CONVERTED, layout)
+        self._records.write(self._asked, target, finished=True)
+        return made
 
     def _convert(self, target: str, layout: NativeLayout, key: str) -> None:
         """Fill a save directory: what lies beside the tags first, then the tags, `latest` last."""
@@ -300,13 +273,13 @@ class _Local:
                 fix="call again; if a service converted, check that it sees the same file system",
             )
 
-    def _refuse_foreign(self, target: str, record: str) -> None:
+    def _refuse_foreign(self, target: str, key: str) -> None:
         """Refuse a directory of the user that holds another checkpoint, before its neighbours are replaced.
 
         Raises:
             RequestError: `request.target_exists`.
         """
-        if self._out is None or _read_record(record) is not None:
+        if self._out is None or self._records.read(key) is not None:
             return
         if any(os.path.lexists(os.path.join(target, n)) for n in (*self._source.tags, "latest")):
             raise RequestError(
@@ -319,9 +292,3 @@ class _Local:
 def _key(*facts: str) -> str:
     """Equal for equal facts."""
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()
-
-
-def _read_record(path: str) -> _Record | None:
-    with suppress(FileNotFoundError, ValidationError), open(path, "rb") as file:
-        return _Record.model_validate_json(file.read())
-    return None

@@ -118,6 +118,8 @@ class NativeLayout(WireModel):
     ep: int = Field(default=1, ge=1, le=1 << 12)
     partition_method: str | None = Field(default=None, max_length=4096)
     """Of pipeline stages: `uniform`, `parameters`, `type:REGEX`, or the first layer of each stage: `0,3,6`."""
+    pipeline_layers: int | None = Field(default=None, ge=1, le=4096)
+    """Layers of the pipeline in all, those without parameters included; `uniform` needs it."""
     round_robin_gradients: bool | None = None
     parameter_alignment: bool | None = None
     sub_group_size: int | None = Field(default=None, ge=1)

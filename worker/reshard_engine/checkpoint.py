@@ -15,6 +15,8 @@ from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.shardmap import ShardMap
 
+RNG_KEYS = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+"""Entries of model states that hold random states: Megatron's, and the names of its members."""
 MAX_AMPLIFICATION = 16
 """Bytes of all tensors for one byte of the files: views and tied tensors share bytes, a few times at most."""
 
@@ -47,6 +49,8 @@ class Parameter:
     """Optimizer states that are one number per parameter or group, such as `step`."""
     cut: Cut | None = None
     """How tensor parallelism cuts it; None where nothing says."""
+    layer: int | None = None
+    """The pipeline layer whose weights it is among; None in a run that is no pipeline."""
 
     @property
     def trained(self) -> bool:
@@ -113,6 +117,12 @@ class Checkpoint:
     warnings: tuple[str, ...]
     agreements: tuple[Agreement, ...] = ()
     """What must hold for the parts to have been put together rightly; compared before anything is written."""
+    stage_layers: tuple[int, ...] = ()
+    """Of a pipeline: the first layer with parameters of each stage."""
+    rng: tuple[Mapping[str, Node], ...] = ()
+    """Random states by rank, where the source has any: of each model-parallel rank, at ZeRO-3 of each rank within it."""
+    vocab_divisor: int | None = None
+    """Vocabularies are padded to a multiple of this times the tensor-parallel ranks."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
 

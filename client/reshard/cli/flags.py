@@ -66,6 +66,10 @@ class ConversionFlags:
             rich_help_panel=_WORLD,
         ),
     ] = None
+    pipeline_layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Layers in all, for --partition-method uniform.", rich_help_panel=_WORLD),
+    ] = None
     round_robin_gradients: Annotated[
         bool | None,
         typer.Option(
@@ -135,6 +139,7 @@ class ConversionFlags:
         options: dict[str, Any] = {
             "zero_stage": self.zero_stage,
             "partition_method": self.partition_method,
+            "pipeline_layers": self.pipeline_layers,
             "round_robin_gradients": self.round_robin_gradients,
             "parameter_alignment": self.parameter_alignment,
             "sub_group_size": self.sub_group_size,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerState, Parameter
+from reshard_engine.checkpoint import RNG_KEYS, Agreement, Buffer, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.pickles.nodes import PTensor
+from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.cutting import rules_of
-from reshard_engine.readers.deepspeed.layers import layer_tensors
+from reshard_engine.readers.deepspeed.layers import TIED, layer_of, layer_tensors
 from reshard_engine.readers.deepspeed.model_states import ModelStates, module_tensors
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.optim_states import RankStates
@@ -62,8 +62,8 @@ class _Assembly:
         self._builder = ShardMapBuilder()
         pairs = zip(run.states, run.models, strict=True)
         self._slices = [add_slice(self._builder, s, m, self._number) for s, m in pairs]
-        cut_rules, affine = rules_of(self._slices[0].model, rules)
-        self._joiner = Joiner(self._builder, cut_rules, affine, tp=run.tp)
+        self._rules, affine = rules_of(self._slices[0].model, rules)
+        self._joiner = Joiner(self._builder, self._rules, affine, tp=run.tp)
         self._trained = self._joiner.trained(self._slices)
         self._modules = [self._module_of(s) for s in self._slices]
 
@@ -77,13 +77,17 @@ class _Assembly:
         run, piece = self._run, self._slices[0]
         first, model, module = piece.states[0], piece.model, self._modules[0]
         weights, loose, buffers = self._weights()
-        parameters = [replace(p, weight=self._weight_of(p, weights)) for p in self._trained]
+        parameters = [
+            replace(p, weight=self._weight_of(p, weights), layer=self._layer_of(p.fqn)) for p in self._trained
+        ]
+        loose = [replace(p, layer=self._layer_of(p.fqn)) for p in loose]
         numbers = {p.fqn: p.weight for p in (*parameters, *loose) if p.weight is not None} | buffers
         trees = TreeTensors(self._builder, self._number)
         optimizer = OptimizerState(
             tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
             {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
         )
+        rng = tuple(self._rng(trees))
         return Checkpoint(
             url=url,
             tag=tag,
@@ -103,8 +107,29 @@ class _Assembly:
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=(*module.warnings, *self._warnings(first)),
             agreements=(*self._joiner.agreements, *self._roundings(parameters)),
+            stage_layers=self._stage_layers(),
+            rng=rng,
+            vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
             unexplained=tuple(self._joiner.unexplained),
         )
+
+    def _layer_of(self, name: str) -> int | None:
+        return layer_of(name, self._run.layers) if self._run.layers else None
+
+    def _stage_layers(self) -> tuple[int, ...]:
+        if not self._run.layers:
+            return ()
+        stages = [self._slices[first] for first in range(0, len(self._slices), self._run.tp)]
+        own = [[self._layer_of(p.fqn) for p in s.trained if not p.fqn.startswith(TIED)] for s in stages]
+        found = [min((n for n in layers if n is not None), default=-1) for layers in own]
+        return tuple(found) if -1 not in found and found == sorted(set(found)) else ()
+
+    def _rng(self, trees: TreeTensors) -> Iterator[Mapping[str, Node]]:
+        """Random states, rank by rank, if the first rank has any."""
+        models = [m for piece in self._slices for m in piece.models]
+        keys = [k for k in RNG_KEYS if models[0].entries.get(k) is not None]
+        for model in models if keys else ():
+            yield {k: trees.carried(model.entries.get(k), model.torch_file) for k in keys}
 
     @property
     def _reordered(self) -> bool:
@@ -123,7 +148,7 @@ class _Assembly:
 
     def _weights(self) -> tuple[dict[str, int], list[Parameter], dict[str, int]]:
         """Weights in the model's dtype by name, frozen parameters, and buffers: whole, wherever they are stored."""
-        if len(self._slices) == 1 and not self._run.layers and not self._run.experts:
+        if len(self._slices) == 1 and self._rules is None and not self._run.layers and not self._run.experts:
             module = self._modules[0]
             return dict(module.weights), list(module.frozen_parameters), dict(module.buffers)
         tables = self._tables()

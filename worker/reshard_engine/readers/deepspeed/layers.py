@@ -13,6 +13,8 @@ from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.readers.deepspeed.model_states import module_tensors
 
+TIED = "tied_modules."
+_LAYER = re.compile(r"(?P<layer>0|[1-9][0-9]{0,5})\..+")
 _TIED = re.compile(r"tied_modules\.[^.]+\.(?P<inner>.+)")
 
 
@@ -41,3 +43,15 @@ def layer_tensors(
                 name = owners[0]
             table.setdefault(name, (file, tensor))
     return found
+
+
+def layer_of(name: str, files: Mapping[tuple[int, int], TorchFile]) -> int | None:
+    """The layer that holds a parameter: its name's number; for tied ones the first layer whose file has its name."""
+    if (match := _LAYER.fullmatch(name)) is not None:
+        return int(match["layer"])
+    if (match := _TIED.fullmatch(name)) is None:
+        return None
+    holding = [
+        layer for (layer, tp), file in files.items() if tp == 0 and match["inner"] in module_tensors(file.root, "")
+    ]
+    return min(holding, default=None)

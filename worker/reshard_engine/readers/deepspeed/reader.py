@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.pickles.nodes import is_mapping, mapping_items, sequence_items
@@ -126,7 +126,9 @@ def _read_models(files: RankFiles, mp: int, world: int, ledger: OpaqueLedger, *,
     if not sharded:
         return [first]
     wanted = _complete_ranks(table, "model_states", files, mp, count=world)
-    return [first, *_open_all(table, wanted[1:], ledger, parse_model_states)] if first.frozen_shapes else [first]
+    # Shares of frozen parameters and random states are each rank's own; everything else is the same on all.
+    differ = bool(first.frozen_shapes) or any(first.entries.get(k) is not None for k in RNG_KEYS)
+    return [first, *_open_all(table, wanted[1:], ledger, parse_model_states)] if differ else [first]
 
 
 def _open_table(files: Mapping[_K, SourceFile], ledger: OpaqueLedger) -> dict[_K, TorchFile]:

@@ -6,9 +6,10 @@ Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`state_dict`, `load_st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_of, ordered_dict
+from reshard_engine.writers.zero.experts import experts_by_layer, held_by, is_expert_group
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 from reshard_engine.writers.zero.optimizer import (
     Groups,
@@ -19,7 +20,7 @@ from reshard_engine.writers.zero.optimizer import (
     zero_stage_node,
 )
 from reshard_engine.writers.zero.partitions import (
-    Concatenated,
+    Run,
     alignment_elems,
     clipped,
     concatenate,
@@ -30,11 +31,34 @@ from reshard_engine.writers.zero.scaling import scaler_entries
 from reshard_engine.writers.zero.target import Target
 
 
-def flat_order(parameters: Sequence[LocalParameter], target: Target) -> list[LocalParameter]:
-    """The parameters of a group as they follow one another in its flat tensor."""
-    if not target.round_robin:
-        return list(parameters)
-    return [parameters[i] for i in round_robin_order(len(parameters), target.dp)]
+class _FlatGroup:
+    """One param group as the ranks that share it hold it."""
+
+    def __init__(self, members: Sequence[LocalParameter], ranks: int, target: Target, states: Sequence[str]) -> None:
+        self.members = members
+        if target.round_robin:
+            self.members = [members[i] for i in round_robin_order(len(members), ranks)]
+        alignment = alignment_elems(target.dtype.itemsize_bytes) if target.aligned else 1
+        self.ranks = ranks
+        self.layout = concatenate([p.numel for p in self.members], ranks, alignment=alignment)
+        self._pieces = {
+            state: pieces(flat_runs(self.members, self.layout.paddings, state), self.layout.partition_numel, ranks)
+            for state in states
+        }
+
+    def runs_of(self, rank: int) -> dict[str, tuple[Run, ...]]:
+        """What each state of one rank's partition is made of."""
+        return {state: tuple(found[rank]) for state, found in self._pieces.items()}
+
+    def fragments_of(self, rank: int) -> Node:
+        """Which elements of which parameter a rank's partition holds."""
+        begin, end = rank * self.layout.partition_numel, (rank + 1) * self.layout.partition_numel
+        found: dict[str, Node] = {}
+        for parameter, start in zip(self.members, self.layout.starts, strict=True):
+            low, high = max(start, begin), min(start + parameter.numel, end)
+            if low < high:
+                found[parameter.fqn] = fragment_node(high - low, low - begin)
+        return ordered_dict(found)
 
 
 class FlatStates:
@@ -43,76 +67,65 @@ class FlatStates:
     def __init__(self, groups: Groups, model: LocalModel, target: Target) -> None:
         """Lay the groups out once for all ranks."""
         self._groups, self._target = groups, target
-        self._members = [flat_order(g, target) for g in trained_groups(model, groups.count)]
-        alignment = alignment_elems(target.dtype.itemsize_bytes) if target.aligned else 1
-        self._layouts = [concatenate([p.numel for p in g], target.dp, alignment=alignment) for g in self._members]
-        self._pieces = [
-            {
-                state: pieces(flat_runs(members, layout.paddings, state), layout.partition_numel, target.dp)
-                for state in groups.states
-            }
-            for members, layout in zip(self._members, self._layouts, strict=True)
-        ]
+        experts = experts_by_layer(p.fqn for p in model.parameters)
+        self._flat: list[list[_FlatGroup]] = []
+        for node, members in zip(groups.nodes, trained_groups(model, groups.count), strict=True):
+            ep = target.layout.ep if is_expert_group(node) else 1
+            # Only experts are spread over expert-parallel ranks: each of these has a flat tensor of its own.
+            self._flat.append(
+                [
+                    _FlatGroup(held_by(members, experts, ep, e), target.dp // ep, target, groups.states)
+                    for e in range(ep)
+                ]
+            )
+
+    def _of(self, rank: int) -> list[tuple[_FlatGroup, int]]:
+        """Per param group the flat tensor that a data-parallel rank shares, and its place among those that do."""
+        return [(flats[rank % len(flats)], rank // len(flats)) for flats in self._flat]
 
     def optimizer_of(self, rank: int) -> Node:
         """`optimizer_state_dict` of one data-parallel rank."""
-        target = self._target
+        target, mine = self._target, self._of(rank)
         entries: dict[str | int, Node] = {}
         if not target.bf16_optimizer:
             entries |= scaler_entries(target)
         entries["clip_grad"] = clip_grad_of(target)
-        entries["base_optimizer_state"] = self._base_state(rank)
-        entries["single_partition_of_fp32_groups"] = PList(
-            [self._master(index, rank) for index in range(len(self._members))]
-        )
+        entries["base_optimizer_state"] = self._base_state(mine)
+        entries["single_partition_of_fp32_groups"] = PList([self._master(flat, place) for flat, place in mine])
         if not target.bf16_optimizer:
             entries["zero_stage"] = zero_stage_node(target.stage)
-        entries["group_paddings"] = PList([self._padding(layout, rank) for layout in self._layouts])
+        entries["group_paddings"] = PList([self._padding(flat, place) for flat, place in mine])
         if target.aligned:
             # Absent unless asked for: loaders compare it with their own, and older ones do not know it.
-            entries["param_alignment_paddings"] = PList([PList(list(la.paddings)) for la in self._layouts])
-        entries["partition_count"] = PList([target.dp] * len(self._layouts))
+            entries["param_alignment_paddings"] = PList([PList(list(flat.layout.paddings)) for flat, _ in mine])
+        entries["partition_count"] = PList([flat.ranks for flat, _ in mine])
         entries["ds_version"] = target.version
-        entries["param_slice_mappings"] = PList([self._fragments(index, rank) for index in range(len(self._members))])
+        entries["param_slice_mappings"] = PList([flat.fragments_of(place) for flat, place in mine])
         return mapping_of(entries)
 
-    def _padding(self, layout: Concatenated, rank: int) -> int:
+    def _padding(self, flat: _FlatGroup, place: int) -> int:
         if not self._target.bf16_optimizer:
-            return layout.padding_of(rank)
+            return flat.layout.padding_of(place)
         # BF16_Optimizer counts all of it on the last rank.
-        return layout.partition_numel * self._target.dp - layout.numel if rank == self._target.dp - 1 else 0
+        return flat.layout.partition_numel * flat.ranks - flat.layout.numel if place == flat.ranks - 1 else 0
 
-    def _base_state(self, rank: int) -> Node:
+    def _base_state(self, mine: Sequence[tuple[_FlatGroup, int]]) -> Node:
         state: dict[str | int, Node] = {}
-        for index, (members, layout) in enumerate(zip(self._members, self._layouts, strict=True)):
-            runs = {s: tuple(p[rank]) for s, p in self._pieces[index].items()}
-            has_state = len(self._groups.states) > 1 or any(p.scalars for p in members)
-            if members and has_state:
-                state[index] = self._groups.state_entry(members, runs, (layout.partition_numel,))
-        groups = self._groups.with_params([[index] for index in range(self._groups.count)])
+        for index, (flat, place) in enumerate(mine):
+            has_state = len(self._groups.states) > 1 or any(p.scalars for p in flat.members)
+            if flat.members and has_state:
+                shape = (flat.layout.partition_numel,)
+                state[index] = self._groups.state_entry(flat.members, flat.runs_of(place), shape)
+        groups = self._groups.with_params([[index] for index in range(self._groups.count)], ep=self._target.layout.ep)
         return mapping_of({"state": mapping_of(state), "param_groups": groups})
 
-    def _master(self, index: int, rank: int) -> Node:
-        layout = self._layouts[index]
-        numel = layout.partition_numel
+    def _master(self, flat: _FlatGroup, place: int) -> Node:
+        numel = flat.layout.partition_numel
         if not self._target.bf16_optimizer:
-            numel -= layout.padding_of(rank)
-        runs = clipped(self._pieces[index]["fp32"][rank], 0, numel)
-        return PRuns(self._groups.dtype_of("fp32", self._members[index]).name, (numel,), tuple(runs))
-
-    def _fragments(self, index: int, rank: int) -> Node:
-        layout = self._layouts[index]
-        begin, end = rank * layout.partition_numel, (rank + 1) * layout.partition_numel
-        found: dict[str, Node] = {}
-        for parameter, start in self._placed(index):
-            low, high = max(start, begin), min(start + parameter.numel, end)
-            if low < high:
-                found[parameter.fqn] = fragment_node(high - low, low - begin)
-        return ordered_dict(found)
-
-    def _placed(self, index: int) -> Iterator[tuple[LocalParameter, int]]:
-        return zip(self._members[index], self._layouts[index].starts, strict=True)
+            numel -= flat.layout.padding_of(place)
+        runs = clipped(flat.runs_of(place)["fp32"], 0, numel)
+        return PRuns(self._groups.dtype_of("fp32", flat.members).name, (numel,), tuple(runs))
 
     def shapes(self) -> list[list[LocalParameter]]:
-        """What `param_shapes` lists: the members of each group, in flat order."""
-        return self._members
+        """What `param_shapes` lists: the members of each group, in flat order, as the first rank holds them."""
+        return [list(flats[0].members) for flats in self._flat]

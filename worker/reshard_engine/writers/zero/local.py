@@ -1,60 +1,135 @@
-"""From the checkpoint's logical tensors to what each model-parallel rank of the target holds."""
+"""From whole parameters to what each model-parallel rank of the target holds.
+
+A stage's parameters come tied modules first, then layer by layer, whatever the source's stages were: that is the order in
+which `PipelineModule` registers them, and so the order of the optimizer's groups.
+
+Source: deepspeed 0.19.8 `runtime/pipe/module.py` (`_build`, `tied_modules`), `runtime/pipe/topology.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from reshard.errors import RequestError, printable
+from reshard.models import NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
-from reshard_engine.writers.zero.model import LocalModel, LocalParameter
-from reshard_engine.writers.zero.partitions import Run
+from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.writers.zero.cutting import Cutter
+from reshard_engine.writers.zero.model import LocalModel
+from reshard_engine.writers.zero.stages import boundaries
 from reshard_engine.writers.zero.target import Target
 
+TIED = "tied_modules."
 
-def local_models(checkpoint: Checkpoint, target: Target) -> list[LocalModel]:
+
+def local_models(checkpoint: Checkpoint, target: Target, cutter: Cutter) -> list[LocalModel]:
     """The model-parallel ranks of the target, in the order of their numbers.
 
     Raises:
         RequestError: `request.unsatisfiable` if the model cannot be cut so.
     """
-    layout = target.layout
-    if (layout.tp, layout.pp, layout.ep) != (1, 1, 1):
-        raise RequestError("request.unsatisfiable", "tensor, pipeline and expert parallel targets are not written yet")
-    parameters = [_whole(checkpoint, p) for p in (*checkpoint.trained, *checkpoint.frozen)]
+    stages = _stages(checkpoint, target.layout)
     buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
     known = dict.fromkeys([p.fqn for p in checkpoint.parameters] + list(buffers) + list(checkpoint.shared))
-    names = [n for n in _module_names(checkpoint) if n in known]
-    return [
-        LocalModel(
-            pp=0,
-            tp=0,
-            parameters=tuple(parameters),
-            buffers=buffers,
-            shared=checkpoint.shared,
-            names=tuple(dict.fromkeys([*names, *known])),
-        )
-    ]
+    names = tuple(dict.fromkeys([*(n for n in _module_names(checkpoint) if n in known), *known]))
+    found: list[LocalModel] = []
+    for pp, members in enumerate(stages):
+        for tp in range(target.layout.tp):
+            local = tuple(cutter.local(p, tp) for p in members)
+            inside = {p.fqn for p in members}
+            found.append(
+                LocalModel(
+                    pp=pp,
+                    tp=tp,
+                    parameters=local,
+                    layers={p.fqn: p.layer for p in members if p.layer is not None},
+                    buffers=buffers,
+                    shared={a: o for a, o in checkpoint.shared.items() if o in inside},
+                    names=names,
+                )
+            )
+    return found
+
+
+def is_pipeline(checkpoint: Checkpoint) -> bool:
+    """Whether the parameters are named by the layers of a pipeline."""
+    return any(p.layer is not None for p in checkpoint.trained)
+
+
+def _stages(checkpoint: Checkpoint, layout: NativeLayout) -> list[list[Parameter]]:
+    """The parameters of each pipeline stage, in its order."""
+    everything = [*checkpoint.trained, *checkpoint.frozen]
+    if not is_pipeline(checkpoint):
+        if layout.pp > 1:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{layout.pp} pipeline stages, and the parameters' names say no layers: the run was no pipeline",
+                fix="--pp 1, or --names megatron-pipeline for a model of Megatron-DeepSpeed",
+            )
+        return [everything]
+    stray = [p.fqn for p in everything if p.layer is None]
+    if stray:
+        raise RequestError("request.unsatisfiable", f"{printable(stray[0])} belongs to no layer of the pipeline")
+    ordered = sorted(everything, key=lambda p: (not p.fqn.startswith(TIED), 0 if p.fqn.startswith(TIED) else p.layer))
+    if layout.pp == 1:
+        return [ordered]
+    cuts = _boundaries(checkpoint, layout, ordered)
+    return [list(_members(ordered, cuts, stage)) for stage in range(layout.pp)]
+
+
+def _members(ordered: Sequence[Parameter], cuts: Sequence[int], stage: int) -> Iterator[Parameter]:
+    last = stage == len(cuts) - 2
+    for parameter in ordered:
+        assert parameter.layer is not None
+        # What is tied comes again behind the last layer: as the head that the embedding is.
+        if cuts[stage] <= parameter.layer < cuts[stage + 1] or (last and parameter.fqn.startswith(TIED)):
+            yield parameter
+
+
+def _boundaries(checkpoint: Checkpoint, layout: NativeLayout, ordered: Sequence[Parameter]) -> list[int]:
+    weights: dict[int, int] = {}
+    shapes: dict[int, list[object]] = {}
+    for parameter in ordered:
+        layer = parameter.layer or 0
+        size = 1
+        for length in parameter.shape:
+            size *= length
+        cut = parameter.cut is not None and parameter.cut.dim is not None
+        if parameter.trained:
+            weights[layer] = weights.get(layer, 0) + (size // layout.tp if cut else size)
+        shapes.setdefault(layer, []).append((parameter.fqn.partition(".")[2], parameter.shape))
+    tied = any(p.fqn.startswith(TIED) for p in ordered)
+    if layout.partition_method is None:
+        if checkpoint.stage_layers and len(checkpoint.stage_layers) == layout.pp:
+            # As many stages as before: their layers are the source's.
+            first = ",".join(map(str, (0, *checkpoint.stage_layers[1:])))
+            layout = layout.model_copy(update={"partition_method": first})
+        elif _is_megatron(checkpoint):
+            layout = layout.model_copy(update={"partition_method": "type:transformer"})
+        else:
+            raise RequestError(
+                "request.invalid",
+                f"which layers {layout.pp} stages hold depends on the model's partition_method",
+                fix="--partition-method uniform|parameters|type:REGEX, or each stage's first layer: 0,3,6",
+            )
+    kinds = {layer: tuple(sorted(map(repr, names))) for layer, names in shapes.items()}
+    return boundaries(layout, weights, kinds, tied=tied)
+
+
+def _is_megatron(checkpoint: Checkpoint) -> bool:
+    state = mapping_items(checkpoint.model_state, what="model states") if is_mapping(checkpoint.model_state) else {}
+    return "args" in state and "checkpoint_version" in state
 
 
 def _module_names(checkpoint: Checkpoint) -> list[str]:
     state = mapping_items(checkpoint.model_state, what="model states") if is_mapping(checkpoint.model_state) else {}
-    module = state.get("module")
-    return [str(n) for n in mapping_items(module, what="module")] if is_mapping(module) else []
+    return list(leaf_names(state.get("module"), ""))
 
 
-def _whole(checkpoint: Checkpoint, parameter: Parameter) -> LocalParameter:
-    tensors = checkpoint.shard_map.tensors
-
-    def runs(number: int) -> tuple[Run, ...]:
-        return ((number, 0, tensors[number].numel),)
-
-    best = parameter.states.get("fp32", parameter.weight)
-    if best is None:
-        raise RequestError("request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}")
-    return LocalParameter(
-        fqn=parameter.fqn,
-        shape=parameter.shape,
-        group=parameter.group,
-        states={s: runs(n) for s, n in parameter.states.items()},
-        weight=runs(best),
-        scalars=parameter.scalars,
-    )
+def leaf_names(node: Node, prefix: str) -> Iterator[str]:
+    """The names of a state dict's tensors, joined by dots where it is nested."""
+    for key, value in mapping_items(node, what="module").items() if is_mapping(node) else ():
+        if is_mapping(value):
+            yield from leaf_names(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

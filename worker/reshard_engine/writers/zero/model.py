@@ -37,6 +37,8 @@ class LocalModel:
     tp: int
     parameters: tuple[LocalParameter, ...]
     """Trained ones in the optimizer's order, then frozen ones."""
+    layers: Mapping[str, int]
+    """Of a pipeline: the layer whose file holds each parameter's weight."""
     buffers: Mapping[str, int]
     """Tensor numbers of persistent buffers."""
     shared: Mapping[str, str]

@@ -23,12 +23,10 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     ordered_dict,
 )
+from reshard_engine.writers.zero.experts import expert_of
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 from reshard_engine.writers.zero.sharded import share_of
 from reshard_engine.writers.zero.target import Target
-
-RNG_KEYS = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
-"""Client-state entries that hold random states: Megatron's, and the names of its members."""
 
 
 class ModelStatesFiles:
@@ -39,6 +37,8 @@ class ModelStatesFiles:
     ) -> None:
         """For the rank's own parameters, grouped as its flat tensors are."""
         self._checkpoint, self._model, self._target, self._shapes = checkpoint, model, target, shapes
+        self._parameters = {p.fqn: p for p in model.parameters if expert_of(p.fqn) is None}
+        self._nodes: dict[str, Node] = {}
 
     def entries_of(self, rank: int, run_state: Mapping[str | int, Node], optimizer: Node) -> Node:
         """The file of one data-parallel rank (below stage 3 there is one, of rank 0).
@@ -76,26 +76,47 @@ class ModelStatesFiles:
         return mapping_of(entries)
 
     def _module(self) -> Node:
-        model, sharded = self._model, self._target.stage == 3
-        parameters = {p.fqn: p for p in model.parameters}
-        owners: dict[str, Node] = {}
+        if self._model.layers:
+            return None  # pipelines keep their weights in layer files
+        state = self._checkpoint.model_state
+        tree = mapping_items(state, what="model states").get("module") if is_mapping(state) else None
+        found = self._state_dict(tree, "", set())
+        return found if found is not None else ordered_dict({})
+
+    def _state_dict(self, tree: Node, prefix: str, done: set[str]) -> Node:
+        """The state dict in the source's nesting, and at its top what the source's has no place for."""
         found: dict[str, Node] = {}
-        for name in model.names:
-            owner = model.shared.get(name, name)
-            if owner not in owners:
-                if owner in parameters:
-                    owners[owner] = self._placeholder() if sharded else self._weight(parameters[owner])
-                elif owner in model.buffers:
-                    owners[owner] = PTensorRef(model.buffers[owner])
-                else:
-                    continue
-            found[name] = owners[owner]
+        for key, value in mapping_items(tree, what="module").items() if is_mapping(tree) else ():
+            name = f"{prefix}{key}"
+            if is_mapping(value):
+                found[str(key)] = self._state_dict(value, f"{name}.", done)
+            elif (node := self._named(name)) is not None:
+                found[str(key)] = node
+                done.add(name)
+        for name in self._model.names if not prefix else ():
+            if name not in done and (node := self._named(name)) is not None:
+                found[name] = node
         return ordered_dict(found)
+
+    def _named(self, name: str) -> Node:
+        """The tensor of one name of the state dict; one node for all names of a tied one. None for experts."""
+        model = self._model
+        owner = model.shared.get(name, name)
+        if owner not in self._nodes:
+            node: Node = None
+            if (parameter := self._parameters.get(owner)) is not None:
+                sharded = self._target.stage == 3
+                node = self._placeholder() if sharded else self.weight_node(parameter)
+            elif owner in model.buffers:
+                node = PTensorRef(model.buffers[owner])
+            self._nodes[owner] = node
+        return self._nodes[owner]
 
     def _placeholder(self) -> Node:
         return PLiteral(self._target.dtype.name, (0,), b"")
 
-    def _weight(self, parameter: LocalParameter) -> Node:
+    def weight_node(self, parameter: LocalParameter) -> Node:
+        """A parameter's weight in the model's dtype."""
         return PRuns(self._weight_dtype(parameter), parameter.shape, parameter.weight)
 
     def _weight_dtype(self, parameter: LocalParameter) -> str:
@@ -109,7 +130,7 @@ class ModelStatesFiles:
         found: dict[str, Node] = {}
         for parameter in self._model.frozen:
             if self._target.stage == 2:
-                found[parameter.fqn] = self._weight(parameter)
+                found[parameter.fqn] = self.weight_node(parameter)
                 continue
             ranks = self._target.dp
             runs = tuple(share_of(parameter.weight, parameter.numel, rank, ranks))

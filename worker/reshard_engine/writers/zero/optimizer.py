@@ -15,6 +15,7 @@ from reshard_engine.layout import ZEROS
 from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PRuns, PTuple, mapping_items, mapping_of
 from reshard_engine.writers.optimizer_states import group_nodes
 from reshard_engine.writers.trees import scalar_node
+from reshard_engine.writers.zero.experts import renamed_group
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 from reshard_engine.writers.zero.partitions import Run
 from reshard_engine.writers.zero.target import Target
@@ -34,13 +35,13 @@ class Groups:
         """How many param groups there are."""
         return len(self.nodes)
 
-    def with_params(self, params: Sequence[Iterable[int]]) -> PList:
-        """`param_groups` with these numbers as `params`."""
+    def with_params(self, params: Sequence[Iterable[int]], *, ep: int = 1) -> PList:
+        """`param_groups` with these numbers as `params`, for so many expert-parallel ranks."""
         found: list[Node] = []
         for node, numbers in zip(self.nodes, params, strict=True):
             entries = dict(mapping_items(node, what="param_groups"))
             entries["params"] = PList(list(numbers))
-            found.append(mapping_of(entries))
+            found.append(mapping_of(renamed_group(entries, ep)))
         return PList(found)
 
     def dtype_of(self, state: str, parameters: Sequence[LocalParameter]) -> Dtype:

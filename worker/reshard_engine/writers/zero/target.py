@@ -30,6 +30,7 @@ class Target:
     source: RunConfig
     source_config: Node
     """The source's `ds_config`."""
+    source_world: Mapping[str, int]
     extras: Mapping[str, Node]
     """What the source's optimizer keeps beside its states: loss scaler, clipping, flags."""
     version: str
@@ -38,6 +39,11 @@ class Target:
     def dp(self) -> int:
         """Data-parallel ranks."""
         return self.layout.dp
+
+    @property
+    def tp_changes(self) -> bool:
+        """Whether parameters are cut over another number of ranks than in the source."""
+        return self.layout.tp != self.source_world.get("tp", 1)
 
     @property
     def prefix(self) -> str:
@@ -103,6 +109,7 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         sub_group_size=layout.sub_group_size or source.sub_group_size or DEFAULT_SUB_GROUP_SIZE,
         source=source,
         source_config=entries.get("ds_config"),
+        source_world=checkpoint.world,
         extras=_extras(checkpoint),
         # Loaders insist on it; where it is unknown, the oldest whose stage 1 is laid out as today's stands in.
         version=version if isinstance(version, str) and version else "0.7.4",

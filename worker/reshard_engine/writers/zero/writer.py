@@ -8,18 +8,23 @@ Source: deepspeed 0.19.8 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from reshard.errors import RequestError
 from reshard.models import ConvertRequest, RngPolicy
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
-from reshard_engine.pickles.nodes import Node, mapping_of
+from reshard_engine.pickles.nodes import Node, mapping_of, ordered_dict
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.writers.trees import tree_template
+from reshard_engine.writers.zero.client_state import relaid
+from reshard_engine.writers.zero.cutting import Cutter
+from reshard_engine.writers.zero.experts import expert_of, experts_by_layer, require_divisible
 from reshard_engine.writers.zero.flat import FlatStates
-from reshard_engine.writers.zero.local import local_models
+from reshard_engine.writers.zero.local import TIED, local_models
 from reshard_engine.writers.zero.model import LocalModel
-from reshard_engine.writers.zero.model_states import RNG_KEYS, ModelStatesFiles, run_state_of
+from reshard_engine.writers.zero.model_states import ModelStatesFiles, run_state_of
 from reshard_engine.writers.zero.optimizer import Groups, trained_groups
 from reshard_engine.writers.zero.sharded import ShardedStates
 from reshard_engine.writers.zero.target import Target, resolve
@@ -40,15 +45,65 @@ class ZeroWriter:
         """
         require_optimizer(checkpoint, "a native checkpoint")
         target = resolve(checkpoint, request)
-        groups = Groups(checkpoint, states_to_write(checkpoint))
-        state = run_state_of(checkpoint)
-        warnings = _rng_warnings(state, checkpoint, target)
-        if target.layout.rng is RngPolicy.DROP:
-            state = {k: v for k, v in state.items() if k not in RNG_KEYS}
-        files = _Files(checkpoint, request, target, groups, state)
-        for model in local_models(checkpoint, target):
+        experts = experts_by_layer(p.fqn for p in checkpoint.trained)
+        _refuse_impossible(target, experts)
+        rows = _vocab_rows(checkpoint, target.layout.tp)
+        cutter = Cutter(checkpoint, target.layout.tp, rows)
+        models = local_models(checkpoint, target, cutter)
+        # Parts are numbered behind the source's tensors, and templates are made of both.
+        parts = tuple(cutter.parts)
+        whole = replace(checkpoint, shard_map=TargetLayout((), None, parts=parts).map_over(checkpoint.shard_map))
+        groups = Groups(whole, states_to_write(checkpoint))
+        _refuse_empty_groups(models, groups.count)
+        state = relaid(run_state_of(checkpoint), target, rows)
+        files = _Files(whole, request, target, groups, state, experts)
+        for model in models:
             files.add(model)
-        return TargetLayout((*files.bodies, *files.commits), Pointer(LATEST, name.encode()), tuple(warnings))
+        warnings = _rng_warnings(state, checkpoint, target)
+        pointer = Pointer(LATEST, name.encode())
+        return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts)
+
+
+def _refuse_impossible(target: Target, experts: Mapping[str, int]) -> None:
+    layout = target.layout
+    require_divisible(experts.values(), layout.ep, layout.dp)
+    if experts and target.stage in (0, 3):
+        raise RequestError(
+            "request.unsatisfiable",
+            f"ZeRO stage {target.stage} does not hold groups of experts as DeepSpeed's own mixture of experts saves them",
+            fix="--zero-stage 1, 2 or bf16",
+        )
+    if target.stage == 0 and layout.tp * layout.pp > 1:
+        raise RequestError(
+            "request.unsatisfiable", "stage 0 under tensor or pipeline parallelism is not written", fix="--zero-stage 1"
+        )
+    if layout.pp > 1 and target.stage > 1:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"DeepSpeed's pipelines do not run at ZeRO stage {target.stage}",
+            fix="--zero-stage 1 or bf16, or --pp 1",
+        )
+
+
+def _refuse_empty_groups(models: Sequence[LocalModel], count: int) -> None:
+    """DeepSpeed drops a param group that a stage has nothing of, and its ranks then wait for each other for ever."""
+    for model in models:
+        empty = [index for index in range(count) if not model.group(index)]
+        if empty and len(models) > 1:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"pipeline stage {model.pp} would hold no parameter of param group {empty[0]}",
+                fix="other boundaries: --partition-method 0,3,6",
+            )
+
+
+def _vocab_rows(checkpoint: Checkpoint, tp: int) -> int | None:
+    """Rows of the vocabulary with padding for so many ranks; None where no parameter is one."""
+    sizes = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
+    if not sizes:
+        return None
+    unit = (checkpoint.vocab_divisor or 1) * tp
+    return -(-max(sizes) // unit) * unit
 
 
 class _Files:
@@ -61,9 +116,11 @@ class _Files:
         target: Target,
         groups: Groups,
         state: Mapping[str | int, Node],
+        experts: Mapping[str, int],
     ) -> None:
         self._checkpoint, self._request, self._target = checkpoint, request, target
-        self._groups, self._state = groups, state
+        self._groups, self._state, self._experts = groups, state, experts
+        self._done: set[str] = set()
         self.bodies: list[TargetFile] = []
         self.commits: list[TargetFile] = []
 
@@ -75,7 +132,7 @@ class _Files:
     def add(self, model: LocalModel) -> None:
         """The files of one model-parallel rank."""
         target = self._target
-        mp = f"mp_rank_{model.pp * target.layout.tp + model.tp:02d}"
+        number = model.pp * target.layout.tp + model.tp
         states: FlatStates | ShardedStates | None = None
         optimizer: Node = None
         if target.stage == 0:
@@ -84,22 +141,56 @@ class _Files:
             kind = ShardedStates if target.stage == 3 else FlatStates
             states = kind(self._groups, model, target)
         shapes = states.shapes() if states else trained_groups(model, self._groups.count)
-        for rank in range(target.dp if states else 0):
-            assert states is not None
-            outer = mapping_of(
-                {
-                    "optimizer_state_dict": states.optimizer_of(rank),
-                    "ds_config": target.config,
-                    "ds_version": target.version,
-                }
-            )
-            name = f"{target.prefix}zero_pp_rank_{rank}_{mp}_optim_states.pt"
-            self.bodies.append(self._file(name, outer, commit=False))
         model_files = ModelStatesFiles(self._checkpoint, model, target, shapes)
-        for rank in range(target.dp if target.stage == 3 else 1):
-            name = f"zero_pp_rank_{rank}_{mp}_model_states.pt" if target.stage == 3 else f"{mp}_model_states.pt"
-            entries = model_files.entries_of(rank, self._state, optimizer)
+        for rank in range(target.dp) if states else ():
+            outer = {
+                "optimizer_state_dict": states.optimizer_of(rank),
+                "ds_config": target.config,
+                "ds_version": target.version,
+            }
+            name = f"{target.prefix}zero_pp_rank_{rank}_mp_rank_{number:02d}_optim_states.pt"
+            self.bodies.append(self._file(name, mapping_of(outer), commit=False))
+        self._add_layers(model, model_files)
+        self._add_experts(model, model_files, number)
+        ranks = target.dp if target.stage == 3 else 1
+        for rank in range(ranks):
+            name = f"mp_rank_{number:02d}_model_states.pt"
+            name = f"zero_pp_rank_{rank}_{name}" if target.stage == 3 else name
+            entries = model_files.entries_of(rank, self._run_state(number * ranks + rank), optimizer)
             self.commits.append(self._file(name, entries, commit=True))
+
+    def _run_state(self, rank: int) -> Mapping[str | int, Node]:
+        """The run's own state, with the random states of the source rank whose turn it is."""
+        if self._target.layout.rng is RngPolicy.DROP:
+            return {k: v for k, v in self._state.items() if k not in RNG_KEYS}
+        found = self._checkpoint.rng
+        return {**self._state, **found[rank % len(found)]} if found else self._state
+
+    def _add_layers(self, model: LocalModel, files: ModelStatesFiles) -> None:
+        layers: dict[int, dict[str, Node]] = {}
+        for parameter in model.parameters:
+            if (layer := model.layers.get(parameter.fqn)) is not None:
+                inner = parameter.fqn.removeprefix(f"{layer}.")
+                if parameter.fqn.startswith(TIED):
+                    inner = parameter.fqn.removeprefix(TIED).partition(".")[2]
+                layers.setdefault(layer, {})[inner] = files.weight_node(parameter)
+        for layer, weights in sorted(layers.items()):
+            name = f"layer_{layer:02d}-model_{model.tp:02d}-model_states.pt"
+            if name not in self._done:  # what is tied is on several stages
+                self._done.add(name)
+                self.bodies.append(self._file(name, ordered_dict(weights), commit=False))
+
+    def _add_experts(self, model: LocalModel, files: ModelStatesFiles, number: int) -> None:
+        heads = {head: index for index, head in enumerate(self._experts)}
+        experts: dict[tuple[int, int], dict[str, Node]] = {}
+        for parameter in model.parameters:
+            if (expert := expert_of(parameter.fqn)) is not None:
+                experts.setdefault((heads[expert.head], expert.number), {})[parameter.fqn] = files.weight_node(
+                    parameter
+                )
+        for (layer, expert_number), weights in sorted(experts.items()):
+            name = f"layer_{layer}_expert_{expert_number}_mp_rank_{number:02d}_model_states.pt"
+            self.bodies.append(self._file(name, ordered_dict(weights), commit=False))
 
 
 def _rng_warnings(state: Mapping[str | int, Node], checkpoint: Checkpoint, target: Target) -> list[str]:

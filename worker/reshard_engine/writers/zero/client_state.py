@@ -1,0 +1,44 @@
+"""What of a run's own state names its layout, rewritten for the target: arguments, rules, random states.
+
+Source: Megatron-DeepSpeed (July 2025) `megatron/checkpointing.py` (`check_checkpoint_args` compares parallel sizes),
+`megatron/arguments.py` (`padded_vocab_size`); deepspeed 0.19.8 `checkpoint/constants.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from reshard_engine.pickles.nodes import Global, Node, PObject, is_mapping, mapping_items, mapping_of
+from reshard_engine.writers.zero.target import Target
+
+INFO = "universal_checkpoint_info"
+# What cuts of another number of ranks looked like: no statement about the target's.
+_OF_ONE_WORLD = ("affine_map", "sub_param_shard_widths")
+
+
+def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | None) -> dict[str | int, Node]:
+    """The entries with the target's sizes where they name the source's."""
+    found = dict(state)
+    layout = target.layout
+    sizes: dict[str, Node] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "data_parallel_size": layout.dp,
+        "world_size": layout.dp * layout.tp * layout.pp,
+    }
+    if vocab_rows is not None:
+        sizes["padded_vocab_size"] = vocab_rows
+    args = state.get("args")
+    if isinstance(args, PObject) and isinstance(args.cls, Global) and args.cls.dotted == "argparse.Namespace":
+        entries = dict(mapping_items(args.state, what="args")) if is_mapping(args.state) else {}
+        entries |= {k: v for k, v in sizes.items() if k in entries}
+        found["args"] = replace(args, state=mapping_of(entries))
+    if is_mapping(state.get(INFO)):
+        facts = dict(mapping_items(state[INFO], what=INFO))
+        if vocab_rows is not None and "padded_vocab_size" in facts:
+            facts["padded_vocab_size"] = vocab_rows
+        if target.tp_changes:
+            facts = {k: v for k, v in facts.items() if k not in _OF_ONE_WORLD}
+        found[INFO] = mapping_of(facts)
+    return found

@@ -1,0 +1,119 @@
+"""A target rank's part of a parameter: which elements of the whole it holds, in which shape."""
+
+from __future__ import annotations
+
+from math import prod
+
+from reshard.errors import RequestError, printable
+from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.cuts import Cut, CutError, local_grid, parts, taken
+from reshard_engine.layout import ZEROS
+from reshard_engine.shardmap import StoredTensor
+from reshard_engine.views import View
+from reshard_engine.writers.zero.model import LocalParameter
+from reshard_engine.writers.zero.partitions import Run
+
+
+class Cutter:
+    """Cuts whole parameters for the tensor-parallel ranks of a target, and collects the parts that are views."""
+
+    def __init__(self, checkpoint: Checkpoint, tp: int, vocab_rows: int | None) -> None:
+        """For `tp` ranks; vocabularies are padded to `vocab_rows` rows over all of them."""
+        self._checkpoint, self._tp, self._vocab_rows = checkpoint, tp, vocab_rows
+        self._first = len(checkpoint.shard_map.tensors)
+        self.parts: list[tuple[StoredTensor, View]] = []
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def local(self, parameter: Parameter, rank: int) -> LocalParameter:
+        """A rank's part of a parameter.
+
+        Raises:
+            RequestError: `request.unsatisfiable` if it cannot be cut so, or nothing says how.
+        """
+        best = parameter.states.get("fp32", parameter.weight)
+        if best is None:
+            raise RequestError(
+                "request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}"
+            )
+        cut = self._cut_of(parameter)
+        try:
+            shape = self._shape(cut, parameter.shape, rank)
+            states = {s: self._runs(cut, parameter.shape, n, rank) for s, n in parameter.states.items()}
+            weight = self._runs(cut, parameter.shape, best, rank)
+        except CutError as error:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{printable(parameter.fqn)} {parameter.shape} cannot be cut over {self._tp} ranks: {error}",
+                fix=f"--tp {self._largest(cut, parameter.shape)}",
+            ) from None
+        return LocalParameter(parameter.fqn, shape, parameter.group, states, weight, parameter.scalars)
+
+    def _cut_of(self, parameter: Parameter) -> Cut:
+        cut = parameter.cut
+        if cut is None:
+            if self._tp == 1:
+                return Cut()
+            raise RequestError(
+                "request.unsatisfiable",
+                f"nothing says how tensor parallelism cuts {printable(parameter.fqn)}: the source was not cut",
+                fix="name the family (--family gpt-megatron|llama-megatron|bloom) or give rules (--rules FILE)",
+            )
+        ranks = len(cut.widths[0]) if cut.widths else self._tp
+        return cut if ranks == self._tp else cut.even()
+
+    def _rows(self, cut: Cut, shape: tuple[int, ...]) -> int:
+        """Rows of a vocabulary, padding included."""
+        wanted = self._vocab_rows or -(-shape[0] // self._tp) * self._tp
+        if wanted < shape[0] or wanted % self._tp:
+            raise CutError(f"{wanted} rows for a vocabulary of {shape[0]} over {self._tp} ranks")
+        return wanted
+
+    def _shape(self, cut: Cut, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        if cut.dim is None:
+            return shape
+        if cut.vocabulary is not None:
+            return (self._rows(cut, shape) // self._tp, *shape[1:])
+        numel = prod(local_grid(cut, shape, self._tp, rank))
+        if cut.grid is None:
+            return local_grid(cut, shape, self._tp, rank)
+        return (numel // prod(shape[1:]), *shape[1:])
+
+    def _runs(self, cut: Cut, shape: tuple[int, ...], tensor: int, rank: int) -> tuple[Run, ...]:
+        numel = prod(shape)
+        if cut.dim is None:
+            return ((tensor, 0, numel),)
+        if cut.vocabulary is not None:
+            rows, row = self._rows(cut, shape) // self._tp, prod(shape[1:])
+            low, high = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
+            data = ((tensor, low * row, high * row),) if high > low else ()
+            padding = rows - (high - low)
+            return (*data, (ZEROS, 0, padding * row)) if padding else data
+        if cut.units is not None and cut.units % self._tp:
+            raise CutError(f"{cut.units} heads do not divide by {self._tp}")
+        grid = cut.shape_in(shape)
+        inside = parts(cut, grid[cut.dim], self._tp, rank)
+        if cut.dim == 0 and len(inside) == 1:
+            step = prod(grid[1:])
+            return ((tensor, inside[0].start * step, (inside[0].start + inside[0].width) * step),)
+        number = self._part(cut, shape, tensor, rank)
+        return ((number, 0, prod(self.parts[number - self._first][1].grid)),)
+
+    def _part(self, cut: Cut, shape: tuple[int, ...], tensor: int, rank: int) -> int:
+        known = self._numbers.get((tensor, rank))
+        if known is not None:
+            return known
+        view = taken(cut, shape, tensor, self._tp, rank)
+        stored = self._checkpoint.shard_map.tensors[tensor]
+        name = f"{stored.fqn}@tp{rank}of{self._tp}"
+        self.parts.append((StoredTensor(name, stored.state, stored.dtype, view.grid), view))
+        self._numbers[tensor, rank] = self._first + len(self.parts) - 1
+        return self._numbers[tensor, rank]
+
+    def _largest(self, cut: Cut, shape: tuple[int, ...]) -> int:
+        """The largest number of ranks up to the wanted one that works."""
+        for ranks in range(self._tp - 1, 1, -1):
+            even = cut.even()
+            lengths = even.sections or (even.shape_in(shape)[even.dim or 0],)
+            if all(n % ranks == 0 for n in lengths) and (even.units is None or even.units % ranks == 0):
+                return ranks
+        return 1

@@ -1,0 +1,123 @@
+"""Which pipeline stage holds which layers, as DeepSpeed's `PipelineModule` decides it.
+
+Names say the layer of a parameter, but not how many layers there are in all: layers without parameters have none. The
+balanced methods do not depend on trailing ones; `uniform` does, and needs to be told.
+
+Source: deepspeed 0.19.8 `runtime/pipe/module.py` (`_partition_layers`, `_count_layer_params`), `runtime/utils.py`
+(`partition_uniform`, `partition_balanced`: the same dynamic program, ties broken towards later cuts).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from reshard.errors import RequestError, printable
+from reshard.models import NativeLayout
+
+MAX_LAYERS = 4_096
+_INFINITY = float("inf")
+
+
+def boundaries(
+    layout: NativeLayout, weights: Mapping[int, int], shapes: Mapping[int, object], *, tied: bool
+) -> list[int]:
+    """The first layer of each stage, and one past the last: `pp + 1` numbers.
+
+    Args:
+        layout: `partition_method`, `pipeline_layers` and `pp`.
+        weights: Trainable elements of each layer that has parameters, on one tensor-parallel rank.
+        shapes: What tells layers of one kind from others: names and shapes of their parameters.
+        tied: Whether a module of the first layers comes again behind the last one.
+
+    Raises:
+        RequestError: `request.invalid` for boundaries that do not cover the layers, or a method that needs more.
+    """
+    method = (layout.partition_method or "").lower()
+    last = max(weights, default=0) + (2 if tied else 1)
+    count = layout.pipeline_layers or last
+    if count < last or count > MAX_LAYERS:
+        raise RequestError(
+            "request.invalid",
+            f"{count} pipeline layers, and parameters are in layers up to {last - 1}",
+            fix=f"at least {last}",
+        )
+    if method[:1].isdigit():
+        return _explicit(method, layout.pp, last)
+    if layout.pp > count:
+        raise RequestError(
+            "request.unsatisfiable", f"{layout.pp} pipeline stages for {count} layers", fix=f"--pp {count} or less"
+        )
+    if method == "uniform":
+        if layout.pipeline_layers is None:
+            raise RequestError(
+                "request.invalid",
+                "`uniform` depends on the number of layers, those without parameters included, which no checkpoint says",
+                fix=f"--pipeline-layers N (at least {last}), or each stage's first layer: --partition-method 0,3,6",
+            )
+        return _uniform(count, layout.pp)
+    if method == "parameters":
+        sizes = [weights.get(i, 0) for i in range(count)]
+        if tied:
+            sizes[last - 1] += weights[min(weights)]
+        return _balanced(sizes, layout.pp)
+    if method.startswith("type:"):
+        kinds = Counter(shapes.values())
+        block, repeats = kinds.most_common(1)[0] if kinds else (None, 0)
+        if repeats < 2:
+            raise RequestError("request.invalid", "no two layers are of one kind: `type:` would match one at most")
+        return _balanced([1 if shapes.get(i) == block else 0 for i in range(count)], layout.pp)
+    raise RequestError(
+        "request.invalid",
+        f"partition_method {printable(method)!r} is none that is known",
+        fix="uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6",
+    )
+
+
+def _explicit(text: str, stages: int, last: int) -> list[int]:
+    parts = text.split(",")
+    if not all(p.strip().isdecimal() and len(p.strip()) < 9 for p in parts):
+        raise RequestError("request.invalid", f"boundaries {printable(text)!r}", fix="such as 0,3,6")
+    found = [int(p) for p in parts]
+    if len(found) == stages:
+        found.append(max(last, found[-1] + 1))
+    rising = all(a < b for a, b in zip(found, found[1:], strict=False))
+    if len(found) != stages + 1 or found[0] != 0 or found[-1] < last or not rising:
+        raise RequestError(
+            "request.invalid",
+            f"boundaries {found} do not cut layers 0 to {last - 1} into {stages} stages",
+            fix=f"{stages} rising numbers, each stage's first layer, from 0 on",
+        )
+    return found
+
+
+def _uniform(count: int, stages: int) -> list[int]:
+    size, rest = divmod(count, stages)
+    return [i * size + min(i, rest) for i in range(stages + 1)]
+
+
+def _balanced(weights: Sequence[int], stages: int) -> list[int]:
+    """The linear partition of DeepSpeed, with its way of breaking ties."""
+    n = len(weights)
+    if n <= stages:
+        return [min(p, n) for p in range(stages + 1)]
+    prefix = [0]
+    for weight in weights:
+        prefix.append(prefix[-1] + weight)
+    most = [[_INFINITY] * (stages + 1) for _ in range(n + 1)]
+    least = [[_INFINITY] * (stages + 1) for _ in range(n + 1)]
+    cost = [[_INFINITY] * (stages + 1) for _ in range(n + 1)]
+    place = [[0] * (stages + 1) for _ in range(n + 1)]
+    most[0][0] = cost[0][0] = 0
+    for i in range(1, n + 1):
+        for j in range(1, min(i, stages) + 1):
+            for k in range(i):
+                high = max(most[k][j - 1], prefix[i] - prefix[k])
+                low = min(least[k][j - 1], prefix[i] - prefix[k])
+                # Both are infinite where there is no such partition: no number, which is never chosen.
+                if cost[i][j] >= high - low:
+                    cost[i][j], most[i][j], least[i][j], place[i][j] = high - low, high, low, k
+    parts = [n]
+    for j in range(stages, 0, -1):
+        parts.append(place[parts[-1]][j])
+    return parts[::-1]
