@@ -120,6 +120,8 @@ class NativeLayout(WireModel):
     """Of pipeline stages: `uniform`, `parameters`, `type:REGEX`, or the first layer of each stage: `0,3,6`."""
     pipeline_layers: int | None = Field(default=None, ge=1, le=4096)
     """Layers of the pipeline in all, those without parameters included; `uniform` needs it."""
+    vocab_divisor: int | None = Field(default=None, ge=1, le=1 << 20)
+    """`make_vocab_size_divisible_by`: vocabularies are padded to a multiple of it times the tensor-parallel ranks."""
     round_robin_gradients: bool | None = None
     parameter_alignment: bool | None = None
     sub_group_size: int | None = Field(default=None, ge=1)
@@ -288,6 +290,9 @@ class DiffOptions(WireModel):
     """Names, shapes, weights, buffers; no optimizer states, no counters."""
     common: bool = False
     """What only one side has is no difference."""
+    rules: str | None = Field(default=None, max_length=1 << 16)
+    """How parameters are cut over tensor-parallel ranks where a side does not say: see `ConvertRequest.rules`."""
+    family: str | None = Field(default=None, max_length=64)
     ignore: tuple[str, ...] = Field(default=(), max_length=256)
     """Shell patterns of names, or of `NAME/STATE`, that are left out."""
     sample: float | None = Field(default=None, gt=0, le=1)
@@ -300,6 +305,8 @@ class DifferenceKind(StrEnum):
     SHAPE = "shape"
     MISSING = "missing"
     """Only one side has it."""
+    UNEXPLAINED = "unexplained"
+    """Nothing says how its tensor-parallel parts make a tensor: it is not compared."""
     DTYPE = "dtype"
     """Element types that cannot be compared by rounding the more precise side."""
     ROLE = "role"

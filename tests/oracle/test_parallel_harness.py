@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from oracle.driver import Oracle
-from oracle.launcher import WorldError, Worlds
+from oracle.launcher import WorldError
 from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, MOE_CASES, Layout
-from oracle.parallel_driver import ParallelOracle, Saved
+from oracle.parallel_driver import ParallelOracle
+from oracle.parallel_fixtures import TrainedOn
 from oracle.truth import Truth, differences, meta_differences
 
 LAYOUTS = [Layout(*ranks) for ranks in ((2, 1, 1), (1, 2, 1), (1, 1, 3), (1, 4, 1), (4, 1, 1), (2, 1, 2), (2, 2, 2))]
@@ -18,28 +18,6 @@ FULL = Layout(2, 2, 2)
 FP32_CASES = [name for name, case in GPT_CASES.items() if case.dtype == "fp32"]
 TIED_PLACES = "tied_modules.embed.places."
 LOSS_TOLERANCE = 2e-6  # fp32 losses of about 3; what layouts change is the order of sums
-
-
-@pytest.fixture(scope="session")
-def parallel(worlds: Worlds) -> ParallelOracle:
-    """DeepSpeed on layouts."""
-    return ParallelOracle(worlds)
-
-
-@pytest.fixture(scope="session")
-def trained_3d(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Layout], Saved]:
-    """A real checkpoint of a case on a layout, trained once per session."""
-    done: dict[tuple[str, Layout], Saved] = {}
-
-    def train(name: str, layout: Layout) -> Saved:
-        if (name, layout) not in done:
-            done[name, layout] = parallel.train_3d(GPT_CASES[name], layout, tmp_path_factory.mktemp(f"{name}-{layout}"))
-        return done[name, layout]
-
-    return train
-
-
-TrainedOn = Callable[[str, Layout], Saved]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -120,9 +120,11 @@ class Checkpoint:
     stage_layers: tuple[int, ...] = ()
     """Of a pipeline: the first layer with parameters of each stage."""
     rng: tuple[Mapping[str, Node], ...] = ()
-    """Random states by rank, where the source has any: of each model-parallel rank, at ZeRO-3 of each rank within it."""
+    """Random states by rank, where the source has any: of each model-parallel rank, at ZeRO-3 of all ranks."""
     vocab_divisor: int | None = None
-    """Vocabularies are padded to a multiple of this times the tensor-parallel ranks."""
+    """Vocabularies are padded to a multiple of this times the tensor-parallel ranks; None where nothing says."""
+    vocab_rows: int | None = None
+    """Rows of the vocabulary in the source, with padding."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
 

@@ -33,6 +33,8 @@ class Cut:
     """Rows that are data; ranks hold a multiple of them, filled up with padding behind the last one."""
     units: int | None = None
     """Indivisible units (such as attention heads) along the dimension; their number must divide by the ranks."""
+    near_even: bool = False
+    """Whether a length that does not divide is cut all the same: the first ranks hold one (unit) more than others."""
     widths: tuple[tuple[int, ...], ...] = ()
     """Per section and rank the lengths, where a run cut unevenly. Of that run's number of ranks only."""
 
@@ -70,16 +72,26 @@ def parts(cut: Cut, length: int, ranks: int, rank: int) -> list[Part]:
             if len(widths) != ranks or sum(widths) != section:
                 raise CutError(f"a section of {section} is said to be cut into {list(widths)} over {ranks} ranks")
             found.append(Part(start + sum(widths[:rank]), local, widths[rank]))
-        elif section % ranks:
-            raise CutError(f"{section} does not divide by {ranks}")
         else:
-            width = section // ranks
-            found.append(Part(start + rank * width, local, width))
+            before, width = _share(cut, section, ranks, rank)
+            found.append(Part(start + before, local, width))
         start += section
         local += found[-1].width
     if start != length:
         raise CutError(f"sections of {start} in a dimension of {length}")
     return found
+
+
+def _share(cut: Cut, section: int, ranks: int, rank: int) -> tuple[int, int]:
+    """(elements before, elements) of a rank's part of a section."""
+    if not cut.near_even:
+        if section % ranks:
+            raise CutError(f"{section} does not divide by {ranks}")
+        return rank * (section // ranks), section // ranks
+    units = cut.units if cut.units is not None and section % cut.units == 0 else section
+    size, more = divmod(units, ranks)
+    unit = section // units if units else 0
+    return (rank * size + min(rank, more)) * unit, (size + (rank < more)) * unit
 
 
 def local_grid(cut: Cut, shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
@@ -132,7 +144,7 @@ def taken(cut: Cut, shape: tuple[int, ...], tensor: int, ranks: int, rank: int) 
     Raises:
         CutError: The parameter cannot be cut so.
     """
-    if cut.units is not None and cut.dim is not None and cut.units % ranks:
+    if cut.units is not None and cut.dim is not None and cut.units % ranks and not cut.near_even:
         raise CutError(f"{cut.units} heads do not divide by {ranks}")
     grid = cut.shape_in(shape)
     boxes = tuple(Box(tensor, grid, whole, local, lengths) for whole, local, lengths in _boxes(cut, shape, ranks, rank))

@@ -70,6 +70,10 @@ class ConversionFlags:
         int | None,
         typer.Option(min=1, help="Layers in all, for --partition-method uniform.", rich_help_panel=_WORLD),
     ] = None
+    vocab_divisor: Annotated[
+        int | None,
+        typer.Option(min=1, help="Vocabulary rows: a multiple of this times --tp.", rich_help_panel=_WORLD),
+    ] = None
     round_robin_gradients: Annotated[
         bool | None,
         typer.Option(
@@ -140,6 +144,7 @@ class ConversionFlags:
             "zero_stage": self.zero_stage,
             "partition_method": self.partition_method,
             "pipeline_layers": self.pipeline_layers,
+            "vocab_divisor": self.vocab_divisor,
             "round_robin_gradients": self.round_robin_gradients,
             "parameter_alignment": self.parameter_alignment,
             "sub_group_size": self.sub_group_size,

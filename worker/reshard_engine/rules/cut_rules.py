@@ -82,6 +82,8 @@ class CutRules:
             )
             for entry in (_mapping(e, f"{what}: {HEADS}") for e in _items(facts.get(HEADS), f"{what}: {HEADS}"))
         ]
+        self.automatic = UNSUPPORTED in facts
+        """Whether AutoTP cut the model: it alone writes this list."""
         size = facts.get(ORIGINAL_VOCAB)
         self.original_vocab_size = None if size is None else _count(size, f"{what}: {ORIGINAL_VOCAB}")
         divisor = facts.get(VOCAB_DIVISOR)
@@ -99,7 +101,7 @@ class CutRules:
         return bool(self._sections) or any(len(self._lists[k]) for k in (REPLICATED, ROW, TWO_SECTIONS, COLUMN))
 
     def first_stage_counts(self, name: str) -> bool:
-        """Whether only the first pipeline stage's copy of a parameter is in use; vocabularies are tied and are equal."""
+        """Whether only the first pipeline stage's copy of a parameter is in use; vocabularies are tied, and equal."""
         return self._lists[PIPELINE_REPLICATED].match(name) is not None and self._lists[VOCABULARY].match(name) is None
 
     def cut_of(self, name: str, locals_: Sequence[tuple[int, ...]]) -> Cut | None:
@@ -126,7 +128,10 @@ class CutRules:
             return cut
         units = [heads for patterns, heads in self._heads if patterns.match(name) is not None]
         vocabulary = self.original_vocab_size if self._lists[VOCABULARY].match(name) is not None else None
-        return replace(cut, vocabulary=vocabulary, units=min(units, default=None))
+        if self.automatic:
+            # AutoTP pads no vocabulary: where rows do not divide, the first ranks hold one more.
+            vocabulary = None
+        return replace(cut, vocabulary=vocabulary, units=min(units, default=None), near_even=self.automatic)
 
     def _cut_of(self, name: str, locals_: Sequence[tuple[int, ...]]) -> Cut | None:
         if self._lists[REPLICATED].match(name) is not None:

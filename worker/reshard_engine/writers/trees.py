@@ -85,10 +85,19 @@ def scalar_node(scalar: Scalar) -> Node:
 
 
 def single_tensor_template(
-    root: str, dtype: Dtype, shape: tuple[int, ...], wrap: Callable[[Node], Node], *, cache: dict[object, FileTemplate]
+    root: str,
+    dtype: Dtype,
+    shape: tuple[int, ...],
+    wrap: Callable[[Node], Node],
+    *,
+    cache: dict[object, FileTemplate],
+    kind: object = None,
 ) -> FileTemplate:
-    """The template of an archive that holds one tensor, in the value that `wrap` makes around it. Cached by shape."""
-    key = (root, dtype.name, shape)
+    """The template of an archive that holds one tensor, in the value that `wrap` makes around it.
+
+    Cached by shape, and by what the caller says of the value around the tensor.
+    """
+    key = (root, dtype.name, shape, kind)
     found = cache.get(key)
     if found is None:
         tensor = output_tensor("0", dtype, shape)

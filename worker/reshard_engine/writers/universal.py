@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
-from reshard_engine.dtypes import FLOAT32
+from reshard_engine.dtypes import FLOAT32, Dtype
 from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import (
     Global,
@@ -30,6 +30,7 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     ordered_dict,
 )
+from reshard_engine.writers.atoms import cut_keys
 from reshard_engine.writers.optimizer_states import (
     ADAM_STATES,
     group_nodes,
@@ -80,10 +81,6 @@ def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     return states, []
 
 
-def _wrapped(tensor: Node) -> Node:
-    return mapping_of({PARAM_KEY: tensor})
-
-
 def _atoms(checkpoint: Checkpoint, states: list[str]) -> list[TargetFile]:
     # State by state: the parameters of one flat partition follow one another in both files' order,
     # so that a unit reads one long run from each rank.
@@ -94,9 +91,20 @@ def _atoms(checkpoint: Checkpoint, states: list[str]) -> list[TargetFile]:
         for parameter in checkpoint.trained:
             index = parameter.states.get(state, ZEROS)
             dtype = FLOAT32 if index == ZEROS else tensors[index].dtype
-            template = single_tensor_template(state, dtype, parameter.shape, _wrapped, cache=cache)
+            template = _atom(state, dtype, parameter, cache)
             files.append(TargetFile(f"zero/{parameter.fqn}/{state}.pt", template, (index,)))
     return files
+
+
+def _atom(state: str, dtype: Dtype, parameter: Parameter, cache: dict[object, FileTemplate]) -> FileTemplate:
+    keys = cut_keys(parameter.cut, parameter.fqn)
+    # Atoms of one shape share a template, unless they say by name how they are cut.
+    kind = parameter.fqn if "sub_param_shape" in keys else tuple(sorted(map(str, keys.items())))
+
+    def wrapped(tensor: Node) -> Node:
+        return mapping_of({**keys, PARAM_KEY: tensor})
+
+    return single_tensor_template(state, dtype, parameter.shape, wrapped, cache=cache, kind=kind)
 
 
 def _frozen_atoms(checkpoint: Checkpoint) -> list[TargetFile]:
@@ -106,7 +114,7 @@ def _frozen_atoms(checkpoint: Checkpoint) -> list[TargetFile]:
     for parameter in checkpoint.frozen:
         if parameter.weight is None or not checkpoint.shard_map.tensors[parameter.weight].dtype.floating:
             continue
-        template = single_tensor_template("fp32", FLOAT32, parameter.shape, _wrapped, cache=cache)
+        template = _atom("fp32", FLOAT32, parameter, cache)
         files.append(TargetFile(f"zero/{parameter.fqn}/fp32.pt", template, (parameter.weight,)))
     return files
 

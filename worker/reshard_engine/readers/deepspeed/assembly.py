@@ -110,6 +110,7 @@ class _Assembly:
             stage_layers=self._stage_layers(),
             rng=rng,
             vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
+            vocab_rows=self._joiner.vocab_rows,
             unexplained=tuple(self._joiner.unexplained),
         )
 

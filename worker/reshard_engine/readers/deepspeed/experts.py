@@ -59,6 +59,17 @@ def expert_groups(shapes: Sequence[Shapes], states: Sequence[RankStates]) -> lis
     return found
 
 
+def in_model_order(names: Sequence[str]) -> list[int]:
+    """Positions of a group's experts, layer by layer and by global number: as a model that holds all lists them."""
+    heads: dict[str, int] = {}
+    keys: list[tuple[int, int]] = []
+    for name in names:
+        match = _LOCAL.fullmatch(name)
+        assert match is not None
+        keys.append((heads.setdefault(match["head"], len(heads)), int(match["local"])))
+    return sorted(range(len(names)), key=keys.__getitem__)
+
+
 def _numbered(group: Shapes, rank: int) -> Shapes:
     """The group with the global numbers of the experts of one expert-parallel rank."""
     local: dict[str, int] = {}

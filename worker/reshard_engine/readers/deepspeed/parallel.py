@@ -67,6 +67,7 @@ class Joiner:
         self._builder, self._rules, self._affine, self._tp = builder, rules, affine, tp
         self.agreements: list[Agreement] = []
         self.unexplained: list[str] = []
+        self.vocab_rows: int | None = None
         self._cuts: dict[str, Cut | None] = {}
 
     def trained(self, slices: Sequence[Slice]) -> list[Parameter]:
@@ -116,7 +117,10 @@ class Joiner:
         if cut is None:
             return shapes[0], None
         try:
-            return whole_shape(cut, shapes), cut
+            shape = whole_shape(cut, shapes)
+            if cut.vocabulary is not None:
+                self.vocab_rows = shape[0]
+            return shape, cut
         except CutError as error:
             raise _contradiction(name, error) from None
 
@@ -185,8 +189,8 @@ class Joiner:
             raise SourceError(
                 "checkpoint.mixed", f"{printable(first.fqn)} has other counters on another pipeline stage"
             )
-        # A module shared by stages is there whole on each, and only what it is tied by is kept equal: of the rest, such as
-        # position embeddings beside tied word embeddings, the first stage's copy is the one in use.
+        # A module shared by stages is there whole on each, and only what it is tied by is kept equal: of the rest, such
+        # as position embeddings beside tied word embeddings, the first stage's copy is the one in use.
         unused = self._rules is not None and self._rules.first_stage_counts(first.fqn)
         for key, tensor in first.states.items():
             where = "another pipeline stage"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Parameter, Scalar
@@ -15,7 +16,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import Node, PTensor
-from reshard_engine.readers.deepspeed.experts import ExpertGroup, expert_groups
+from reshard_engine.readers.deepspeed.experts import ExpertGroup, expert_groups, in_model_order
 from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.optim_states import RankStates, read_scalar
@@ -62,15 +63,20 @@ def add_slice(
         _add_state(builder, key, states, parts, number=number, by_name=by_name)
     trained: list[Parameter] = []
     dealt = uses_round_robin(model) and first.stage in (1, 2) and not first.bf16_optimizer and len(states) > 1
-    for part in parts:
-        ranks = [states[r] for r in part.ranks]
-        order: Sequence[int] = range(len(part.shapes))
-        if dealt:
-            order = undealt([n for n, _ in part.shapes], len(ranks), list(model.module))
-        scalars = _scalars(ranks, part.index)
-        group = group_of[part.index]
-        members = [part.shapes[i] for i in order]
-        trained += [Parameter(name, shape, group, None, by_name[name], scalars) for name, shape in members]
+    for index, same in groupby(parts, key=lambda p: p.index):
+        group: list[Parameter] = []
+        spread = 1
+        for part in same:
+            ranks, spread = [states[r] for r in part.ranks], part.ep
+            order: Sequence[int] = range(len(part.shapes))
+            if dealt:
+                order = undealt([n for n, _ in part.shapes], len(ranks), list(model.module))
+            scalars = _scalars(ranks, index)
+            members = [part.shapes[i] for i in order]
+            group += [Parameter(n, shape, group_of[index], None, by_name[n], scalars) for n, shape in members]
+        if spread > 1:
+            group = [group[i] for i in in_model_order([p.fqn for p in group])]
+        trained += group
     return Slice(tuple(states), tuple(models), tuple(trained), dealt)
 
 

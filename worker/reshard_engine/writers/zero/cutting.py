@@ -88,7 +88,7 @@ class Cutter:
             data = ((tensor, low * row, high * row),) if high > low else ()
             padding = rows - (high - low)
             return (*data, (ZEROS, 0, padding * row)) if padding else data
-        if cut.units is not None and cut.units % self._tp:
+        if cut.units is not None and cut.units % self._tp and not cut.near_even:
             raise CutError(f"{cut.units} heads do not divide by {self._tp}")
         grid = cut.shape_in(shape)
         inside = parts(cut, grid[cut.dim], self._tp, rank)

@@ -1,8 +1,8 @@
 """Experts of a mixture: which expert-parallel rank holds which, under which name, in which file.
 
 Expert-parallel rank e of EP holds the experts [e * local, (e + 1) * local) of each layer and counts them from 0;
-data-parallel rank d is expert-parallel rank d mod EP, and the ranks of one e share its experts' optimizer state. Files of
-weights carry global numbers.
+data-parallel rank d is expert-parallel rank d mod EP, and the ranks of one e share its experts' optimizer state. Files
+of weights carry global numbers.
 
 Source: deepspeed 0.19.8 `utils/groups.py` (E + D order), `runtime/engine.py` (`_save_moe_checkpoint`,
 `_get_expert_ckpt_name`), `moe/utils.py` (param groups named `ep_size_N`); verified by loading.

@@ -1,7 +1,7 @@
 """From whole parameters to what each model-parallel rank of the target holds.
 
-A stage's parameters come tied modules first, then layer by layer, whatever the source's stages were: that is the order in
-which `PipelineModule` registers them, and so the order of the optimizer's groups.
+A stage's parameters come tied modules first, then layer by layer, whatever the source's stages were: that is the order
+in which `PipelineModule` registers them, and so the order of the optimizer's groups.
 
 Source: deepspeed 0.19.8 `runtime/pipe/module.py` (`_build`, `tied_modules`), `runtime/pipe/topology.py`.
 """

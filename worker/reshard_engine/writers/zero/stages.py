@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from reshard.errors import RequestError, printable
 from reshard.models import NativeLayout
@@ -52,7 +53,7 @@ def boundaries(
         if layout.pipeline_layers is None:
             raise RequestError(
                 "request.invalid",
-                "`uniform` depends on the number of layers, those without parameters included, which no checkpoint says",
+                "`uniform` depends on the number of layers, those without parameters included: no checkpoint says it",
                 fix=f"--pipeline-layers N (at least {last}), or each stage's first layer: --partition-method 0,3,6",
             )
         return _uniform(count, layout.pp)
@@ -81,7 +82,7 @@ def _explicit(text: str, stages: int, last: int) -> list[int]:
     found = [int(p) for p in parts]
     if len(found) == stages:
         found.append(max(last, found[-1] + 1))
-    rising = all(a < b for a, b in zip(found, found[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(found))
     if len(found) != stages + 1 or found[0] != 0 or found[-1] < last or not rising:
         raise RequestError(
             "request.invalid",

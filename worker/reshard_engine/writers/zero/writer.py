@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, RngPolicy
+from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, RngPolicy
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import Node, mapping_of, ordered_dict
@@ -45,9 +45,8 @@ class ZeroWriter:
         """
         require_optimizer(checkpoint, "a native checkpoint")
         target = resolve(checkpoint, request)
-        experts = experts_by_layer(p.fqn for p in checkpoint.trained)
-        _refuse_impossible(target, experts)
-        rows = _vocab_rows(checkpoint, target.layout.tp)
+        _refuse_impossible(target, experts_by_layer(p.fqn for p in checkpoint.trained))
+        rows = _vocab_rows(checkpoint, target.layout)
         cutter = Cutter(checkpoint, target.layout.tp, rows)
         models = local_models(checkpoint, target, cutter)
         # Parts are numbered behind the source's tensors, and templates are made of both.
@@ -56,7 +55,7 @@ class ZeroWriter:
         groups = Groups(whole, states_to_write(checkpoint))
         _refuse_empty_groups(models, groups.count)
         state = relaid(run_state_of(checkpoint), target, rows)
-        files = _Files(whole, request, target, groups, state, experts)
+        files = _Files(whole, target, groups, state, opaque=request.opaque)
         for model in models:
             files.add(model)
         warnings = _rng_warnings(state, checkpoint, target)
@@ -70,7 +69,7 @@ def _refuse_impossible(target: Target, experts: Mapping[str, int]) -> None:
     if experts and target.stage in (0, 3):
         raise RequestError(
             "request.unsatisfiable",
-            f"ZeRO stage {target.stage} does not hold groups of experts as DeepSpeed's own mixture of experts saves them",
+            f"ZeRO stage {target.stage} does not hold the groups of experts that DeepSpeed partitions on their own",
             fix="--zero-stage 1, 2 or bf16",
         )
     if target.stage == 0 and layout.tp * layout.pp > 1:
@@ -97,12 +96,19 @@ def _refuse_empty_groups(models: Sequence[LocalModel], count: int) -> None:
             )
 
 
-def _vocab_rows(checkpoint: Checkpoint, tp: int) -> int | None:
-    """Rows of the vocabulary with padding for so many ranks; None where no parameter is one."""
+def _vocab_rows(checkpoint: Checkpoint, layout: NativeLayout) -> int | None:
+    """Rows of the vocabulary with padding for the target's ranks; None where no parameter is one.
+
+    Where nothing says to what models pad, the source's rows stay if they divide; another number of rows than the
+    model's is refused when it is loaded.
+    """
     sizes = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
     if not sizes:
         return None
-    unit = (checkpoint.vocab_divisor or 1) * tp
+    divisor = layout.vocab_divisor or checkpoint.vocab_divisor
+    if divisor is None and checkpoint.vocab_rows is not None and checkpoint.vocab_rows % layout.tp == 0:
+        return checkpoint.vocab_rows
+    unit = (divisor or 1) * layout.tp
     return -(-max(sizes) // unit) * unit
 
 
@@ -112,21 +118,22 @@ class _Files:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        request: ConvertRequest,
         target: Target,
         groups: Groups,
         state: Mapping[str | int, Node],
-        experts: Mapping[str, int],
+        *,
+        opaque: OpaquePolicy,
     ) -> None:
-        self._checkpoint, self._request, self._target = checkpoint, request, target
-        self._groups, self._state, self._experts = groups, state, experts
+        self._checkpoint, self._target, self._opaque = checkpoint, target, opaque
+        self._groups, self._state = groups, state
+        self._experts = experts_by_layer(p.fqn for p in checkpoint.trained)
         self._done: set[str] = set()
         self.bodies: list[TargetFile] = []
         self.commits: list[TargetFile] = []
 
     def _file(self, name: str, node: Node, *, commit: bool) -> TargetFile:
         root = name.removesuffix(".pt")
-        template, slots = tree_template(root, node, self._checkpoint.shard_map, opaque=self._request.opaque)
+        template, slots = tree_template(root, node, self._checkpoint.shard_map, opaque=self._opaque)
         return TargetFile(name, template, slots, commit=commit)
 
     def add(self, model: LocalModel) -> None:

@@ -1,0 +1,141 @@
+"""The Trainer and Accelerate, trained, saved, and resumed through ``reshard.ensure``; runs inside the ranks.
+
+Nothing but the path says that a checkpoint was resharded: the configurations of all runs are the same.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate.utils import DistributedType
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import reshard
+from oracle.hf_models import config_of, tokens
+from oracle.train import start_world
+
+GLOBAL_ROWS = 6
+"""Rows of a step, on two ranks or on three."""
+STEPS = 6
+SAVED_STEP = 3
+
+
+def _start() -> tuple[int, int]:
+    """Joins the world, and has Accelerate see it; returns (rank, world).
+
+    Without a GPU, accelerate 1.15.0 (`state.py`, `_prepare_backend`) finds no backend for DeepSpeed and takes each rank
+    for a world of its own: all would train the same rows, and save one random state. This names the backend it lacks.
+    """
+    rank, world = start_world()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    state: Any = PartialState
+    state._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+    return rank, world
+
+
+def _config(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Each row another sequence: who deals them out wrongly has other losses."""
+
+    def __len__(self) -> int:
+        return GLOBAL_ROWS * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = tokens(1, index)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer(
+    folder: str, stage: int, source: str | None = None, dp: int | None = None, plain: bool = False
+) -> dict[str, Any]:
+    """Trains to the end under ``Trainer``, from the start or from ``reshard.ensure(source)``.
+
+    Args:
+        folder: output directory; a checkpoint is saved at step 3 and at the end.
+        stage: ZeRO stage.
+        source: a ``checkpoint-N`` of a run on another number of ranks.
+        dp: what ``ensure`` is asked for; None leaves it to the visible world.
+        plain: resume from the source itself.
+
+    Returns:
+        ``losses`` by step, and the ``path`` that was resumed from.
+    """
+    _, world = _start()
+    torch.manual_seed(4321)
+    arguments = TrainingArguments(
+        output_dir=folder,
+        deepspeed=_config(stage),
+        per_device_train_batch_size=GLOBAL_ROWS // world,
+        learning_rate=3e-3,
+        lr_scheduler_type="linear",
+        warmup_steps=2,
+        max_steps=STEPS,
+        save_steps=SAVED_STEP,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=7,
+    )
+    model = AutoModelForCausalLM.from_config(config_of("gpt2"))
+    run = Trainer(model=model, args=arguments, train_dataset=Rows())
+    path = source if source is None or plain else reshard.ensure(source, dp=dp)
+    run.train(resume_from_checkpoint=path)
+    log = [entry for entry in run.state.log_history if "loss" in entry]
+    return {"path": path, "losses": {str(e["step"]): [e["loss"], e["learning_rate"]] for e in log}}
+
+
+def accelerate(folder: str, stage: int, source: str | None = None) -> dict[str, Any]:
+    """Trains to the end under ``Accelerator``, from the start or from ``load_state(reshard.ensure(source))``.
+
+    Returns:
+        ``losses`` (mean over ranks) and learning rates by step, the ``path`` that was resumed from, and ``drawn``: a
+        random number of this rank right after the state was loaded, or saved.
+    """
+    rank, world = _start()
+    torch.manual_seed(4321)
+    mine = GLOBAL_ROWS // world
+    config = _config(stage) | {"train_micro_batch_size_per_gpu": mine}
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), step_scheduler_with_optimizer=False
+    )
+    model = AutoModelForCausalLM.from_config(config_of("gpt2"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+    engine, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    torch.manual_seed(100 + rank)
+    path, first, drawn = None, 0, 0.0
+    if source is not None:
+        path = reshard.ensure(source)
+        accelerator.load_state(path)
+        first, drawn = SAVED_STEP, float(torch.rand(1))
+    losses: dict[str, list[float]] = {}
+    for step in range(first, STEPS):
+        ids = tokens(GLOBAL_ROWS, step)[rank * mine : (rank + 1) * mine]
+        loss = engine(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        rate = scheduler.get_last_lr()[0]
+        scheduler.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses[str(step + 1)] = [float(mean) / world, rate]
+        if step + 1 == SAVED_STEP:
+            accelerator.save_state(str(Path(folder, "state")))
+            drawn = float(torch.rand(1))
+    accelerator.save_state(str(Path(folder, "last")))
+    return {"path": path, "losses": losses, "drawn": drawn}
