@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from reshard.errors import RequestError, printable
 from reshard.models import (
@@ -27,8 +26,7 @@ from reshard_engine.diff.comparison import diff_checkpoints
 from reshard_engine.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.registry import read_checkpoint
-from reshard_engine.rules.documents import parse_rules
-from reshard_engine.rules.families import family_rules
+from reshard_engine.rules.request import requested_rules
 from reshard_engine.storage.locations import open_location
 from reshard_engine.verification import verify_target
 
@@ -89,7 +87,7 @@ class LocalEngine:
         """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
-        rules = _rules_of(options)
+        rules = requested_rules(options)
         left, right = (
             read_checkpoint(open_location(s.url, s.profile), s.tag, OpaqueLedger(OpaquePolicy.KEEP), rules)
             for s in (a, b)
@@ -102,14 +100,6 @@ class LocalEngine:
         if sink is None:
             raise RequestError("request.unknown_scheme", f"nothing can be written to {printable(request.target)}")
         sink.discard_all()
-
-
-def _rules_of(options: DiffOptions) -> dict[str, Any] | None:
-    """As `rules.request.requested_rules`, of a comparison."""
-    if options.family is None and options.rules is None:
-        return None
-    family = dict(family_rules(options.family)) if options.family is not None else {}
-    return family | (parse_rules(options.rules) if options.rules is not None else {})
 
 
 engine = LocalEngine()

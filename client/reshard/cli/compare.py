@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from reshard.cli.flags import read_rules, source_spec
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
-from reshard.errors import ExitCode, RequestError, printable
+from reshard.errors import ExitCode, printable
 from reshard.local import load_engine
-from reshard.models import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide, SourceSpec
+from reshard.models import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide
 
 _SHOWN = 20
 _NAME_CHARS = 64
@@ -50,6 +52,10 @@ def diff(
         str | None, typer.Option(metavar="PERCENT", help="Compare only a random part of the elements, such as 2%.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help=f"List every difference, not the worst {_SHOWN}.")] = False,
+    rules: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="How parameters are cut where a side does not say (YAML).")
+    ] = None,
+    family: Annotated[str | None, typer.Option(help="A named pack of such rules, such as gpt-megatron.")] = None,
     profile_a: Annotated[str | None, typer.Option(help="Storage profile for A (see RESHARD_PROFILES).")] = None,
     profile_b: Annotated[str | None, typer.Option(help="Storage profile for B.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")] = False,
@@ -62,10 +68,12 @@ def diff(
     options = DiffOptions(
         weights_only=weights_only or states is States.WEIGHTS,
         common=common,
+        rules=None if rules is None else read_rules(rules),
+        family=family,
         ignore=tuple(ignore or ()),
         sample=None if sample is None else parse_percent(sample),
     )
-    sides = _source(a, tag_a, profile_a), _source(b, tag_b, profile_b)
+    sides = source_spec(a, tag_a, profile_a), source_spec(b, tag_b, profile_b)
     with progress_shown(quiet=quiet) as show:
         report = load_engine().diff(*sides, options, on_progress=show)
     lines = [report.model_dump_json()] if as_json else report_lines(report, every=every)
@@ -74,12 +82,6 @@ def diff(
     sys.stdout.flush()
     if not report.equal:
         raise typer.Exit(int(ExitCode.MISMATCH))
-
-
-def _source(url: str, tag: str | None, profile: str | None) -> SourceSpec:
-    if not url:
-        raise RequestError("request.invalid", "a checkpoint's path is empty", fix="reshard diff A B")
-    return SourceSpec(url=url, tag=tag, profile=profile)
 
 
 def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from reshard._world import Wanted
+from reshard.cli.flags import read_rules
 from reshard.cli.progress import progress_shown
 from reshard.ensuring import Outcome, ensured
-from reshard.errors import RequestError, printable
 from reshard.models import WeightDtype, ZeroStage
 
-_MAX_RULES_BYTES = 1 << 16
 _SAID = {
     Outcome.SOURCE: "the source has this layout already",
     Outcome.EARLIER: "converted earlier",
@@ -43,7 +43,7 @@ def ensure(
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Save directory to create; default: below .reshard in SRC.")
     ] = None,
-    rules: Annotated[str | None, typer.Option(metavar="FILE", help="How parameters are cut (YAML).")] = None,
+    rules: Annotated[Path | None, typer.Option(metavar="FILE", help="How parameters are cut (YAML).")] = None,
     family: Annotated[str | None, typer.Option(help="A named pack of such rules, such as gpt-megatron.")] = None,
     url: Annotated[str | None, typer.Option(help="Service that converts; default: RESHARD_URL, else here.")] = None,
     timeout_s: Annotated[
@@ -61,7 +61,7 @@ def ensure(
         {"dp": dp, "tp": tp, "pp": pp, "ep": ep},
         zero_stage=zero_stage,
         dtype=dtype,
-        rules=None if rules is None else _text_of(rules),
+        rules=None if rules is None else read_rules(rules),
         family=family,
         environ=os.environ,
     )
@@ -83,14 +83,3 @@ def ensure(
     else:
         sys.stdout.write(f"{result.path}\n")
     sys.stdout.flush()
-
-
-def _text_of(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MAX_RULES_BYTES + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError("request.invalid", f"--rules {printable(path)}: {error}") from None
-    if len(text.encode()) > _MAX_RULES_BYTES:
-        raise RequestError("request.invalid", f"--rules {printable(path)} has more than {_MAX_RULES_BYTES} bytes")
-    return text

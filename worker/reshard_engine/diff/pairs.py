@@ -126,6 +126,10 @@ class Matching:
         self.differences.append(Difference(kind=kind, name=name, state=state, a=mine, b=theirs))
 
     def _match(self, name: str, mine: _Entry, theirs: _Entry) -> None:
+        if name in self.a.checkpoint.unexplained or name in self.b.checkpoint.unexplained:
+            texts = [f"{s.checkpoint.world.get('tp', 1)} parts" for s in (self.a, self.b)]
+            self._differ(DifferenceKind.UNEXPLAINED, name, "", *texts)
+            return
         if mine.shape != theirs.shape:
             self._differ(DifferenceKind.SHAPE, name, "", str(list(mine.shape)), str(list(theirs.shape)))
             return

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import SourceError, printable
+from reshard_engine.rules.facts import as_items, as_lengths, as_mapping
 from reshard_engine.rules.patterns import Patterns
 from reshard_engine.views import MAX_BOXES, Box, View
 
 FORMAT_VERSION = 1
-MAX_DIMS = 16
 
 
 class AffineMaps:
@@ -33,8 +33,7 @@ class AffineMaps:
             raise SourceError(
                 "source.unsupported_version", f"affine maps of version {version!r}; known is {FORMAT_VERSION}"
             )
-        params = facts.get("params")
-        self._maps: Mapping[str, Any] = params if isinstance(params, Mapping) else {}
+        self._maps = as_mapping(facts.get("params"), "affine_map: params")
         self._patterns = Patterns([str(k) for k in self._maps], "affine_map")
 
     def view_of(self, name: str, tensors: Sequence[int]) -> View | None:
@@ -47,21 +46,20 @@ class AffineMaps:
         pattern = self._patterns.match(name)
         if pattern is None:
             return None
-        entry = self._maps[pattern]
-        logical = _lengths(entry.get("logical_shape") if isinstance(entry, Mapping) else None, name)
-        ranks = entry.get("ranks") if isinstance(entry, Mapping) else None
-        if not isinstance(ranks, Mapping) or {int(r) for r in ranks} != set(range(len(tensors))):
-            raise _invalid(name, f"ranks other than the {len(tensors)} that have files")
+        what = f"the affine map of {printable(name)}"
+        entry = as_mapping(self._maps[pattern], what)
+        logical = as_lengths(entry.get("logical_shape"), what)
+        # Ranks are numbers, and texts after a way through JSON.
+        ranks = {str(rank): shard for rank, shard in as_mapping(entry.get("ranks"), what).items()}
+        if set(ranks) != {str(rank) for rank in range(len(tensors))}:
+            raise SourceError("rules.invalid", f"{what} is of other ranks than the {len(tensors)} that have files")
         boxes: list[Box] = []
         written: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-        for key in sorted(ranks, key=int):
-            shard = ranks[key]
-            shape = _lengths(shard.get("shard_shape") if isinstance(shard, Mapping) else None, name)
-            pieces = shard.get("pieces") if isinstance(shard, Mapping) else None
-            if not isinstance(pieces, list | tuple) or len(pieces) > MAX_BOXES:
-                raise _invalid(name, "no list of pieces")
-            for piece in pieces:
-                box = _box(piece, logical, shape, tensors[int(key)], name)
+        for rank, tensor in enumerate(tensors):
+            shard = as_mapping(ranks[str(rank)], what)
+            shape = as_lengths(shard.get("shard_shape"), what)
+            for piece in as_items(shard.get("pieces"), what)[: MAX_BOXES + 1]:
+                box = _box(as_mapping(piece, what), logical, shape, tensor, what)
                 # Of a block that several ranks hold, one is enough; copies of whole parameters are compared elsewhere.
                 if box.numel and (box.offset, box.lengths) not in written:
                     written.add((box.offset, box.lengths))
@@ -69,32 +67,28 @@ class AffineMaps:
         return View(logical, tuple(boxes))
 
 
-def _box(piece: Any, logical: tuple[int, ...], shard: tuple[int, ...], tensor: int, name: str) -> Box:
-    if not isinstance(piece, Mapping):
-        raise _invalid(name, "a piece that is no mapping")
+def _box(piece: Mapping[str, Any], logical: tuple[int, ...], shard: tuple[int, ...], tensor: int, what: str) -> Box:
     if piece.get("scale", 1.0) != 1.0:
         raise SourceError(
-            "source.unsupported",
-            f"{printable(name)} is stored scaled by a factor: its optimizer states cannot be moved exactly",
+            "source.unsupported", f"{what} scales its shards: optimizer states cannot be moved exactly through that"
         )
-    lengths = _lengths(piece.get("shape"), name)
-    source, dest = (_strided(piece.get(side), len(lengths), name) for side in ("source", "dest"))
-    offset, there = _place(lengths, *source, logical, name), _place(lengths, *dest, shard, name)
-    if offset[1] != there[1] or len(logical) != len(shard):
-        raise SourceError(
-            "source.unsupported", f"{printable(name)}: a piece of its affine map is no box in both shapes"
-        )
-    return Box(tensor, shard, there[0], offset[0], offset[1])
+    lengths = as_lengths(piece.get("shape"), what)
+    whole = _place(lengths, _strided(piece.get("source"), len(lengths), what), logical, what)
+    part = _place(lengths, _strided(piece.get("dest"), len(lengths), what), shard, what)
+    if whole[1] != part[1] or len(logical) != len(shard):
+        raise SourceError("source.unsupported", f"{what} has a piece that is no box")
+    return Box(tensor, shard, part[0], whole[0], whole[1])
 
 
 def _place(
-    lengths: tuple[int, ...], offset: int, strides: tuple[int, ...], grid: tuple[int, ...], name: str
+    lengths: tuple[int, ...], where: tuple[int, tuple[int, ...]], grid: tuple[int, ...], what: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offset, lengths) of a strided block as a box of a row-major grid.
 
     Raises:
         SourceError: `source.unsupported` if it is none.
     """
+    offset, strides = where
     steps: list[int] = []
     step = 1
     for n in reversed(grid):
@@ -109,26 +103,15 @@ def _place(
             continue
         dim = next((d for d in range(low - 1, -1, -1) if steps[d] == stride and grid[d] >= length), None)
         if dim is None:
-            raise SourceError("source.unsupported", f"{printable(name)}: a piece of its affine map is no box")
+            raise SourceError("source.unsupported", f"{what} has a piece that is no box")
         box[dim], low = length, dim
     return tuple(at), tuple(box)
 
 
-def _lengths(value: Any, name: str) -> tuple[int, ...]:
-    items = list(value) if isinstance(value, list | tuple) else [None]
-    if len(items) > MAX_DIMS or not all(type(n) is int and 0 <= n < 1 << 48 for n in items):
-        raise _invalid(name, "a shape that is none")
-    return tuple(items)
-
-
-def _strided(value: Any, dims: int, name: str) -> tuple[int, tuple[int, ...]]:
-    if not isinstance(value, list | tuple) or len(value) != 2 or type(value[0]) is not int:
-        raise _invalid(name, "no offset with strides")
-    strides = _lengths(value[1], name)
-    if len(strides) != dims or not 0 <= value[0] < 1 << 48:
-        raise _invalid(name, "strides of another number of dimensions")
-    return value[0], strides
-
-
-def _invalid(name: str, reason: str) -> SourceError:
-    return SourceError("rules.invalid", f"the affine map of {printable(name)} has {reason}")
+def _strided(value: Any, dims: int, what: str) -> tuple[int, tuple[int, ...]]:
+    items = as_items(value, what)
+    offset = items[0] if len(items) == 2 else None
+    strides = as_lengths(items[1], what) if len(items) == 2 else ()
+    if type(offset) is not int or not 0 <= offset < 1 << 48 or len(strides) != dims:
+        raise SourceError("rules.invalid", f"{what} has a piece without offset and strides")
+    return offset, strides

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.cuts import Cut, CutError
+from reshard_engine.rules.facts import as_count, as_items, as_lengths, as_mapping, as_number, as_texts
 from reshard_engine.rules.patterns import MAX_PATTERNS, Patterns
 
 REPLICATED = "tp_replicated_parameter_patterns"
@@ -43,7 +44,7 @@ WIDTHS_SINCE = 0.4
 @dataclass(frozen=True, slots=True)
 class _Sections:
     patterns: Patterns
-    shape: tuple[Any, ...]
+    shape: tuple[int | tuple[int, ...], ...]
     dim: int
 
 
@@ -63,31 +64,31 @@ class CutRules:
         """
         self.what = what
         self._complete = complete
-        self.version = _number(facts.get(VERSION, 0.0), VERSION)
+        self.version = as_number(facts.get(VERSION, 0.0), VERSION)
         if self.version > MAX_VERSION:
             raise SourceError(
                 "source.unsupported_version", f"{what} is of version {self.version}; known are up to {MAX_VERSION}"
             )
-        lists = {key: _texts(facts.get(key), f"{what}: {key}") for key in PATTERN_LISTS}
+        lists = {key: as_texts(facts.get(key), f"{what}: {key}") for key in PATTERN_LISTS}
         if sum(map(len, lists.values())) > MAX_PATTERNS:
             raise SourceError("rules.invalid", f"{what} has more than {MAX_PATTERNS} patterns")
         self._lists = {key: Patterns(texts, f"{what}: {key}") for key, texts in lists.items()}
-        self._unsupported = Patterns(_texts(facts.get(UNSUPPORTED), what), f"{what}: {UNSUPPORTED}")
-        self._sections = [_sections(entry, what) for entry in _items(facts.get(SECTIONS), f"{what}: {SECTIONS}")]
-        self._widths = _mapping(facts.get(SECTION_WIDTHS), f"{what}: {SECTION_WIDTHS}")
+        self._unsupported = Patterns(as_texts(facts.get(UNSUPPORTED), what), f"{what}: {UNSUPPORTED}")
+        self._sections = [_sections(entry, what) for entry in as_items(facts.get(SECTIONS), f"{what}: {SECTIONS}")]
+        self._widths = as_mapping(facts.get(SECTION_WIDTHS), f"{what}: {SECTION_WIDTHS}")
         self._heads = [
             (
-                Patterns(_texts(entry.get("patterns"), f"{what}: {HEADS}"), f"{what}: {HEADS}"),
-                _count(entry.get("heads"), f"{what}: {HEADS}: heads"),
+                Patterns(as_texts(entry.get("patterns"), f"{what}: {HEADS}"), f"{what}: {HEADS}"),
+                as_count(entry.get("heads"), f"{what}: {HEADS}: heads"),
             )
-            for entry in (_mapping(e, f"{what}: {HEADS}") for e in _items(facts.get(HEADS), f"{what}: {HEADS}"))
+            for entry in (as_mapping(e, f"{what}: {HEADS}") for e in as_items(facts.get(HEADS), f"{what}: {HEADS}"))
         ]
         self.automatic = UNSUPPORTED in facts
         """Whether AutoTP cut the model: it alone writes this list."""
         size = facts.get(ORIGINAL_VOCAB)
-        self.original_vocab_size = None if size is None else _count(size, f"{what}: {ORIGINAL_VOCAB}")
+        self.original_vocab_size = None if size is None else as_count(size, f"{what}: {ORIGINAL_VOCAB}")
         divisor = facts.get(VOCAB_DIVISOR)
-        self.vocab_divisor = None if divisor is None else _count(divisor, f"{what}: {VOCAB_DIVISOR}")
+        self.vocab_divisor = None if divisor is None else as_count(divisor, f"{what}: {VOCAB_DIVISOR}")
         if len(self._lists[VOCABULARY]) and self.original_vocab_size is None:
             raise SourceError(
                 "rules.invalid",
@@ -180,7 +181,8 @@ class CutRules:
             shape[shape.index(-1)] = numel // known
         if prod(shape) != numel:
             raise CutError(f"{numel} elements as {shape}")
-        widths = self._widths.get(pattern)
+        # What is whole already carries the widths of the run that it was put together from.
+        widths = self._widths.get(pattern) if ranks > 1 else None
         return Cut(
             entry.dim,
             tuple(sizes),
@@ -195,60 +197,22 @@ def _uneven(widths: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _width_table(value: Any, sections: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    listed = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else ()
-    rows = [tuple(cast("Sequence[Any]", row)) if isinstance(row, list | tuple) else () for row in listed]
-    if len(rows) != sections or any(len(r) != ranks or any(type(n) is not int or n < 0 for n in r) for r in rows):
+    rows = [as_lengths(row, SECTION_WIDTHS, max_items=1 << 12) for row in as_items(value, SECTION_WIDTHS)]
+    if len(rows) != sections or any(len(r) != ranks for r in rows):
         raise CutError(f"{SECTION_WIDTHS} must give {sections} sections of {ranks} widths")
     return tuple(rows)
 
 
-def _items(value: Any, what: str) -> list[Any]:
-    if value is None:
-        return []
-    if not isinstance(value, list | tuple) or len(value) > MAX_PATTERNS:
-        raise SourceError("rules.invalid", f"{what} is no list")
-    return list(value)
-
-
-def _texts(value: Any, what: str) -> list[str]:
-    items = list(value) if isinstance(value, Mapping) else _items(value, what)
-    if not all(isinstance(i, str) for i in items):
-        raise SourceError("rules.invalid", f"{what} holds something that is no text")
-    return items
-
-
-def _mapping(value: Any, what: str) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise SourceError("rules.invalid", f"{what} is no mapping")
-    return value  # pyright: ignore[reportUnknownVariableType]  # values are checked where they are used
-
-
-def _number(value: Any, what: str) -> float:
-    if type(value) not in (int, float) or value != value:  # noqa: PLR0124 - the only test for a nan
-        raise SourceError("rules.invalid", f"{what} is no number")
-    return float(value)
-
-
-def _count(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 < value < 1 << 48:
-        raise SourceError("rules.invalid", f"{what} is no positive number")
-    return value
-
-
 def _sections(entry: Any, what: str) -> _Sections:
-    facts = _mapping(entry, f"{what}: {SECTIONS}")
+    facts = as_mapping(entry, f"{what}: {SECTIONS}")
     dim, shape = facts.get("partition_dim"), facts.get("shape")
-    sizes: list[Any] = []
-    for item in _items(shape, f"{what}: {SECTIONS}: shape"):
-        if isinstance(item, list | tuple) and item and all(type(n) is int and n >= 0 for n in item):
-            sizes.append(tuple(item))
-        elif type(item) is int and item >= -1:
+    sizes: list[int | tuple[int, ...]] = []
+    for item in as_items(shape, f"{what}: {SECTIONS}: shape"):
+        if type(item) is int and -1 <= item < 1 << 48:
             sizes.append(item)
         else:
-            raise SourceError("rules.invalid", f"{what}: {SECTIONS}: a shape holds lengths, -1, or lists of lengths")
+            sizes.append(as_lengths(item, f"{what}: {SECTIONS}: shape", max_items=1 << 12))
     if type(dim) is not int or not 0 <= dim < len(sizes):
         raise SourceError("rules.invalid", f"{what}: {SECTIONS}: partition_dim is no dimension of the shape")
-    patterns = Patterns(_texts(facts.get("patterns"), f"{what}: {SECTIONS}"), f"{what}: {SECTIONS}")
+    patterns = Patterns(as_texts(facts.get("patterns"), f"{what}: {SECTIONS}"), f"{what}: {SECTIONS}")
     return _Sections(patterns, tuple(sizes), dim)

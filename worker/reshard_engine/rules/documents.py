@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -18,13 +18,10 @@ from reshard_engine.rules.cut_rules import (
     VOCAB_DIVISOR,
 )
 
-NAMES = "names"
-"""A name map of `families`, instead of none."""
 DEFAULT = "default"
 KNOWN = frozenset(
     {*PATTERN_LISTS, SECTIONS, SECTION_WIDTHS, ORIGINAL_VOCAB, PADDED_VOCAB, VERSION, HEADS, VOCAB_DIVISOR, DEFAULT}
 )
-MAX_DEPTH = 8
 
 
 class _Loader(yaml.SafeLoader):
@@ -32,7 +29,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """A node, unless it is an alias."""
-        if self.check_event(yaml.AliasEvent):
+        if self.check_event(yaml.AliasEvent):  # pyright: ignore[reportUnknownMemberType]  # the package has no types
             raise yaml.YAMLError("aliases are not read here")
         return super().compose_node(parent, index)
 
@@ -50,13 +47,14 @@ def parse_rules(text: str) -> dict[str, Any]:
         raise RequestError("request.invalid", f"--rules: not a YAML document of this kind: {reason}") from None
     if not isinstance(found, dict):
         raise RequestError("request.invalid", "--rules: the document is no mapping", fix="see docs/rules.md")
-    unknown = sorted(str(k) for k in found if k not in KNOWN)
+    facts = {str(k): v for k, v in cast("dict[Any, Any]", found).items()}
+    unknown = sorted(k for k in facts if k not in KNOWN)
     if unknown:
         raise RequestError(
             "request.invalid",
             f"--rules: unknown key {printable(unknown[0])!r}",
             fix=f"known are {', '.join(sorted(KNOWN))}",
         )
-    if found.get(DEFAULT) not in (None, "refuse", "column"):
+    if facts.get(DEFAULT) not in (None, "refuse", "column"):
         raise RequestError("request.invalid", f"--rules: {DEFAULT} is `refuse` or `column`")
-    return {str(k): v for k, v in found.items()}
+    return facts

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import re2  # pyright: ignore[reportMissingTypeStubs]
+import re2
 
 from reshard.errors import SourceError, printable
 
@@ -23,8 +23,14 @@ MAX_PATTERN_CHARS = 2_048
 _MEMORY_BYTES = 1 << 20
 
 
+# The package has no types.
+_RE2: Any = re2
+_compile = _RE2.compile
+_ERROR: type[Exception] = _RE2.error
+
+
 def _options() -> Any:
-    options: Any = re2.Options()
+    options = _RE2.Options()
     options.log_errors = False
     options.max_mem = _MEMORY_BYTES
     return options
@@ -61,8 +67,8 @@ class Patterns:
                 self._exact[name] = text
                 continue
             try:
-                self._others.append(_Compiled(text, re2.compile(text, _options())))
-            except re2.error as error:
+                self._others.append(_Compiled(text, _compile(text, _options())))
+            except _ERROR as error:
                 raise SourceError(
                     "rules.invalid",
                     f"{what}: {printable(text)!r} is no pattern: {printable(str(error), max_chars=120)}",

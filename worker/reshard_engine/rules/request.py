@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.models import ConvertRequest
+from reshard.models import ConvertRequest, DiffOptions
 from reshard_engine.rules.documents import parse_rules
 from reshard_engine.rules.families import family_rules
 
 
-def requested_rules(request: ConvertRequest) -> dict[str, Any] | None:
+def requested_rules(request: ConvertRequest | DiffOptions) -> dict[str, Any] | None:
     """Rules by DeepSpeed's keys; None if the request gives none.
 
     Raises:

@@ -42,6 +42,8 @@ from reshard_engine.writers.trees import scalar_node, single_tensor_template, tr
 
 PARAM_KEY = "param"
 LATEST = "latest_universal"
+LAYOUT_KEY = "reshard_layout"
+"""An entry of the model states that is ours: loaders pass what they do not know to the client."""
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -144,6 +146,8 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
         entries = _without_frozen(entries, checkpoint)
     entries |= _described(entries, checkpoint)
     entries["mp_world_size"] = 1
+    if (layout := _layout_notes(checkpoint)) is not None:
+        entries[LAYOUT_KEY] = layout
     roots = [path.removesuffix(".pt") for path in MODEL_FILES]
     templates, slots = tree_templates(roots, mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
     files += [TargetFile(p, t, slots, commit=True) for p, t in zip(MODEL_FILES, templates, strict=True)]
@@ -164,6 +168,19 @@ def _described(entries: Mapping[str | int, Node], checkpoint: Checkpoint) -> dic
     if checkpoint.shared and "shared_params" not in entries:
         found["shared_params"] = mapping_of({**checkpoint.shared})
     return found
+
+
+def _layout_notes(checkpoint: Checkpoint) -> Node:
+    """What a later target with model parallelism asks for and no name says; None where there is nothing to say."""
+    tied = {p.fqn: p.layer for p in checkpoint.parameters if p.layer is not None and p.fqn.startswith("tied_modules.")}
+    notes: dict[str | int, Node] = {}
+    if any(p.layer is not None for p in checkpoint.parameters):
+        notes["tied_layers"] = mapping_of({**tied})
+    if checkpoint.vocab_divisor is not None:
+        notes["vocab_divisor"] = checkpoint.vocab_divisor
+    if checkpoint.vocab_rows is not None:
+        notes["vocab_rows"] = checkpoint.vocab_rows
+    return mapping_of(notes) if notes else None
 
 
 def _size(shape: tuple[int, ...]) -> Node:

@@ -94,7 +94,7 @@ class _Assembly:
             format="deepspeed-bf16-optimizer" if first.bf16_optimizer else f"deepspeed-zero{first.stage}",
             framework_version=model.version,
             zero_stage=first.stage,
-            world={"dp": len(run.states[0]), "tp": run.tp, "pp": run.pp},
+            world={"dp": len(run.states[0]), "tp": run.tp, "pp": run.pp, **({"ep": piece.ep} if run.experts else {})},
             step=model.integer("global_steps"),
             files=self._files,
             parameters=(*parameters, *loose),

@@ -23,6 +23,7 @@ from reshard_engine.rules.cut_rules import (
     CutRules,
 )
 from reshard_engine.rules.documents import DEFAULT
+from reshard_engine.rules.facts import as_mapping
 from reshard_engine.rules.families import HEADED
 
 INFO = "universal_checkpoint_info"
@@ -61,7 +62,7 @@ def rules_of(model: ModelStates, wanted: Mapping[str, Any] | None) -> tuple[CutR
     complete = bool(info) if wanted is None else wanted.get(DEFAULT) == "column"
     rules = CutRules(facts, complete=complete, what=INFO if wanted is None else "the rules of the request")
     maps = info.get(AFFINE)
-    return rules, AffineMaps(maps) if wanted is None and isinstance(maps, Mapping) else None
+    return rules, AffineMaps(as_mapping(maps, AFFINE)) if wanted is None and maps is not None else None
 
 
 def _heads(args: Mapping[str | int, Node]) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ class Slice:
     models: tuple[ModelStates, ...]
     trained: tuple[Parameter, ...]
     """In the optimizer's order; shapes are the rank's own."""
+    ep: int
+    """Expert-parallel ranks; 1 without experts that are spread."""
     dealt: bool
     """Whether the flat order was another (`round_robin_gradients`)."""
 
@@ -77,7 +79,8 @@ def add_slice(
         if spread > 1:
             group = [group[i] for i in in_model_order([p.fqn for p in group])]
         trained += group
-    return Slice(tuple(states), tuple(models), tuple(trained), dealt)
+    ep = max((p.ep for p in parts), default=1)
+    return Slice(tuple(states), tuple(models), tuple(trained), ep, dealt)
 
 
 def _groups_of(first: RankStates, count: int) -> list[int]:

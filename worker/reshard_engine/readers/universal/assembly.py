@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.cuts import Cut
 from reshard_engine.pickles.nodes import is_mapping, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.deepspeed.cutting import rules_of
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.trees import TreeTensors
 from reshard_engine.readers.opening import parse_all
 from reshard_engine.readers.universal.atoms import FOLDER, MASTER, STEP, Atom, AtomFiles, parse_atom
+from reshard_engine.readers.universal.notes import LayoutNotes
 from reshard_engine.readers.universal.optimizer import OptimizerFile
 from reshard_engine.shardmap import ShardMapBuilder, StoredTensor, is_packed
 
@@ -25,7 +30,12 @@ class Assembly:
     """One checkpoint being put together."""
 
     def __init__(
-        self, models: Sequence[ModelStates], atoms: AtomFiles, optimizer: OptimizerFile, ledger: OpaqueLedger
+        self,
+        models: Sequence[ModelStates],
+        atoms: AtomFiles,
+        optimizer: OptimizerFile,
+        ledger: OpaqueLedger,
+        rules: Mapping[str, Any] | None = None,
     ) -> None:
         self._models = models
         self._optimizer = optimizer
@@ -33,6 +43,8 @@ class Assembly:
         self._groups = _shapes(models[0])
         self._trained = {n: s for group in self._groups for n, s in group}
         self._atoms = {n: self._complete(atoms.by_name.get(n, {}), n) for n in self._trained}
+        self._rules, _ = rules_of(models[0], rules)
+        self._notes = LayoutNotes.of(models[0])
         self._loose = {n: s for n, s in atoms.by_name.items() if n not in self._trained}
 
     @staticmethod
@@ -50,7 +62,7 @@ class Assembly:
         model, ledger = self._models[0], self._ledger
         wanted = [f for states in self._atoms.values() for f in states.values()]
         parsed = list(parse_all(wanted, lambda f: parse_atom(f, ledger), threads=_THREADS))
-        if any(isinstance(p, Atom) and p.merged for p in parsed):
+        if any(isinstance(p, Atom) and p.merged for p in parsed) and not self._notes.ours:
             _refuse_permuted(model)
         by_file = dict(zip(wanted, parsed, strict=True))
         held = [p.file if isinstance(p, Atom) else f for f, p in by_file.items()]
@@ -73,11 +85,11 @@ class Assembly:
             step=model.integer("global_steps"),
             files=files,
             parameters=(
+                *(replace(p, weight=module.weight_of(p.fqn, p.shape)) for p in trained),
                 *(
-                    Parameter(p.fqn, p.shape, p.group, module.weight_of(p.fqn, p.shape), p.states, p.scalars)
-                    for p in trained
+                    replace(p, cut=self._cut_of(p.fqn, p.shape), layer=self._notes.layer_of(p.fqn))
+                    for p in module.frozen_parameters
                 ),
-                *module.frozen_parameters,
             ),
             buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
             shared=module.shared,
@@ -89,7 +101,12 @@ class Assembly:
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=tuple(module.warnings),
+            vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
+            vocab_rows=self._notes.vocab_rows,
         )
+
+    def _cut_of(self, name: str, shape: tuple[int, ...]) -> Cut | None:
+        return self._rules.cut_of(name, [shape]) if self._rules is not None else None
 
     def _parameters(
         self, builder: ShardMapBuilder, atoms: Mapping[SourceFile, Atom | Scalar], number: Mapping[SourceFile, int]
@@ -111,7 +128,8 @@ class Assembly:
                         bare |= atom.bare
                 if bare and step is not None:
                     scalars.setdefault(STEP, step)
-                found.append(Parameter(name, shape, group_of[index], None, states, scalars))
+                cut, layer = self._cut_of(name, shape), self._notes.layer_of(name)
+                found.append(Parameter(name, shape, group_of[index], None, states, scalars, cut, layer))
         return found
 
     def _refuse_strangers(self, module: ModuleTensors) -> None:

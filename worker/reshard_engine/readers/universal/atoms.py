@@ -25,6 +25,7 @@ FOLDER = "zero"
 OPTIMIZER_FILE = "optimizer_state.pt"
 MASTER, STEP = "fp32", "step"
 _SUFFIX = ".pt"
+_KNOWN_KEYS = ("param", "cat_dim", "param_n_sub_params", "sub_param_shape", "vocab_tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,8 @@ def parse_atom(file: SourceFile, ledger: OpaqueLedger) -> Atom | Scalar:
     """The tensor of an atom, or the number of a `step.pt`.
 
     Raises:
-        SourceError: `checkpoint.malformed`, `source.unsupported` for atoms that are cut for tensor or expert
-            parallelism, and as `open_torch_file`.
+        SourceError: `checkpoint.malformed`, `source.unsupported` for atoms of expert parallelism, and as
+            `open_torch_file`.
     """
     parsed = open_torch_file(file, ledger)
     what = printable(file.name)
@@ -93,11 +94,12 @@ def parse_atom(file: SourceFile, ledger: OpaqueLedger) -> Atom | Scalar:
 
 
 def _wrapped(entries: Mapping[str | int, Node], what: str) -> Node:
-    others = {k: v for k, v in entries.items() if k != "param" and not (k == "cat_dim" and v == 0 and type(v) is int)}
+    # How it is cut for tensor parallelism follows from the rules in the model states, for every parameter alike.
+    others = [k for k in entries if k not in _KNOWN_KEYS]
     if others:
         raise SourceError(
             "source.unsupported",
-            f"{what} says how to cut it for tensor or expert parallelism ({printable(str(next(iter(others))))})",
-            fix="universal checkpoints of data-parallel runs are supported",
+            f"{what} says how to cut it in a way that is not read ({printable(str(others[0]))})",
+            fix="convert the original checkpoint",
         )
     return entries.get("param")

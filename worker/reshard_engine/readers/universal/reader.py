@@ -64,7 +64,7 @@ class UniversalReader:
             )
         models = _models(files, ledger)
         optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, ledger))
-        return Assembly(models, atoms, optimizer, ledger).checkpoint(url=location.url, tag=tag)
+        return Assembly(models, atoms, optimizer, ledger, rules).checkpoint(url=location.url, tag=tag)
 
 
 def _models(files: RankFiles, ledger: OpaqueLedger) -> list[ModelStates]:

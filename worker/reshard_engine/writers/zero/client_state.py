@@ -9,12 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reshard_engine.pickles.nodes import Global, Node, PObject, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PList,
+    PObject,
+    PTuple,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    sequence_items,
+)
 from reshard_engine.writers.zero.target import Target
 
 INFO = "universal_checkpoint_info"
-# What cuts of another number of ranks looked like: no statement about the target's.
-_OF_ONE_WORLD = ("affine_map", "sub_param_shard_widths")
+SECTIONS, SECTION_WIDTHS, AFFINE = "parameter_with_sub_params", "sub_param_shard_widths", "affine_map"
 
 
 def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | None) -> dict[str | int, Node]:
@@ -39,6 +48,24 @@ def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | No
         if vocab_rows is not None and "padded_vocab_size" in facts:
             facts["padded_vocab_size"] = vocab_rows
         if target.tp_changes:
-            facts = {k: v for k, v in facts.items() if k not in _OF_ONE_WORLD}
+            facts.pop(AFFINE, None)  # of the source's ranks: patterns say the same for any number
+            if SECTION_WIDTHS in facts:
+                facts[SECTION_WIDTHS] = _section_widths(facts.get(SECTIONS), layout.tp)
         found[INFO] = mapping_of(facts)
     return found
+
+
+def _section_widths(sections: Node, tp: int) -> Node:
+    """Per pattern, section and rank the lengths of sections that are cut evenly, the first ranks longer by one."""
+    found: dict[str | int, Node] = {}
+    for entry in sequence_items(sections, what=SECTIONS) if sections is not None else ():
+        facts = mapping_items(entry, what=SECTIONS)
+        shape, dim = sequence_items(facts.get("shape"), what=SECTIONS), facts.get("partition_dim")
+        sizes = shape[dim] if type(dim) is int and 0 <= dim < len(shape) else None
+        if not isinstance(sizes, PList | PTuple):
+            continue
+        widths = [PList([n // tp + (rank < n % tp) for rank in range(tp)]) for n in sizes.items if type(n) is int]
+        for pattern in sequence_items(facts.get("patterns"), what=SECTIONS):
+            if isinstance(pattern, str):
+                found[pattern] = PList([*widths])
+    return mapping_of(found)

@@ -140,31 +140,36 @@ class _Files:
         """The files of one model-parallel rank."""
         target = self._target
         number = model.pp * target.layout.tp + model.tp
-        states: FlatStates | ShardedStates | None = None
-        optimizer: Node = None
-        if target.stage == 0:
-            optimizer = whole_optimizer(self._groups, model, target)
-        else:
-            kind = ShardedStates if target.stage == 3 else FlatStates
-            states = kind(self._groups, model, target)
-        shapes = states.shapes() if states else trained_groups(model, self._groups.count)
+        states = self._states_of(model)
+        shapes = states.shapes() if states is not None else trained_groups(model, self._groups.count)
         model_files = ModelStatesFiles(self._checkpoint, model, target, shapes)
-        for rank in range(target.dp) if states else ():
-            outer = {
-                "optimizer_state_dict": states.optimizer_of(rank),
-                "ds_config": target.config,
-                "ds_version": target.version,
-            }
-            name = f"{target.prefix}zero_pp_rank_{rank}_mp_rank_{number:02d}_optim_states.pt"
-            self.bodies.append(self._file(name, mapping_of(outer), commit=False))
+        if states is not None:
+            self._add_optimizer(states, number)
         self._add_layers(model, model_files)
         self._add_experts(model, model_files, number)
+        optimizer = whole_optimizer(self._groups, model, target) if states is None else None
         ranks = target.dp if target.stage == 3 else 1
         for rank in range(ranks):
             name = f"mp_rank_{number:02d}_model_states.pt"
             name = f"zero_pp_rank_{rank}_{name}" if target.stage == 3 else name
             entries = model_files.entries_of(rank, self._run_state(number * ranks + rank), optimizer)
             self.commits.append(self._file(name, entries, commit=True))
+
+    def _states_of(self, model: LocalModel) -> FlatStates | ShardedStates | None:
+        if self._target.stage == 0:
+            return None
+        kind = ShardedStates if self._target.stage == 3 else FlatStates
+        return kind(self._groups, model, self._target)
+
+    def _add_optimizer(self, states: FlatStates | ShardedStates, number: int) -> None:
+        for rank in range(self._target.dp):
+            outer: dict[str | int, Node] = {
+                "optimizer_state_dict": states.optimizer_of(rank),
+                "ds_config": self._target.config,
+                "ds_version": self._target.version,
+            }
+            name = f"{self._target.prefix}zero_pp_rank_{rank}_mp_rank_{number:02d}_optim_states.pt"
+            self.bodies.append(self._file(name, mapping_of(outer), commit=False))
 
     def _run_state(self, rank: int) -> Mapping[str | int, Node]:
         """The run's own state, with the random states of the source rank whose turn it is."""

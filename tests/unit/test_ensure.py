@@ -1,0 +1,342 @@
+"""`reshard.ensure`: what fits is left alone, what does not is converted, and nothing half is ever returned."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reshard
+from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
+from reshard import _makers, _places
+from reshard._places import LocalSource, find_source, finished, place_companions
+from reshard.cli.main import run
+from reshard.ensuring import Ensured, Outcome, ensured
+from reshard.errors import RequestError, SourceError, StorageError
+from reshard.local import load_engine
+from reshard.models import (
+    ConvertRequest,
+    Inspection,
+    NativeLayout,
+    SourceSpec,
+    TargetFormat,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHERS, "RESHARD_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    return make_save(tmp_path / "run" / "save")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "run" / "checkpoint-3")
+
+
+# -- which checkpoint is meant --------------------------------------------------------------------------
+
+
+def test_kinds_of_sources(checkpoint: Path) -> None:
+    tag = checkpoint / "global_step3"
+    assert find_source(str(checkpoint), None) == LocalSource(str(checkpoint), ("global_step3",), names_tag=False)
+    assert find_source(str(tag), None) == LocalSource(str(checkpoint), ("global_step3",), names_tag=True)
+    (checkpoint / "latest").unlink()
+    assert find_source(str(checkpoint), "global_step3").tag == "global_step3"
+    for name in ("pytorch_model", "pytorch_model_1"):
+        shutil.copytree(tag, checkpoint / name)
+    assert find_source(str(checkpoint), "pytorch_model").tags == ("pytorch_model_1", "pytorch_model")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (lambda p: (p / "latest").unlink(), "source.unknown_kind"),
+        (lambda p: (p / "latest").write_text("global_step4"), "checkpoint.bad_latest"),
+        (lambda p: (p / "latest").write_text("../checkpoint-3/global_step3"), "checkpoint.bad_latest"),
+        (lambda p: (p / "latest").write_text("x" * 5000), "checkpoint.bad_latest"),
+        (shutil.rmtree, "source.not_found"),
+        (lambda p: next((p / "global_step3").glob("*_1_*")).unlink(), "checkpoint.incomplete"),
+    ],
+)
+def test_sources_that_are_none(spoil: Callable[[Path], Any], code: str, checkpoint: Path) -> None:
+    spoil(checkpoint)
+    with pytest.raises(SourceError) as caught:
+        reshard.ensure(checkpoint, dp=3)
+    assert caught.value.code == code
+    assert list(checkpoint.glob(".reshard/global_step3*")) == []
+
+
+@pytest.mark.parametrize("name", ["checkpoint-3", "checkpoint-3/global_step3"])
+def test_a_save_that_did_not_finish_is_refused_even_if_it_fits(name: str, checkpoint: Path) -> None:
+    for number in (1, 2):
+        checkpoint.with_name(f"checkpoint-{number}").mkdir()
+    (checkpoint / "checkpoint-is-incomplete.txt").write_text("Checkpoint started at step 3 and in progress...")
+    with pytest.raises(SourceError) as caught:
+        reshard.ensure(checkpoint.parent / name, dp=2)
+    assert caught.value.code == "checkpoint.incomplete"
+    assert caught.value.fix.endswith("checkpoint-2")
+
+
+# -- the result -----------------------------------------------------------------------------------------
+
+
+def test_what_fits_is_returned_as_it_was_named(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(save.parent)
+    assert reshard.ensure("save", dp=2) == "save"
+    assert reshard.ensure(save / "global_step3", dp=2, zero_stage=2, dtype="bf16") == str(save / "global_step3")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert reshard.ensure(save) == str(save)
+    assert sorted(p.name for p in save.iterdir()) == [".reshard", "global_step3", "latest"]
+    assert all(p.suffix == ".json" for p in (save / ".reshard").iterdir())
+
+
+def test_a_result_is_made_once_however_it_is_asked_for(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ensured(checkpoint, wanted(dp=3, environ={}))
+    assert first.outcome is Outcome.CONVERTED
+    assert Path(first.path).parent == checkpoint / ".reshard"
+    assert Path(first.path).name.startswith("global_step3-dp3-")
+    assert same(checkpoint, first.path)
+    assert load_engine().inspect(SourceSpec(url=first.path)).world["dp"] == 3
+    assert load_engine().verify(f"{first.path}/global_step3").ok
+    stamp = os.stat(f"{first.path}/latest").st_mtime_ns
+    for options in ({"dp": 3}, {"dp": 3, "zero_stage": 2}, {"environ": {"WORLD_SIZE": "3"}}):
+        assert ensured(checkpoint, wanted(**{"environ": {}, **options})) == Ensured(first.path, Outcome.EARLIER)
+    assert reshard.ensure(checkpoint / "global_step3", dp=3) == f"{first.path}/global_step3"
+    assert os.stat(f"{first.path}/latest").st_mtime_ns == stamp
+    # The result is a checkpoint like any other.
+    assert reshard.ensure(first.path, dp=3) == first.path
+    # Another layout is another result; a changed source too.
+    assert reshard.ensure(checkpoint, dp=3, zero_stage=3) != first.path
+    os.utime(checkpoint / "global_step3" / "mp_rank_00_model_states.pt")
+    again = ensured(checkpoint, wanted(dp=3, environ={}))
+    assert again.outcome is Outcome.CONVERTED
+    assert again.path != first.path
+    # Hosts may see the directory under different paths; so does who moves it.
+    moved = checkpoint.rename(checkpoint.with_name("moved"))
+    assert ensured(moved, wanted(dp=3, environ={})).path == again.path.replace("checkpoint-3", "moved")
+    moved.rename(checkpoint)
+    # A result that was deleted is made anew.
+    shutil.rmtree(again.path)
+    assert ensured(checkpoint, wanted(dp=3, environ={})) == Ensured(again.path, Outcome.CONVERTED, NativeLayout(dp=3))
+    assert finished(again.path, ("global_step3",))
+
+
+def test_trainers_find_what_they_look_for(checkpoint: Path) -> None:
+    result = Path(reshard.ensure(checkpoint, dp=3))
+    names = {str(p.relative_to(result)) for p in result.rglob("*") if "global_step3" not in p.parts}
+    assert names == {
+        *("latest", "trainer_state.json", "scheduler.pt", "config.json"),
+        *("rng_state_0.pth", "rng_state_1.pth", "rng_state_2.pth", "adapter", "adapter/adapter_config.json"),
+    }
+    # transformers' own look-ups and rotation see one checkpoint here, not two.
+    assert [p.name for p in checkpoint.parent.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert [p.name for p in checkpoint.glob("global_step*")] == ["global_step3"]
+
+
+@pytest.mark.parametrize(
+    ("there", "ranks", "expected"),
+    [
+        (
+            {"rng_state_0.pth": 0, "rng_state_1.pth": 1},
+            3,
+            {"rng_state_0.pth": 0, "rng_state_1.pth": 1, "rng_state_2.pth": 0},
+        ),
+        ({"rng_state_0.pth": 0, "rng_state_1.pth": 1}, 1, {"rng_state.pth": 0}),
+        ({"rng_state.pth": 0}, 2, {"rng_state_0.pth": 0, "rng_state_1.pth": 0}),
+        ({"rng_state_10.pth": 10, "rng_state_9.pth": 9}, 12, {"rng_state_10.pth": 10, "rng_state_9.pth": 9}),
+        ({"random_states_0.pkl": 0, "random_states_1.pkl": 1}, 1, {"random_states_0.pkl": 0}),
+        ({"random_states_0.pkl": 0}, 2, {"random_states_0.pkl": 0, "random_states_1.pkl": 0}),
+        ({"scheduler.bin": 5, "custom_checkpoint_0.pkl": 6}, 2, {"scheduler.bin": 5, "custom_checkpoint_0.pkl": 6}),
+        ({"latest": 1, "latest_universal": 1, ".hidden": 1, "reshard.json": 1}, 2, {}),
+    ],
+    ids=str,
+)
+def test_random_states_are_dealt_out(
+    there: dict[str, int], ranks: int, expected: dict[str, int], tmp_path: Path
+) -> None:
+    home, target = tmp_path / "home", tmp_path / "target"
+    home.mkdir()
+    target.mkdir()
+    for name, content in there.items():
+        (home / name).write_text(str(content))
+    for _ in range(2):
+        place_companions(LocalSource(str(home), ("tag",), names_tag=False), str(target), ranks)
+        assert {p.name: int(p.read_text()) for p in target.iterdir()} == expected
+
+
+def test_large_companions_are_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_places, "_COPIED_BYTES", 3)
+    home, target = tmp_path / "home", tmp_path / "target"
+    (home / "other_tag").mkdir(parents=True)
+    (home / "other_tag" / "mp_rank_00_model_states.pt").write_text("x")
+    (home / "model.safetensors").write_text("weights")
+    (home / "small").write_text("s")
+    target.mkdir()
+    source = LocalSource(str(home), ("tag",), names_tag=False)
+    place_companions(source, str(target), 1)
+    assert sorted(p.name for p in target.iterdir()) == ["model.safetensors", "small"]
+    assert os.path.samefile(home / "model.safetensors", target / "model.safetensors")
+    assert os.stat(home / "small").st_nlink == 1
+    place_companions(source, str(target), 1)
+    assert len(list(target.iterdir())) == 2
+
+    def refused(*_: Any) -> None:
+        raise OSError(18, "another file system")
+
+    (target / "model.safetensors").unlink()
+    monkeypatch.setattr(os, "link", refused)
+    place_companions(source, str(target), 1)
+    assert os.readlink(target / "model.safetensors") == str(home / "model.safetensors")
+
+
+def test_all_models_of_accelerate_are_converted(save: Path) -> None:
+    for name in ("pytorch_model", "pytorch_model_1"):
+        shutil.copytree(save / "global_step3", save / name)
+    (save / "latest").write_text("pytorch_model_1")
+    (save / "random_states_0.pkl").write_text("0")
+    result = Path(reshard.ensure(save, dp=4))
+    for name in ("pytorch_model", "pytorch_model_1"):
+        assert load_engine().inspect(SourceSpec(url=str(result), tag=name)).world["dp"] == 4
+        assert same(save / name, result / name)
+    assert (result / "latest").read_text() == "pytorch_model_1"
+    assert len(list(result.glob("random_states_*.pkl"))) == 4
+    # Other tags of the directory are no part of it.
+    assert not (result / "global_step3").exists()
+
+
+def test_a_universal_source_is_made_native(save: Path) -> None:
+    target = save / "global_step3_universal"
+    load_engine().convert(
+        ConvertRequest(source=SourceSpec(url=str(save)), target=str(target), to=TargetFormat.UNIVERSAL)
+    )
+    result = reshard.ensure(target, dp=2, zero_stage=2)
+    assert Path(result).name == "global_step3_universal"
+    assert load_engine().inspect(SourceSpec(url=result)).zero_stage == 2
+    assert same(save, result)
+
+
+# -- a place of the user's ------------------------------------------------------------------------------
+
+
+def test_a_named_place(save: Path, tmp_path: Path) -> None:
+    out = tmp_path / "there" / "resume"
+    assert reshard.ensure(save, dp=3, out=out) == str(out)
+    assert reshard.ensure(save / "global_step3", dp=3, out=out) == str(out / "global_step3")
+    assert not (save / ".reshard").exists()
+    kept = (out / "global_step3" / "reshard.json").read_bytes()
+    with pytest.raises(RequestError) as caught:
+        reshard.ensure(save, dp=4, out=out)
+    assert caught.value.code == "request.target_exists"
+    assert (out / "global_step3" / "reshard.json").read_bytes() == kept
+    foreign = tmp_path / "foreign"
+    shutil.copytree(DATA / "zero3_tiny", foreign)
+    before = {p: p.read_bytes() for p in foreign.rglob("*") if p.is_file()}
+    with pytest.raises(RequestError, match="not of this source"):
+        reshard.ensure(save, dp=4, out=foreign)
+    assert {p: p.read_bytes() for p in foreign.rglob("*") if p.is_file() and ".reshard" not in p.parts} == before
+
+
+def test_a_source_that_cannot_be_written(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str, **_: Any) -> None:
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "makedirs", refused)
+    assert reshard.ensure(save, dp=2) == str(save)
+    with pytest.raises(StorageError) as caught:
+        reshard.ensure(save, dp=3)
+    assert caught.value.code == "storage.denied"
+    assert "--out" in caught.value.fix
+
+
+def test_a_source_in_another_store_needs_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ConvertRequest] = []
+
+    class Engine:
+        def inspect(self, _source: SourceSpec) -> Inspection:
+            found = load_engine().inspect(SourceSpec(url=str(DATA / "zero2_tiny")))
+            return found.model_copy(update={"tag": "global_step3"})
+
+        def convert(self, request: ConvertRequest, **_: Any) -> None:
+            made.append(request)
+
+    monkeypatch.setattr(_makers, "load_engine", Engine)
+    assert reshard.ensure("s3://bucket/run", dp=2) == "s3://bucket/run"
+    with pytest.raises(RequestError, match="its layout is another one"):
+        reshard.ensure("s3://bucket/run", dp=3)
+    assert reshard.ensure("s3://bucket/run", dp=3, out=str(tmp_path)) == str(tmp_path)
+    assert [r.target for r in made] == [f"{tmp_path}/global_step3"]
+
+
+# -- never half -----------------------------------------------------------------------------------------
+
+
+def test_companions_are_there_before_latest_and_nothing_half_is_taken(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = load_engine()
+    seen: list[set[str]] = []
+
+    class Stopping:
+        def inspect(self, source: SourceSpec) -> Inspection:
+            return real.inspect(source)
+
+        def convert(self, request: ConvertRequest, **hooks: Any) -> Any:
+            seen.append({p.name for p in Path(request.target).parent.iterdir()})
+            if len(seen) == 1:
+                raise StorageError("storage.no_space", "the store is full")
+            return real.convert(request, **hooks)
+
+    monkeypatch.setattr(_makers, "load_engine", Stopping)
+    with pytest.raises(StorageError):
+        reshard.ensure(checkpoint, dp=3)
+    assert not list(checkpoint.glob(".reshard/*.claim"))
+    result = ensured(checkpoint, wanted(dp=3, environ={}))
+    assert result.outcome is Outcome.CONVERTED
+    for names in seen:
+        assert {"trainer_state.json", "rng_state_2.pth", "adapter"} <= names
+        assert "latest" not in names
+
+
+# -- the command ----------------------------------------------------------------------------------------
+
+
+def test_the_path_is_the_last_line(save: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ensure", str(save), "--dp", "3", "-q"]) == 0
+    shown = capsys.readouterr()
+    path = shown.out.splitlines()[-1]
+    assert finished(path, ("global_step3",))
+    assert shown.err == ""
+    assert run(["ensure", str(save), "--dp", "3", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"schema_version": 1, "path": path, "outcome": "earlier"}
+    assert "converted earlier" in shown.err
+
+
+def test_errors_of_the_command(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ensure", str(save)]) == 2
+    assert "--dp N" in capsys.readouterr().err
+    assert run(["ensure", str(tmp_path / "none"), "--dp", "2"]) == 3
+    assert run(["ensure", str(save), "--dp", "2", "--zero-stage", "5"]) == 2
+    assert run(["ensure", str(save), "--dp", "2", "--rules", str(tmp_path / "none")]) == 2
+    assert run(["ensure", str(save), "--dp", "3", "--out", str(save)]) == 5
+    (save / "checkpoint-is-incomplete.txt").touch()
+    assert run(["ensure", str(save), "--dp", "2", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "checkpoint.incomplete"
+
+
+def test_the_function_is_the_packages_own() -> None:
+    import reshard.ensuring
+
+    assert reshard.ensure is reshard.ensuring.ensure
+    assert "ensure" in dir(reshard)

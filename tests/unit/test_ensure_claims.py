@@ -1,0 +1,115 @@
+"""Claims: one process owns one, and it ends with its owner."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from reshard import _election
+from reshard._election import Election
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    claim = Election(str(path)).claim()
+    assert claim is not None
+    with claim:
+        yield
+
+
+def test_a_claim_is_one_processs_and_ends_with_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "claim")
+    first, second = Election(path), Election(path)
+    claim = first.claim()
+    assert claim is not None
+    with claim:
+        assert [second.claim(), second.claim(), first.claim()] == [None, None, None]
+    assert not os.path.exists(path)
+    again = second.claim()
+    assert again is not None
+    with again:
+        pass
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        json.dumps({"where": "another-host pid:[1]", "pid": 1, "nonce": "x"}),
+        "",
+        "{",
+        "[]",
+        json.dumps({"where": 3, "pid": []}),
+    ],
+)
+def test_a_claim_that_nobody_touches_is_taken_over(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "claim"
+    path.write_text(content)
+    election = Election(str(path), stale_s=0.2)
+    began = time.monotonic()
+    while (claim := election.claim()) is None:
+        time.sleep(0.02)
+    assert 0.2 <= time.monotonic() - began < 5
+    with claim:
+        assert path.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_claim_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_election, "BEAT_S", 0.05)
+    path = tmp_path / "claim"
+    watcher = Election(str(path), stale_s=0.5)
+    with held(path):
+        text = path.read_text()
+        began = time.monotonic()
+        while time.monotonic() - began < 1.5:
+            assert watcher.claim() is None
+            time.sleep(0.02)
+        assert path.read_text() == text
+
+
+def test_a_claim_of_this_host_is_freed_at_once_when_its_process_is_gone(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path = tmp_path / "claim"
+    path.write_text(json.dumps({"where": _election._namespace(), "pid": ended.pid, "nonce": "x"}))
+    election = Election(str(path))
+    assert election.claim() is None
+    claim = election.claim()
+    assert claim is not None
+    with claim:
+        pass
+
+
+def test_one_of_many_takes_a_stale_claim_over(tmp_path: Path) -> None:
+    owners, most, lock = [0], [0], threading.Lock()
+
+    def compete(election: Election) -> None:
+        while (claim := election.claim()) is None:
+            time.sleep(0.005)
+        with claim:
+            with lock:
+                owners[0] += 1
+                most[0] = max(most[0], owners[0])
+            time.sleep(0.02)
+            with lock:
+                owners[0] -= 1
+
+    for attempt in range(5):
+        path = tmp_path / f"claim-{attempt}"
+        path.write_text("another host's")
+        threads = [threading.Thread(target=compete, args=(Election(str(path), stale_s=0.1),)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+            assert not thread.is_alive()
+    assert most == [1]
