@@ -148,9 +148,21 @@ class Oracle:
         error: str | None = got[0]["error"]
         return error
 
-    def peer_universal(self, tag_dir: Path, out_dir: Path) -> str | None:
-        """Converts with ds_to_universal (missing state injected); its error's text, or None."""
-        got = self.worlds.run("oracle.peers:peer_universal", world=1, tag_dir=str(tag_dir), out_dir=str(out_dir))
+    def peer_universal(
+        self, tag_dir: Path, out_dir: Path, *, megatron: bool = False, nested: bool = False
+    ) -> str | None:
+        """Converts with ds_to_universal (missing state injected); its error's text, or None.
+
+        Args:
+            tag_dir: the checkpoint's folder.
+            out_dir: the universal folder to write.
+            megatron: a stub stands for the one class of Megatron that its files name.
+            nested: the converter is mended where it falls over a nested ``module``.
+        """
+        options = {"megatron": megatron, "nested": nested}
+        got = self.worlds.run(
+            "oracle.peers:peer_universal", world=1, tag_dir=str(tag_dir), out_dir=str(out_dir), **options
+        )
         error: str | None = got[0]["error"]
         return error
 

@@ -52,6 +52,7 @@ _STAND_INS: list[Any] = [
     (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (Address, "deepspeed.utils.tensor_fragment.fragment_address"),
     (Address, "deepspeed.runtime.bf16_optimizer.fragment_address"),
+    (Bag, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
 ]
 
 

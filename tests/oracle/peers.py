@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import enum
+import inspect
+import sys
+import types
 from argparse import Namespace
 from typing import Any
 
@@ -24,8 +28,40 @@ def peer_fp32(checkpoint_dir: str, out: str, tag: str | None = None) -> dict[str
     return {"names": list(state), "error": None}
 
 
-def peer_universal(tag_dir: str, out_dir: str) -> dict[str, Any]:
+def _stub_megatron() -> None:
+    """The one class of Megatron that its checkpoints name, in modules of its own."""
+
+    class ModelType(enum.Enum):
+        encoder_or_decoder = 1
+        encoder_and_decoder = 2
+
+    for name in ("megatron", "megatron.core", "megatron.core.enums"):
+        sys.modules[name] = types.ModuleType(name)
+    ModelType.__module__, ModelType.__qualname__ = "megatron.core.enums", "ModelType"
+    sys.modules["megatron.core.enums"].ModelType = ModelType  # type: ignore[attr-defined]
+
+
+def _mended() -> Any:
+    """A copy of the converter that passes over the entries of ``module`` that are no tensors.
+
+    Without pipeline, Megatron nests dictionaries there, and ds_to_universal (0.19.8) calls ``.float()`` on them.
+    """
+    source = inspect.getsource(ds_to_universal)
+    loop = "            for name, tensor in module_state.items():\n"
+    if source.count(loop) != 1:
+        raise AssertionError("the converter's loop over `module` is not where it was")
+    mend = "                if not torch.is_tensor(tensor):\n                    continue\n"
+    copy = types.ModuleType("mended_ds_to_universal")
+    exec(compile(source.replace(loop, loop + mend), "mended_ds_to_universal.py", "exec"), copy.__dict__)
+    sys.modules[copy.__name__] = copy  # its workers find their functions by name
+    return copy
+
+
+def peer_universal(tag_dir: str, out_dir: str, megatron: bool = False, nested: bool = False) -> dict[str, Any]:
     """Converts one tag's folder with ds_to_universal into ``out_dir``; returns the error's text or None."""
+    if megatron:
+        _stub_megatron()
+    converter: Any = _mended() if nested else ds_to_universal
     arguments = Namespace(
         input_folder=tag_dir,
         output_folder=out_dir,
@@ -36,7 +72,7 @@ def peer_universal(tag_dir: str, out_dir: str) -> dict[str, Any]:
         inject_missing_state=True,
     )
     try:
-        ds_to_universal.main(arguments)
+        converter.main(arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - which way the peer fails is the answer
         return {"error": f"{type(error).__name__}: {error}"}
     return {"error": None}
