@@ -68,11 +68,11 @@ ATOMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no tensor": (lambda _: {"param": 3}, "checkpoint.malformed"),
     "a list": (lambda v: [v["param"]], "checkpoint.malformed"),
     "nothing in it": (lambda _: {}, "checkpoint.malformed"),
-    "cut along dimension 1": (lambda v: v | {"cat_dim": 1}, "source.unsupported"),
+    "cut along dimension 2": (lambda v: v | {"cat_dim": 2}, "source.unsupported"),
     "cut along no number": (lambda v: v | {"cat_dim": False}, "source.unsupported"),
-    "a vocabulary": (lambda v: v | {"vocab_tensor": True}, "source.unsupported"),
+    "no vocabulary": (lambda v: v | {"vocab_tensor": 1}, "source.unsupported"),
     "an expert": (lambda v: v | {"is_expert_param": True, "cat_dim": 0}, "source.unsupported"),
-    "sub-parameters": (lambda v: v | {"param_n_sub_params": 2}, "source.unsupported"),
+    "sub-parameters": (lambda v: v | {"param_n_sub_params": 3}, "source.unsupported"),
 }
 
 
@@ -81,6 +81,12 @@ def test_atoms_of_another_form(name: str, source: Path, tmp_path: Path) -> None:
     change, code = ATOMS[name]
     _edit(source / ATOM, change)
     assert _code(source, tmp_path / "out") == code
+
+
+def test_atoms_of_a_tensor_parallel_run_are_read(source: Path, made: Path, tmp_path: Path) -> None:
+    _edit(source / ATOM, lambda v: v | {"cat_dim": 1, "vocab_tensor": True, "param_n_sub_params": 2})
+    _convert(source, tmp_path / "out")
+    assert torch.equal(_load(tmp_path / "out" / ATOM)["param"], _load(made / ATOM)["param"])
 
 
 def test_atoms_flat_and_with_the_default_cut_are_the_same(source: Path, made: Path, tmp_path: Path) -> None:
@@ -155,9 +161,9 @@ def test_optimizer_states_that_do_not_fit(name: str, source: Path, tmp_path: Pat
     assert _code(source, tmp_path / "out") == "checkpoint.malformed"
 
 
-def test_tensor_parallel_sources_are_refused(source: Path, tmp_path: Path) -> None:
+def test_a_stray_model_parallel_rank(source: Path, tmp_path: Path) -> None:
     shutil.copy(source / MODEL, source / "mp_rank_01_model_states.pt")
-    assert _code(source, tmp_path / "out") == "source.unsupported"
+    assert _code(source, tmp_path / "out") == "checkpoint.mixed"
 
 
 @pytest.mark.parametrize("text", ["../u", "/u", "", "u\nu", "absent", "a" * 2_000])

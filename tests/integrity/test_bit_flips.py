@@ -18,7 +18,7 @@ from house.measured import say
 from integrity.covered import covered_spans
 from reshard.errors import IntegrityError, ReshardError, SourceError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel
+from reshard.models import ConvertRequest, NativeLayout, Progress, SourceSpec, TargetFormat, VerifyLevel
 
 DATA = Path(__file__).parent.parent / "data"
 SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)
@@ -74,7 +74,8 @@ def test_every_flip_of_a_target_is_found(
 ) -> None:
     """Target, manifest and pointer: our own output has no uncovered byte."""
     engine, target = load_engine(), tmp_path / NAME
-    engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level))
+    layout = NativeLayout(dp=3) if to is TargetFormat.ZERO else None
+    engine.convert(request_for(DATA / "zero2_tiny", target, to=to, verify=level, layout=layout))
     assert engine.verify(str(target)).ok
     missed: list[tuple[str, int, int]] = []
     count = TARGET_FLIPS // (len(TargetFormat) * len(VerifyLevel))

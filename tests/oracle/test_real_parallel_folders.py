@@ -55,6 +55,15 @@ def test_deepspeed_reads_the_truth_in_our_native_form(name: str, oracle: Oracle,
     assert wrong_atoms(tmp_path / "peer", expected(folder)) == []
 
 
+@pytest.mark.parametrize("name", ["gpt_bf16_z1_tp2pp2dp2", "llama_bf16_z3_nopipe_tp2dp2"])
+def test_a_universal_form_by_deepspeed_is_read(name: str, oracle: Oracle, tmp_path: Path) -> None:
+    folder = real_folder(name)
+    peer = tmp_path / "peer"
+    assert oracle.peer_universal(folder / "src" / TAG, peer, megatron=True, nested="nopipe" in name) is None
+    convert(peer, tmp_path / "ours", "universal")
+    assert wrong_atoms(tmp_path / "ours", expected(folder)) == []
+
+
 def test_heads_are_not_cut_through(tmp_path: Path) -> None:
     folder = real_folder("llama_fp32_z1_tp2pp2dp2")
     with pytest.raises(RequestError) as caught:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
+from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.cast import NumpyCast, TorchCast, overflowed
 from reshard_engine.execute.crc import combine
@@ -115,7 +115,8 @@ def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: We
     if to is TargetFormat.UNIVERSAL and dtype is not None:
         return
     source = SourceSpec(url=str(DATA / name))
-    request = ConvertRequest(source=source, target="/nowhere/out", to=to, dtype=dtype)
+    native = NativeLayout(dp=3) if to is TargetFormat.ZERO else None
+    request = ConvertRequest(source=source, target="/nowhere/out", to=to, dtype=dtype, layout=native)
     checkpoint = read_checkpoint(open_location(source.url), None, OpaqueLedger(OpaquePolicy.REFUSE))
     layout = WRITERS[to].lay_out(checkpoint, request, name="out")
     for file in layout.files[:12]:

@@ -135,7 +135,7 @@ class Checkpoint:
             SourceError: `checkpoint.malformed`, `tensor.amplification`.
         """
         tensors = self.shard_map.tensors
-        stored = (t for i, t in enumerate(tensors) if i not in self.shard_map.views)
+        stored = (t for i, t in enumerate(tensors) if i not in self.shard_map.views and i not in self.shard_map.means)
         wanted, there = sum(t.size_bytes for t in stored), sum(f.size_bytes for f in self.files)
         if wanted > MAX_AMPLIFICATION * there:
             raise SourceError(

@@ -28,7 +28,7 @@ class Cut:
     grid: tuple[int, ...] | None = None
     """A finer shape in which the parameter is cut; None for its own."""
     averaged: bool = False
-    """Whether copies are averaged where they differ."""
+    """Whether the copies of a parameter that every rank holds whole may differ: their mean counts."""
     vocabulary: int | None = None
     """Rows that are data; ranks hold a multiple of them, filled up with padding behind the last one."""
     units: int | None = None

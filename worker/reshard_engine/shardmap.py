@@ -5,7 +5,7 @@ global shape, lie in a file from a byte offset on. Pieces are columns of integer
 checkpoint of 20,000 parameters on 64 ranks has four million of them.
 
 A `ShardMap` that exists covers every tensor exactly once: the constructor proves it. Some tensors are *views*: boxes of
-other tensors of the map, which prove their coverage themselves (`views`).
+other tensors of the map, which prove their coverage themselves (`views`); some are *means* of copies (`means`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class ShardMap:
     strides_of: Column
     strides: tuple[Strides, ...] = ()
     views: Mapping[int, View] = field(default_factory=dict[int, View])
-    """Tensors that are made of others, by number; views of what pieces hold, never of views."""
+    """Tensors that are made of others, by number; views of what pieces hold and of means, never of views."""
+    means: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Tensors that are the mean of others of their shape, by number; no bytes of a file are theirs."""
     _first: Column = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class ShardMap:
         numel = np.array([t.numel for t in self.tensors], dtype=np.int64)
         count = np.diff(self._first)
         bad = (count == 0) & (numel > 0)
-        bad[list(self.views)] = False
+        bad[[*self.views, *self.means]] = False
         if len(self.tensor):
             starts = self._first[:-1][count > 0]
             ends = self._first[1:][count > 0] - 1
@@ -121,7 +123,7 @@ class ShardMap:
         )
 
     def pieces(self, tensor: int, begin: int, end: int) -> Pieces:
-        """The pieces that hold the elements `[begin, end)` of a tensor, clipped to that interval."""
+        """The pieces that hold the elements `[begin, end)` of a tensor, clipped to that interval; of a mean none."""
         if tensor in self.views:
             return self._pieces_of_view(tensor, begin, end)
         low, high = int(self._first[tensor]), int(self._first[tensor + 1])
@@ -158,6 +160,11 @@ class ShardMap:
         offset = self.offset[row] + (source - self.begin[row]) * itemsize
         return Pieces(start, start + stop - source, self.file[row], offset, self.strides_of[row])
 
+    def averages(self, tensor: int) -> bool:
+        """Whether a tensor is a mean, or a view of some."""
+        view = self.views.get(tensor)
+        return tensor in self.means or (view is not None and any(box.tensor in self.means for box in view.boxes))
+
     def with_views(self, tensors: Sequence[StoredTensor], views: Sequence[View]) -> ShardMap:
         """The map with further tensors, numbered on from its last one, that are views of those it has."""
         first = len(self.tensors)
@@ -184,6 +191,7 @@ class ShardMapBuilder:
         self._strides: list[Strides] = []
         self._strided: set[int] = set()
         self._views: dict[int, View] = {}
+        self._means: dict[int, tuple[int, ...]] = {}
 
     def tensor(self, fqn: str, state: str, dtype: Dtype, shape: tuple[int, ...]) -> int:
         """Register a tensor and return its index."""
@@ -228,6 +236,22 @@ class ShardMapBuilder:
         self._views[number] = composite
         return number
 
+    def mean(self, fqn: str, state: str, copies: Sequence[int], dtype: Dtype) -> int:
+        """Register a tensor that is the mean of others, taken in their element type; returns its number.
+
+        Raises:
+            ValueError: They have several shapes or types, or one that cannot be averaged.
+        """
+        stored = [self.tensors[t] for t in copies]
+        shapes, dtypes = {t.shape for t in stored}, {t.dtype for t in stored}
+        if len(shapes) != 1 or len(dtypes) != 1:
+            raise ValueError(f"copies of {len(shapes)} shapes and {len(dtypes)} element types")
+        if not all(d.floating and d.itemsize_bytes > 1 for d in (dtype, *dtypes)):
+            raise ValueError(f"no mean of {stored[0].dtype.name} as {dtype.name}")
+        number = self.tensor(fqn, state, dtype, stored[0].shape)
+        self._means[number] = tuple(copies)
+        return number
+
     def build(self) -> ShardMap:
         """The proven map.
 
@@ -236,7 +260,13 @@ class ShardMapBuilder:
         """
         empty = np.zeros(0, dtype=np.int64)
         merged = [np.concatenate([c[i] for c in self._columns] or [empty]) for i in range(6)]
-        return ShardMap(tuple(self.tensors), *merged, strides=tuple(self._strides), views=dict(self._views))
+        return ShardMap(
+            tuple(self.tensors),
+            *merged,
+            strides=tuple(self._strides),
+            views=dict(self._views),
+            means=dict(self._means),
+        )
 
 
 def packed_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

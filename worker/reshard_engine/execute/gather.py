@@ -12,6 +12,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import CastKernel, overflowed
+from reshard_engine.execute.means import mean_of
 from reshard_engine.layout import ZEROS, Body, TargetFile
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.shardmap import Strides
@@ -20,6 +21,8 @@ GAP_BYTES = 64 << 10
 """Unwanted bytes between two extents that are still cheaper to read than to skip."""
 STRIDED_ELEMS = READ_BATCH_BYTES // 4
 """Elements of a strided tensor that are put together at once."""
+MEAN_ELEMS = 1 << 18
+"""Elements of a mean that are computed at once."""
 Buffer = npt.NDArray[np.uint8]
 
 
@@ -116,6 +119,9 @@ class ChunkFiller:
         shard_map = self.checkpoint.shard_map
         stored = shard_map.tensors[tensor]
         size = dtype.itemsize_bytes
+        if shard_map.means and shard_map.averages(tensor):
+            self._averaged(tensor, dtype, begin, window, counted=counted)
+            return []
         pieces = shard_map.pieces(tensor, begin, begin + len(window) // size)
         if int((pieces.end - pieces.begin).sum()) * size != len(window):
             raise IntegrityError(
@@ -140,6 +146,27 @@ class ChunkFiller:
                 self.read_bytes += len(data)
                 self._place(part, data)
         return copies
+
+    def _averaged(self, tensor: int, dtype: Dtype, begin: int, window: Buffer, *, counted: bool) -> None:
+        """The elements from `begin` on of a mean, or of a view of means, that fill the window; computed at once."""
+        shard_map = self.checkpoint.shard_map
+        size, end = dtype.itemsize_bytes, begin + len(window) // dtype.itemsize_bytes
+        view = shard_map.views.get(tensor)
+        if view is not None:
+            runs = view.runs(begin, end)
+            for at, holder, source, length in zip(runs.begin, runs.tensor, runs.source, runs.length, strict=True):
+                part = window[(int(at) - begin) * size : (int(at + length) - begin) * size]
+                self._run(self._extents(int(holder), dtype, int(source), part, counted=counted))
+            return
+        copies, stored = shard_map.means[tensor], shard_map.tensors[tensor]
+        own = shard_map.tensors[copies[0]].dtype
+        for low in range(begin, end, MEAN_ELEMS):
+            high = min(low + MEAN_ELEMS, end)
+            mean = mean_of((self.elements(c, own, low, high) for c in copies), own, self.kernel)
+            if stored.dtype is not own:
+                mean = self.kernel.cast(mean, own, stored.dtype)
+            part = window[(low - begin) * size : (high - begin) * size]
+            self._place(Copy(0, 0, len(mean), part, stored.dtype, dtype, tensor, counted), mean)
 
     def _run(self, copies: list[Copy]) -> None:
         """Read the extents in file order, near ones together, and put each where it belongs."""

@@ -120,6 +120,8 @@ class CutRules:
         try:
             cut = self._cut_of(name, locals_)
         except CutError as error:
+            if len(locals_) == 1:
+                return None  # what was never cut needs no rule; a target that cuts it will
             raise SourceError(
                 "rules.contradiction",
                 f"{printable(name)}: {self.what} does not fit its parts: {error}",

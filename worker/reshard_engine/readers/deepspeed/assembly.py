@@ -20,6 +20,7 @@ from reshard_engine.readers.deepspeed.parallel import Joiner
 from reshard_engine.readers.deepspeed.slices import Slice, add_slice
 from reshard_engine.readers.deepspeed.trees import TreeTensors
 from reshard_engine.readers.tensors import add_whole_tensor
+from reshard_engine.rules.cut_rules import AVERAGED
 from reshard_engine.shardmap import ShardMapBuilder
 
 
@@ -145,6 +146,12 @@ class _Assembly:
             )
         if not any(first.states):
             found.append("the checkpoint has no optimizer states: it was saved before the first step")
+        if averaged := list(self._joiner.averaged):
+            found.append(
+                f"{len(averaged)} parameters are the mean of {self._run.tp} tensor-parallel copies, as "
+                f"{AVERAGED} has it, weights and moments: where copies differ, the result is none of them "
+                f"({', '.join(map(printable, averaged[:4]))}{', ...' if len(averaged) > 4 else ''})"
+            )
         return found
 
     def _weights(self) -> tuple[dict[str, int], list[Parameter], dict[str, int]]:
@@ -220,7 +227,7 @@ class _Assembly:
 
     def _roundings(self, parameters: Sequence[Parameter]) -> list[Agreement]:
         """Where ranks were put together, weights in the model's dtype must be the rounded masters: a free oracle."""
-        if not self._reordered:
+        if len(self._slices) == 1 and not self._run.experts:
             return []
         return [
             Agreement(p.fqn, "fp32", p.states["fp32"], p.weight, "the weight in the model's dtype", rounded=True)

@@ -31,6 +31,7 @@ class ModuleTensors:
         *,
         owned: Mapping[str, tuple[int, ...]],
         sharded: bool,
+        whole: bool = True,
     ) -> None:
         """Register everything that `module` and the frozen fragments hold.
 
@@ -40,6 +41,7 @@ class ModuleTensors:
             number: File numbers of the shard map.
             owned: Names and shapes of the parameters that the optimizer owns.
             sharded: Whether parameters are sharded (ZeRO-3) and `module` holds empty placeholders.
+            whole: Whether its tensors are whole; of one rank's parts only buffers are taken, which all ranks hold.
 
         Raises:
             SourceError: `checkpoint.*` if names or shapes do not fit.
@@ -55,6 +57,9 @@ class ModuleTensors:
         self._frozen = dict(self._model.frozen_shapes)
         self._frozen_numbers: dict[str, int] = {}
         self._add_buffers()
+        if not whole:
+            self._refuse_frozen_parts(owned)
+            return
         if sharded:
             self._add_frozen_shares(models, number)
         self._add_rest(owned, sharded=sharded)
@@ -67,6 +72,15 @@ class ModuleTensors:
             tensor = self._model.module.get(name)
             if tensor is not None:
                 self.buffers[name] = self._whole(name, "value", tensor)
+
+    def _refuse_frozen_parts(self, owned: Mapping[str, tuple[int, ...]]) -> None:
+        frozen = [n for n in self._model.module if n not in owned and n not in self.buffers and n not in self.shared]
+        if frozen:
+            raise SourceError(
+                "source.unsupported",
+                f"{len(frozen)} frozen parameters ({printable(frozen[0])}, ...) are here only as one rank's parts",
+                fix="convert the original checkpoint",
+            )
 
     def _add_frozen_shares(self, models: Sequence[ModelStates], number: Mapping[SourceFile, int]) -> None:
         for name, shape in self._model.frozen_shapes:

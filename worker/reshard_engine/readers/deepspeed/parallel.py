@@ -68,6 +68,9 @@ class Joiner:
         self.agreements: list[Agreement] = []
         self.unexplained: list[str] = []
         self.vocab_rows: int | None = None
+        self.averaged: dict[str, None] = {}
+        """Parameters whose copies may differ, and are averaged."""
+        self._copies: dict[tuple[str, str], tuple[int, ...]] = {}
         self._cuts: dict[str, Cut | None] = {}
 
     def trained(self, slices: Sequence[Slice]) -> list[Parameter]:
@@ -152,6 +155,8 @@ class Joiner:
         if cut is None:
             return tensors[0]
         whole = tensors[0]
+        if cut.averaged and len(tensors) > 1:
+            return self._mean(name, state, tensors)
         if cut.dim is None:
             for rank, other in enumerate(tensors[1:], start=1):
                 self.agreements.append(Agreement(name, state, tensors[0], other, f"tensor-parallel rank {rank}"))
@@ -177,6 +182,23 @@ class Joiner:
     def _view(self, name: str, state: str, view: View, shape: tuple[int, ...]) -> int:
         try:
             return self._builder.view(name, state, view, shape)
+        except ValueError as error:
+            raise SourceError("source.unsupported", f"{printable(state)} of {printable(name)}: {error}") from None
+
+    def _mean(self, name: str, state: str, copies: Sequence[int]) -> int:
+        """The mean of a state's copies; a weight beside masters is their mean's rounding, as each copy is its own's."""
+        self.averaged[name] = None
+        own = tuple(copies)
+        self._copies.setdefault((name, state), own)
+        masters = self._copies.get((name, "fp32"), own) if state == "weight" else own
+        if masters is not own:
+            pairs = enumerate(zip(masters, copies, strict=True))
+            self.agreements += [
+                Agreement(name, "fp32", m, w, f"the weight of tensor-parallel rank {rank}", rounded=True)
+                for rank, (m, w) in pairs
+            ]
+        try:
+            return self._builder.mean(name, state, masters, self._builder.tensors[copies[0]].dtype)
         except ValueError as error:
             raise SourceError("source.unsupported", f"{printable(state)} of {printable(name)}: {error}") from None
 

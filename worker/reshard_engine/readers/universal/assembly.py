@@ -36,11 +36,25 @@ class Assembly:
         optimizer: OptimizerFile,
         ledger: OpaqueLedger,
         rules: Mapping[str, Any] | None = None,
+        *,
+        stages: Sequence[ModelStates] = (),
     ) -> None:
+        """Take in what was parsed.
+
+        Args:
+            models: Model states of model-parallel rank 0: of data-parallel rank 0, or of all that hold shares.
+            atoms: Files below `zero/`.
+            optimizer: `optimizer_state.pt`.
+            ledger: What happens to objects of classes that are not listed.
+            rules: How parameters are cut, in place of what the model states say.
+            stages: Of a model-parallel run: model states of the first tensor-parallel rank of each further stage.
+                Shapes in them are of one rank's parts, and the atoms' own count.
+        """
+        self._parallel = (models[0].integer("mp_world_size") or 1) > 1
         self._models = models
         self._optimizer = optimizer
         self._ledger = ledger
-        self._groups = _shapes(models[0])
+        self._groups = _joined([_shapes(m) for m in (models[0], *stages)])
         self._trained = {n: s for group in self._groups for n, s in group}
         self._atoms = {n: self._complete(atoms.by_name.get(n, {}), n) for n in self._trained}
         self._rules, _ = rules_of(models[0], rules)
@@ -65,13 +79,17 @@ class Assembly:
         if any(isinstance(p, Atom) and p.merged for p in parsed) and not self._notes.ours:
             _refuse_permuted(model)
         by_file = dict(zip(wanted, parsed, strict=True))
+        if self._parallel:
+            self._take_whole_shapes(by_file)
         held = [p.file if isinstance(p, Atom) else f for f, p in by_file.items()]
         files = (*(m.torch_file.file for m in self._models), self._optimizer.torch_file.file, *held)
         number = {f: i for i, f in enumerate(files)}
         builder = ShardMapBuilder()
         trained = self._parameters(builder, by_file, number)
         sharded = model.torch_file.file.name.startswith("zero_pp_rank_")
-        module = ModuleTensors(builder, self._models, number, owned=self._trained, sharded=sharded)
+        module = ModuleTensors(
+            builder, self._models, number, owned=self._trained, sharded=sharded, whole=not self._parallel
+        )
         self._refuse_strangers(module)
         trees = TreeTensors(builder, number)
         source = self._optimizer.torch_file
@@ -107,6 +125,16 @@ class Assembly:
 
     def _cut_of(self, name: str, shape: tuple[int, ...]) -> Cut | None:
         return self._rules.cut_of(name, [shape]) if self._rules is not None else None
+
+    def _take_whole_shapes(self, atoms: Mapping[SourceFile, Atom | Scalar]) -> None:
+        """The shapes of the atoms, which are whole, in place of those of one tensor-parallel rank's parts."""
+
+        def shape(name: str, local: tuple[int, ...]) -> tuple[int, ...]:
+            atom = atoms[self._atoms[name][MASTER]]
+            return atom.shape if isinstance(atom, Atom) and not atom.bare else local
+
+        self._groups = tuple(tuple((n, shape(n, s)) for n, s in group) for group in self._groups)
+        self._trained = {n: s for group in self._groups for n, s in group}
 
     def _parameters(
         self, builder: ShardMapBuilder, atoms: Mapping[SourceFile, Atom | Scalar], number: Mapping[SourceFile, int]
@@ -160,6 +188,26 @@ def _refuse_permuted(model: ModelStates) -> None:
             "the run used round_robin_gradients, of which ds_to_universal exchanges the parameters' values",
             fix="convert the original checkpoint, which is read correctly",
         )
+
+
+def _joined(stages: Sequence[tuple[Shapes, ...]]) -> tuple[Shapes, ...]:
+    """The groups of all pipeline stages, each parameter where it comes first.
+
+    Raises:
+        SourceError: `checkpoint.mixed` if stages have different numbers of groups.
+    """
+    if len({len(groups) for groups in stages}) != 1:
+        raise SourceError("checkpoint.mixed", "pipeline stages have different numbers of parameter groups")
+    seen: set[str] = set()
+    found: list[Shapes] = []
+    for groups in zip(*stages, strict=True):
+        members: list[tuple[str, tuple[int, ...]]] = []
+        for name, shape in (item for group in groups for item in group):
+            if name not in seen:
+                seen.add(name)
+                members.append((name, shape))
+        found.append(tuple(members))
+    return tuple(found)
 
 
 def _shapes(model: ModelStates) -> tuple[Shapes, ...]:

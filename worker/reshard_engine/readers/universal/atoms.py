@@ -7,7 +7,7 @@ cut it for tensor parallelism; `merge_zero3_slices`: a bare flat tensor; `step.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
@@ -15,7 +15,7 @@ from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.dtypes import BY_NAME, Dtype
-from reshard_engine.pickles.nodes import Node, PTensor, is_mapping, kind_of, mapping_items
+from reshard_engine.pickles.nodes import Node, PObject, PTensor, is_mapping, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.optim_states import read_scalar
 from reshard_engine.readers.names import checked_name, checked_state
@@ -25,7 +25,12 @@ FOLDER = "zero"
 OPTIMIZER_FILE = "optimizer_state.pt"
 MASTER, STEP = "fp32", "step"
 _SUFFIX = ".pt"
-_KNOWN_KEYS = ("param", "cat_dim", "param_n_sub_params", "sub_param_shape", "vocab_tensor")
+_CUT_KEYS: Mapping[str | int, Callable[[Node], bool]] = {
+    "cat_dim": lambda v: type(v) is int and v in (0, 1),
+    "param_n_sub_params": lambda v: type(v) is int and v == 2,
+    "sub_param_shape": lambda v: isinstance(v, PObject),
+    "vocab_tensor": lambda v: v is True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,7 @@ def parse_atom(file: SourceFile, ledger: OpaqueLedger) -> Atom | Scalar:
 
 def _wrapped(entries: Mapping[str | int, Node], what: str) -> Node:
     # How it is cut for tensor parallelism follows from the rules in the model states, for every parameter alike.
-    others = [k for k in entries if k not in _KNOWN_KEYS]
+    others = [k for k, v in entries.items() if k != "param" and not (k in _CUT_KEYS and _CUT_KEYS[k](v))]
     if others:
         raise SourceError(
             "source.unsupported",

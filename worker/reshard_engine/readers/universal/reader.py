@@ -11,11 +11,13 @@ from typing import Any
 
 from reshard.errors import SourceError
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.files import RankFiles, sort_files
 from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD
+from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config, refuse_unsupported
 from reshard_engine.readers.opening import parse_all
 from reshard_engine.readers.universal.assembly import Assembly
@@ -26,7 +28,7 @@ from reshard_engine.storage.protocol import Listing
 
 
 class UniversalReader:
-    """Reads universal checkpoints of data-parallel runs."""
+    """Reads universal checkpoints, ours and `ds_to_universal`'s."""
 
     family = "deepspeed-universal"
 
@@ -63,8 +65,19 @@ class UniversalReader:
                 fix="convert or copy the checkpoint again",
             )
         models = _models(files, ledger)
+        pp, tp = degrees(models[0], files.model_parallel, 0)
+        stages = [_first_of(files, mp) for mp in range(tp, pp * tp, tp)]
+        parsed = list(parse_all(stages, lambda f: parse_model_states(open_torch_file(f, ledger))))
         optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, ledger))
-        return Assembly(models, atoms, optimizer, ledger, rules).checkpoint(url=location.url, tag=tag)
+        return Assembly(models, atoms, optimizer, ledger, rules, stages=parsed).checkpoint(url=location.url, tag=tag)
+
+
+def _first_of(files: RankFiles, mp: int) -> SourceFile:
+    """The model states of one model-parallel rank, of the first data-parallel rank where each has its own."""
+    found = files.models.get(mp) or files.models_by_rank.get((0, mp))
+    if found is None:
+        raise SourceError("checkpoint.incomplete", f"the model states of model-parallel rank {mp} are missing")
+    return found
 
 
 def _models(files: RankFiles, ledger: OpaqueLedger) -> list[ModelStates]:
