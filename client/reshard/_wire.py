@@ -14,6 +14,7 @@ from reshard.errors import JobError, RequestError, ReshardError, from_problem, p
 from reshard.models import (
     ConvertRequest,
     JobState,
+    NameScheme,
     NativeLayout,
     OpaquePolicy,
     ReplicaPolicy,
@@ -37,6 +38,7 @@ class ConvertOptions(TypedDict, total=False):
     layout: NativeLayout | None
     rules: str | None
     family: str | None
+    names: NameScheme | str | None
     replicas: ReplicaPolicy | str
     exclude_frozen: bool
     opaque: OpaquePolicy | str

@@ -129,6 +129,15 @@ class NativeLayout(WireModel):
     rng: RngPolicy = RngPolicy.KEEP
 
 
+class NameScheme(StrEnum):
+    """How the parameters of a model of Megatron-DeepSpeed are called."""
+
+    MEGATRON_PIPELINE = "megatron-pipeline"
+    """By the layers of a pipeline."""
+    MEGATRON_PLAIN = "megatron-no-pipeline"
+    """As `--no-pipeline-parallel` has it."""
+
+
 class ReplicaPolicy(StrEnum):
     """What happens when copies of a tensor that must agree do not."""
 
@@ -153,6 +162,8 @@ class ConvertRequest(WireModel):
     """How parameters are cut over tensor-parallel ranks where the source does not say: YAML, see docs/rules.md."""
     family: str | None = Field(default=None, max_length=64)
     """A named pack of such rules, such as `gpt-megatron`."""
+    names: NameScheme | None = None
+    """Other names for the parameters of Megatron-DeepSpeed's GPT and Llama models; None keeps the source's."""
     replicas: ReplicaPolicy = ReplicaPolicy.ERROR
     max_shard_bytes: int | None = Field(default=None, ge=1)
     """Consolidated weights only: largest size of one weights file; default one file per 5 GB."""

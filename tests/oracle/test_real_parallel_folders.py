@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from oracle.outputs import convert, load, raw, tensor_of
 from oracle.real_folders import EXPECTED, PEER_UNREADABLE, atom, expected, facts, load_any, real_folder, wrong_atoms
 from oracle.truth import RawTensor
 from reshard.errors import RequestError
-from reshard.models import NativeLayout
+from reshard.models import NameScheme, NativeLayout, WeightDtype, ZeroStage
 
 TAG = "global_step3"
 # (tensor parallel, pipeline, data parallel): another in every dimension that the model allows.
@@ -53,6 +54,51 @@ def test_deepspeed_reads_the_truth_in_our_native_form(name: str, oracle: Oracle,
     error = oracle.peer_universal(native, tmp_path / "peer", megatron=True, nested="nopipe" in name)
     assert error is None
     assert wrong_atoms(tmp_path / "peer", expected(folder)) == []
+
+
+def _tree(node: Any) -> Any:
+    return {key: _tree(value) for key, value in node.items()} if isinstance(node, dict) else "tensor"
+
+
+def _shapes(folder: Path, name: str) -> list[dict[str, tuple[int, ...]]]:
+    return [{n: tuple(s) for n, s in group.items()} for group in load_any(folder / name)["param_shapes"]]
+
+
+def test_a_pipeline_without_pipeline_has_the_names_shapes_orders_and_nesting_of_a_real_one(tmp_path: Path) -> None:
+    """The two folders hold one model, trained with pipeline and without."""
+    piped = real_folder("llama_fp32_z1_tp2pp2dp2") / "src"
+    plain = real_folder("llama_bf16_z3_nopipe_tp2dp2") / "src" / TAG
+    layout = NativeLayout(tp=2, dp=2, zero_stage=ZeroStage.STAGE_3)
+    convert(piped, tmp_path / TAG, "zero", layout=layout, names=NameScheme.MEGATRON_PLAIN, dtype=WeightDtype.BF16)
+    for rank in ("zero_pp_rank_0_mp_rank_00", "zero_pp_rank_1_mp_rank_01"):
+        file = f"{rank}_model_states.pt"
+        ours, theirs = load_any(tmp_path / TAG / file), load_any(plain / file)
+        assert _tree(ours["module"]) == _tree(theirs["module"])
+        # At stage 3 that run put its parameters into other groups; within a group the model's order rules.
+        (real,) = _shapes(plain, file)
+        groups = _shapes(tmp_path / TAG, file)
+        assert {name: shape for group in groups for name, shape in group.items()} == real
+        for group in groups:
+            assert list(group) == [name for name in real if name in group]
+        assert ours["args"].no_pipeline_parallel is True
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "back"),
+    [
+        ("llama_fp32_z1_tp2pp2dp2", "megatron-no-pipeline", "megatron-pipeline"),
+        ("gpt_fp32_z1_tp2pp1dp2", "megatron-no-pipeline", "megatron-pipeline"),
+        ("gpt_bf16_z2_nopipe_tp2dp2", "megatron-pipeline", "megatron-no-pipeline"),
+        ("llama_bf16_z3_nopipe_tp2dp2", "megatron-pipeline", "megatron-no-pipeline"),
+    ],
+)
+def test_names_go_there_and_back(name: str, there: str, back: str, tmp_path: Path) -> None:
+    folder = real_folder(name)
+    pp = 2 if there == "megatron-pipeline" else 1
+    layout = NativeLayout(tp=2, pp=pp, dp=1, zero_stage=ZeroStage.STAGE_1)
+    convert(folder / "src", tmp_path / TAG, "zero", layout=layout, names=NameScheme(there))
+    convert(tmp_path / TAG, tmp_path / "universal", "universal", names=NameScheme(back))
+    assert wrong_atoms(tmp_path / "universal", expected(folder)) == []
 
 
 @pytest.mark.parametrize("name", ["gpt_bf16_z1_tp2pp2dp2", "llama_bf16_z3_nopipe_tp2dp2"])

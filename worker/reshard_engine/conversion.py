@@ -26,6 +26,7 @@ from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.relabel import relabelled
 from reshard_engine.rules.request import requested_rules
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import ObjectStore, parent_and_name
@@ -112,6 +113,7 @@ class Conversion:
             )
         checkpoint = read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque), requested_rules(request))
         _refuse_unexplained(checkpoint)
+        checkpoint = relabelled(checkpoint, request)
         _refuse_overlap(target, checkpoint, wanted=request.to.value)
         name = parent_and_name(target.path)[1]
         layout = WRITERS[request.to].lay_out(checkpoint, request, name=name)

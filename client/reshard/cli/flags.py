@@ -22,6 +22,7 @@ from reshard.models import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     DEFAULT_PART_BYTES,
     ConvertRequest,
+    NameScheme,
     NativeLayout,
     OpaquePolicy,
     ReplicaPolicy,
@@ -107,6 +108,10 @@ class ConversionFlags:
         str | None,
         typer.Option(help="A named pack of rules: gpt-megatron, llama-megatron, bloom.", rich_help_panel=_CUTS),
     ] = None
+    names: Annotated[
+        NameScheme | None,
+        typer.Option(help="Names with or without pipeline; default: the source's.", rich_help_panel=_CUTS),
+    ] = None
     replicas: Annotated[
         ReplicaPolicy,
         typer.Option(help="When copies that must agree do not: stop, or take the first.", rich_help_panel=_CUTS),
@@ -174,6 +179,7 @@ class ConversionFlags:
                 layout=self.layout,
                 rules=read_rules(self.rules) if self.rules else None,
                 family=self.family,
+                names=self.names,
                 replicas=self.replicas,
                 max_shard_bytes=parse_size(self.max_shard_size) if self.max_shard_size else None,
                 exclude_frozen=self.exclude_frozen,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from reshard.errors import SourceError
 from reshard_engine.pickles.nodes import (
@@ -16,6 +16,7 @@ from reshard_engine.pickles.nodes import (
     is_mapping,
     kind_of,
     mapping_items,
+    mapping_of,
 )
 
 MAX_VALUES = 1 << 22
@@ -51,3 +52,15 @@ class _Plain:
         if isinstance(node, PDict) or is_mapping(node):
             return {k: self.value(v, depth + 1) for k, v in mapping_items(node, what=self._what).items()}
         raise SourceError("checkpoint.malformed", f"{self._what} holds {kind_of(node)}")
+
+
+def node_of(value: Any) -> Node:
+    """Plain values as nodes."""
+    if isinstance(value, dict):
+        items = cast("dict[str | int, Any]", value)
+        return mapping_of({k: node_of(v) for k, v in items.items()})
+    if isinstance(value, list):
+        return PList([node_of(v) for v in cast("list[Any]", value)])
+    if isinstance(value, tuple):
+        return PTuple(tuple(node_of(v) for v in cast("tuple[Any, ...]", value)))
+    return value

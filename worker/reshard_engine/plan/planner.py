@@ -77,6 +77,7 @@ def _target(request: ConvertRequest) -> dict[str, object]:
         "layout": request.layout.model_dump(mode="json") if request.layout else None,
         "rules": request.rules,
         "family": request.family,
+        "names": request.names.value if request.names else None,
         "replicas": request.replicas.value,
     }
 

@@ -1,0 +1,102 @@
+"""A checkpoint under other names, and with the rules of the request in its own metadata.
+
+What a request adds to a source must be in what is written, or the next conversion would have to be told again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from reshard.models import ConvertRequest, NameScheme
+from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PObject,
+    PTensorRef,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    ordered_dict,
+)
+from reshard_engine.pickles.plain import node_of
+from reshard_engine.rules.describe import info_of
+from reshard_engine.rules.names import Renamed, nesting_of, rename_all
+
+INFO = "universal_checkpoint_info"
+_OF_ONE_SCHEME = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
+
+
+def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """The checkpoint as the request wants it called and described.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for names that the map does not know.
+    """
+    if request.names is not None:
+        checkpoint = _renamed(checkpoint, request.names)
+    if request.names is None and request.rules is None and request.family is None:
+        return checkpoint
+    if not is_mapping(checkpoint.model_state):
+        return checkpoint
+    entries = dict(mapping_items(checkpoint.model_state, what="model states"))
+    entries[INFO] = node_of(info_of(checkpoint.parameters, vocab_rows=checkpoint.vocab_rows))
+    return replace(checkpoint, model_state=mapping_of(entries))
+
+
+def _renamed(checkpoint: Checkpoint, scheme: NameScheme) -> Checkpoint:
+    loose = [b.fqn for b in checkpoint.buffers]
+    names = rename_all([p.fqn for p in checkpoint.parameters] + loose, scheme)
+    # A source that has these names already has its own layers too.
+    unchanged = all(new.name == old for old, new in names.items())
+    if unchanged:
+        return checkpoint
+    parameters = tuple(_parameter(p, names[p.fqn]) for p in checkpoint.parameters)
+    tensors = tuple(replace(t, fqn=names[t.fqn].name) if t.fqn in names else t for t in checkpoint.shard_map.tensors)
+    return replace(
+        checkpoint,
+        parameters=parameters,
+        buffers=tuple(Buffer(names[b.fqn].name, b.tensor) for b in checkpoint.buffers),
+        shared={a: names[o].name for a, o in checkpoint.shared.items() if o in names},
+        shard_map=replace(checkpoint.shard_map, tensors=tensors),
+        model_state=_state(checkpoint, parameters, scheme),
+        stage_layers=(),
+    )
+
+
+def _parameter(parameter: Parameter, new: Renamed) -> Parameter:
+    return replace(parameter, fqn=new.name, layer=new.layer)
+
+
+def _state(checkpoint: Checkpoint, parameters: tuple[Parameter, ...], scheme: NameScheme) -> Node:
+    if not is_mapping(checkpoint.model_state):
+        return checkpoint.model_state
+    entries = {
+        k: v for k, v in mapping_items(checkpoint.model_state, what="model states").items() if k not in _OF_ONE_SCHEME
+    }
+    weights = {p.fqn: p.weight if p.weight is not None else p.states.get("fp32") for p in parameters}
+    refs = {name: PTensorRef(number) for name, number in weights.items() if number is not None}
+    plain = scheme is NameScheme.MEGATRON_PLAIN
+    entries["module"] = _nested(refs) if plain else ordered_dict({**refs})
+    args = entries.get("args")
+    if isinstance(args, PObject) and isinstance(args.cls, Global) and is_mapping(args.state):
+        facts = dict(mapping_items(args.state, what="args"))
+        if "no_pipeline_parallel" in facts:
+            facts["no_pipeline_parallel"] = plain
+        entries["args"] = replace(args, state=mapping_of(facts))
+    return mapping_of(entries)
+
+
+def _nested(refs: Mapping[str, Node]) -> Node:
+    """Tensors by name as nested state dicts."""
+    tree = ordered_dict({})
+    levels: dict[tuple[str, ...], PObject] = {(): tree}
+    for name, ref in refs.items():
+        keys = nesting_of(name)
+        for depth in range(1, len(keys)):
+            if keys[:depth] not in levels:
+                levels[keys[:depth]] = ordered_dict({})
+                levels[keys[: depth - 1]].items += (keys[depth - 1], levels[keys[:depth]])
+        levels[keys[:-1]].items += (keys[-1], ref)
+    return tree

@@ -1,0 +1,64 @@
+"""Cuts as a `universal_checkpoint_info` says them: one exact pattern for each parameter, for whoever reads the output.
+
+Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`), `module_inject/layers.py`
+(`collect_autotp_universal_checkpoint_info`: exact patterns for each parameter).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from reshard_engine.checkpoint import Parameter
+from reshard_engine.rules.cut_rules import (
+    AVERAGED,
+    COLUMN,
+    MAX_VERSION,
+    ORIGINAL_VOCAB,
+    PADDED_VOCAB,
+    PIPELINE_REPLICATED,
+    REPLICATED,
+    ROW,
+    SECTION_WIDTHS,
+    SECTIONS,
+    TWO_SECTIONS,
+    VERSION,
+    VOCABULARY,
+)
+
+
+def info_of(parameters: Iterable[Parameter], *, vocab_rows: int | None) -> dict[str, Any]:
+    """The metadata of these parameters; those of which nothing is known are in no list."""
+    lists: dict[str, list[str]] = {
+        key: [] for key in (REPLICATED, AVERAGED, ROW, COLUMN, TWO_SECTIONS, VOCABULARY, PIPELINE_REPLICATED)
+    }
+    sections: list[dict[str, Any]] = []
+    widths: dict[str, Any] = {}
+    vocabulary: int | None = None
+    for parameter in parameters:
+        cut, pattern = parameter.cut, f"^{re.escape(parameter.fqn)}$"
+        if parameter.fqn.startswith("tied_modules."):
+            lists[PIPELINE_REPLICATED].append(pattern)
+        if cut is None:
+            continue
+        if cut.dim is None:
+            lists[AVERAGED if cut.averaged else REPLICATED].append(pattern)
+        elif cut.grid is not None:
+            shape: list[Any] = list(cut.grid)
+            shape[cut.dim] = list(cut.sections)
+            sections.append({"patterns": [pattern], "shape": shape, "partition_dim": cut.dim})
+            widths[pattern] = [[size] for size in cut.sections]
+        elif len(cut.sections) == 2:
+            lists[TWO_SECTIONS].append(pattern)
+        else:
+            lists[ROW if cut.dim == 1 else COLUMN].append(pattern)
+        if cut.vocabulary is not None:
+            lists[VOCABULARY].append(pattern)
+            vocabulary = cut.vocabulary
+    found: dict[str, Any] = {VERSION: MAX_VERSION, **lists, SECTIONS: sections}
+    if sections:
+        found[SECTION_WIDTHS] = widths
+    if vocabulary is not None:
+        found |= {ORIGINAL_VOCAB: vocabulary, PADDED_VOCAB: vocab_rows or vocabulary}
+    return found
