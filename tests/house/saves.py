@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from reshard._world import Wanted
+from reshard.ensuring.world import Wanted
 from reshard.local import load_engine
 from reshard.models import DiffOptions, SourceSpec
 

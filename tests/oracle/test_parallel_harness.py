@@ -28,6 +28,7 @@ def test_losses_do_not_depend_on_the_layout(layout: Layout, trained_3d: TrainedO
     assert len(set(one.losses_before + one.losses_after)) == 6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in FP32_CASES if name != "gpt_fp32"])
 def test_losses_of_every_model_do_not_depend_on_the_layout(name: str, trained_3d: TrainedOn) -> None:
     one, other = trained_3d(name, Layout()), trained_3d(name, FULL)
@@ -36,6 +37,7 @@ def test_losses_of_every_model_do_not_depend_on_the_layout(name: str, trained_3d
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", GPT_CASES)
 def test_all_layouts_start_from_one_model(name: str, trained_3d: TrainedOn) -> None:
     one = trained_3d(name, Layout()).initial
@@ -49,6 +51,7 @@ def test_ranks_that_heads_do_not_fit_are_refused(parallel: ParallelOracle, tmp_p
         parallel.train_3d(GPT_CASES["gpt_fp32_gqa"], Layout(4, 1, 1), tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("gpt_fp32", Layout()), ("gpt_fp32", Layout(2, 1, 1)), ("gpt_fp32", Layout(1, 2, 2))]
@@ -95,6 +98,7 @@ def test_another_layout_is_refused(trained_3d: TrainedOn, parallel: ParallelOrac
         parallel.resume_3d(GPT_CASES["gpt_fp32"], Layout(), run.dir, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt_fp32", "gpt_fp32_glu", "gpt_fp32_qkv_blocks", "gpt_bf16opt"])
 def test_universal_by_the_peer_gives_the_truth(
     name: str, trained_3d: TrainedOn, oracle: Oracle, parallel: ParallelOracle, tmp_path: Path
@@ -141,6 +145,7 @@ def test_truth_is_whole(trained_3d: TrainedOn) -> None:
 MOE_LAYOUTS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, expert-parallel ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "ep"), MOE_LAYOUTS)
 def test_moe_losses_and_start_do_not_depend_on_the_layout(
     world: int, ep: int, parallel: ParallelOracle, tmp_path: Path
@@ -154,6 +159,7 @@ def test_moe_losses_and_start_do_not_depend_on_the_layout(
         assert differences(one.initial, other.initial) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("world", "ep"), [(2, 2), (4, 2)])
 @pytest.mark.parametrize("name", MOE_CASES)
 def test_deepspeed_reloads_the_truth_of_experts(
@@ -187,6 +193,7 @@ def test_experts_on_other_ranks_are_refused(parallel: ParallelOracle, tmp_path: 
 AUTOTP_SIZES = {"autotp_z1": [(4, 2), (4, 4)], "autotp_z1_uneven": [(2, 2), (4, 4)], "autotp_z3": [(4, 2), (4, 4)]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", AUTOTP_CASES)
 def test_autotp_starts_trains_and_reloads_as_without(name: str, parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES[name]
@@ -206,6 +213,7 @@ def test_autotp_starts_trains_and_reloads_as_without(name: str, parallel: Parall
             assert (meta["wrong_weights"], meta["replica_differences"]) == ([], [])
 
 
+@pytest.mark.full
 def test_autotp_of_another_size_is_refused(parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES["autotp_z1"]
     run = parallel.train_autotp(case, tmp_path, world=2, tp=2)
@@ -214,6 +222,7 @@ def test_autotp_of_another_size_is_refused(parallel: ParallelOracle, tmp_path: P
             parallel.resume_autotp(case, run.dir, tmp_path / "out", world=world, tp=tp)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["autotp_z1", "autotp_z1_uneven", "autotp_z1_tied", "autotp_z3"])
 def test_universal_of_autotp_by_the_peer_gives_the_truth(
     name: str, oracle: Oracle, parallel: ParallelOracle, tmp_path: Path

@@ -13,10 +13,9 @@ import pytest
 
 import reshard
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
-from reshard import _makers, _places
-from reshard._places import LocalSource, find_source, finished, place_companions
 from reshard.cli.main import run
-from reshard.ensuring import Ensured, Outcome, ensured
+from reshard.ensuring import Ensured, Outcome, ensured, makers as _makers, places as _places
+from reshard.ensuring.places import LocalSource, find_source, finished, place_companions
 from reshard.errors import RequestError, SourceError, StorageError
 from reshard.local import load_engine
 from reshard.models import (

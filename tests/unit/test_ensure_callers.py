@@ -18,9 +18,9 @@ import pytest
 
 import reshard
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same
-from reshard import _makers
-from reshard._election import Election
-from reshard._places import finished
+from reshard.ensuring import makers as _makers
+from reshard.ensuring.election import Election
+from reshard.ensuring.places import finished
 from reshard.errors import JobError, RequestError, ReshardError, StorageError, from_problem
 from reshard.local import load_engine
 from reshard.models import (
@@ -55,8 +55,8 @@ def checkpoint(tmp_path: Path) -> Path:
 RANK = """
 import sys, time
 from pathlib import Path
-from reshard import _makers
-from reshard._world import Wanted
+from reshard.ensuring import makers as _makers
+from reshard.ensuring.world import Wanted
 from reshard.ensuring import ensured
 from reshard.local import load_engine
 

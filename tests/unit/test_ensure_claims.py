@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard import _election
-from reshard._election import Election
+from reshard.ensuring import election as _election
+from reshard.ensuring.election import Election
 
 
 @contextmanager

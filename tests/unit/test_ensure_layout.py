@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from house.saves import DATA, wanted
-from reshard._world import fits, visible_processes
+from reshard.ensuring.world import fits, visible_processes
 from reshard.errors import RequestError
 from reshard.local import load_engine
 from reshard.models import (

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from reshard._world import Wanted
 from reshard.cli.flags import read_rules
 from reshard.cli.progress import progress_shown
 from reshard.ensuring import Outcome, ensured
+from reshard.ensuring.world import Wanted
 from reshard.models import WeightDtype, ZeroStage
 
 _SAID = {

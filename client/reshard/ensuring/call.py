@@ -1,4 +1,4 @@
-"""`reshard.ensure`: a checkpoint in the layout that a run wants, by one call that every rank may make.
+"""The one call: what is wanted, what is there, who converts.
 
     trainer.train(resume_from_checkpoint=reshard.ensure(checkpoint))
     accelerator.load_state(reshard.ensure(checkpoint))
@@ -17,11 +17,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from reshard._election import Election
-from reshard._makers import Deadline, Here, Maker, Service, pauses_s
-from reshard._places import LocalSource, find_source, finished, local_path, place_companions, storage_error, writing
-from reshard._records import Records
-from reshard._world import Wanted, fits, name_of
+from reshard.ensuring.election import Election
+from reshard.ensuring.makers import Deadline, Here, Maker, Service, pauses_s
+from reshard.ensuring.places import (
+    LocalSource,
+    find_source,
+    finished,
+    local_path,
+    place_companions,
+    storage_error,
+    writing,
+)
+from reshard.ensuring.records import Records
+from reshard.ensuring.world import Wanted, fits, name_of
 from reshard.errors import IntegrityError, RequestError, ReshardError, printable
 from reshard.models import (
     ConvertRequest,

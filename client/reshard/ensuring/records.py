@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from reshard._places import RECORDS, writing
+from reshard.ensuring.places import RECORDS, writing
 from reshard.errors import ReshardError, from_problem
 
 

@@ -1,0 +1,74 @@
+"""A native layout over the wire: submitted to `reshard serve`, written by its executor, refused with the reason."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from house.repository import ROOT
+from reshard.client import Client
+from reshard.errors import RequestError
+from reshard.local import load_engine
+from reshard.models import DiffOptions, JobState, NativeLayout, RngPolicy, SourceSpec, ZeroStage
+from servers.process import running
+
+TOKEN = "native"
+SOURCE = str(ROOT / "tests" / "data" / "zero2_tiny")
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Generator[Client]:
+    """A client of a service of its own."""
+    log = tmp_path / "serve.log"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
+    argv = [sys.executable, "-m", "reshard.cli.main", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")]
+
+    def url() -> str:
+        found = re.search(r"reshard serves on (http://\S+)", log.read_text())
+        return found[1] if found else ""
+
+    with running(argv, env={**env, "RESHARD_TOKEN": TOKEN}, log=log) as process:
+        process.wait_until(lambda: bool(url()) and "startup complete" in log.read_text())
+        with Client(url(), token=TOKEN) as found:
+            yield found
+
+
+def test_a_layout_crosses_the_wire(client: Client, tmp_path: Path) -> None:
+    target = tmp_path / "out" / "global_step3"
+    layout = NativeLayout(dp=3, zero_stage=ZeroStage.STAGE_3, rng=RngPolicy.DROP)
+    job = client.submit(SOURCE, str(target), to="zero", layout=layout, dtype="fp32")
+    assert client.wait(job.id, timeout_s=60).state is JobState.SUCCEEDED
+    assert client.get(job.id).request.layout == layout
+    assert (tmp_path / "out" / "latest").read_text() == "global_step3"
+    engine, there = load_engine(), SourceSpec(url=str(tmp_path / "out"))
+    found = engine.inspect(there)
+    assert (found.world["dp"], found.zero_stage) == (3, 3)
+    # The weights are of another type, as asked; masters, moments and counters are the same.
+    report = engine.diff(SourceSpec(url=SOURCE), there, DiffOptions())
+    assert [d for d in report.differences if d.state in ("fp32", "exp_avg", "exp_avg_sq", "step")] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        ({}, "--dp N, and --zero-stage if it changes"),
+        ({"layout": NativeLayout(dp=2, tp=2)}, "--family"),
+        ({"layout": NativeLayout(dp=2, pp=2)}, "--pp 1"),
+        ({"layout": NativeLayout(dp=2, ep=2)}, "--ep 1"),
+        ({"layout": NativeLayout(dp=2), "family": "nobody"}, "gpt-megatron"),
+    ],
+    ids=["no layout", "never cut", "no pipeline", "no experts", "no family"],
+)
+def test_what_cannot_be_is_refused_at_once(
+    options: dict[str, object], fix: str, client: Client, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        client.submit(SOURCE, str(tmp_path / "out" / "tag"), to="zero", **options)  # type: ignore[arg-type]
+    assert refused.value.code in {"request.invalid", "request.unsatisfiable"}
+    assert fix in refused.value.fix
+    assert client.list().jobs == ()
