@@ -22,6 +22,7 @@ from reshard.models import (
     SourceSpec,
     VerifyReport,
 )
+from reshard.pictures import LayoutPicture
 
 ENTRY_POINT_GROUP = "reshard.engine"
 
@@ -31,6 +32,10 @@ class Engine(Protocol):
 
     def inspect(self, source: SourceSpec) -> Inspection:
         """What the checkpoint is, from metadata only."""
+        ...
+
+    def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
+        """Which file holds what; of one tensor, `NAME` or `NAME/STATE`, which part of it. From metadata only."""
         ...
 
     def plan(self, request: ConvertRequest) -> PlanSummary:

@@ -226,6 +226,16 @@ class TensorInfo(WireModel):
     shared_with: str | None = None
 
 
+class PossibleTarget(WireModel):
+    """A target, and whether a checkpoint can become it."""
+
+    name: str
+    """As on the command line: `universal`, `zero --tp`, ..."""
+    possible: bool
+    detail: str
+    """What is possible, or what stands in the way."""
+
+
 class Inspection(WireModel):
     """What a checkpoint is, found without reading tensor data."""
 
@@ -246,6 +256,7 @@ class Inspection(WireModel):
     total_bytes: int
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
+    targets: tuple[PossibleTarget, ...] = ()
     tensors: tuple[TensorInfo, ...]
 
 

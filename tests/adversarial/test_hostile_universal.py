@@ -71,7 +71,7 @@ ATOMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "cut along dimension 2": (lambda v: v | {"cat_dim": 2}, "source.unsupported"),
     "cut along no number": (lambda v: v | {"cat_dim": False}, "source.unsupported"),
     "no vocabulary": (lambda v: v | {"vocab_tensor": 1}, "source.unsupported"),
-    "an expert": (lambda v: v | {"is_expert_param": True, "cat_dim": 0}, "source.unsupported"),
+    "no expert": (lambda v: v | {"is_expert_param": 1, "cat_dim": 0}, "source.unsupported"),
     "sub-parameters": (lambda v: v | {"param_n_sub_params": 3}, "source.unsupported"),
 }
 

@@ -7,13 +7,21 @@ from random import Random
 from hypothesis import strategies as st
 
 from laws.deepspeed_source import STAGES
-from laws.targets import TARGETS
+from laws.native_target import NativeTarget
+from laws.targets import UniversalTarget, WeightsTarget
 from laws.universal_source import UniversalSource
 from laws.weights_source import WeightsSource
+from reshard.models import TargetFormat
 from reshard_engine.testing.formats import SourceFormat, TargetOracle
 from reshard_engine.testing.strategies import evenly, execution_options
 from reshard_engine.testing.trial import Trial
 
+TARGETS: tuple[TargetOracle, ...] = (
+    UniversalTarget(),
+    NativeTarget(),
+    WeightsTarget(TargetFormat.SAFETENSORS),
+    WeightsTarget(TargetFormat.TORCH),
+)
 SOURCES: tuple[SourceFormat, ...] = (*STAGES, UniversalSource(), WeightsSource("safetensors"), WeightsSource("torch"))
 
 

@@ -23,7 +23,7 @@ _OPTIMIZER_FILE = "zero/optimizer_state.pt"
 _SHARDS = st.sampled_from([None, None, 1, 300, 20_000])
 
 
-def _rounded(bits: Bits, dtype: str) -> Bits:
+def rounded(bits: Bits, dtype: str) -> Bits:
     """What torch makes of a tensor; NaNs keep their sign, which torch's kernels do only now and then."""
     after = cast(bits, dtype)
     if after is bits or not bits.numel:
@@ -35,7 +35,8 @@ def _rounded(bits: Bits, dtype: str) -> Bits:
     return Bits(dtype, bits.shape, found.tobytes())
 
 
-def _overflowed(before: Bits, after: Bits) -> int:
+def overflowed(before: Bits, after: Bits) -> int:
+    """Elements that were finite and became infinite."""
     finite = tensor_of(before).isfinite()
     return int((finite & tensor_of(after).isinf()).sum())
 
@@ -44,12 +45,13 @@ def _cast_down(name: str, bits: Bits, dtype: str | None) -> Content:
     """One tensor as consolidated weights hold it: floating ones with dimensions are cast, all others kept."""
     if not bits.floating or bits.shape == () or bits.dtype.startswith("float8") or dtype in (None, bits.dtype):
         return Content({name: bits})
-    after = _rounded(bits, dtype)
-    lost = _overflowed(bits, after)
+    after = rounded(bits, dtype)
+    lost = overflowed(bits, after)
     return Content({name: after}, frozenset({name}), overflows={name: lost} if lost else {})
 
 
-def _together(parts: Iterator[Content]) -> Content:
+def together(parts: Iterator[Content]) -> Content:
+    """All parts as one content."""
     tensors: dict[str, Bits] = {}
     values: dict[str, Tree] = {}
     overflows: dict[str, int] = {}
@@ -92,7 +94,7 @@ class WeightsTarget:
         dtype = SHORT_NAMES[request.dtype or "fp32"] if request.dtype or state.trained else None
         kept = [p for p in state.parameters if not request.exclude_frozen or p.group is not None]
         named = [(p.fqn, p.value) for p in kept] + list(state.buffers.items())
-        content = _together(_cast_down(name, bits, dtype) for name, bits in named if bits is not None)
+        content = together(_cast_down(name, bits, dtype) for name, bits in named if bits is not None)
         aliases = {a: o for a, o in state.aliases.items() if o in content.tensors}
         return Content(content.tensors, content.cast, {"aliases": dict(sorted(aliases.items()))}, content.overflows)
 
@@ -161,7 +163,7 @@ class UniversalTarget:
         tensors = dict(_atoms(state))
         for parameter in loose:
             if parameter.weight is not None and parameter.weight.floating:
-                tensors[f"{MASTER}/{parameter.fqn}"] = _rounded(parameter.weight, "float32")
+                tensors[f"{MASTER}/{parameter.fqn}"] = rounded(parameter.weight, "float32")
         tensors |= {f"module/{n}": bits for n, bits in _module(state, without_frozen=request.exclude_frozen)}
         values: dict[str, Tree] = {f"state/{k}": v for k, v in state.values.items()}
         values |= {f"optimizer/{k}": v for k, v in state.optimizer_values.items()}
@@ -234,6 +236,3 @@ def _step(state: LogicalState, group: int) -> Tree:
     step = state.steps[group]
     adam = state.groups is not None and all("betas" in g and "eps" in g for g in state.groups)
     return Bits("float32", (), bytes(4)) if step is None and adam else step
-
-
-TARGETS = (UniversalTarget(), WeightsTarget(TargetFormat.SAFETENSORS), WeightsTarget(TargetFormat.TORCH))

@@ -10,14 +10,19 @@ import pytest
 
 from laws.deepspeed_files import Layout
 from laws.deepspeed_source import DeepSpeedSource
-from laws.targets import TARGETS
+from laws.targets import UniversalTarget, WeightsTarget
 from reshard.errors import SourceError
+from reshard.models import TargetFormat
 from reshard_engine.testing.formats import Case
 from reshard_engine.testing.laws import gather_then_slice, what_was_written_reads_back
 from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState, Tree
 from reshard_engine.testing.trial import Trial
 
-UNIVERSAL, SAFETENSORS, TORCH = TARGETS
+UNIVERSAL, SAFETENSORS, TORCH = (
+    UniversalTarget(),
+    WeightsTarget(TargetFormat.SAFETENSORS),
+    WeightsTarget(TargetFormat.TORCH),
+)
 
 
 def _floats(*values: float, dtype: Any = np.float32, shape: tuple[int, ...] | None = None) -> Bits:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
+from reshard.errors import printable
 from reshard.models import Inspection, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.possible_targets import possible_targets
 
 
 def describe(checkpoint: Checkpoint) -> Inspection:
@@ -52,6 +54,15 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         files=sum(len(f.objects) for f in checkpoint.files),
         total_bytes=sum(f.size_bytes for f in checkpoint.files),
         foreign_globals=checkpoint.foreign_globals,
-        warnings=checkpoint.warnings,
+        warnings=(*checkpoint.warnings, *_unexplained(checkpoint)),
+        targets=possible_targets(checkpoint),
         tensors=tuple(infos),
     )
+
+
+def _unexplained(checkpoint: Checkpoint) -> list[str]:
+    names = checkpoint.unexplained
+    if not names:
+        return []
+    listed = ", ".join(printable(n) for n in names[:20]) + (", ..." if len(names) > 20 else "")
+    return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed}"]

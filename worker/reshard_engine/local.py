@@ -21,9 +21,11 @@ from reshard.models import (
     SourceSpec,
     VerifyReport,
 )
+from reshard.pictures import LayoutPicture
 from reshard_engine.conversion import Conversion, sink_for
 from reshard_engine.diff.comparison import diff_checkpoints
 from reshard_engine.inspection import describe
+from reshard_engine.layout_map import picture_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.rules.request import requested_rules
@@ -38,6 +40,11 @@ class LocalEngine:
         """What the checkpoint is. Foreign objects are listed, never refused: nothing is written."""
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger))
+
+    def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
+        """Which file holds what; of one tensor, `NAME` or `NAME/STATE`, which part."""
+        ledger = OpaqueLedger(OpaquePolicy.KEEP)
+        return picture_of(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), tensor)
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """What `convert` would do."""

@@ -8,18 +8,21 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
 import typer
 
 from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
+from reshard.cli.picture import html_of, picture_lines, svg_of
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
 from reshard.cli.tables import inspection_lines, plan_lines
-from reshard.errors import ExitCode, JobError, printable
+from reshard.errors import ExitCode, JobError, RequestError, printable
 from reshard.local import load_engine
 from reshard.models import VerifyReport
+from reshard.pictures import LayoutPicture
 
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
@@ -44,9 +47,18 @@ def inspect(
     tag: Tag = None,
     profile: Profile = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not a digest of them.")] = False,
+    tensor: Annotated[
+        str | None, typer.Option(metavar="NAME[/STATE]", help="Say which file holds which part of one tensor.")
+    ] = None,
+    files: Annotated[bool, typer.Option("--files", help="Say what each file holds.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw that: of one tensor, or of all files.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The drawing as a page, with the table.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Say what a checkpoint is, from its metadata; nothing in it is executed. `reshard SRC` means this too."""
+    if tensor is not None or files or svg is not None or html is not None:
+        _draw(load_engine().picture(source_spec(source, tag, profile), tensor), svg, html, as_json=as_json)
+        return
     found = load_engine().inspect(source_spec(source, tag, profile))
     if as_json:
         _say(found.model_dump_json())
@@ -57,6 +69,20 @@ def inspect(
         _hint(f"warning: {warning}")
     onward = "universal" if found.param_groups else "safetensors"  # weights alone have no optimizer
     _hint(f"next: reshard convert {printable(source)} DST --to {onward}")
+
+
+def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_json: bool) -> None:
+    for path, text in ((svg, svg_of), (html, html_of)):
+        if path is not None:
+            try:
+                path.write_text(text(picture), encoding="utf-8")
+            except OSError as error:
+                raise RequestError("request.invalid", f"{printable(str(path))}: {error.strerror}") from None
+    if as_json:
+        _say(picture.model_dump_json())
+        return
+    for line in picture_lines(picture):
+        _say(line)
 
 
 @takes_conversion

@@ -23,6 +23,8 @@ def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
     states = ", ".join(map(printable, found.optimizer_states)) or "none"
     yield f"  optimizer states: {states}; types: {', '.join(found.dtypes)}"
     yield f"  {found.files} files, {format_size(found.total_bytes)}"
+    for target in found.targets:
+        yield f"  {'can' if target.possible else 'cannot'} become {target.name}: {printable(target.detail)}"
     if found.foreign_globals:
         yield f"  foreign names, never executed: {', '.join(found.foreign_globals)}"
     yield from (_tensor_line(t, 1) for t in found.tensors) if every_tensor else _digest_lines(found.tensors)

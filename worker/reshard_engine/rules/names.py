@@ -49,13 +49,14 @@ def rename_all(names: Iterable[str], scheme: NameScheme) -> Mapping[str, Renamed
     listed = list(names)
     if scheme is NameScheme.MEGATRON_PIPELINE:
         return _to_pipeline(listed)
-    return {name: Renamed(_to_plain(name, listed), None) for name in listed}
+    last = max((int(m["layer"]) for m in map(_BLOCK.fullmatch, listed) if m), default=FIRST_BLOCK - 1)
+    return {name: Renamed(_to_plain(name, last), None) for name in listed}
 
 
-def _to_plain(name: str, names: list[str]) -> str:
+def _to_plain(name: str, last: int) -> str:
+    """One name without pipeline, of a model whose last block is the layer `last`."""
     if name.startswith("language_model."):
         return name
-    last = max((int(m["layer"]) for m in map(_BLOCK.fullmatch, names) if m), default=FIRST_BLOCK - 1)
     if match := _BLOCK.fullmatch(name):
         return f"language_model.encoder.layers.{int(match['layer']) - FIRST_BLOCK}.{match['inner']}"
     for prefix in (_TIED, _UNTIED):

@@ -145,9 +145,18 @@ def the_path_does_not_matter(trial: Trial) -> None:
     """By way of another format or of a wider type, the result is the same."""
     # Without masters and without a wanted type, types stay what they are.
     wide = "fp32" if trial.source.full or trial.options.get("dtype") else None
-    ways: list[dict[str, Any]] = [{"to": to, "dtype": wide} for to in _WEIGHTS] if "dtype" in trial.options else []
+    weights = "dtype" in trial.options and not trial.oracle.wants_full_state
+    ways: list[dict[str, Any]] = [{"to": to, "dtype": wide} for to in _WEIGHTS] if weights else []
     if trial.source.full:
-        ways.append({"to": TargetFormat.UNIVERSAL, "dtype": None, "max_shard_bytes": None})
+        stage, ranks = trial.random.choice(["1", "2", "3"]), trial.random.randint(1, 4)
+        native = {"to": TargetFormat.ZERO, "dtype": wide, "layout": {"dp": ranks, "zero_stage": stage}}
+        universal = {"to": TargetFormat.UNIVERSAL, "dtype": None, "layout": None}
+        # Weights of another type are cast when a native checkpoint is written: only its own kind comes after it. Before
+        # the first step the universal form holds the zeros that Adam starts from, and says so.
+        native_too = trial.oracle.wants_full_state and "dtype" in trial.options
+        fresh = native_too and not trial.saved.state.state_names
+        chosen = ([] if fresh else [universal]) + ([native] if native_too else [])
+        ways += [way | {"max_shard_bytes": None} for way in chosen]
     if not trial.source.full and trial.oracle.wants_full_state:
         return
     way = trial.random.choice(ways)

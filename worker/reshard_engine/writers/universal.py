@@ -39,6 +39,7 @@ from reshard_engine.writers.optimizer_states import (
     states_to_write,
 )
 from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template, tree_templates
+from reshard_engine.writers.zero.autoep import expert_keys, fused_experts
 
 PARAM_KEY = "param"
 LATEST = "latest_universal"
@@ -87,19 +88,26 @@ def _atoms(checkpoint: Checkpoint, states: list[str]) -> list[TargetFile]:
     # State by state: the parameters of one flat partition follow one another in both files' order,
     # so that a unit reads one long run from each rank.
     cache: dict[object, FileTemplate] = {}
-    tensors = checkpoint.shard_map.tensors
+    tensors, fused = checkpoint.shard_map.tensors, fused_experts(checkpoint)
     files: list[TargetFile] = []
     for state in states:
         for parameter in checkpoint.trained:
             index = parameter.states.get(state, ZEROS)
             dtype = FLOAT32 if index == ZEROS else tensors[index].dtype
-            template = _atom(state, dtype, parameter, cache)
+            template = _atom(state, dtype, parameter, cache, experts=expert_keys(fused, parameter.fqn))
             files.append(TargetFile(f"zero/{parameter.fqn}/{state}.pt", template, (index,)))
     return files
 
 
-def _atom(state: str, dtype: Dtype, parameter: Parameter, cache: dict[object, FileTemplate]) -> FileTemplate:
-    keys = cut_keys(parameter.cut, parameter.fqn)
+def _atom(
+    state: str,
+    dtype: Dtype,
+    parameter: Parameter,
+    cache: dict[object, FileTemplate],
+    *,
+    experts: dict[str | int, Node],
+) -> FileTemplate:
+    keys = cut_keys(parameter.cut, parameter.fqn) | experts
     # Atoms of one shape share a template, unless they say by name how they are cut.
     kind = parameter.fqn if "sub_param_shape" in keys else tuple(sorted(map(str, keys.items())))
 
@@ -112,11 +120,12 @@ def _atom(state: str, dtype: Dtype, parameter: Parameter, cache: dict[object, Fi
 def _frozen_atoms(checkpoint: Checkpoint) -> list[TargetFile]:
     # fp32, so that a run that unfreezes the parameter can start its master from it (16 bits widen exactly).
     cache: dict[object, FileTemplate] = {}
+    fused = fused_experts(checkpoint)
     files: list[TargetFile] = []
     for parameter in checkpoint.frozen:
         if parameter.weight is None or not checkpoint.shard_map.tensors[parameter.weight].dtype.floating:
             continue
-        template = _atom("fp32", FLOAT32, parameter, cache)
+        template = _atom("fp32", FLOAT32, parameter, cache, experts=expert_keys(fused, parameter.fqn))
         files.append(TargetFile(f"zero/{parameter.fqn}/fp32.pt", template, (parameter.weight,)))
     return files
 

@@ -95,7 +95,12 @@ class _Assembly:
             format="deepspeed-bf16-optimizer" if first.bf16_optimizer else f"deepspeed-zero{first.stage}",
             framework_version=model.version,
             zero_stage=first.stage,
-            world={"dp": len(run.states[0]), "tp": run.tp, "pp": run.pp, **({"ep": piece.ep} if run.experts else {})},
+            world={
+                "dp": len(run.states[0]),
+                "tp": run.tp,
+                "pp": run.pp,
+                **({"ep": piece.ep} if run.experts or piece.fused.placements else {}),
+            },
             step=model.integer("global_steps"),
             files=self._files,
             parameters=(*parameters, *loose),
@@ -135,7 +140,7 @@ class _Assembly:
 
     @property
     def _reordered(self) -> bool:
-        return len(self._slices) > 1 or any(s.dealt for s in self._slices) or bool(self._run.experts)
+        return len(self._slices) > 1 or any(s.dealt or s.ep > 1 for s in self._slices) or bool(self._run.experts)
 
     def _warnings(self, first: RankStates) -> list[str]:
         found: list[str] = []
@@ -205,7 +210,7 @@ class _Assembly:
         for (_, _, mp), file in self._run.experts.items():
             for name, tensor in module_tensors(file.root, printable(file.file.name)).items():
                 tables[mp % tp].setdefault(name, self._whole(name, file, tensor))
-        return tables
+        return [self._slices[0].fused.whole_weights(self._builder, table) for table in tables]
 
     def _whole(self, name: str, file: TorchFile, tensor: PTensor) -> int:
         return add_whole_tensor(self._builder, name, "weight", tensor, torch_file=file, file=self._number[file.file])

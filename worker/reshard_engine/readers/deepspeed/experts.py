@@ -1,11 +1,13 @@
 """Expert parallelism in flat groups: which ranks partition a group, and which expert a name means.
 
 A group of experts is partitioned over the ranks that hold the same experts; the others hold other experts under the
-same local names. Data-parallel rank d belongs to expert-parallel rank d mod EP, and holds the experts
-[e * local, (e + 1) * local) of each layer.
+same local names. Data-parallel rank d belongs to expert-parallel rank e = d mod EP, and holds the experts
+[e * local, (e + 1) * local) of each layer; with `use_data_before_expert_parallelism` e is d over the number of ranks
+that hold the same experts.
 
-Source: deepspeed 0.19.8 `utils/groups.py` (`_create_expert_and_data_parallel`: E + D order), `moe/utils.py` (param
-groups with `moe`), `runtime/engine.py` (`_save_moe_checkpoint`: local to global numbers); verified by running.
+Source: deepspeed 0.19.8 `utils/groups.py` (`_create_expert_and_data_parallel`: E + D order, or D + E),
+`moe/utils.py` (param groups with `moe`), `runtime/engine.py` (`_save_moe_checkpoint`: local to global numbers);
+verified by running.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import SourceError
-from reshard_engine.readers.deepspeed.model_states import Shapes
+from reshard_engine.pickles.nodes import is_mapping, mapping_items
+from reshard_engine.readers.deepspeed.autoep import FusedExperts, sharing_ranks
+from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.optim_states import RankStates
 
 _LOCAL = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts\.)(?P<local>[0-9]{1,9})(?P<tail>\..*)")
@@ -35,8 +39,24 @@ class ExpertGroup:
     """Expert-parallel ranks that the group's experts are spread over; 1 for a group without experts."""
 
 
-def expert_groups(shapes: Sequence[Shapes], states: Sequence[RankStates]) -> list[ExpertGroup]:
+def data_before_experts(model: ModelStates) -> bool:
+    """Whether ranks that hold the same experts follow one another."""
+    config = model.entries.get("ds_config")
+    return (
+        is_mapping(config) and mapping_items(config, what="ds_config").get("use_data_before_expert_parallelism") is True
+    )
+
+
+def expert_groups(
+    shapes: Sequence[Shapes], states: Sequence[RankStates], fused: FusedExperts, *, data_first: bool
+) -> list[ExpertGroup]:
     """Every (sub-)group once for each set of ranks that partitions it.
+
+    Args:
+        shapes: Names and shapes of each (sub-)group, as the first rank lists them.
+        states: All data-parallel ranks.
+        fused: Experts that AutoEP fused.
+        data_first: See `data_before_experts`.
 
     Raises:
         SourceError: `checkpoint.mixed` if sizes of partitions do not go together, `source.unsupported`.
@@ -45,17 +65,23 @@ def expert_groups(shapes: Sequence[Shapes], states: Sequence[RankStates]) -> lis
     found: list[ExpertGroup] = []
     for index, group in enumerate(shapes):
         count = states[0].partition_counts[index] if index < len(states[0].partition_counts) else world
+        if states[0].stage == 3 and any(name in fused for name, _ in group):
+            sharing = sharing_ranks(states, index)
+            found += [ExpertGroup(index, fused.parts(group, r), s, len(sharing)) for r, s in enumerate(sharing)]
+            continue
         if count == world or states[0].stage == 3:
-            found.append(ExpertGroup(index, group, tuple(range(world)), 1))
+            found.append(ExpertGroup(index, fused.parts(group, 0), tuple(range(world)), 1))
             continue
         if world % count:
             raise SourceError("checkpoint.mixed", f"group {index} is partitioned over {count} of {world} ranks")
         ep = world // count
-        if not all(_LOCAL.fullmatch(name) for name, _ in group):
+        if not all(_LOCAL.fullmatch(name) or name in fused for name, _ in group):
             raise SourceError(
                 "source.unsupported", f"group {index} is partitioned over {count} of {world} ranks and holds no experts"
             )
-        found += [ExpertGroup(index, _numbered(group, r), tuple(range(r, world, ep)), ep) for r in range(ep)]
+        for r in range(ep):
+            ranks = range(r * count, (r + 1) * count) if data_first else range(r, world, ep)
+            found.append(ExpertGroup(index, fused.parts(_numbered(group, r), r), tuple(ranks), ep))
     return found
 
 
@@ -65,8 +91,8 @@ def in_model_order(names: Sequence[str]) -> list[int]:
     keys: list[tuple[int, int]] = []
     for name in names:
         match = _LOCAL.fullmatch(name)
-        assert match is not None
-        keys.append((heads.setdefault(match["head"], len(heads)), int(match["local"])))
+        head, number = (match["head"], int(match["local"])) if match else (name, 0)
+        keys.append((heads.setdefault(head, len(heads)), number))
     return sorted(range(len(names)), key=keys.__getitem__)
 
 
@@ -74,13 +100,14 @@ def _numbered(group: Shapes, rank: int) -> Shapes:
     """The group with the global numbers of the experts of one expert-parallel rank."""
     local: dict[str, int] = {}
     for name, _ in group:
-        match = _LOCAL.fullmatch(name)
-        assert match is not None
-        local[match["head"]] = max(local.get(match["head"], 0), int(match["local"]) + 1)
+        if (match := _LOCAL.fullmatch(name)) is not None:
+            local[match["head"]] = max(local.get(match["head"], 0), int(match["local"]) + 1)
     renamed: list[tuple[str, tuple[int, ...]]] = []
     for name, shape in group:
         match = _LOCAL.fullmatch(name)
-        assert match is not None
+        if match is None:
+            renamed.append((name, shape))
+            continue
         number = rank * local[match["head"]] + int(match["local"])
         renamed.append((f"{match['head']}{number}{match['tail']}", shape))
     return tuple(renamed)

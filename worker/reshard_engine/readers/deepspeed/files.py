@@ -158,3 +158,20 @@ def _joined(store: Store, files: Iterable[ObjectInfo]) -> list[SourceFile]:
                 fix=f"copy the missing parts, such as {printable(name)}-{missing[0] if missing else 0}.{count}",
             )
     return list(whole.values())
+
+
+def rank_of(name: str, *, tp: int) -> str:
+    """Whose file it is, in words; empty for a file that is no rank's own."""
+    if (found := _OPTIM.fullmatch(name) or _MODEL_Z3.fullmatch(name)) is not None:
+        return f"dp {int(found['dp'])} {_model_parallel(int(found['mp']), tp)}"
+    if (found := _MODEL.fullmatch(name)) is not None:
+        return _model_parallel(int(found["mp"]), tp)
+    if (found := _LAYER.fullmatch(name)) is not None:
+        return f"layer {int(found['layer'])} tp {int(found['tp'] or 0)}"
+    if (found := _EXPERT.fullmatch(name)) is not None:
+        return f"expert {int(found['expert'])} of MoE layer {int(found['layer'] or 0)}"
+    return ""
+
+
+def _model_parallel(mp: int, tp: int) -> str:
+    return f"tp {mp % tp} pp {mp // tp}"

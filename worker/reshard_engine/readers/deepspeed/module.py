@@ -11,6 +11,7 @@ from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.model_states import ModelStates
+from reshard_engine.readers.deepspeed.run_config import may_be_quantized
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_tensor
 from reshard_engine.readers.tensors import add_whole_tensor, place_of
 from reshard_engine.shardmap import ShardMapBuilder
@@ -96,7 +97,7 @@ class ModuleTensors:
                 shares.append(
                     Partition(number[model.torch_file.file], model.torch_file.tensor_offset(share), share.numel)
                 )
-            if dtypes <= {"int8", "uint8"}:
+            if dtypes <= {"int8", "uint8"} and may_be_quantized(self._model):
                 raise SourceError(
                     "source.unsupported",
                     f"frozen {printable(name)} was saved in 8 bits without its scales "

@@ -10,16 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
-from reshard_engine.readers.deepspeed.model_states import ModelStates
-
-
-def uses_round_robin(model: ModelStates) -> bool:
-    """Whether the run's config has `round_robin_gradients`."""
-    config = model.entries.get("ds_config")
-    zero = mapping_items(config, what="ds_config").get("zero_optimization") if is_mapping(config) else None
-    return is_mapping(zero) and mapping_items(zero, what="zero_optimization").get("round_robin_gradients") is True
-
 
 def undealt(names: Sequence[str], ranks: int, model_order: Sequence[str]) -> list[int]:
     """Positions of a group's parameters in its flat order, listed in the order before it was dealt out.

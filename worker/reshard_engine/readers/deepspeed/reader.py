@@ -9,13 +9,13 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
-from reshard_engine.pickles.nodes import is_mapping, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.assembly import ParsedRun, assemble
 from reshard_engine.readers.deepspeed.files import RankFiles, looks_like_deepspeed, sort_files
 from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD, RankStates, parse_rank_states
 from reshard_engine.readers.deepspeed.parallel import degrees
+from reshard_engine.readers.deepspeed.run_config import zero_options
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
 from reshard_engine.readers.opening import parse_all
 from reshard_engine.storage.locations import Location
@@ -154,14 +154,7 @@ def refuse_by_config(model: ModelStates) -> None:
     Raises:
         SourceError: `source.unsupported`.
     """
-    layers = model.entries.get("ds_autoep_layers")
-    if layers is not None and sequence_items(layers, what="ds_autoep_layers"):
-        raise SourceError("source.unsupported", "experts that AutoEP placed are not read yet")
-    config = model.entries.get("ds_config")
-    if not is_mapping(config):
-        return
-    zero = mapping_items(config, what="ds_config").get("zero_optimization")
-    if is_mapping(zero) and mapping_items(zero, what="zero_optimization").get("zenflow") is not None:
+    if (zero_options(model) or {}).get("zenflow") is not None:
         raise SourceError(
             "source.unsupported",
             "the run used ZenFlow, which stores matrices transposed without saying so",

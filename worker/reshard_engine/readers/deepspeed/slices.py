@@ -16,11 +16,13 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import Node, PTensor
-from reshard_engine.readers.deepspeed.experts import ExpertGroup, expert_groups, in_model_order
+from reshard_engine.readers.deepspeed.autoep import FusedExperts, fused_experts
+from reshard_engine.readers.deepspeed.experts import ExpertGroup, data_before_experts, expert_groups, in_model_order
 from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.optim_states import RankStates, read_scalar
-from reshard_engine.readers.deepspeed.order import undealt, uses_round_robin
+from reshard_engine.readers.deepspeed.order import undealt
+from reshard_engine.readers.deepspeed.run_config import uses_round_robin
 from reshard_engine.readers.deepspeed.shapes import shapes_by_group
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
 from reshard_engine.shardmap import ShardMapBuilder
@@ -38,6 +40,8 @@ class Slice:
     """Expert-parallel ranks; 1 without experts that are spread."""
     dealt: bool
     """Whether the flat order was another (`round_robin_gradients`)."""
+    fused: FusedExperts
+    """Parameters in which AutoEP fused experts."""
 
     @property
     def model(self) -> ModelStates:
@@ -58,7 +62,8 @@ def add_slice(
     """
     model, first = models[0], states[0]
     shapes = shapes_by_group(model, states)
-    parts = expert_groups(shapes, states)
+    fused = fused_experts(model)
+    parts = expert_groups(shapes, states, fused, data_first=data_before_experts(model))
     group_of = _groups_of(first, len(shapes))
     by_name: dict[str, dict[str, int]] = {}
     for key in ("fp32", *_positional_keys(states)):
@@ -76,11 +81,12 @@ def add_slice(
             scalars = _scalars(ranks, index)
             members = [part.shapes[i] for i in order]
             group += [Parameter(n, shape, group_of[index], None, by_name[n], scalars) for n, shape in members]
+        group = fused.joined(builder, group)
         if spread > 1:
             group = [group[i] for i in in_model_order([p.fqn for p in group])]
         trained += group
     ep = max((p.ep for p in parts), default=1)
-    return Slice(tuple(states), tuple(models), tuple(trained), ep, dealt)
+    return Slice(tuple(states), tuple(fused.without(m) for m in models), tuple(trained), ep, dealt, fused)
 
 
 def _groups_of(first: RankStates, count: int) -> list[int]:
@@ -121,6 +127,17 @@ def _positional_keys(states: Sequence[RankStates]) -> list[str]:
     return list(keys)
 
 
+@dataclass(frozen=True, slots=True)
+class _Wide:
+    """Sub-groups of stage 3 that one set of ranks shares: they follow one another."""
+
+    tensors: list[int]
+    shapes: list[tuple[str, tuple[int, ...]]]
+    partitions: list[list[Partition]]
+    """By rank."""
+    itemsize_bytes: int
+
+
 def _add_state(
     builder: ShardMapBuilder,
     key: str,
@@ -131,10 +148,7 @@ def _add_state(
     by_name: dict[str, dict[str, int]],
 ) -> None:
     """Register one state of every (sub-)group that has it."""
-    per_rank: list[list[Partition]] = [[] for _ in states]
-    wide_shapes: list[tuple[str, tuple[int, ...]]] = []
-    wide_tensors: list[int] = []
-    itemsize = 0
+    wide: dict[tuple[int, ...], _Wide] = {}
     for part in parts:
         index, group, ranks = part.index, part.shapes, [states[r] for r in part.ranks]
         flats = [s.fp32[index] if key == "fp32" else s.states[index].get(key) for s in ranks]
@@ -165,14 +179,19 @@ def _add_state(
                 what=what,
             )
             continue
-        for rank, partition in enumerate(partitions):
-            per_rank[rank].append(partition)
-        wide_shapes += group
-        wide_tensors += tensors
-        itemsize = dtype.itemsize_bytes
-    if wide_shapes:
+        found_wide = wide.setdefault(part.ranks, _Wide([], [], [[] for _ in ranks], dtype.itemsize_bytes))
+        found_wide.tensors.extend(tensors)
+        found_wide.shapes.extend(group)
+        for held, partition in zip(found_wide.partitions, partitions, strict=True):
+            held.append(partition)
+    for group in wide.values():
         add_sharded_params(
-            builder, wide_tensors, tuple(wide_shapes), partitions=per_rank, itemsize_bytes=itemsize, what=printable(key)
+            builder,
+            group.tensors,
+            tuple(group.shapes),
+            partitions=group.partitions,
+            itemsize_bytes=group.itemsize_bytes,
+            what=printable(key),
         )
 
 

@@ -10,11 +10,12 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.cuts import Cut
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.deepspeed.autoep import fused_experts
 from reshard_engine.readers.deepspeed.cutting import rules_of
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.module import ModuleTensors
+from reshard_engine.readers.deepspeed.run_config import uses_round_robin
 from reshard_engine.readers.deepspeed.trees import TreeTensors
 from reshard_engine.readers.opening import parse_all
 from reshard_engine.readers.universal.atoms import FOLDER, MASTER, STEP, Atom, AtomFiles, parse_atom
@@ -51,10 +52,11 @@ class Assembly:
                 Shapes in them are of one rank's parts, and the atoms' own count.
         """
         self._parallel = (models[0].integer("mp_world_size") or 1) > 1
-        self._models = models
         self._optimizer = optimizer
         self._ledger = ledger
-        self._groups = _joined([_shapes(m) for m in (models[0], *stages)])
+        self._fused = fused = fused_experts(models[0])
+        self._models = [fused.without(m) for m in models]
+        self._groups = tuple(fused.whole(g) for g in _joined([_shapes(m) for m in (models[0], *stages)]))
         self._trained = {n: s for group in self._groups for n, s in group}
         self._atoms = {n: self._complete(atoms.by_name.get(n, {}), n) for n in self._trained}
         self._rules, _ = rules_of(models[0], rules)
@@ -154,7 +156,8 @@ class Assembly:
                     else:
                         states[state] = _add(builder, StoredTensor(name, state, atom.dtype, shape), atom, number[file])
                         bare |= atom.bare
-                if bare and step is not None:
+                # Of fused experts `ds_to_universal` leaves no counter at stage 3 either, and no bare tensor.
+                if (bare or name in self._fused) and step is not None:
                     scalars.setdefault(STEP, step)
                 cut, layer = self._cut_of(name, shape), self._notes.layer_of(name)
                 found.append(Parameter(name, shape, group_of[index], None, states, scalars, cut, layer))
@@ -179,10 +182,7 @@ def _refuse_permuted(model: ModelStates) -> None:
     Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`param_slice_mappings` in another order than the
     partitions); seen with 2 and 3 ranks, right with 1.
     """
-    config = model.entries.get("ds_config")
-    zero = mapping_items(config, what="ds_config").get("zero_optimization") if is_mapping(config) else None
-    options = mapping_items(zero, what="zero_optimization") if is_mapping(zero) else {}
-    if options.get("round_robin_gradients") is True and model.integer("dp_world_size") != 1:
+    if uses_round_robin(model) and model.integer("dp_world_size") != 1:
         raise SourceError(
             "source.unsupported",
             "the run used round_robin_gradients, of which ds_to_universal exchanges the parameters' values",

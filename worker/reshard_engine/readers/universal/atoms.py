@@ -30,6 +30,9 @@ _CUT_KEYS: Mapping[str | int, Callable[[Node], bool]] = {
     "param_n_sub_params": lambda v: type(v) is int and v == 2,
     "sub_param_shape": lambda v: isinstance(v, PObject),
     "vocab_tensor": lambda v: v is True,
+    # Experts that AutoEP fused lie along the first dimension, all of them.
+    "is_expert_param": lambda v: v is True,
+    "ep_num_experts": lambda v: type(v) is int,
 }
 
 
@@ -81,7 +84,7 @@ def parse_atom(file: SourceFile, ledger: OpaqueLedger) -> Atom | Scalar:
     """The tensor of an atom, or the number of a `step.pt`.
 
     Raises:
-        SourceError: `checkpoint.malformed`, `source.unsupported` for atoms of expert parallelism, and as
+        SourceError: `checkpoint.malformed`, `source.unsupported` for what says how to cut it in other ways, and as
             `open_torch_file`.
     """
     parsed = open_torch_file(file, ledger)

@@ -49,10 +49,21 @@ def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | No
             facts["padded_vocab_size"] = vocab_rows
         if target.tp_changes:
             facts.pop(AFFINE, None)  # of the source's ranks: patterns say the same for any number
-            if SECTION_WIDTHS in facts:
-                facts[SECTION_WIDTHS] = _section_widths(facts.get(SECTIONS), layout.tp)
+        # Rules of a request say widths of one rank, whatever the ranks are.
+        if SECTION_WIDTHS in facts and (target.tp_changes or not _are_of(facts[SECTION_WIDTHS], layout.tp)):
+            facts[SECTION_WIDTHS] = _section_widths(facts.get(SECTIONS), layout.tp)
         found[INFO] = mapping_of(facts)
     return found
+
+
+def _are_of(widths: Node, tp: int) -> bool:
+    """Whether widths are of so many ranks."""
+    tables = mapping_items(widths, what=SECTION_WIDTHS).values() if is_mapping(widths) else ()
+    return all(
+        len(sequence_items(row, what=SECTION_WIDTHS)) == tp
+        for table in tables
+        for row in sequence_items(table, what=SECTION_WIDTHS)
+    )
 
 
 def _section_widths(sections: Node, tp: int) -> Node:

@@ -31,7 +31,9 @@ class RunConfig:
     round_robin: bool = False
     aligned: bool = False
     sub_group_size: int | None = None
-    clip_grad: float = 0.0
+    clip_grad: float | None = None
+    data_before_experts: bool = False
+    """Whether ranks that hold the same experts follow one another."""
     fp16: Mapping[str | int, Any] = field(default_factory=dict[str | int, Any])
 
     @classmethod
@@ -53,12 +55,16 @@ class RunConfig:
             round_robin=zero.get("round_robin_gradients") is True,
             aligned=zero.get("parameter_alignment") is True,
             sub_group_size=int(size) if isinstance(size, int | float) and size >= 1 else None,
-            clip_grad=float(clip) if isinstance(clip, int | float) else 0.0,
+            clip_grad=float(clip) if isinstance(clip, int | float) else None,
+            data_before_experts=mapping_items(config, what="ds_config").get("use_data_before_expert_parallelism")
+            is True,
             fp16=fp16,
         )
 
 
-def config_for(config: Node, *, stage: int, dtype: str, bf16_optimizer: bool, options: Mapping[str, Node]) -> Node:
+def config_for(
+    config: Node, *, stage: int, dtype: str, bf16_optimizer: bool, ep: int, options: Mapping[str, Node]
+) -> Node:
     """A copy of the config that describes the target; what is no mapping stays as it is.
 
     Args:
@@ -66,11 +72,15 @@ def config_for(config: Node, *, stage: int, dtype: str, bf16_optimizer: bool, op
         stage: ZeRO stage of the target.
         dtype: The model's element type.
         bf16_optimizer: Whether gradients are accumulated in fp32, which selects BF16_Optimizer.
+        ep: Expert-parallel ranks; only AutoEP's config names them.
         options: Entries of `zero_optimization`; None removes one.
     """
     if not is_mapping(config):
         return config
     entries = dict(mapping_items(config, what="ds_config"))
+    fused = _section(config, "expert_parallel")
+    if fused.get("enabled") is True:
+        entries["expert_parallel"] = mapping_of({**fused, "autoep_size": ep})
     zero: dict[str | int, Node] = {**_section(config, "zero_optimization"), "stage": stage, **options}
     entries["zero_optimization"] = mapping_of({k: v for k, v in zero.items() if v is not None})
     for name, section in _SECTION_OF.items():

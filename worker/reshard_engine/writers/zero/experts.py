@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import RequestError, printable
 from reshard_engine.pickles.nodes import Node, mapping_items
-from reshard_engine.writers.zero.model import LocalParameter
+from reshard_engine.writers.zero.autoep import slice_of
+from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 
 _EXPERT = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts\.)(?P<number>[0-9]{1,9})(?P<tail>\..*)")
 _GROUP_NAME = re.compile(r"ep_size_[0-9]+")
@@ -84,13 +85,14 @@ def require_divisible(counts: Iterable[int], ep: int, dp: int) -> None:
         raise RequestError("request.unsatisfiable", f"{what} do not divide by --ep {ep}", fix=f"--ep {works}")
 
 
-def held_by(members: Sequence[LocalParameter], counts: dict[str, int], ep: int, rank: int) -> list[LocalParameter]:
-    """A group's parameters as one expert-parallel rank holds them, under its own numbers."""
+def held_by(members: Sequence[LocalParameter], model: LocalModel, ep: int, rank: int) -> list[LocalParameter]:
+    """A group's parameters as one expert-parallel rank holds them, under its own numbers; fused ones cut."""
+    counts = experts_by_layer(p.fqn for p in model.parameters)
     found: list[LocalParameter] = []
     for parameter in members:
         expert = expert_of(parameter.fqn)
         if expert is None:
-            found.append(parameter)
+            found.append(slice_of(parameter, ep, rank) if parameter.fqn in model.fused else parameter)
             continue
         local = counts[expert.head] // ep
         if expert.number // local == rank:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_of, ordered_dict
-from reshard_engine.writers.zero.experts import experts_by_layer, held_by, is_expert_group
+from reshard_engine.writers.zero.experts import held_by, is_expert_group
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 from reshard_engine.writers.zero.optimizer import (
     Groups,
@@ -67,21 +67,18 @@ class FlatStates:
     def __init__(self, groups: Groups, model: LocalModel, target: Target) -> None:
         """Lay the groups out once for all ranks."""
         self._groups, self._target = groups, target
-        experts = experts_by_layer(p.fqn for p in model.parameters)
         self._flat: list[list[_FlatGroup]] = []
         for node, members in zip(groups.nodes, trained_groups(model, groups.count), strict=True):
             ep = target.layout.ep if is_expert_group(node) else 1
             # Only experts are spread over expert-parallel ranks: each of these has a flat tensor of its own.
             self._flat.append(
-                [
-                    _FlatGroup(held_by(members, experts, ep, e), target.dp // ep, target, groups.states)
-                    for e in range(ep)
-                ]
+                [_FlatGroup(held_by(members, model, ep, e), target.dp // ep, target, groups.states) for e in range(ep)]
             )
 
     def _of(self, rank: int) -> list[tuple[_FlatGroup, int]]:
         """Per param group the flat tensor that a data-parallel rank shares, and its place among those that do."""
-        return [(flats[rank % len(flats)], rank // len(flats)) for flats in self._flat]
+        ep, place = self._target.expert_place(rank)
+        return [(flats[ep], place) if len(flats) > 1 else (flats[0], rank) for flats in self._flat]
 
     def optimizer_of(self, rank: int) -> Node:
         """`optimizer_state_dict` of one data-parallel rank."""
@@ -89,7 +86,8 @@ class FlatStates:
         entries: dict[str | int, Node] = {}
         if not target.bf16_optimizer:
             entries |= scaler_entries(target)
-        entries["clip_grad"] = clip_grad_of(target)
+        if (clipping := clip_grad_of(target)) is not None:
+            entries["clip_grad"] = clipping
         entries["base_optimizer_state"] = self._base_state(mine)
         entries["single_partition_of_fp32_groups"] = PList([self._master(flat, place) for flat, place in mine])
         if not target.bf16_optimizer:

@@ -14,6 +14,7 @@ from reshard.errors import RequestError, printable
 from reshard.models import NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.writers.zero.autoep import fused_experts
 from reshard_engine.writers.zero.cutting import Cutter
 from reshard_engine.writers.zero.model import LocalModel
 from reshard_engine.writers.zero.stages import boundaries
@@ -28,7 +29,7 @@ def local_models(checkpoint: Checkpoint, target: Target, cutter: Cutter) -> list
     Raises:
         RequestError: `request.unsatisfiable` if the model cannot be cut so.
     """
-    stages = _stages(checkpoint, target.layout)
+    stages, fused = _stages(checkpoint, target.layout), fused_experts(checkpoint)
     buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
     known = dict.fromkeys([p.fqn for p in checkpoint.parameters] + list(buffers) + list(checkpoint.shared))
     names = tuple(dict.fromkeys([*(n for n in _module_names(checkpoint) if n in known), *known]))
@@ -46,6 +47,7 @@ def local_models(checkpoint: Checkpoint, target: Target, cutter: Cutter) -> list
                     buffers=buffers,
                     shared={a: o for a, o in checkpoint.shared.items() if o in inside},
                     names=names,
+                    fused=fused,
                 )
             )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.writers.zero.partitions import Run
@@ -45,6 +45,8 @@ class LocalModel:
     """Alias to owner."""
     names: tuple[str, ...]
     """Every name of `module` in the model's order."""
+    fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """Whole shapes of the parameters in which AutoEP fused experts; they are whole here."""
 
     def group(self, index: int) -> list[LocalParameter]:
         """The parameters of one optimizer param group."""

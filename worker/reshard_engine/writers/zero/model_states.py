@@ -23,6 +23,7 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     ordered_dict,
 )
+from reshard_engine.writers.zero.autoep import entries_for
 from reshard_engine.writers.zero.experts import expert_of
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 from reshard_engine.writers.zero.sharded import share_of
@@ -37,7 +38,7 @@ class ModelStatesFiles:
     ) -> None:
         """For the rank's own parameters, grouped as its flat tensors are."""
         self._checkpoint, self._model, self._target, self._shapes = checkpoint, model, target, shapes
-        self._parameters = {p.fqn: p for p in model.parameters if expert_of(p.fqn) is None}
+        self._parameters = {p.fqn: p for p in model.parameters if expert_of(p.fqn) is None and p.fqn not in model.fused}
         self._nodes: dict[str, Node] = {}
 
     def entries_of(self, rank: int, run_state: Mapping[str | int, Node], optimizer: Node) -> Node:
@@ -64,6 +65,7 @@ class ModelStatesFiles:
         entries["shared_params"] = mapping_of({**model.shared})
         kept = {k: v for k, v in run_state.items() if k not in entries}
         entries |= kept
+        entries |= entries_for(kept, target, model.fused, rank)
         for counter in ("skipped_steps", "global_steps"):
             entries.setdefault(counter, 0)
         entries.setdefault("lr_scheduler", None)

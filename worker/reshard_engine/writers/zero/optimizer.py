@@ -123,7 +123,10 @@ def fragment_node(numel: int, start: int) -> Node:
 
 
 def clip_grad_of(target: Target) -> Node:
-    """The gradient clipping of the source: its own, or its config's (stage 3 stores none)."""
+    """The gradient clipping of the source: its own, or its config's (stage 3 stores none); None where nothing says.
+
+    Without one, loaders keep what their run is configured to: the default was 0 and became 1.0 during 0.19.
+    """
     return target.extras.get("clip_grad", target.source.clip_grad)
 
 

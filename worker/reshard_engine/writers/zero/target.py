@@ -40,6 +40,12 @@ class Target:
         """Data-parallel ranks."""
         return self.layout.dp
 
+    def expert_place(self, rank: int) -> tuple[int, int]:
+        """(expert-parallel rank, place among the ranks that hold the same experts) of a data-parallel rank."""
+        if self.source.data_before_experts:
+            return divmod(rank, self.dp // self.layout.ep)
+        return rank % self.layout.ep, rank // self.layout.ep
+
     @property
     def tp_changes(self) -> bool:
         """Whether parameters are cut over another number of ranks than in the source."""
@@ -59,6 +65,7 @@ class Target:
             stage=self.stage,
             dtype=self.dtype.name,
             bf16_optimizer=self.bf16_optimizer,
+            ep=self.layout.ep,
             options={
                 "round_robin_gradients": self.round_robin or (False if self.source.round_robin else None),
                 "parameter_alignment": self.aligned or (False if self.source.aligned else None),

@@ -31,7 +31,9 @@ def whole_optimizer(groups: Groups, model: LocalModel, target: Target) -> Node:
     else:
         entries["optimizer_state_dict"] = _per_parameter(groups, members)
         entries["fp32_groups"] = PList([PList([_whole(p, "fp32", groups, m) for p in m]) for m in members])
-    entries["clip_grad"] = clip_grad_of(target)
+    clipping = clip_grad_of(target)
+    # Unlike the others', this loader insists on it.
+    entries["clip_grad"] = (1.0 if target.version.startswith("0.19.") else 0.0) if clipping is None else clipping
     return mapping_of(entries)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, RngPolicy
@@ -18,6 +19,7 @@ from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import Node, mapping_of, ordered_dict
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.writers.trees import tree_template
+from reshard_engine.writers.zero.autoep import expert_weights, fused_experts, layer_numbers, refuse_impossible
 from reshard_engine.writers.zero.client_state import relaid
 from reshard_engine.writers.zero.cutting import Cutter
 from reshard_engine.writers.zero.experts import expert_of, experts_by_layer, require_divisible
@@ -26,6 +28,7 @@ from reshard_engine.writers.zero.local import TIED, local_models
 from reshard_engine.writers.zero.model import LocalModel
 from reshard_engine.writers.zero.model_states import ModelStatesFiles, run_state_of
 from reshard_engine.writers.zero.optimizer import Groups, trained_groups
+from reshard_engine.writers.zero.regrouping import regrouped
 from reshard_engine.writers.zero.sharded import ShardedStates
 from reshard_engine.writers.zero.target import Target, resolve
 from reshard_engine.writers.zero.whole import whole_optimizer
@@ -45,7 +48,8 @@ class ZeroWriter:
         """
         require_optimizer(checkpoint, "a native checkpoint")
         target = resolve(checkpoint, request)
-        _refuse_impossible(target, experts_by_layer(p.fqn for p in checkpoint.trained))
+        _refuse_impossible(target, checkpoint)
+        checkpoint = regrouped(checkpoint, target.layout.ep)
         rows = _vocab_rows(checkpoint, target.layout)
         cutter = Cutter(checkpoint, target.layout.tp, rows)
         models = local_models(checkpoint, target, cutter)
@@ -63,9 +67,11 @@ class ZeroWriter:
         return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts)
 
 
-def _refuse_impossible(target: Target, experts: Mapping[str, int]) -> None:
-    layout = target.layout
-    require_divisible(experts.values(), layout.ep, layout.dp)
+def _refuse_impossible(target: Target, checkpoint: Checkpoint) -> None:
+    layout, experts = target.layout, experts_by_layer(p.fqn for p in checkpoint.trained)
+    fused = fused_experts(checkpoint)
+    require_divisible([*experts.values(), *(shape[0] for shape in fused.values())], layout.ep, layout.dp)
+    refuse_impossible(fused, target, [p.fqn for p in checkpoint.frozen])
     if experts and target.stage in (0, 3):
         raise RequestError(
             "request.unsatisfiable",
@@ -193,7 +199,15 @@ class _Files:
                 self.bodies.append(self._file(name, ordered_dict(weights), commit=False))
 
     def _add_experts(self, model: LocalModel, files: ModelStatesFiles, number: int) -> None:
-        heads = {head: index for index, head in enumerate(self._experts)}
+        if self._target.stage != 3:
+            for layer, expert_number, parts in expert_weights(model, self._checkpoint.model_state):
+                fused: dict[str, Node] = {p.fqn: files.weight_node(p) for p in parts}
+                name = f"layer_{layer}_expert_{expert_number}_mp_rank_{number:02d}_model_states.pt"
+                self.bodies.append(self._file(name, ordered_dict(fused), commit=False))
+        # Mixtures are numbered through, whatever their kind.
+        taken = layer_numbers(self._checkpoint.model_state)
+        free = (n for n in count() if n not in taken)
+        heads = dict(zip(self._experts, free, strict=False))
         experts: dict[tuple[int, int], dict[str, Node]] = {}
         for parameter in model.parameters:
             if (expert := expert_of(parameter.fqn)) is not None:

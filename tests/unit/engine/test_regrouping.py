@@ -1,0 +1,96 @@
+"""Groups of experts put together and cut by size, for native experts, whose names are of one rank each."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reshard_engine.checkpoint import Parameter
+from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of
+from reshard_engine.writers.zero import regrouping
+from reshard_engine.writers.zero.regrouping import MAX_GROUP_ELEMS, regrouped
+
+HEAD = "moe.experts.deepspeed_experts."
+SIZES = {"w": 10, "b": 3}
+
+
+def _group(ep: int | None, **more: Any) -> Node:
+    name: dict[str | int, Node] = {"name": "dense"} if ep is None else {"name": f"ep_size_{ep}", "moe": True}
+    return mapping_of({"lr": 0.1, "params": PList([0]), **name, **more})
+
+
+def _source(groups: list[Node], members: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A checkpoint as far as regrouping looks at it; ``dataclasses.replace`` of it is a copy with other fields."""
+    parameters = [
+        Parameter(name, (SIZES[name[-1]],), index, None) for index, names in enumerate(members) for name in names
+    ]
+    schedule = mapping_of({"base_lrs": PList([0.1 + i for i in range(len(groups))]), "last_epoch": 3})
+
+    def replaced(value: Any, **changes: Any) -> Any:
+        return (
+            SimpleNamespace(**(vars(value) | changes)) if isinstance(value, SimpleNamespace) else real(value, **changes)
+        )
+
+    real = regrouping.replace
+    monkeypatch.setattr(regrouping, "replace", replaced)
+    return SimpleNamespace(
+        parameters=tuple(parameters),
+        trained=tuple(parameters),
+        frozen=(),
+        optimizer=SimpleNamespace(param_groups=tuple(groups)),
+        model_state=mapping_of({"lr_scheduler": schedule}),
+    )
+
+
+def _names(checkpoint: Any) -> list[list[str]]:
+    count = len(checkpoint.optimizer.param_groups)
+    return [[p.fqn.removeprefix(HEAD) for p in checkpoint.parameters if p.group == g] for g in range(count)]
+
+
+def _experts(*parts: str) -> list[str]:
+    return [f"{HEAD}{part}" for part in parts]
+
+
+def test_fewer_ranks_make_more_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regrouping, "MAX_GROUP_ELEMS", 30)
+    # Over two ranks each holds two experts: 26 elements.
+    everything = _experts("0.w", "0.b", "1.w", "1.b", "2.w", "2.b", "3.w", "3.b")
+    source = _source([_group(None), _group(2)], [["dense.w"], everything], monkeypatch)
+    assert regrouped(source, 2) is source
+    assert regrouped(source, 4) is source
+    found = regrouped(source, 1)
+    assert _names(found) == [["dense.w"], ["0.w", "0.b", "1.w", "1.b"], ["2.w", "2.b", "3.w", "3.b"]]
+    schedule = mapping_items(mapping_items(found.model_state, what="")["lr_scheduler"], what="")
+    assert schedule["base_lrs"].items == [0.1, 1.1, 1.1]
+    assert schedule["last_epoch"] == 3
+
+
+def test_more_ranks_put_together_what_the_limit_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regrouping, "MAX_GROUP_ELEMS", 20)
+    # Over two ranks: an expert and a weight are 23 elements, so each rank's two experts are in two groups.
+    first, second = _experts("0.w", "0.b", "2.w", "2.b"), _experts("1.w", "1.b", "3.w", "3.b")
+    source = _source([_group(None), _group(2), _group(2)], [["dense.w"], first, second], monkeypatch)
+    assert regrouped(source, 2) is source
+    assert _names(regrouped(source, 4)) == [
+        ["dense.w"],
+        ["0.w", "0.b", "1.w", "1.b", "2.w", "2.b", "3.w", "3.b"],
+    ]
+    assert [len(names) for names in _names(regrouped(source, 1))] == [1, 2, 2, 2, 2]
+
+
+def test_groups_that_the_limit_did_not_part_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = _experts("0.w", "1.w"), _experts("0.b", "1.b")
+    source = _source([_group(2), _group(2)], [first, second], monkeypatch)
+    assert MAX_GROUP_ELEMS > 1_000
+    assert regrouped(source, 1) is source
+    monkeypatch.setattr(regrouping, "MAX_GROUP_ELEMS", 12)
+    other = _source([_group(2), _group(2, weight_decay=0.5)], [first, second], monkeypatch)
+    assert regrouped(other, 2) is other
+
+
+def test_another_limit_than_deepspeeds_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regrouping, "MAX_GROUP_ELEMS", 12)
+    source = _source([_group(2)], [_experts("0.w", "0.b", "1.w", "1.b")], monkeypatch)
+    assert regrouped(source, 1) is source
