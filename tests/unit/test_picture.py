@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,38 +16,60 @@ from typer.testing import CliRunner
 
 from house.repository import ROOT
 from reshard.cli.main import app
-from reshard.cli.picture import html_of, picture_lines, svg_of
+from reshard.cli.picture import MAX_BARS, html_of, picture_lines, svg_of
 from reshard.errors import RequestError
 from reshard.local import load_engine
-from reshard.models import SourceSpec
+from reshard.models import OpaquePolicy, SourceSpec
 from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
+from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.cuts import Cut, joined, local_grid, parts
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.layout_map import MAX_COPIES, MAX_REGIONS, MAX_STRETCHES, picture_of
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.shardmap import ShardMapBuilder
+from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.protocol import ObjectInfo
+from reshard_engine.testing.memory_store import MemoryStore
 
 DATA = ROOT / "tests" / "data"
 SHARED = ROOT.parent / "shared" / "checkpoints"
 SVG = "{http://www.w3.org/2000/svg}"
 SOURCES = [DATA / "zero2_tiny", DATA / "zero3_tiny"]
-REAL = ["llama_fp32_z1_tp2pp2dp2", "gpt_bf16_z2_nopipe_tp2dp2", "moe_bf16_z1_ep2dp4", "llama_bf16_z3_nopipe_tp2dp2"]
+REAL = [
+    "llama_fp32_z1_tp2pp2dp2",
+    "gpt_bf16_z1_tp2pp2dp2",
+    "gpt_bf16_z2_nopipe_tp2dp2",
+    "gptheadqkvsubw_fp32_z1_tp2pp1dp2",
+    "moe_bf16_z1_ep2dp4",
+    "llama_bf16_z3_nopipe_tp2dp2",
+]
 
 
-def _tiles(tensor: TensorPicture) -> bool:
+def _read(source: Path) -> Checkpoint:
+    return read_checkpoint(open_location(str(source)), None, OpaqueLedger(OpaquePolicy.KEEP))
+
+
+def _painted(tensor: TensorPicture) -> np.ndarray[Any, Any]:
+    """Times that each element is drawn."""
     rows = tensor.shape[0] if tensor.shape else 1
-    columns = max((r.columns[1] for r in tensor.regions), default=1)
-    painted = np.zeros((rows, columns), dtype=int)
+    painted = np.zeros((rows, prod(tensor.shape[1:])), dtype=int)
     for region in tensor.regions:
         painted[slice(*region.rows), slice(*region.columns)] += 1
-    return bool((painted == 1).all()) and not tensor.left_out
+    return painted
 
 
 def _check(source: Path) -> int:
-    engine, spec = load_engine(), SourceSpec(url=str(source))
+    checkpoint = _read(source)
+    names = [p.fqn for p in checkpoint.parameters] + [b.fqn for b in checkpoint.buffers]
     count = 0
-    for info in engine.inspect(spec).tensors:
-        if info.shared_with is not None or 0 in info.shape:
-            continue
-        picture = engine.picture(spec, info.fqn)
+    for name in names:
+        picture = picture_of(checkpoint, name)
         assert picture.tensors
         for tensor in picture.tensors:
-            assert _tiles(tensor), (tensor.fqn, tensor.state)
+            assert bool((_painted(tensor) == 1).all()), (tensor.fqn, tensor.state)
+            assert not tensor.left_out
             assert all(region.file in {share.file for share in picture.files} for region in tensor.regions)
             count += 1
         ET.fromstring(svg_of(picture))
@@ -74,25 +101,220 @@ def test_who_holds_what_is_said() -> None:
     assert {r.rank for r in layer.regions} == {"layer 2 tp 0", "layer 2 tp 1"}
 
 
+def test_copies_are_named() -> None:
+    folder = SHARED / "llama_fp32_z1_tp2pp2dp2" / "src"
+    if not folder.is_dir():
+        pytest.skip("the real checkpoint is not here: it lies outside the project")
+    (tensor,) = picture_of(_read(folder), "2.input_layernorm.weight/fp32").tensors
+    assert {r.rank for r in tensor.regions} == {"dp 0 tp 0 pp 0"}
+    assert tensor.cut == (
+        "whole on every tensor-parallel rank; also in zero_pp_rank_0_mp_rank_01_optim_states.pt (dp 0 tp 1 pp 0)"
+    )
+
+
+def test_other_names_of_a_tensor_are_known() -> None:
+    checkpoint = _read(DATA / "zero2_tiny")
+    assert picture_of(checkpoint, "head.weight") == picture_of(checkpoint, "embed.weight")
+    assert picture_of(checkpoint, "wave/buffer") == picture_of(checkpoint, "wave")
+    with pytest.raises(RequestError) as caught:
+        picture_of(checkpoint, "embed.weight/momentum")
+    assert "embed.weight has fp32, exp_avg, exp_avg_sq, weight" in caught.value.message
+
+
+def _cut_up(shape: tuple[int, ...], cut: Cut, tp: int, dp: int) -> Checkpoint:
+    """One parameter, cut over `tp` ranks, and each part over `dp` more, in flat intervals."""
+    builder, store, locals_ = ShardMapBuilder(), MemoryStore(), []
+    names = [f"zero_pp_rank_{d}_mp_rank_{t:02d}_optim_states.pt" for t in range(tp) for d in range(dp)]
+    files = tuple(SourceFile(store, n, (ObjectInfo(n, 4 * prod(shape), ""),)) for n in names)
+    for t in range(tp):
+        grid = local_grid(cut, shape, tp, t)
+        number = builder.tensor("w", "fp32", BY_NAME["float32"], grid)
+        ends = np.linspace(0, prod(grid), dp + 1).astype(np.int64)
+        file = t * dp + np.arange(dp)
+        builder.pieces(np.full(dp, number), ends[:-1], ends[1:], file=file, offset=4 * ends[:-1])
+        locals_.append(number)
+    whole = builder.view("w", "fp32", joined(cut, shape, locals_), shape)
+    parameter = Parameter("w", shape, 0, None, {"fp32": whole}, cut=cut)
+    facts: Mapping[str, Any] = {"framework_version": None, "zero_stage": 1, "step": 0, "model_state": None}
+    rest: Mapping[str, Any] = {"buffers": (), "shared": {}, "foreign_globals": (), "warnings": ()}
+    return Checkpoint(
+        url="memory://x", tag=None, format="deepspeed-zero1", world={"dp": dp, "tp": tp, "pp": 1}, files=files,
+        shard_map=builder.build(), parameters=(parameter,), optimizer=OptimizerState((), {}), **facts, **rest,
+    )  # fmt: skip
+
+
+CUTS: Mapping[str, tuple[tuple[int, ...], Cut]] = {
+    "rows": ((12, 7), Cut(dim=0)),
+    "columns": ((7, 12), Cut(dim=1)),
+    "sections": ((24, 5), Cut(dim=0, sections=(12, 6, 6))),
+    "columns in sections": ((5, 24), Cut(dim=1, sections=(12, 6, 6))),
+    "one dimension": ((18,), Cut(dim=0)),
+    "the last of three": ((3, 4, 6), Cut(dim=2)),
+    "the middle of three": ((3, 6, 5), Cut(dim=1)),
+    "a finer grid": ((24, 5), Cut(dim=1, grid=(4, 6, 5))),
+    "rows of one": ((1, 6), Cut(dim=1)),
+    "uneven": ((11, 3), Cut(dim=0, near_even=True)),
+    "more ranks than elements": ((2, 6, 1), Cut(dim=1)),
+}
+
+
+@pytest.mark.parametrize("dp", [1, 2, 5])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("kind", CUTS)
+def test_regions_say_the_file_that_holds_each_element(kind: str, tp: int, dp: int) -> None:
+    shape, cut = CUTS[kind]
+    checkpoint = _cut_up(shape, cut, tp, dp)
+    picture = picture_of(checkpoint, "w")
+    (tensor,) = picture.tensors
+    number = {f.name: i for i, f in enumerate(checkpoint.files)}
+    drawn = np.full((shape[0], prod(shape[1:])), -1)
+    for region in tensor.regions:
+        drawn[slice(*region.rows), slice(*region.columns)] = number[region.file]
+    assert bool((_painted(tensor) == 1).all())
+    # What each rank holds by the rule itself, and each of its elements by its place in the flat interval.
+    grid = cut.shape_in(shape)
+    wanted = np.full(grid, -1)
+    for t in range(tp):
+        own = np.zeros(local_grid(cut, shape, tp, t), dtype=int)
+        ends = np.linspace(0, own.size, dp + 1).astype(int)
+        for d in range(dp):
+            own.reshape(-1)[ends[d] : ends[d + 1]] = t * dp + d
+        dim = cut.dim or 0
+        for part in parts(cut, grid[dim], tp, t):
+            there = (slice(None),) * dim
+            wanted[(*there, slice(part.start, part.start + part.width))] = own[
+                (*there, slice(part.local, part.local + part.width))
+            ]
+    assert bool((drawn == wanted.reshape(drawn.shape)).all())
+
+
+def _in_copies(count: int) -> tuple[ShardMapBuilder, list[int], tuple[SourceFile, ...]]:
+    """One tensor as often as there are files."""
+    builder, store = ShardMapBuilder(), MemoryStore()
+    names = [f"zero_pp_rank_0_mp_rank_{t:02d}_optim_states.pt" for t in range(count)]
+    numbers = [builder.tensor("w", "fp32", BY_NAME["float32"], (3, 2)) for _ in names]
+    for file, number in enumerate(numbers):
+        builder.whole(number, file=file, offset=0)
+    return builder, numbers, tuple(SourceFile(store, n, (ObjectInfo(n, 64, ""),)) for n in names)
+
+
+def test_copies_are_those_that_must_agree_and_not_roundings() -> None:
+    builder, numbers, files = _in_copies(3)
+    base = _cut_up((3, 2), Cut(), 1, 1)
+    parameter = Parameter("w", (3, 2), 0, None, {"fp32": numbers[0]}, cut=Cut())
+    copy = Agreement("w", "fp32", numbers[0], numbers[2], "tensor-parallel rank 2")
+    rounding = Agreement("w", "fp32", numbers[0], numbers[1], "its weight", rounded=True)
+    checkpoint = replace(
+        base,
+        files=files,
+        shard_map=builder.build(),
+        parameters=(parameter,),
+        world={"tp": 3},
+        agreements=(copy, rounding),
+    )
+    (tensor,) = picture_of(checkpoint, "w/fp32").tensors
+    assert [r.file for r in tensor.regions] == [files[0].name]
+    assert tensor.cut.endswith(f"; also in {files[2].name} (dp 0 tp 2 pp 0)")
+
+
+def test_of_a_mean_the_first_copy_is_drawn_and_all_are_named() -> None:
+    builder, numbers, files = _in_copies(12)
+    mean = builder.mean("w", "fp32", numbers, BY_NAME["float32"])
+    parameter = Parameter("w", (3, 2), 0, None, {"fp32": mean}, cut=Cut(averaged=True))
+    checkpoint = replace(
+        _cut_up((3, 2), Cut(), 1, 1), files=files, shard_map=builder.build(), parameters=(parameter,), world={"tp": 12}
+    )
+    (tensor,) = picture_of(checkpoint, "w").tensors
+    assert [(r.file, r.rows, r.columns) for r in tensor.regions] == [(files[0].name, (0, 3), (0, 2))]
+    assert tensor.cut.startswith("the mean of 12 copies, of which this is the first; also in ")
+    assert tensor.cut.count("optim_states.pt") == MAX_COPIES
+    assert tensor.cut.endswith(", ...")
+
+
+def test_a_parameter_that_nothing_explains_is_called_so() -> None:
+    checkpoint = replace(_cut_up((4, 2), Cut(dim=0), 2, 1), unexplained=("w",))
+    (tensor,) = picture_of(checkpoint, "w").tensors
+    assert tensor.cut == "nothing says how 2 tensor-parallel ranks cut it: this is the first rank's part"
+
+
+def test_huge_tensors_are_drawn_without_looking_at_each_row() -> None:
+    rows = 2 * MAX_STRETCHES
+    (wide,) = picture_of(_cut_up((rows, 16), Cut(dim=1), 8, 1), "w").tensors
+    assert [(r.rows, r.columns) for r in wide.regions] == [((0, rows), (2 * t, 2 * t + 2)) for t in range(8)]
+    with pytest.raises(RequestError) as caught:
+        picture_of(_cut_up((4, rows, 2), Cut(dim=2), 2, 1), "w")
+    assert caught.value.code == "request.unsatisfiable"
+
+
+def test_what_is_not_listed_is_counted() -> None:
+    picture = picture_of(_cut_up((2, MAX_REGIONS, 4), Cut(dim=2), 2, 1), "w")
+    (tensor,) = picture.tensors
+    assert (len(tensor.regions), tensor.left_out) == (MAX_REGIONS, MAX_REGIONS)
+    assert f"{MAX_REGIONS} parts are not drawn" in svg_of(picture)
+    assert list(picture_lines(picture))[-1] == f"  ... and {2 * MAX_REGIONS - 64} more"
+
+
 def test_shares_of_files_add_up() -> None:
     picture = load_engine().picture(SourceSpec(url=str(DATA / "zero2_tiny")))
     assert len(picture.files) == 3
     assert all(sum(f.bytes_by_state.values()) <= f.size_bytes for f in picture.files)
+    shard_map = _read(DATA / "zero2_tiny").shard_map
+    of_pieces = sum(
+        shard_map.tensors[t].dtype.itemsize_bytes * (end - begin)
+        for t, begin, end in zip(shard_map.tensor, shard_map.begin, shard_map.end, strict=True)
+    )
+    assert sum(sum(f.bytes_by_state.values()) for f in picture.files) == of_pieces
     lines = list(picture_lines(picture))
     assert [line.partition("  ")[0] for line in lines] == ["dp 0 tp 0 pp 0", "dp 1 tp 0 pp 0", "tp 0 pp 0"]
 
 
-def test_names_stay_text() -> None:
-    evil = "</title><script>alert('x')</script>\"&"
-    region = Region(file=evil, rank=evil, rows=(0, 1), columns=(0, 1))
-    tensor = TensorPicture(fqn=evil, state=evil, dtype="float32", shape=(1, 1), cut=evil, regions=(region,))
-    share = FileShare(file=evil, rank=evil, size_bytes=3, bytes_by_state={evil: 3})
-    for tensors in ((tensor,), ()):
-        picture = LayoutPicture(url=evil, format=evil, world={evil: 1}, files=(share,), tensors=tensors)
-        root = ET.fromstring(svg_of(picture))
+def _same_everywhere(text: str) -> LayoutPicture:
+    region = Region(file=text, rank=text, rows=(0, 1), columns=(0, 1))
+    tensor = TensorPicture(fqn=text, state=text, dtype="float32", shape=(1, 1), cut=text, regions=(region,))
+    share = FileShare(file=text, rank=text, size_bytes=3, bytes_by_state={text: 3})
+    return LayoutPicture(url=text, format=text, world={text: 1}, files=(share,), tensors=(tensor,))
+
+
+EVIL = {
+    "markup": "</title><script>alert('x')</script>\"&]]>",
+    "control": "a\x00b\x1b[31mc\x07\x9b",
+    "lines": "a\nb\rc\u2028d",
+    "surrogate": "a\udcffb",
+    "noncharacter": "a\ufffeb\uffff",
+    "direction": "a\u202eb",
+}
+
+
+@pytest.mark.parametrize("kind", EVIL)
+def test_names_stay_text(kind: str) -> None:
+    whole = _same_everywhere(EVIL[kind])
+    for picture in (whole, whole.model_copy(update={"tensors": ()})):
+        root = ET.fromstring(svg_of(picture).encode())
         assert {e.tag for e in root.iter()} <= {f"{SVG}{tag}" for tag in ("svg", "text", "rect", "title")}
+        assert all(
+            name in {"x", "y", "width", "height", "viewBox", "fill"} or "-" in name for name in _attributes(root)
+        )
         assert "<script" not in html_of(picture)
-        assert svg_of(picture) == svg_of(picture)
+        assert html_of(picture).encode().count(b"<rect") == svg_of(picture).count("<rect")
+        assert all(line.isprintable() for line in picture_lines(picture))
+        assert svg_of(picture) == svg_of(picture.model_copy(deep=True))
+
+
+def _attributes(root: ET.Element) -> set[str]:
+    return {name for element in root.iter() for name in element.attrib} - {"stroke"}
+
+
+def test_a_checkpoint_of_many_files_is_drawn_in_part() -> None:
+    files = tuple(
+        FileShare(file=f"{i:05d}/" + "n" * 99, rank="", size_bytes=4, bytes_by_state={"a": 9}) for i in range(5000)
+    )
+    drawn = svg_of(LayoutPicture(url="u", format="f", world={}, files=files))
+    root = ET.fromstring(drawn)
+    bars = [r for r in root.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
+    assert len(bars) == MAX_BARS
+    # Nothing leaves the picture, although tensors that share bytes are together more than their file.
+    assert all(float(r.attrib["x"]) + float(r.attrib["width"]) <= float(root.attrib["width"]) for r in bars)
+    assert f"{5000 - MAX_BARS} more files" in drawn
 
 
 def test_the_command_draws(tmp_path: Path) -> None:
@@ -103,6 +325,10 @@ def test_the_command_draws(tmp_path: Path) -> None:
     assert "embed.weight/fp32 float32" in done.stdout
     ET.parse(svg)
     assert html.read_text().startswith("<!doctype html>")
+    told = CliRunner().invoke(app, ["inspect", str(DATA / "zero3_tiny"), "--tensor", "embed.weight/fp32", "--json"])
+    data = json.loads(told.stdout)
+    assert [t["state"] for t in data["tensors"]] == ["fp32"]
+    assert data["schema_version"] == 1
     with pytest.raises(RequestError) as caught:
         load_engine().picture(SourceSpec(url=str(DATA / "zero3_tiny")), "nothing")
     assert caught.value.code == "request.invalid"

@@ -1,41 +1,62 @@
 """The layout of a checkpoint as lines, and as a picture: an SVG that needs nothing else, or a page around it.
 
-Names come from checkpoints: everything that is written is escaped.
+Names come from checkpoints: everything that is written is escaped, and characters that no line and no XML may hold are
+spelled out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
+from math import prod
 
 from reshard.cli.sizes import format_size
+from reshard.errors import printable
 from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
 
 MAX_LINES = 64
+MAX_BARS = 1_024
+"""Files that are drawn; a universal checkpoint has some for each parameter."""
+MAX_NAME_CHARS = 1_024
 _WIDTH, _ROW, _LEFT, _TOP = 900, 22, 330, 34
 _HEIGHT = 320
+_LABEL_CHARS = 42
+"""Of 12-pixel monospace, in the margin."""
+
+
+def _plain(text: str) -> str:
+    return printable(text, max_chars=MAX_NAME_CHARS)
+
+
+def _markup(text: str) -> str:
+    return escape(_plain(text))
 
 
 def picture_lines(picture: LayoutPicture, *, limit: int = MAX_LINES) -> Iterator[str]:
     """A compact table: of each tensor its parts, or of each file what it holds."""
     for tensor in picture.tensors:
-        yield f"{tensor.fqn}/{tensor.state} {tensor.dtype} {list(tensor.shape)}"
+        yield _title(tensor)
         if tensor.cut:
-            yield f"  {tensor.cut}"
+            yield f"  {_plain(tensor.cut)}"
         for region in tensor.regions[:limit]:
             rows, columns = region.rows, region.columns
             where = f"rows {rows[0]}:{rows[1]}  columns {columns[0]}:{columns[1]}"
-            yield f"  {where:<44} {region.rank:<22} {region.file}"
+            yield f"  {where:<44} {_plain(region.rank):<22} {_plain(region.file)}"
         more = len(tensor.regions) - limit + tensor.left_out
         if more > 0:
             yield f"  ... and {more} more"
     if picture.tensors:
         return
     for share in picture.files[:limit]:
-        held = ", ".join(f"{state} {format_size(size)}" for state, size in share.bytes_by_state.items())
-        yield f"{share.rank:<24} {format_size(share.size_bytes):>10}  {share.file}  {held}".rstrip()
+        held = ", ".join(f"{_plain(state)} {format_size(size)}" for state, size in share.bytes_by_state.items())
+        size_text = format_size(share.size_bytes)
+        yield f"{_plain(share.rank):<24} {size_text:>10}  {_plain(share.file)}  {held}".rstrip()
     if len(picture.files) > limit:
         yield f"... and {len(picture.files) - limit} more"
+
+
+def _title(tensor: TensorPicture) -> str:
+    return f"{_plain(tensor.fqn)}/{_plain(tensor.state)} {tensor.dtype} {list(tensor.shape)}"
 
 
 def _colour(number: int, *, light: int = 62) -> str:
@@ -45,40 +66,56 @@ def _colour(number: int, *, light: int = 62) -> str:
 
 def svg_of(picture: LayoutPicture) -> str:
     """The picture: each tensor as a matrix coloured by file; without tensors, each file as a bar coloured by state."""
-    parts: list[str] = []
-    height = 0
-    if picture.tensors:
-        files = {f: i for i, f in enumerate(dict.fromkeys(r.file for t in picture.tensors for r in t.regions))}
-        for tensor in picture.tensors:
-            parts += _matrix(tensor, files, top=height + _TOP)
-            height += _TOP + _HEIGHT + 16
-        parts += _legend({file: _colour(n) for file, n in files.items()}, top=height + 20)
-        height += 20 + 18 * len(files)
-    else:
-        states = {s: i for i, s in enumerate(dict.fromkeys(s for f in picture.files for s in f.bytes_by_state))}
-        most = max((f.size_bytes for f in picture.files), default=1) or 1
-        for share in picture.files:
-            parts += _bar(share, states, most, top=height + 8)
-            height += _ROW
-        parts += _legend({state: _colour(n) for state, n in states.items()}, top=height + 24)
-        height += 24 + 18 * len(states)
+    parts, height = _matrices(picture) if picture.tensors else _bars(picture)
     size = f'width="{_LEFT + _WIDTH + 20}" height="{height + 20}"'
     view = f'viewBox="0 0 {_LEFT + _WIDTH + 20} {height + 20}"'
     style = 'font-family="ui-monospace, monospace" font-size="12"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {view} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
 
 
+def _matrices(picture: LayoutPicture) -> tuple[list[str], int]:
+    """The drawing of tensors, and its height in pixels."""
+    parts: list[str] = []
+    height = 0
+    ranks = {r.file: r.rank for t in picture.tensors for r in t.regions}
+    files = {file: number for number, file in enumerate(ranks)}
+    for tensor in picture.tensors:
+        parts += _matrix(tensor, files, top=height + _TOP)
+        height += _TOP + _HEIGHT + 16
+    names = [(f"{file}  {ranks[file]}".rstrip(), _colour(n)) for file, n in files.items()]
+    parts += _legend(names, top=height + 20)
+    return parts, height + 20 + 18 * len(files)
+
+
+def _bars(picture: LayoutPicture) -> tuple[list[str], int]:
+    """The drawing of files, and its height in pixels."""
+    parts: list[str] = []
+    height = 0
+    shown = picture.files[:MAX_BARS]
+    states = {s: i for i, s in enumerate(dict.fromkeys(s for f in shown for s in f.bytes_by_state))}
+    # What tensors share counts for each of them: together they may be more than the file.
+    most = max((max(f.size_bytes, sum(f.bytes_by_state.values())) for f in shown), default=1) or 1
+    for share in shown:
+        parts += _bar(share, states, most, top=height + 8)
+        height += _ROW
+    if (more := len(picture.files) - len(shown)) > 0:
+        parts.append(f'<text x="8" y="{height + 22}">... and {more} more files</text>')
+        height += _ROW
+    parts += _legend([(state, _colour(n)) for state, n in states.items()], top=height + 24)
+    return parts, height + 24 + 18 * len(states)
+
+
 def _matrix(tensor: TensorPicture, files: dict[str, int], *, top: int) -> Iterator[str]:
     rows = max(tensor.shape[0] if tensor.shape else 1, 1)
-    columns = max((r.columns[1] for r in tensor.regions), default=1)
-    title = f"{tensor.fqn}/{tensor.state} {tensor.dtype} {list(tensor.shape)}"
-    yield f'<text x="8" y="{top - 12}">{escape(title)}  {escape(tensor.cut)}</text>'
+    columns = max(prod(tensor.shape[1:]), 1)
+    missing = f"  ({tensor.left_out} parts are not drawn)" if tensor.left_out else ""
+    yield f'<text x="8" y="{top - 12}">{escape(_title(tensor))}  {_markup(tensor.cut)}{missing}</text>'
     for region in tensor.regions:
         x, width = _scaled(region.columns, columns, _WIDTH)
         y, height = _scaled(region.rows, rows, _HEIGHT)
         box = f'x="{_LEFT + x:.2f}" y="{top + y:.2f}" width="{width:.2f}" height="{height:.2f}"'
         fill = f'fill="{_colour(files[region.file])}" stroke="white" stroke-width="0.5"'
-        yield f"<rect {box} {fill}><title>{escape(_tip(region))}</title></rect>"
+        yield f"<rect {box} {fill}><title>{_markup(_tip(region))}</title></rect>"
     yield f'<text x="8" y="{top + 14}">{rows} rows</text><text x="8" y="{top + 32}">{columns} columns</text>'
 
 
@@ -92,26 +129,29 @@ def _scaled(span: tuple[int, int], whole: int, pixels: int) -> tuple[float, floa
 
 
 def _bar(share: FileShare, states: dict[str, int], most: int, *, top: int) -> Iterator[str]:
-    yield f'<text x="8" y="{top + 14}">{escape(share.rank or share.file)}</text>'
+    label = _plain(share.rank or share.file)
+    # The end of a path tells files apart.
+    label = label if len(label) <= _LABEL_CHARS else f"...{label[3 - _LABEL_CHARS :]}"
+    yield f'<text x="8" y="{top + 14}">{escape(label)}</text>'
     x = float(_LEFT)
     for state, size in share.bytes_by_state.items():
         width = size / most * _WIDTH
         box = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_ROW - 4}"'
-        tip = escape(f"{share.file}: {state} {format_size(size)}")
+        tip = _markup(f"{share.file}: {state} {format_size(size)}")
         yield f'<rect {box} fill="{_colour(states[state])}"><title>{tip}</title></rect>'
         x += width
 
 
-def _legend(colours: dict[str, str], *, top: int) -> Iterator[str]:
-    for place, (name, colour) in enumerate(colours.items()):
+def _legend(colours: Sequence[tuple[str, str]], *, top: int) -> Iterator[str]:
+    for place, (name, colour) in enumerate(colours):
         y = top + 18 * place
         yield f'<rect x="8" y="{y - 10}" width="12" height="12" fill="{colour}"/>'
-        yield f'<text x="26" y="{y}">{escape(name)}</text>'
+        yield f'<text x="26" y="{y}">{_markup(name)}</text>'
 
 
 def html_of(picture: LayoutPicture) -> str:
     """A page with the picture and the table."""
-    title = escape(f"{picture.url}: {picture.format}, {', '.join(f'{k} {v}' for k, v in picture.world.items())}")
+    title = _markup(f"{picture.url}: {picture.format}, {', '.join(f'{k} {v}' for k, v in picture.world.items())}")
     table = escape("\n".join(picture_lines(picture, limit=4_096)))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n'
