@@ -1,13 +1,25 @@
-"""What a checkpoint can become, and where it cannot, why: said before anyone tries."""
+"""What a checkpoint can become, and where it cannot, why: the writers' own checks, asked before anyone tries."""
 
 from __future__ import annotations
 
-from reshard.models import PossibleTarget
-from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.cuts import CutError, taken
+from collections.abc import Callable
+
+from reshard.errors import RequestError
+from reshard.models import ConvertRequest, NativeLayout, PossibleTarget, SourceSpec, TargetFormat, ZeroStage
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.cuts import Cut, CutError, taken
+from reshard_engine.writers.optimizer_states import group_nodes, states_to_write
+from reshard_engine.writers.zero.autoep import fused_experts
+from reshard_engine.writers.zero.cutting import Cutter
+from reshard_engine.writers.zero.experts import experts_by_layer, require_divisible
+from reshard_engine.writers.zero.local import is_pipeline, local_models
+from reshard_engine.writers.zero.target import resolve
+from reshard_engine.writers.zero.writer import refuse_empty_groups, refuse_impossible_layout
 
 _SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of tensor-parallel ranks that are tried."""
+_STAGES = (2, 3, 4, 6, 8, 12, 16)
+"""Numbers of pipeline stages that are tried."""
 
 
 def possible_targets(checkpoint: Checkpoint) -> tuple[PossibleTarget, ...]:
@@ -20,8 +32,20 @@ def possible_targets(checkpoint: Checkpoint) -> tuple[PossibleTarget, ...]:
     if checkpoint.optimizer is None:
         reason = "the source has weights only"
         return (_no("zero", reason), _no("universal", reason), *weights)
+    refusal = _refusal(lambda: (states_to_write(checkpoint), group_nodes(checkpoint)))
+    if refusal is not None:
+        return (_no("zero", refusal), _no("universal", refusal), *weights)
     universal = PossibleTarget(name="universal", possible=True, detail="one directory for every stage and world")
     return (*_native(checkpoint), universal, *weights)
+
+
+def _refusal(check: Callable[[], object]) -> str | None:
+    """Why a writer refuses; None if it does not."""
+    try:
+        check()
+    except RequestError as error:
+        return f"{error.message}; {error.fix}" if error.fix else error.message
+    return None
 
 
 def _no(name: str, reason: str) -> PossibleTarget:
@@ -29,35 +53,75 @@ def _no(name: str, reason: str) -> PossibleTarget:
 
 
 def _native(checkpoint: Checkpoint) -> list[PossibleTarget]:
-    experts = "ep" in checkpoint.world
-    stages = "stages 1, 2 and bf16 (groups of experts)" if experts else "stages 0, 1, 2, 3 and bf16"
-    found = [PossibleTarget(name="zero --dp", possible=True, detail=f"any number of ranks; {stages}")]
-    unknown = [p.fqn for p in checkpoint.trained if p.cut is None]
+    stages = {s.value: _refusal(lambda s=s: _asked(checkpoint, NativeLayout(dp=1, zero_stage=s))) for s in ZeroStage}
+    works = [name for name, refusal in stages.items() if refusal is None]
+    if not works:
+        return [_no("zero --dp", next(r for r in stages.values() if r is not None))]
+    detail = f"any number of ranks; stages {', '.join(works)}"
+    reasons = dict.fromkeys(r for r in stages.values() if r is not None)
+    detail += f" ({next(iter(reasons))})" if reasons else ""
+    found = [PossibleTarget(name="zero --dp", possible=True, detail=detail)]
+    return [*found, _tensor_parallel(checkpoint), _pipeline(checkpoint), *_experts(checkpoint)]
+
+
+def _asked(checkpoint: Checkpoint, layout: NativeLayout) -> None:
+    source = SourceSpec(url=checkpoint.url)
+    request = ConvertRequest(source=source, target="-", to=TargetFormat.ZERO, layout=layout)
+    target = resolve(checkpoint, request)
+    refuse_impossible_layout(target, checkpoint)
+    if layout.pp > 1:
+        count = len(group_nodes(checkpoint))
+        refuse_empty_groups(local_models(checkpoint, target, Cutter(checkpoint, 1, None)), count)
+
+
+def _tensor_parallel(checkpoint: Checkpoint) -> PossibleTarget:
+    unknown = [p.fqn for p in checkpoint.parameters if p.cut is None]
     if unknown:
         reason = f"nothing says how {len(unknown)} parameters would be cut: --rules FILE or --family NAME"
-        found.append(_no("zero --tp", reason))
-    else:
-        sizes = [n for n in _SIZES if all(_divides(p, n) for p in checkpoint.parameters)]
-        text = (
-            f"{', '.join(map(str, sizes))} (tried up to {_SIZES[-1]})" if sizes else "no number divides every parameter"
-        )
-        found.append(PossibleTarget(name="zero --tp", possible=bool(sizes), detail=text))
-    layers = [p.layer for p in checkpoint.trained if p.layer is not None]
-    if layers:
-        detail = f"up to {len(set(layers))} stages at stage 1 and bf16; layers with parameters: {len(set(layers))}"
-        found.append(PossibleTarget(name="zero --pp", possible=True, detail=detail))
-    else:
-        found.append(_no("zero --pp", "the run was no pipeline; for Megatron-DeepSpeed: --names megatron-pipeline"))
-    return found
+        return _no("zero --tp", reason)
+    # Layers repeat: a few kinds of parameters stand for thousands.
+    kinds = {(p.cut, p.shape) for p in checkpoint.parameters if p.cut is not None}
+    sizes = [n for n in _SIZES if all(_divides(cut, shape, n) for cut, shape in kinds)]
+    if not sizes:
+        return _no("zero --tp", "no number divides every parameter")
+    text = f"{', '.join(map(str, sizes))} (tried up to {_SIZES[-1]}); not at stage 0"
+    return PossibleTarget(name="zero --tp", possible=True, detail=text)
 
 
-def _divides(parameter: Parameter, ranks: int) -> bool:
-    cut = parameter.cut
-    if cut is None or cut.dim is None or cut.vocabulary is not None:
+def _pipeline(checkpoint: Checkpoint) -> PossibleTarget:
+    if not is_pipeline(checkpoint):
+        return _no("zero --pp", "the run was no pipeline; for Megatron-DeepSpeed: --names megatron-pipeline")
+    most = len({p.layer for p in checkpoint.trained})
+    tried = {n: _refusal(lambda n=n: _asked(checkpoint, _stages(n))) for n in _STAGES if n <= most}
+    works = [str(n) for n, refusal in tried.items() if refusal is None]
+    if not works:
+        return _no("zero --pp", next(iter(tried.values()), None) or "one layer")
+    limit = max(tried)
+    detail = f"{', '.join(works)} (tried up to {limit}, stage sizes as by default); stages 1 and bf16"
+    return PossibleTarget(name="zero --pp", possible=True, detail=detail)
+
+
+def _stages(count: int) -> NativeLayout:
+    return NativeLayout(dp=1, pp=count, zero_stage=ZeroStage.STAGE_1)
+
+
+def _experts(checkpoint: Checkpoint) -> list[PossibleTarget]:
+    counts = list(experts_by_layer(p.fqn for p in checkpoint.trained).values())
+    counts += [shape[0] for shape in fused_experts(checkpoint).values()]
+    if not counts:
+        return []
+    sizes = [n for n in range(2, min(counts) + 1) if _refusal(lambda n=n: require_divisible(counts, n, n)) is None]
+    if not sizes:
+        return [_no("zero --ep", f"no number divides {min(counts)} experts")]
+    detail = f"{', '.join(map(str, sizes))}, if it divides --dp"
+    return [PossibleTarget(name="zero --ep", possible=True, detail=detail)]
+
+
+def _divides(cut: Cut, shape: tuple[int, ...], ranks: int) -> bool:
+    if cut.dim is None or cut.vocabulary is not None:
         return True  # vocabularies are padded to what divides
-    even = cut.even()
     try:
-        taken(even, parameter.shape, 0, ranks, 0)
+        taken(cut.even(), shape, 0, ranks, 0)
     except (CutError, ValueError):
         return False
     return True

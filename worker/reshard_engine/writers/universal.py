@@ -155,6 +155,9 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
         entries = _without_frozen(entries, checkpoint)
     entries |= _described(entries, checkpoint)
     entries["mp_world_size"] = 1
+    if "checkpoint_parallel_dimensions" in entries:
+        # The source's degrees would say that files of other ranks are missing.
+        entries["checkpoint_parallel_dimensions"] = mapping_of({"pp_degree": 1, "tp_degree": 1})
     if (layout := _layout_notes(checkpoint)) is not None:
         entries[LAYOUT_KEY] = layout
     roots = [path.removesuffix(".pt") for path in MODEL_FILES]

@@ -16,7 +16,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, RngPolicy
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
-from reshard_engine.pickles.nodes import Node, mapping_of, ordered_dict
+from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of, ordered_dict
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.writers.trees import tree_template
 from reshard_engine.writers.zero.autoep import expert_weights, fused_experts, layer_numbers, refuse_impossible
@@ -24,7 +24,7 @@ from reshard_engine.writers.zero.client_state import relaid
 from reshard_engine.writers.zero.cutting import Cutter
 from reshard_engine.writers.zero.experts import expert_of, experts_by_layer, require_divisible
 from reshard_engine.writers.zero.flat import FlatStates
-from reshard_engine.writers.zero.local import TIED, local_models
+from reshard_engine.writers.zero.local import TIED, is_pipeline, local_models
 from reshard_engine.writers.zero.model import LocalModel
 from reshard_engine.writers.zero.model_states import ModelStatesFiles, run_state_of
 from reshard_engine.writers.zero.optimizer import Groups, trained_groups
@@ -48,7 +48,7 @@ class ZeroWriter:
         """
         require_optimizer(checkpoint, "a native checkpoint")
         target = resolve(checkpoint, request)
-        _refuse_impossible(target, checkpoint)
+        refuse_impossible_layout(target, checkpoint)
         checkpoint = regrouped(checkpoint, target.layout.ep)
         rows = _vocab_rows(checkpoint, target.layout)
         cutter = Cutter(checkpoint, target.layout.tp, rows)
@@ -57,17 +57,22 @@ class ZeroWriter:
         parts = tuple(cutter.parts)
         whole = replace(checkpoint, shard_map=TargetLayout((), None, parts=parts).map_over(checkpoint.shard_map))
         groups = Groups(whole, states_to_write(checkpoint))
-        _refuse_empty_groups(models, groups.count)
+        refuse_empty_groups(models, groups.count)
         state = relaid(run_state_of(checkpoint), target, rows)
         files = _Files(whole, target, groups, state, opaque=request.opaque)
         for model in models:
             files.add(model)
-        warnings = _rng_warnings(state, checkpoint, target)
+        warnings = [*_rng_warnings(state, checkpoint, target), *_vocab_warnings(checkpoint, target, rows)]
         pointer = Pointer(LATEST, name.encode())
         return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts)
 
 
-def _refuse_impossible(target: Target, checkpoint: Checkpoint) -> None:
+def refuse_impossible_layout(target: Target, checkpoint: Checkpoint) -> None:
+    """Refuse sizes and stages that do not go together, whatever the parameters.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
     layout, experts = target.layout, experts_by_layer(p.fqn for p in checkpoint.trained)
     fused = fused_experts(checkpoint)
     require_divisible([*experts.values(), *(shape[0] for shape in fused.values())], layout.ep, layout.dp)
@@ -82,15 +87,15 @@ def _refuse_impossible(target: Target, checkpoint: Checkpoint) -> None:
         raise RequestError(
             "request.unsatisfiable", "stage 0 under tensor or pipeline parallelism is not written", fix="--zero-stage 1"
         )
-    if layout.pp > 1 and target.stage > 1:
+    if is_pipeline(checkpoint) and target.stage > 1:
         raise RequestError(
             "request.unsatisfiable",
             f"DeepSpeed's pipelines do not run at ZeRO stage {target.stage}",
-            fix="--zero-stage 1 or bf16, or --pp 1",
+            fix="--zero-stage 1 or bf16; for Megatron-DeepSpeed also --names megatron-no-pipeline",
         )
 
 
-def _refuse_empty_groups(models: Sequence[LocalModel], count: int) -> None:
+def refuse_empty_groups(models: Sequence[LocalModel], count: int) -> None:
     """DeepSpeed drops a param group that a stage has nothing of, and its ranks then wait for each other for ever."""
     for model in models:
         empty = [index for index in range(count) if not model.group(index)]
@@ -116,6 +121,14 @@ def _vocab_rows(checkpoint: Checkpoint, layout: NativeLayout) -> int | None:
         return checkpoint.vocab_rows
     unit = (divisor or 1) * layout.tp
     return -(-max(sizes) // unit) * unit
+
+
+def _vocab_warnings(checkpoint: Checkpoint, target: Target, rows: int | None) -> list[str]:
+    known = target.layout.vocab_divisor or checkpoint.vocab_divisor
+    if rows is None or known is not None or not target.tp_changes:
+        return []
+    text = f"nothing says to what the model pads its vocabulary: {rows} rows for {target.layout.tp} ranks"
+    return [f"{text}; a model with another number refuses them, and --vocab-divisor says the right one"]
 
 
 class _Files:
@@ -192,6 +205,10 @@ class _Files:
                 if parameter.fqn.startswith(TIED):
                     inner = parameter.fqn.removeprefix(TIED).partition(".")[2]
                 layers.setdefault(layer, {})[inner] = files.weight_node(parameter)
+        for name, number in model.buffers.items():
+            layer = name.partition(".")[0]
+            if layer.isdecimal() and int(layer) in layers:
+                layers[int(layer)][name.removeprefix(f"{layer}.")] = PTensorRef(number)
         for layer, weights in sorted(layers.items()):
             name = f"layer_{layer:02d}-model_{model.tp:02d}-model_states.pt"
             if name not in self._done:  # what is tied is on several stages
