@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from oracle.cases import CASES, Case
-from oracle.conversions import agree
+from oracle.conversions import UniversalFactory, agree
 from oracle.driver import Oracle, Resumed, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert
@@ -133,4 +133,22 @@ def test_another_stage_resumes(
     case = replace(run.case, stage=stage)
     folder = _native(run, tmp_path / "out", 3, case)
     resumed = oracle.resume_native(case, folder, tmp_path / "state", world=3)
+    _assert_continues(run, resumed, case, bf16_spread)
+
+
+@pytest.mark.parametrize(("name", "stage", "world"), [("z2_bf16", 2, 3), ("z1_fp32", 3, 4), ("z3_two_groups", 3, 1)])
+def test_a_universal_checkpoint_becomes_native(
+    name: str,
+    stage: Any,
+    world: int,
+    universal: UniversalFactory,
+    oracle: Oracle,
+    tmp_path: Path,
+    bf16_spread: float,
+) -> None:
+    converted = universal(name)
+    run, case = converted.run, replace(converted.run.case, stage=stage)
+    layout = NativeLayout(dp=world, zero_stage=str(stage))
+    convert(converted.root, tmp_path / "out" / run.tag, "zero", layout=layout)
+    resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=world)
     _assert_continues(run, resumed, case, bf16_spread)

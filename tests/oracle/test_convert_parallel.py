@@ -17,7 +17,8 @@ from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
 from oracle.parallel_fixtures import TrainedOn
 from oracle.truth import differences, meta_differences
 from reshard.errors import RequestError, SourceError
-from reshard.models import NativeLayout
+from reshard.local import load_engine
+from reshard.models import DiffOptions, NativeLayout, SourceSpec
 
 FULL = Layout(2, 2, 2)
 LAYOUTS = tuple(Layout(*ranks) for ranks in ((1, 1, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1), (4, 1, 1)))
@@ -98,6 +99,17 @@ def test_a_universal_checkpoint_of_a_pipeline_resumes_with_tensor_parallelism(
         _assert_is(run, again)
 
 
+def test_a_universal_checkpoint_of_a_pipeline_is_read_back(trained_3d: TrainedOn, tmp_path: Path) -> None:
+    case, run = GPT_CASES["gpt_fp32"], trained_3d("gpt_fp32", FULL)
+    convert(run.dir, tmp_path / "universal", "universal")
+    convert(tmp_path / "universal", tmp_path / "to", "zero", layout=_layout(case, Layout(2, 1, 2)))
+    source = SourceSpec(url=str(run.dir))
+    for target in ("universal", "to"):
+        report = load_engine().diff(source, SourceSpec(url=str(tmp_path / target)), DiffOptions())
+        assert report.tensors > 0
+        assert report.equal, report.differences
+
+
 def test_without_rules_nothing_is_guessed(trained_3d: TrainedOn, tmp_path: Path) -> None:
     case, run = GPT_CASES["gpt_fp32_bare"], trained_3d("gpt_fp32_bare", FULL)
     with pytest.raises(SourceError) as caught:
@@ -158,3 +170,13 @@ def test_autotp_resumes_at_another_size(
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=layout)
     again = parallel.resume_autotp(case, tmp_path / "to", tmp_path / "out", world=target[0], tp=target[1])
     _assert_is(run, again, losses=case.dtype == "fp32")
+
+
+@pytest.mark.parametrize("name", ["autotp_z1", "autotp_z3"])
+def test_autotp_goes_down_and_back(name: str, parallel: ParallelOracle, tmp_path: Path) -> None:
+    case = AUTOTP_CASES[name]
+    run = parallel.train_autotp(case, tmp_path / "from", world=2, tp=2)
+    convert(run.dir, tmp_path / "one" / run.tag, "zero", layout=NativeLayout(dp=2, tp=1))
+    convert(tmp_path / "one", tmp_path / "back" / run.tag, "zero", layout=NativeLayout(dp=1, tp=2))
+    again = parallel.resume_autotp(case, tmp_path / "back", tmp_path / "out", world=2, tp=2)
+    _assert_is(run, again)

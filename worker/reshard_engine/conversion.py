@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from reshard.errors import IntegrityError, RequestError, SourceError, printable
-from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress, VerifyLevel
+from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress, TargetFormat, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.executor import Executor, stop_check
@@ -102,6 +102,8 @@ class Conversion:
             ReshardError: Everything that can be wrong with request and source.
         """
         started = time.monotonic()
+        if request.layout is not None and request.to is not TargetFormat.ZERO:
+            raise RequestError("request.invalid", f"--to {request.to.value} has no layout", fix="--to zero")
         source = open_location(request.source.url, request.source.profile)
         target = open_location(request.target, request.target_profile)
         sink = sink_for(target)

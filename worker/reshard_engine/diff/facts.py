@@ -23,6 +23,7 @@ LAYOUT_KEYS = frozenset(
         "dp_world_size",
         "mp_world_size",
         "checkpoint_parallel_dimensions",
+        "reshard_layout",
         "universal_checkpoint_info",
         "ds_config",
         "ds_version",
@@ -30,7 +31,8 @@ LAYOUT_KEYS = frozenset(
 )
 """Entries of model states that describe the files, or that are compared as tensors: another layout has others.
 
-Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`, `_save_checkpoint`).
+Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`, `_save_checkpoint`);
+`reshard_layout` is our universal writer's note of how the source was cut.
 """
 _NOT_HYPER = frozenset({"params", "step"})
 """Numbers of a group's members, and the counter that is compared per parameter."""

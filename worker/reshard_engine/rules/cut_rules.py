@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from reshard.errors import SourceError, printable
@@ -134,6 +134,9 @@ class CutRules:
         if self.automatic:
             # AutoTP pads no vocabulary: where rows do not divide, the first ranks hold one more.
             vocabulary = None
+        if self.automatic and not units and cut.widths:
+            # Widths of ranks that differ by one unit have it as their common divisor: heads that share keys.
+            units = [sum(cut.widths[0]) // gcd(*cut.widths[0])]
         return replace(cut, vocabulary=vocabulary, units=min(units, default=None), near_even=self.automatic)
 
     def _cut_of(self, name: str, locals_: Sequence[tuple[int, ...]]) -> Cut | None:

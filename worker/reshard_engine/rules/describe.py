@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from reshard_engine.checkpoint import Parameter
+from reshard_engine.cuts import Cut
 from reshard_engine.rules.cut_rules import (
     AVERAGED,
     COLUMN,
+    HEADS,
     MAX_VERSION,
     ORIGINAL_VOCAB,
     PADDED_VOCAB,
@@ -35,6 +37,7 @@ def info_of(parameters: Iterable[Parameter], *, vocab_rows: int | None) -> dict[
     }
     sections: list[dict[str, Any]] = []
     widths: dict[str, Any] = {}
+    heads: dict[int, list[str]] = {}
     vocabulary: int | None = None
     for parameter in parameters:
         cut, pattern = parameter.cut, f"^{re.escape(parameter.fqn)}$"
@@ -42,23 +45,35 @@ def info_of(parameters: Iterable[Parameter], *, vocab_rows: int | None) -> dict[
             lists[PIPELINE_REPLICATED].append(pattern)
         if cut is None:
             continue
-        if cut.dim is None:
-            lists[AVERAGED if cut.averaged else REPLICATED].append(pattern)
-        elif cut.grid is not None:
-            shape: list[Any] = list(cut.grid)
-            shape[cut.dim] = list(cut.sections)
-            sections.append({"patterns": [pattern], "shape": shape, "partition_dim": cut.dim})
-            widths[pattern] = [[size] for size in cut.sections]
-        elif len(cut.sections) == 2:
-            lists[TWO_SECTIONS].append(pattern)
+        if cut.grid is not None and cut.dim is not None:
+            sections.append({"patterns": [pattern], "shape": _sectioned(cut, cut.grid), "partition_dim": cut.dim})
+            widths[pattern] = [list(w) for w in cut.widths] or [[size] for size in cut.sections]
         else:
-            lists[ROW if cut.dim == 1 else COLUMN].append(pattern)
+            lists[_list_of(cut)].append(pattern)
+        if cut.units is not None:
+            heads.setdefault(cut.units, []).append(pattern)
         if cut.vocabulary is not None:
             lists[VOCABULARY].append(pattern)
             vocabulary = cut.vocabulary
     found: dict[str, Any] = {VERSION: MAX_VERSION, **lists, SECTIONS: sections}
     if sections:
         found[SECTION_WIDTHS] = widths
+    if heads:
+        found[HEADS] = [{"patterns": patterns, "heads": units} for units, patterns in heads.items()]
     if vocabulary is not None:
         found |= {ORIGINAL_VOCAB: vocabulary, PADDED_VOCAB: vocab_rows or vocabulary}
     return found
+
+
+def _sectioned(cut: Cut, grid: tuple[int, ...]) -> list[Any]:
+    """The grid as the metadata write it: the cut dimension is the list of its sections."""
+    return [list(cut.sections) if dim == cut.dim else size for dim, size in enumerate(grid)]
+
+
+def _list_of(cut: Cut) -> str:
+    """The list of patterns that says a cut without a grid."""
+    if cut.dim is None:
+        return AVERAGED if cut.averaged else REPLICATED
+    if len(cut.sections) == 2:
+        return TWO_SECTIONS
+    return ROW if cut.dim == 1 else COLUMN

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import RequestError, printable
+from reshard_engine.checkpoint import Parameter
 from reshard_engine.rules.cut_rules import (
     COLUMN,
     PIPELINE_REPLICATED,
@@ -57,6 +58,18 @@ _BLOOM: Mapping[str, Any] = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {"gpt-megatron": _GPT, "llama-megatron": _LLAMA, "bloom": _BLOOM}
 HEADED = [rf"{_LAYER}self_attention\.(query_key_value|query|key_value|key|value|dense)\."]
 """Parameters whose cut dimension consists of attention heads."""
+
+
+SECTIONED_WARNING = (
+    "query_key_value is declared as plain slices; Megatron-DeepSpeed since December 2024 stores [Q | K | V] in each "
+    "slice and declares the same: then a change of tensor parallelism needs parameter_with_sub_params (docs/rules.md)"
+)
+
+
+def may_be_sectioned(parameter: Parameter) -> bool:
+    """Whether a parameter is one of which versions of Megatron-DeepSpeed declare the cut wrongly, and of that cut."""
+    plain = parameter.cut is not None and parameter.cut.dim == 0 and not parameter.cut.sections
+    return plain and "self_attention.query_key_value." in parameter.fqn
 
 
 def family_rules(name: str) -> Mapping[str, Any]:

@@ -21,6 +21,7 @@ from reshard_engine.readers.deepspeed.slices import Slice, add_slice
 from reshard_engine.readers.deepspeed.trees import TreeTensors
 from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.rules.cut_rules import AVERAGED
+from reshard_engine.rules.families import SECTIONED_WARNING, may_be_sectioned
 from reshard_engine.shardmap import ShardMapBuilder
 
 
@@ -58,6 +59,7 @@ class _Assembly:
 
     def __init__(self, run: ParsedRun, rules: Mapping[str, object] | None) -> None:
         self._run = run
+        self._own_rules = rules is None
         self._files = run.files
         self._number = {f: i for i, f in enumerate(self._files)}
         self._builder = ShardMapBuilder()
@@ -144,6 +146,8 @@ class _Assembly:
 
     def _warnings(self, first: RankStates) -> list[str]:
         found: list[str] = []
+        if self._run.tp > 1 and self._own_rules and any(map(may_be_sectioned, self._trained)):
+            found.append(SECTIONED_WARNING)
         if first.elastic:
             found.append(
                 "elastic (list-form) optimizer states carry no hyper-parameters: they come from ds_config, "

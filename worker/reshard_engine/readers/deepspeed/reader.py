@@ -51,7 +51,7 @@ class DeepSpeedReader:
         files = sort_files(location.store, listing)
         refuse_unsupported(files)
         if not files.optim:
-            return self._read_stage0(location, files, tag=tag, ledger=ledger)
+            return self._read_stage0(location, files, tag=tag, ledger=ledger, rules=rules)
         states, models = _read_ranks(files, ledger)
         pp, tp = degrees(models[0][0], files.model_parallel, 1 + max((t for _, t in files.layers), default=-1))
         run = ParsedRun(
@@ -65,7 +65,13 @@ class DeepSpeedReader:
         return assemble(run, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
     def _read_stage0(
-        self, location: Location, files: RankFiles, *, tag: str | None, ledger: OpaqueLedger
+        self,
+        location: Location,
+        files: RankFiles,
+        *,
+        tag: str | None,
+        ledger: OpaqueLedger,
+        rules: Mapping[str, Any] | None,
     ) -> Checkpoint:
         model_file = files.models.get(0)
         if files.models_by_rank and model_file is None:
@@ -90,7 +96,7 @@ class DeepSpeedReader:
                 "the model states are of a ZeRO run, and every *_optim_states.pt is missing",
                 fix="copy the optimizer files of the same tag",
             )
-        return assemble_stage0(model, url=location.url, tag=tag, ledger=ledger)
+        return assemble_stage0(model, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
 
 def _read_ranks(files: RankFiles, ledger: OpaqueLedger) -> tuple[list[list[RankStates]], list[list[ModelStates]]]:

@@ -11,7 +11,9 @@ Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`: `optim
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
@@ -19,6 +21,7 @@ from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import Node, PTensor, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.deepspeed.cutting import rules_of
 from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.module import ModuleTensors
@@ -39,7 +42,14 @@ EXTRA_KEYS = (
 )
 
 
-def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: OpaqueLedger) -> Checkpoint:
+def assemble_stage0(
+    model: ModelStates,
+    *,
+    url: str,
+    tag: str | None,
+    ledger: OpaqueLedger,
+    rules: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """The checkpoint of a run without ZeRO.
 
     Optimizer states that cannot be given names are left out with a warning.
@@ -71,6 +81,9 @@ def assemble_stage0(model: ModelStates, *, url: str, tag: str | None, ledger: Op
             warnings.append("stage 0 keeps its loss scale in another form than stages 1 to 3: it starts anew there")
         if not any(p.states.keys() - {"fp32"} for p in owned.values()):
             warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
+    cut_rules, _ = rules_of(model, rules)
+    if cut_rules is not None:
+        parameters = [replace(p, cut=cut_rules.cut_of(p.fqn, [p.shape])) for p in parameters]
     return Checkpoint(
         url=url,
         tag=tag,
