@@ -10,18 +10,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Protocol, cast
 
+from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError
-from reshard.models import (
-    ConvertRequest,
-    ConvertResult,
-    DiffOptions,
-    DiffReport,
-    Inspection,
-    PlanSummary,
-    Progress,
-    SourceSpec,
-    VerifyReport,
-)
+from reshard.models import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, SourceSpec, VerifyReport
 from reshard.pictures import LayoutPicture
 
 ENTRY_POINT_GROUP = "reshard.engine"

@@ -12,9 +12,10 @@ import pytest
 
 from house.repository import ROOT
 from reshard.client import Client
+from reshard.diffs import DiffOptions
 from reshard.errors import RequestError
 from reshard.local import load_engine
-from reshard.models import DiffOptions, JobState, NativeLayout, RngPolicy, SourceSpec, ZeroStage
+from reshard.models import JobState, NativeLayout, RngPolicy, SourceSpec, ZeroStage
 from servers.process import running
 
 TOKEN = "native"

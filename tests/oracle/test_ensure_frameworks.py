@@ -16,8 +16,9 @@ from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError, Worlds
 from oracle.truth import differences
+from reshard.diffs import DifferenceKind, DiffOptions, DiffReport
 from reshard.local import load_engine
-from reshard.models import DifferenceKind, DiffOptions, DiffReport, SourceSpec
+from reshard.models import SourceSpec
 
 AFTER = ("4", "5", "6")
 OLD, NEW = 2, 3

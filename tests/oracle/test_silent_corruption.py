@@ -180,24 +180,23 @@ def test_ranks_with_three_digits(kind: str, tmp_path: Path) -> None:
 # -- heads that do not divide ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("world", "tp"),
-    [
-        pytest.param(
-            4,
-            4,
-            marks=pytest.mark.xfail(reason="24 rows divide by 4, three heads do not: cut through; loading is refused"),
-        ),
-        (3, 3),
-    ],
-)
-def test_uneven_heads_of_autotp(world: int, tp: int, parallel: ParallelOracle, tmp_path: Path) -> None:
+def test_uneven_heads_of_autotp(parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES["autotp_z1_uneven"]  # three key-value heads: two ranks hold two and one
     run = parallel.train_autotp(case, tmp_path / "from", world=2, tp=2)
-    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=world // tp, tp=tp))
-    again = parallel.resume_autotp(case, tmp_path / "to", tmp_path / "out", world=world, tp=tp)
+    convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=1, tp=3))
+    again = parallel.resume_autotp(case, tmp_path / "to", tmp_path / "out", world=3, tp=3)
     assert differences(run.truth, again.state) == []
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
+
+
+def test_heads_of_autotp_are_not_cut_through(parallel: ParallelOracle, tmp_path: Path) -> None:
+    # 24 rows divide by four ranks, three heads do not; only the widths of the two ranks tell that there are three.
+    run = parallel.train_autotp(AUTOTP_CASES["autotp_z1_uneven"], tmp_path / "from", world=2, tp=2)
+    with pytest.raises(RequestError) as caught:
+        convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=1, tp=4))
+    assert (caught.value.code, caught.value.fix) == ("request.unsatisfiable", "--tp 3")
+    assert "3 heads are fewer than 4 ranks" in caught.value.message
+    assert not (tmp_path / "to" / run.tag).exists()
 
 
 def test_heads_that_share_keys_are_not_cut_through(trained_3d: TrainedOn, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def _cuts(draw: st.DrawFn, ranks: tuple[int, ...]) -> tuple[Cut, tuple[int, ...]
     dim = draw(st.integers(0, dims - 1))
     if kind == "near":
         shape[dim] = draw(st.integers(1, 13))
-        units = draw(st.sampled_from([None, *(n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0)]))
+        units = draw(st.sampled_from([None, *(n for n in range(max(ranks), shape[dim] + 1) if shape[dim] % n == 0)]))
         return Cut(dim, near_even=True, units=units), tuple(shape)
     if kind == "plain":
         shape[dim] = unit * draw(st.integers(1, 3))
@@ -218,6 +218,8 @@ def test_lengths_that_do_not_divide_are_refused(length: int, ranks: int) -> None
             parts(cut, sum(cut.sections or (length,)), ranks, 0)
     with pytest.raises(CutError, match=f"{length} heads do not divide by {ranks}"):
         taken(Cut(0, units=length), (length * ranks,), 0, ranks, 0)
+    with pytest.raises(CutError, match=f"{ranks - 1} heads are fewer than {ranks} ranks"):
+        taken(Cut(0, units=ranks - 1, near_even=True), (length * ranks,), 0, ranks, 0)
 
 
 # -- flat tensors -----------------------------------------------------------------------------------------------------

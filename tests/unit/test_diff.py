@@ -17,17 +17,9 @@ from laws.deepspeed_files import Layout, write_checkpoint
 from laws.deepspeed_source import cases_of, rules_of
 from laws.universal_source import UniversalSource
 from reshard.cli.main import run
+from reshard.diffs import DifferenceKind, DiffOptions, DiffReport
 from reshard.local import load_engine
-from reshard.models import (
-    ConvertRequest,
-    DifferenceKind,
-    DiffOptions,
-    DiffReport,
-    Progress,
-    SourceSpec,
-    TargetFormat,
-    WeightDtype,
-)
+from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine import local as engine_module
 from reshard_engine.diff import comparison
 from reshard_engine.dtypes import BY_NAME

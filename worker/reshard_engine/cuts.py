@@ -32,7 +32,7 @@ class Cut:
     vocabulary: int | None = None
     """Rows that are data; ranks hold a multiple of them, filled up with padding behind the last one."""
     units: int | None = None
-    """Indivisible units (such as attention heads) along the dimension; their number must divide by the ranks."""
+    """Indivisible units (attention heads) along the dimension: each rank holds some, all as many or `near_even`."""
     near_even: bool = False
     """Whether a length that does not divide is cut all the same: the first ranks hold one (unit) more than others."""
     widths: tuple[tuple[int, ...], ...] = ()
@@ -94,6 +94,20 @@ def _share(cut: Cut, section: int, ranks: int, rank: int) -> tuple[int, int]:
     return (rank * size + min(rank, more)) * unit, (size + (rank < more)) * unit
 
 
+def require_units(cut: Cut, ranks: int) -> None:
+    """Refuse to leave a rank without a unit, or, where all hold the same number, to cut through one.
+
+    Raises:
+        CutError: The units do not go over so many ranks.
+    """
+    if cut.units is None or cut.dim is None:
+        return
+    if not cut.near_even and cut.units % ranks:
+        raise CutError(f"{cut.units} heads do not divide by {ranks}")
+    if cut.units < ranks:
+        raise CutError(f"{cut.units} heads are fewer than {ranks} ranks")
+
+
 def local_grid(cut: Cut, shape: tuple[int, ...], ranks: int, rank: int) -> tuple[int, ...]:
     """The grid of a rank's part of a parameter of this shape."""
     grid = cut.shape_in(shape)
@@ -144,8 +158,7 @@ def taken(cut: Cut, shape: tuple[int, ...], tensor: int, ranks: int, rank: int) 
     Raises:
         CutError: The parameter cannot be cut so.
     """
-    if cut.units is not None and cut.dim is not None and cut.units % ranks and not cut.near_even:
-        raise CutError(f"{cut.units} heads do not divide by {ranks}")
+    require_units(cut, ranks)
     grid = cut.shape_in(shape)
     boxes = tuple(Box(tensor, grid, whole, local, lengths) for whole, local, lengths in _boxes(cut, shape, ranks, rank))
     return View(local_grid(cut, shape, ranks, rank), boxes)

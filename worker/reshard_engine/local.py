@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, printable
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
-    DiffOptions,
-    DiffReport,
     FileEntry,
     Inspection,
     OpaquePolicy,

@@ -13,9 +13,9 @@ import typer
 from reshard.cli.flags import read_rules, source_spec
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
+from reshard.diffs import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide
 from reshard.errors import ExitCode, printable
 from reshard.local import load_engine
-from reshard.models import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide
 
 _SHOWN = 20
 _NAME_CHARS = 64

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
+from reshard.diffs import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide
 from reshard.errors import JobError
-from reshard.models import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide, Progress
+from reshard.models import Progress
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.diff.facts import FactComparison, Facts
 from reshard_engine.diff.pairs import Matching, Side, TensorPair

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from reshard.models import Difference, DifferenceKind
+from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, OptimizerState
 from reshard_engine.diff.pairs import Matching, TensorPair
 from reshard_engine.diff.trees import TreeTensors, compare_trees, text_of

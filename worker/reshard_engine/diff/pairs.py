@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from reshard.models import Difference, DifferenceKind
+from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, Scalar
 from reshard_engine.diff.trees import same_scalar, text_of
 from reshard_engine.dtypes import Dtype

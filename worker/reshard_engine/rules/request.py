@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.models import ConvertRequest, DiffOptions
+from reshard.diffs import DiffOptions
+from reshard.models import ConvertRequest
 from reshard_engine.rules.documents import parse_rules
 from reshard_engine.rules.families import family_rules
 

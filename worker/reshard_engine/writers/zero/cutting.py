@@ -6,7 +6,7 @@ from math import prod
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.cuts import Cut, CutError, local_grid, parts, taken
+from reshard_engine.cuts import Cut, CutError, local_grid, parts, require_units, taken
 from reshard_engine.layout import ZEROS
 from reshard_engine.shardmap import StoredTensor
 from reshard_engine.views import View
@@ -88,8 +88,7 @@ class Cutter:
             data = ((tensor, low * row, high * row),) if high > low else ()
             padding = rows - (high - low)
             return (*data, (ZEROS, 0, padding * row)) if padding else data
-        if cut.units is not None and cut.units % self._tp and not cut.near_even:
-            raise CutError(f"{cut.units} heads do not divide by {self._tp}")
+        require_units(cut, self._tp)
         grid = cut.shape_in(shape)
         inside = parts(cut, grid[cut.dim], self._tp, rank)
         if cut.dim == 0 and len(inside) == 1:
@@ -112,8 +111,9 @@ class Cutter:
     def _largest(self, cut: Cut, shape: tuple[int, ...]) -> int:
         """The largest number of ranks up to the wanted one that works."""
         for ranks in range(self._tp - 1, 1, -1):
-            even = cut.even()
-            lengths = even.sections or (even.shape_in(shape)[even.dim or 0],)
-            if all(n % ranks == 0 for n in lengths) and (even.units is None or even.units % ranks == 0):
-                return ranks
+            try:
+                taken(cut.even(), shape, 0, ranks, ranks - 1)
+            except CutError:
+                continue
+            return ranks
         return 1
