@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from reshard_engine.cuts import Cut, CutError, joined, local_grid, parts, taken, whole_shape
+from reshard_engine.deepspeed_names import round_robin_order
 from reshard_engine.layout import ZEROS
 from reshard_engine.views import Box, View, composed
 from reshard_engine.writers.zero.partitions import (
@@ -20,7 +21,6 @@ from reshard_engine.writers.zero.partitions import (
     clipped,
     concatenate,
     pieces,
-    round_robin_order,
     sub_groups,
 )
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from reshard.models import ConvertRequest, NameScheme
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
+from reshard_engine.deepspeed_names import INFO
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -24,7 +25,6 @@ from reshard_engine.pickles.plain import node_of
 from reshard_engine.rules.describe import info_of
 from reshard_engine.rules.names import Renamed, nesting_of, rename_all
 
-INFO = "universal_checkpoint_info"
 _OF_ONE_SCHEME = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, OptimizerState
+from reshard_engine.deepspeed_names import INFO, LAYOUT_NOTES, PARALLEL_DIMENSIONS
 from reshard_engine.diff.pairs import Matching, TensorPair
 from reshard_engine.diff.trees import TreeTensors, compare_trees, text_of
 from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items
@@ -22,17 +23,16 @@ LAYOUT_KEYS = frozenset(
         "shared_params",
         "dp_world_size",
         "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "reshard_layout",
-        "universal_checkpoint_info",
+        PARALLEL_DIMENSIONS,
+        LAYOUT_NOTES,
+        INFO,
         "ds_config",
         "ds_version",
     }
 )
 """Entries of model states that describe the files, or that are compared as tensors: another layout has others.
 
-Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`, `_save_checkpoint`);
-`reshard_layout` is our universal writer's note of how the source was cut.
+Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`, `_save_checkpoint`).
 """
 _NOT_HYPER = frozenset({"params", "step"})
 """Numbers of a group's members, and the counter that is compared per parameter."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from reshard_engine.checkpoint import Parameter
 from reshard_engine.cuts import Cut
+from reshard_engine.deepspeed_names import TIED
 from reshard_engine.rules.cut_rules import (
     AVERAGED,
     COLUMN,
@@ -41,7 +42,7 @@ def info_of(parameters: Iterable[Parameter], *, vocab_rows: int | None) -> dict[
     vocabulary: int | None = None
     for parameter in parameters:
         cut, pattern = parameter.cut, f"^{re.escape(parameter.fqn)}$"
-        if parameter.fqn.startswith("tied_modules."):
+        if parameter.fqn.startswith(TIED):
             lists[PIPELINE_REPLICATED].append(pattern)
         if cut is None:
             continue

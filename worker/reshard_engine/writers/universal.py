@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
+from reshard_engine.deepspeed_names import LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
 from reshard_engine.dtypes import FLOAT32, Dtype
 from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import (
@@ -43,8 +44,6 @@ from reshard_engine.writers.zero.autoep import expert_keys, fused_experts
 
 PARAM_KEY = "param"
 LATEST = "latest_universal"
-LAYOUT_KEY = "reshard_layout"
-"""An entry of the model states that is ours: loaders pass what they do not know to the client."""
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -155,11 +154,11 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
         entries = _without_frozen(entries, checkpoint)
     entries |= _described(entries, checkpoint)
     entries["mp_world_size"] = 1
-    if "checkpoint_parallel_dimensions" in entries:
+    if PARALLEL_DIMENSIONS in entries:
         # The source's degrees would say that files of other ranks are missing.
-        entries["checkpoint_parallel_dimensions"] = mapping_of({"pp_degree": 1, "tp_degree": 1})
+        entries[PARALLEL_DIMENSIONS] = mapping_of({"pp_degree": 1, "tp_degree": 1})
     if (layout := _layout_notes(checkpoint)) is not None:
-        entries[LAYOUT_KEY] = layout
+        entries[LAYOUT_NOTES] = layout
     roots = [path.removesuffix(".pt") for path in MODEL_FILES]
     templates, slots = tree_templates(roots, mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
     files += [TargetFile(p, t, slots, commit=True) for p, t in zip(MODEL_FILES, templates, strict=True)]
@@ -184,7 +183,7 @@ def _described(entries: Mapping[str | int, Node], checkpoint: Checkpoint) -> dic
 
 def _layout_notes(checkpoint: Checkpoint) -> Node:
     """What a later target with model parallelism asks for and no name says; None where there is nothing to say."""
-    tied = {p.fqn: p.layer for p in checkpoint.parameters if p.layer is not None and p.fqn.startswith("tied_modules.")}
+    tied = {p.fqn: p.layer for p in checkpoint.parameters if p.layer is not None and p.fqn.startswith(TIED)}
     notes: dict[str | int, Node] = {}
     if any(p.layer is not None for p in checkpoint.parameters):
         notes["tied_layers"] = mapping_of({**tied})

@@ -9,10 +9,11 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import RNG_KEYS, Agreement, Buffer, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.deepspeed_names import TIED
 from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.cutting import rules_of
-from reshard_engine.readers.deepspeed.layers import TIED, layer_of, layer_tensors
+from reshard_engine.readers.deepspeed.layers import layer_of, layer_tensors
 from reshard_engine.readers.deepspeed.model_states import ModelStates, module_tensors
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.optim_states import RankStates

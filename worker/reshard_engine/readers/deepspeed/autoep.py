@@ -18,6 +18,7 @@ from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Parameter
+from reshard_engine.deepspeed_names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, FUSED_WEIGHTS
 from reshard_engine.pickles.nodes import mapping_items
 from reshard_engine.pickles.plain import plain_value
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
@@ -27,11 +28,8 @@ from reshard_engine.rules.facts import as_count, as_items, as_lengths, as_mappin
 from reshard_engine.shardmap import ShardMapBuilder
 from reshard_engine.views import Box, View
 
-LAYERS = "ds_autoep_layers"
-_LEGACY_LAYERS = "autoep_layers"
 _FOLDING = "folding"
 _PARTITION_GROUPS = "ds_zero_partition_groups"
-_WEIGHTS = ("w1", "w2", "w3")
 _PLACEMENT_VERSION = 1
 MAX_EXPERTS = 1 << 16
 _PART = re.compile(r"(?P<name>.+)@ep(?P<rank>0|[1-9][0-9]{0,8})")
@@ -76,7 +74,7 @@ class FusedExperts:
                 if rank >= len(placement) or not shape or shape[0] != len(placement[0]):
                     raise SourceError(
                         "checkpoint.mixed",
-                        f"{printable(name)} {shape} on expert-parallel rank {rank}; {LAYERS} gives it "
+                        f"{printable(name)} {shape} on expert-parallel rank {rank}; {FUSED_LAYERS} gives it "
                         f"{[len(experts) for experts in placement[:8]]} experts",
                     )
                 found.append((f"{name}@ep{rank}", (len(placement[rank]), *shape[1:])))
@@ -190,7 +188,7 @@ def fused_experts(model: ModelStates) -> FusedExperts:
         SourceError: `checkpoint.malformed`, `source.unsupported` for experts that tensor parallelism cuts too, or that
             several ranks hold, `source.unsupported_version`.
     """
-    node = model.entries.get(LAYERS, model.entries.get(_LEGACY_LAYERS))
+    node = model.entries.get(FUSED_LAYERS, model.entries.get(FUSED_LAYERS_LEGACY))
     if node is None:
         return FusedExperts()
     if model.entries.get(_FOLDING) is not None:
@@ -198,42 +196,44 @@ def fused_experts(model: ModelStates) -> FusedExperts:
             "source.unsupported", "AutoEP and AutoTP shared their ranks (`folding`), which this version does not read"
         )
     placements: dict[str, Placement] = {}
-    for item in as_items(plain_value(node, what=LAYERS), LAYERS):
-        entry = as_mapping(item, LAYERS)
+    for item in as_items(plain_value(node, what=FUSED_LAYERS), FUSED_LAYERS):
+        entry = as_mapping(item, FUSED_LAYERS)
         prefix = entry.get("expert_key_prefix")
         if not isinstance(prefix, str):
-            raise SourceError("checkpoint.malformed", f"{LAYERS}: an entry has no `expert_key_prefix`")
+            raise SourceError("checkpoint.malformed", f"{FUSED_LAYERS}: an entry has no `expert_key_prefix`")
         placement = _placement(entry)
-        for weight in _WEIGHTS:
+        for weight in FUSED_WEIGHTS:
             if placements.setdefault(checked_name(f"{prefix}.{weight}"), placement) is not placement:
-                raise SourceError("checkpoint.ambiguous", f"{LAYERS}: {printable(prefix)} comes twice")
+                raise SourceError("checkpoint.ambiguous", f"{FUSED_LAYERS}: {printable(prefix)} comes twice")
     return FusedExperts(placements)
 
 
 def _placement(entry: Mapping[str, Any]) -> Placement:
-    count, ranks = (as_count(entry.get(key), f"{LAYERS}: {key}") for key in ("num_experts", "ep_size"))
+    count, ranks = (as_count(entry.get(key), f"{FUSED_LAYERS}: {key}") for key in ("num_experts", "ep_size"))
     if count > MAX_EXPERTS or ranks > count:
-        raise SourceError("checkpoint.malformed", f"{LAYERS}: {count} experts over {ranks} ranks")
+        raise SourceError("checkpoint.malformed", f"{FUSED_LAYERS}: {count} experts over {ranks} ranks")
     stated = entry.get("expert_placement")
     if stated is None:
         local = count // ranks
         placement = tuple(tuple(range(r * local, (r + 1) * local)) for r in range(ranks))
     else:
-        facts = as_mapping(stated, f"{LAYERS}: expert_placement")
+        facts = as_mapping(stated, f"{FUSED_LAYERS}: expert_placement")
         if facts.get("version") != _PLACEMENT_VERSION:
-            raise SourceError("source.unsupported_version", f"{LAYERS}: a placement of another version than 1")
+            raise SourceError("source.unsupported_version", f"{FUSED_LAYERS}: a placement of another version than 1")
         by_rank = {
-            rank.get("rank"): as_lengths(rank.get("experts"), f"{LAYERS}: experts", max_items=count)
-            for rank in (as_mapping(r, f"{LAYERS}: ranks") for r in as_items(facts.get("ranks"), f"{LAYERS}: ranks"))
+            rank.get("rank"): as_lengths(rank.get("experts"), f"{FUSED_LAYERS}: experts", max_items=count)
+            for rank in (
+                as_mapping(r, f"{FUSED_LAYERS}: ranks") for r in as_items(facts.get("ranks"), f"{FUSED_LAYERS}: ranks")
+            )
         }
         if set(by_rank) != set(range(ranks)):
-            raise SourceError("checkpoint.malformed", f"{LAYERS}: ranks {list(by_rank)[:8]} of {ranks}")
+            raise SourceError("checkpoint.malformed", f"{FUSED_LAYERS}: ranks {list(by_rank)[:8]} of {ranks}")
         placement = tuple(by_rank[r] for r in range(ranks))
     experts = sorted(expert for held in placement for expert in held)
     if experts != list(range(count)):
         raise SourceError(
             "source.unsupported",
-            f"{LAYERS}: {count} experts are held {len(experts)} times: those on several ranks are not read",
+            f"{FUSED_LAYERS}: {count} experts are held {len(experts)} times: those on several ranks are not read",
         )
     return placement
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard_engine.deepspeed_names import INFO
 from reshard_engine.pickles.nodes import Global, Node, PObject, is_mapping, mapping_items
 from reshard_engine.pickles.plain import plain_value
 from reshard_engine.readers.deepspeed.model_states import ModelStates
@@ -26,7 +27,6 @@ from reshard_engine.rules.documents import DEFAULT
 from reshard_engine.rules.facts import as_mapping
 from reshard_engine.rules.families import HEADED
 
-INFO = "universal_checkpoint_info"
 _CARRIED = (ORIGINAL_VOCAB, PADDED_VOCAB)
 
 

@@ -12,17 +12,15 @@ verified by running.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import SourceError
+from reshard_engine.deepspeed_names import EXPERT
 from reshard_engine.pickles.nodes import is_mapping, mapping_items
 from reshard_engine.readers.deepspeed.autoep import FusedExperts, sharing_ranks
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.optim_states import RankStates
-
-_LOCAL = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts\.)(?P<local>[0-9]{1,9})(?P<tail>\..*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,7 @@ def expert_groups(
         if world % count:
             raise SourceError("checkpoint.mixed", f"group {index} is partitioned over {count} of {world} ranks")
         ep = world // count
-        if not all(_LOCAL.fullmatch(name) or name in fused for name, _ in group):
+        if not all(EXPERT.fullmatch(name) or name in fused for name, _ in group):
             raise SourceError(
                 "source.unsupported", f"group {index} is partitioned over {count} of {world} ranks and holds no experts"
             )
@@ -90,8 +88,8 @@ def in_model_order(names: Sequence[str]) -> list[int]:
     heads: dict[str, int] = {}
     keys: list[tuple[int, int]] = []
     for name in names:
-        match = _LOCAL.fullmatch(name)
-        head, number = (match["head"], int(match["local"])) if match else (name, 0)
+        match = EXPERT.fullmatch(name)
+        head, number = (match["head"], int(match["number"])) if match else (name, 0)
         keys.append((heads.setdefault(head, len(heads)), number))
     return sorted(range(len(names)), key=keys.__getitem__)
 
@@ -100,14 +98,14 @@ def _numbered(group: Shapes, rank: int) -> Shapes:
     """The group with the global numbers of the experts of one expert-parallel rank."""
     local: dict[str, int] = {}
     for name, _ in group:
-        if (match := _LOCAL.fullmatch(name)) is not None:
-            local[match["head"]] = max(local.get(match["head"], 0), int(match["local"]) + 1)
+        if (match := EXPERT.fullmatch(name)) is not None:
+            local[match["head"]] = max(local.get(match["head"], 0), int(match["number"]) + 1)
     renamed: list[tuple[str, tuple[int, ...]]] = []
     for name, shape in group:
-        match = _LOCAL.fullmatch(name)
+        match = EXPERT.fullmatch(name)
         if match is None:
             renamed.append((name, shape))
             continue
-        number = rank * local[match["head"]] + int(match["local"])
+        number = rank * local[match["head"]] + int(match["number"])
         renamed.append((f"{match['head']}{number}{match['tail']}", shape))
     return tuple(renamed)

@@ -10,12 +10,11 @@ import re
 from collections.abc import Collection, Mapping
 
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.deepspeed_names import NUMBERED, TIED
 from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.readers.deepspeed.model_states import module_tensors
 
-TIED = "tied_modules."
-_LAYER = re.compile(r"(?P<layer>0|[1-9][0-9]{0,5})\..+")
-_TIED = re.compile(r"tied_modules\.[^.]+\.(?P<inner>.+)")
+_TIED = re.compile(rf"{re.escape(TIED)}[^.]+\.(?P<inner>.+)")
 
 
 def layer_tensors(
@@ -47,7 +46,7 @@ def layer_tensors(
 
 def layer_of(name: str, files: Mapping[tuple[int, int], TorchFile]) -> int | None:
     """The layer that holds a parameter: its name's number; for tied ones the first layer whose file has its name."""
-    if (match := _LAYER.fullmatch(name)) is not None:
+    if (match := NUMBERED.fullmatch(name)) is not None:
         return int(match["layer"])
     if (match := _TIED.fullmatch(name)) is None:
         return None

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard_engine.deepspeed_names import round_robin_order
+
 
 def undealt(names: Sequence[str], ranks: int, model_order: Sequence[str]) -> list[int]:
     """Positions of a group's parameters in its flat order, listed in the order before it was dealt out.
@@ -23,7 +25,7 @@ def undealt(names: Sequence[str], ranks: int, model_order: Sequence[str]) -> lis
         model_order: All names of `module`.
     """
     count = len(names)
-    dealt = [index for first in range(min(ranks, count)) for index in range(first, count, ranks)]
+    dealt = round_robin_order(count, ranks)
     back = sorted(range(count), key=dealt.__getitem__)
     place = {name: i for i, name in enumerate(model_order)}
 

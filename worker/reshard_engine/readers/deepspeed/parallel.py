@@ -18,6 +18,7 @@ import numpy as np
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Agreement, Parameter
 from reshard_engine.cuts import Cut, CutError, joined, rows_of, whole_shape
+from reshard_engine.deepspeed_names import PARALLEL_DIMENSIONS
 from reshard_engine.pickles.nodes import is_mapping, mapping_items
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.slices import Slice
@@ -46,8 +47,8 @@ def degrees(model: ModelStates, ranks: int, layer_ranks: int) -> tuple[int, int]
             f"files of {ranks} model-parallel ranks; the model states say {stated}",
             fix="copy the files of every mp_rank" if ranks < stated else "remove what an older save left behind",
         )
-    entry = model.entries.get("checkpoint_parallel_dimensions")
-    facts = mapping_items(entry, what="checkpoint_parallel_dimensions") if is_mapping(entry) else {}
+    entry = model.entries.get(PARALLEL_DIMENSIONS)
+    facts = mapping_items(entry, what=PARALLEL_DIMENSIONS) if is_mapping(entry) else {}
     pp, tp = facts.get("pp_degree"), facts.get("tp_degree")
     if type(pp) is not int or type(tp) is not int:
         tp = max(layer_ranks, 1) if layer_ranks else ranks

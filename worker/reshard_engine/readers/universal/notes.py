@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reshard_engine.deepspeed_names import LAYOUT_NOTES, NUMBERED, TIED
 from reshard_engine.pickles.plain import plain_value
-from reshard_engine.readers.deepspeed.layers import TIED
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.rules.facts import as_count, as_mapping
-
-KEY = "reshard_layout"
-_LAYER = re.compile(r"(0|[1-9][0-9]{0,5})\..+")
 
 
 @dataclass(frozen=True)
@@ -34,16 +30,16 @@ class LayoutNotes:
         Raises:
             SourceError: `rules.invalid`, `checkpoint.malformed`.
         """
-        node = model.entries.get(KEY)
+        node = model.entries.get(LAYOUT_NOTES)
         if node is None:
             return cls()
-        facts = as_mapping(plain_value(node, what=KEY), KEY)
+        facts = as_mapping(plain_value(node, what=LAYOUT_NOTES), LAYOUT_NOTES)
         tied, divisor, rows = (facts.get(k) for k in ("tied_layers", "vocab_divisor", "vocab_rows"))
         return cls(
             ours=True,
-            tied_layers=None if tied is None else as_mapping(tied, f"{KEY}: tied_layers"),
-            vocab_divisor=None if divisor is None else as_count(divisor, f"{KEY}: vocab_divisor"),
-            vocab_rows=None if rows is None else as_count(rows, f"{KEY}: vocab_rows"),
+            tied_layers=None if tied is None else as_mapping(tied, f"{LAYOUT_NOTES}: tied_layers"),
+            vocab_divisor=None if divisor is None else as_count(divisor, f"{LAYOUT_NOTES}: vocab_divisor"),
+            vocab_rows=None if rows is None else as_count(rows, f"{LAYOUT_NOTES}: vocab_rows"),
         )
 
     def layer_of(self, name: str) -> int | None:
@@ -53,5 +49,5 @@ class LayoutNotes:
         if name.startswith(TIED):
             layer = self.tied_layers.get(name)
             return layer if type(layer) is int and 0 <= layer < 1 << 20 else None
-        match = _LAYER.fullmatch(name)
-        return int(match[1]) if match else None
+        match = NUMBERED.fullmatch(name)
+        return int(match["layer"]) if match else None

@@ -17,6 +17,7 @@ from typing import Any
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.deepspeed_names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, FUSED_WEIGHTS, INFO
 from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of, sequence_items
 from reshard_engine.pickles.plain import node_of
 from reshard_engine.shardmap import packed_stride
@@ -24,20 +25,19 @@ from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 from reshard_engine.writers.zero.partitions import Run, clipped
 from reshard_engine.writers.zero.target import Target
 
-LAYERS = "ds_autoep_layers"
-_LEGACY_LAYERS = "autoep_layers"
-_INFO = "universal_checkpoint_info"
-_WEIGHTS = ("w1", "w2", "w3")
-
 
 def _layers(state: Node) -> list[dict[str | int, Node]]:
     entries = mapping_items(state, what="model states") if is_mapping(state) else {}
-    node = entries.get(LAYERS, entries.get(_LEGACY_LAYERS))
-    return [mapping_items(i, what=LAYERS) for i in sequence_items(node, what=LAYERS)] if node is not None else []
+    node = entries.get(FUSED_LAYERS, entries.get(FUSED_LAYERS_LEGACY))
+    return (
+        [mapping_items(i, what=FUSED_LAYERS) for i in sequence_items(node, what=FUSED_LAYERS)]
+        if node is not None
+        else []
+    )
 
 
 def _names(entry: Mapping[str | int, Node]) -> list[str]:
-    return [f"{entry.get('expert_key_prefix')}.{weight}" for weight in _WEIGHTS]
+    return [f"{entry.get('expert_key_prefix')}.{weight}" for weight in FUSED_WEIGHTS]
 
 
 def fused_experts(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
@@ -54,7 +54,7 @@ def fused_experts(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
             if there.get(name, ())[:1] != (entry.get("num_experts"),):
                 raise RequestError(
                     "request.unsatisfiable",
-                    f"{printable(name)} is {there.get(name, 'nowhere')}, and {LAYERS} says that it fuses experts",
+                    f"{printable(name)} is {there.get(name, 'nowhere')}, and {FUSED_LAYERS} says that it fuses experts",
                 )
             found[name] = there[name]
     return found
@@ -119,8 +119,8 @@ def expert_weights(model: LocalModel, state: Node) -> Iterator[tuple[int, int, l
     by_name = {p.fqn: p for p in model.parameters if p.fqn in model.fused}
     for entry in _layers(state):
         number, members = entry.get("moe_layer_id"), [by_name[name] for name in _names(entry) if name in by_name]
-        if type(number) is not int or len(members) != len(_WEIGHTS):
-            raise RequestError("request.unsatisfiable", f"{LAYERS} does not describe the experts that there are")
+        if type(number) is not int or len(members) != len(FUSED_WEIGHTS):
+            raise RequestError("request.unsatisfiable", f"{FUSED_LAYERS} does not describe the experts that there are")
         for expert in range(members[0].shape[0]):
             parts = [slice_of(p, p.shape[0], expert) for p in members]
             yield number, expert, [replace(p, fqn=f"{p.fqn}.{expert}", shape=p.shape[1:]) for p in parts]
@@ -145,9 +145,9 @@ def entries_for(
     if not fused:
         return {}
     layers = PList([_entry(entry, target, fused, rank) for entry in _layers(mapping_of(dict(run_state)))])
-    found: dict[str | int, Node] = {LAYERS: layers}
-    if is_mapping(run_state.get(_INFO)):
-        found[_INFO] = mapping_of({**mapping_items(run_state[_INFO], what=_INFO), LAYERS: layers})
+    found: dict[str | int, Node] = {FUSED_LAYERS: layers}
+    if is_mapping(run_state.get(INFO)):
+        found[INFO] = mapping_of({**mapping_items(run_state[INFO], what=INFO), FUSED_LAYERS: layers})
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from reshard_engine.deepspeed_names import INFO
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -20,10 +21,8 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     sequence_items,
 )
+from reshard_engine.rules.cut_rules import AFFINE, PADDED_VOCAB, SECTION_WIDTHS, SECTIONS
 from reshard_engine.writers.zero.target import Target
-
-INFO = "universal_checkpoint_info"
-SECTIONS, SECTION_WIDTHS, AFFINE = "parameter_with_sub_params", "sub_param_shard_widths", "affine_map"
 
 
 def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | None) -> dict[str | int, Node]:
@@ -45,8 +44,8 @@ def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | No
         found["args"] = replace(args, state=mapping_of(entries))
     if is_mapping(state.get(INFO)):
         facts = dict(mapping_items(state[INFO], what=INFO))
-        if vocab_rows is not None and "padded_vocab_size" in facts:
-            facts["padded_vocab_size"] = vocab_rows
+        if vocab_rows is not None and PADDED_VOCAB in facts:
+            facts[PADDED_VOCAB] = vocab_rows
         if target.tp_changes:
             facts.pop(AFFINE, None)  # of the source's ranks: patterns say the same for any number
         # Rules of a request say widths of one rank, whatever the ranks are.

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import RequestError, printable
+from reshard_engine.deepspeed_names import EXPERT
 from reshard_engine.pickles.nodes import Node, mapping_items
 from reshard_engine.writers.zero.autoep import slice_of
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 
-_EXPERT = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts\.)(?P<number>[0-9]{1,9})(?P<tail>\..*)")
 _GROUP_NAME = re.compile(r"ep_size_[0-9]+")
 
 
@@ -35,7 +35,7 @@ class Expert:
 
 def expert_of(name: str) -> Expert | None:
     """The expert that a parameter belongs to; None for all others."""
-    match = _EXPERT.fullmatch(name)
+    match = EXPERT.fullmatch(name)
     return Expert(match["head"], int(match["number"]), match["tail"]) if match else None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard_engine.deepspeed_names import round_robin_order
 from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_of, ordered_dict
 from reshard_engine.writers.zero.experts import held_by, is_expert_group
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
@@ -25,7 +26,6 @@ from reshard_engine.writers.zero.partitions import (
     clipped,
     concatenate,
     pieces,
-    round_robin_order,
 )
 from reshard_engine.writers.zero.scaling import scaler_entries
 from reshard_engine.writers.zero.target import Target

@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from reshard.errors import RequestError, printable
 from reshard.models import NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.deepspeed_names import TIED
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
 from reshard_engine.writers.zero.autoep import fused_experts
 from reshard_engine.writers.zero.cutting import Cutter
 from reshard_engine.writers.zero.model import LocalModel
 from reshard_engine.writers.zero.stages import boundaries
 from reshard_engine.writers.zero.target import Target
-
-TIED = "tied_modules."
 
 
 def local_models(checkpoint: Checkpoint, target: Target, cutter: Cutter) -> list[LocalModel]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.deepspeed_names import PARALLEL_DIMENSIONS
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -71,8 +72,8 @@ class ModelStatesFiles:
         entries.setdefault("lr_scheduler", None)
         entries["dp_world_size"] = layout.dp
         entries["mp_world_size"] = layout.pp * layout.tp
-        if layout.pp * layout.tp > 1 or "checkpoint_parallel_dimensions" in kept:
-            entries["checkpoint_parallel_dimensions"] = mapping_of({"pp_degree": layout.pp, "tp_degree": layout.tp})
+        if layout.pp * layout.tp > 1 or PARALLEL_DIMENSIONS in kept:
+            entries[PARALLEL_DIMENSIONS] = mapping_of({"pp_degree": layout.pp, "tp_degree": layout.tp})
         entries["ds_config"] = target.config
         entries["ds_version"] = target.version
         return mapping_of(entries)

@@ -1,6 +1,6 @@
 """How DeepSpeed lays parameters out in flat tensors and cuts these over data-parallel ranks: integers only.
 
-Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`__init__`: alignment and padding; `_round_robin_reorder`),
+Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`__init__`: alignment and padding),
 `runtime/bf16_optimizer.py`, `runtime/zero/partition_parameters.py` (`_aligned_size`), `runtime/zero/stage3.py`
 (`_create_fp16_sub_groups`); verified by loading with each engine.
 """
@@ -16,11 +16,6 @@ from reshard_engine.layout import ZEROS
 NCCL_START_ALIGNMENT = 2
 Run = tuple[int, int, int]
 """(tensor or `ZEROS`, first element, last element + 1)."""
-
-
-def round_robin_order(count: int, ranks: int) -> list[int]:
-    """The flat order of a group's parameters under `round_robin_gradients`."""
-    return [index for first in range(min(ranks, count)) for index in range(first, count, ranks)]
 
 
 def alignment_elems(itemsize_bytes: int) -> int:

@@ -15,6 +15,7 @@ from itertools import count
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, RngPolicy
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
+from reshard_engine.deepspeed_names import TIED
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of, ordered_dict
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
@@ -24,7 +25,7 @@ from reshard_engine.writers.zero.client_state import relaid
 from reshard_engine.writers.zero.cutting import Cutter
 from reshard_engine.writers.zero.experts import expert_of, experts_by_layer, require_divisible
 from reshard_engine.writers.zero.flat import FlatStates
-from reshard_engine.writers.zero.local import TIED, is_pipeline, local_models
+from reshard_engine.writers.zero.local import is_pipeline, local_models
 from reshard_engine.writers.zero.model import LocalModel
 from reshard_engine.writers.zero.model_states import ModelStatesFiles, run_state_of
 from reshard_engine.writers.zero.optimizer import Groups, trained_groups
