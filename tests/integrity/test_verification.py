@@ -27,7 +27,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.conversion import Conversion
 from reshard_engine.digests import BLOCK_BYTES, TensorDigests, TensorStream, blocks_beginning_in, tensor_digest
 from reshard_engine.execute import local_sink
-from reshard_engine.execute.local_sink import LocalSink
+from reshard_engine.execute.local_chunk import LocalChunkFile
 from reshard_engine.execute.object_sink import ObjectSink
 from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.manifest import Manifest, parse_manifest
@@ -120,24 +120,25 @@ def test_bytes_that_change_after_their_digests_were_taken(
 ) -> None:
     """A processor or a disk that lies: damaged between digest and write, found by `full`, in either sink."""
     store = MemoryStore()
-    for sink, target in ((LocalSink, str(tmp_path / "out")), (ObjectSink, "mem://bucket/out")):
-        write, count = sink.write, iter(range(10_000))
+    where = ((LocalChunkFile, "put", str(tmp_path / "out")), (ObjectSink, "write", "mem://bucket/out"))
+    for kind, name, target in where:
+        write, count = getattr(kind, name), iter(range(10_000))
 
-        def lying(self: Any, chunk: Any, data: memoryview, crc32: int, write: Any = write, count: Any = count) -> str:
+        def lying(self: Any, at: Any, data: memoryview, *rest: Any, write: Any = write, count: Any = count) -> Any:
             if next(count) % every == 0 and len(data):
                 damaged = bytearray(data)
                 damaged[len(damaged) // 2] ^= 16
                 data = memoryview(damaged)
-            return write(self, chunk, data, crc32)
+            return write(self, at, data, *rest)
 
         with serving("mem", store):
             with monkeypatch.context() as patch:
-                patch.setattr(sink, "write", lying)
+                patch.setattr(kind, name, lying)
                 with pytest.raises(ReshardError) as caught:
                     load_engine().convert(request_for(target, verify=VerifyLevel.FULL))
             # A store compares what arrives with the CRC-32 that was taken before, and does not keep it.
-            assert caught.value.code == ("integrity.mismatch" if sink is LocalSink else "storage.unavailable")
-            assert sink is ObjectSink or not (tmp_path / "out").exists()
+            assert caught.value.code == ("integrity.mismatch" if kind is LocalChunkFile else "storage.unavailable")
+            assert kind is ObjectSink or not (tmp_path / "out").exists()
             assert not any(p.endswith(("reshard.json", "_states.pt")) for p in store.snapshot())
             load_engine().convert(request_for(target, verify=VerifyLevel.FULL))
             assert load_engine().verify(target).ok

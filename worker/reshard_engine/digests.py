@@ -20,7 +20,7 @@ import xxhash
 from reshard.errors import IntegrityError
 
 BLOCK_BYTES = 256 << 10
-_DIGEST_BYTES = 8
+DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def blocks_beginning_in(begin: int, end: int) -> range:
 
 def block_digest(data: memoryview) -> bytes:
     """The digest of one block."""
-    return xxhash.xxh3_64_intdigest(data).to_bytes(_DIGEST_BYTES, "little")
+    return xxhash.xxh3_64_intdigest(data).to_bytes(DIGEST_BYTES, "little")
 
 
 def tensor_digest(blocks: bytes | bytearray) -> str:
@@ -67,12 +67,12 @@ class _Blocks:
         missing = number + 1 - len(self.there)
         if missing > 0:
             self.there += bytes(missing)
-            self.digests += bytes(missing * _DIGEST_BYTES)
-        at = number * _DIGEST_BYTES
+            self.digests += bytes(missing * DIGEST_BYTES)
+        at = number * DIGEST_BYTES
         if self.there[number]:
-            return bytes(self.digests[at : at + _DIGEST_BYTES]) == digest
+            return bytes(self.digests[at : at + DIGEST_BYTES]) == digest
         self.there[number] = 1
-        self.digests[at : at + _DIGEST_BYTES] = digest
+        self.digests[at : at + DIGEST_BYTES] = digest
         return True
 
 
@@ -93,8 +93,8 @@ class TensorDigests:
         """
         with self._lock:
             known = self._blocks.setdefault((run.tensor, run.dtype), _Blocks())
-            for at in range(0, len(run.digests), _DIGEST_BYTES):
-                number, digest = run.first + at // _DIGEST_BYTES, run.digests[at : at + _DIGEST_BYTES]
+            for at in range(0, len(run.digests), DIGEST_BYTES):
+                number, digest = run.first + at // DIGEST_BYTES, run.digests[at : at + DIGEST_BYTES]
                 if not known.put(number, digest):
                     raise IntegrityError(
                         "integrity.mismatch", f"block {number} of tensor {run.tensor} was written with two contents"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from functools import partial
 
 from reshard.errors import printable
 from reshard.models import VerifyProblem
+from reshard_engine.checksums import crc32
 from reshard_engine.digests import TensorStream
 from reshard_engine.manifest import Manifest, ManifestFile, ManifestTensor
 from reshard_engine.storage.pieces import pieces_of
@@ -134,7 +134,7 @@ class TargetCheck:
             crc = 0
             for at, view in pieces_of(partial(store.read_into, info), offset, offset + length):
                 self.should_stop()
-                crc = zlib.crc32(view, crc)
+                crc = crc32(view, crc)
                 sha256.update(view)
                 self._feed(held, at, view)
             if crc != expected:

@@ -138,6 +138,16 @@ class ShardMap:
             clipped, np.minimum(self.end[rows], end), self.file[rows], self.offset[rows] + shift, self.strides_of[rows]
         )
 
+    def rows_of(self, tensors: Column) -> tuple[Column, Column]:
+        """All rows of the map that hold these tensors, none of them a view or a mean, and whose each is.
+
+        The second column indexes `tensors`.
+        """
+        first = self._first[tensors]
+        count = self._first[tensors + 1] - first
+        owner = np.repeat(np.arange(len(tensors), dtype=np.int64), count)
+        return np.arange(len(owner), dtype=np.int64) + (first - (np.cumsum(count) - count))[owner], owner
+
     def _pieces_of_view(self, tensor: int, begin: int, end: int) -> Pieces:
         """Each run of the view cut at the pieces of the tensor that holds it."""
         runs = self.views[tensor].runs(begin, end)

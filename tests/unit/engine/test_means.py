@@ -134,8 +134,8 @@ def test_a_part_of_a_mean_is_a_mean() -> None:
     expected = (sum(copies) / 2)[:, 2:].flatten()
     got = torch.from_numpy(filler.elements(part, FLOAT32, 1, 11)).view(torch.float32)
     assert torch.equal(got, expected[1:11])
-    assert filler.checkpoint.shard_map.averages(part)
-    assert len(filler.checkpoint.shard_map.pieces(part, 0, 12).begin) == 0
+    assert filler._map.averages(part)
+    assert len(filler._map.pieces(part, 0, 12).begin) == 0
 
 
 def test_copies_that_cannot_be_averaged_are_refused() -> None:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reshard_engine.checksums import crc32
 from reshard_engine.dtypes import Dtype
 from reshard_engine.layout import Body, FileTemplate
 
@@ -86,7 +86,7 @@ class _Archive:
     def add_bytes(self, name: str, data: bytes) -> None:
         """A record whose bytes are known."""
         raw = f"{self._root}/{name}".encode()
-        header_at, crc = self.at, zlib.crc32(data)
+        header_at, crc = self.at, crc32(data)
         self._header(raw, len(data))
         self._literal(data)
         self._descriptor(len(data), crc, None)

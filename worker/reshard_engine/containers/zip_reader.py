@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import struct
 import unicodedata
-import zlib
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
+from reshard_engine.checksums import crc32
 from reshard_engine.containers.source_file import Window
 
 _EOCD = struct.Struct("<4sHHHHIIH")
@@ -111,7 +111,7 @@ def read_record(window: Window, entry: ZipEntry, *, limit_bytes: int) -> bytes:
             "bomb", window, f"record {printable(entry.name)} has {entry.size_bytes} bytes, the limit is {limit_bytes}"
         )
     data = window.read(entry.data_offset, entry.size_bytes)
-    if entry.crc32 and zlib.crc32(data) != entry.crc32:
+    if entry.crc32 and crc32(data) != entry.crc32:
         raise _bad("crc", window, f"record {printable(entry.name)} does not match its CRC-32: the file is damaged")
     return data
 

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import threading
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 
 from reshard.errors import JobError
 from reshard.models import Progress
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.digests import BlockRun
+from reshard_engine.checksums import crc32
+from reshard_engine.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.execute.cast import CastKernel, default_kernel
 from reshard_engine.execute.crc import CrcBoard
-from reshard_engine.execute.gather import Buffer, ChunkFiller
+from reshard_engine.execute.gather import ChunkFiller, Part
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
-from reshard_engine.execute.sink import Sink
+from reshard_engine.execute.sink import StreamSink, WholeSink
+from reshard_engine.execute.stretches import Buffer
+from reshard_engine.execute.windows import CACHED_BYTES, steps_of
 from reshard_engine.layout import TargetLayout
+from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import Chunk, Plan, Unit
+from reshard_engine.storage.local import kept_open
 
 _PROGRESS_PERIOD_S = 0.2
 
@@ -48,6 +54,55 @@ def stop_check(should_stop: Callable[[], bool] | None) -> Callable[[], None]:
     return check
 
 
+class _Memory(threading.local):
+    """The memory that a thread's units are made in, kept from one to the next: new pages cost as much as a copy."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, dtype=np.uint8)
+
+    def at_least(self, length_bytes: int) -> Buffer:
+        """The memory, whatever it holds."""
+        if len(self._buffer) < length_bytes:
+            self._buffer = np.empty(length_bytes, dtype=np.uint8)
+        return self._buffer[:length_bytes]
+
+
+class _RecordSums:
+    """CRC-32s of the parts of records that pass in a unit, put up for other units as they grow."""
+
+    def __init__(self, board: CrcBoard) -> None:
+        self._board = board
+        self._known: dict[tuple[int, int], tuple[int, int, int]] = {}
+
+    def take(self, file: int, part: Part, buffer: Buffer) -> None:
+        """Sum the records of a window; windows of a file come in order."""
+        end, template = part.begin + part.length_bytes, part.file.template
+        for number in template.records_in(part.begin, end):
+            offset, length = template.records[number]
+            low, high = max(offset, part.begin), min(offset + length, end)
+            first, held, crc = self._known.get((file, number), (low - offset, 0, 0))
+            crc = crc32(buffer.data[low - part.begin : high - part.begin], crc)
+            self._known[file, number] = span = (first, held + high - low, crc)
+            self._board.put(file, number, [span])
+
+    def spans(self) -> list[tuple[int, int, int, int, int]]:
+        """(file, record, offset in the record, bytes, CRC-32) of everything that has passed."""
+        return [(file, number, *span) for (file, number), span in self._known.items()]
+
+
+def _merged(runs: Iterable[BlockRun]) -> list[BlockRun]:
+    """Runs of digests with those put together that follow one another."""
+    found: list[BlockRun] = []
+    for run in runs:
+        last = found[-1] if found else None
+        follows = last is not None and last.first + len(last.digests) // DIGEST_BYTES == run.first
+        if last is not None and follows and (last.tensor, last.dtype) == (run.tensor, run.dtype):
+            found[-1] = BlockRun(last.tensor, last.dtype, last.first, last.digests + run.digests)
+            continue
+        found.append(run)
+    return found
+
+
 class Executor:
     """Runs the units of one plan into one sink."""
 
@@ -56,7 +111,7 @@ class Executor:
         checkpoint: Checkpoint,
         layout: TargetLayout,
         plan: Plan,
-        sink: Sink,
+        sink: WholeSink | StreamSink,
         *,
         done: Mapping[int, UnitRecord],
         on_progress: Callable[[Progress], None] | None,
@@ -72,6 +127,7 @@ class Executor:
         self._should_stop = should_stop or (lambda: False)
         self._board = CrcBoard()
         self._lock = threading.Lock()
+        self._memory = _Memory()
         self._reported_at = 0.0
         self._started_at = time.monotonic()
         self.records: dict[int, UnitRecord] = dict(done)
@@ -125,29 +181,30 @@ class Executor:
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
         filler = ChunkFiller(self._checkpoint, self._kernel)
-        buffers: list[tuple[Chunk, Buffer]] = []
-        spans: list[tuple[int, int, int, int, int]] = []
         passing = PassingDigests(self._checkpoint, self._kernel)
+        sums = _RecordSums(self._board)
         blocks: list[BlockRun] = []
-        for chunk in unit.chunks:
-            buffer = np.empty(chunk.length_bytes, dtype=np.uint8)
-            file = self._layout.files[chunk.file]
-            filler.fill(file, begin=chunk.offset, buffer=buffer)
-            spans += self._sum_records(chunk, buffer)
-            blocks += passing.of_chunk(file, chunk, buffer)
-            buffers.append((chunk, buffer))
         written: list[ChunkRecord] = []
-        for chunk, buffer in buffers:
-            if not self._fill_slots(chunk, buffer):
-                return  # another unit failed, and with it what this one waits for
-            view = buffer.data
-            crc = zlib.crc32(view)
-            written.append(ChunkRecord(chunk, crc, self._sink.write(chunk, view, crc)))
+        files = self._layout.files
+        with kept_open(), self._open(unit) as outlet:
+            for step in steps_of(unit, files, outlet.window_bytes):
+                memory = self._memory.at_least(step[-1].part.at + step[-1].part.length_bytes)
+                filler.fill_parts([w.part for w in step], memory)
+                for window in step:
+                    chunk, part = unit.chunks[window.chunk], window.part
+                    buffer = memory[part.at : part.at + part.length_bytes]
+                    sums.take(chunk.file, part, buffer)
+                    blocks += passing.of_chunk(part.file, Chunk(chunk.file, part.begin, part.length_bytes), buffer)
+                    if not self._fill_slots(chunk.file, part, buffer):
+                        return  # another unit failed, and with it what this one waits for
+                    receipt = outlet.take(chunk, part.begin, buffer.data)
+                    if window.last:
+                        written.append(receipt)
         record = UnitRecord(
             unit.index,
             tuple(written),
-            tuple(spans),
-            tuple(blocks),
+            tuple(sums.spans()),
+            tuple(_merged(blocks)),
             read_bytes=filler.read_bytes + passing.read_bytes,
             overflows=filler.overflows,
         )
@@ -157,28 +214,25 @@ class Executor:
             self._done_bytes += unit.length_bytes
         self.report(phase)
 
-    def _sum_records(self, chunk: Chunk, buffer: Buffer) -> list[tuple[int, int, int, int, int]]:
-        """CRC-32s of the parts of records that lie in the chunk, put up for other units."""
-        spans: list[tuple[int, int, int, int, int]] = []
-        end = chunk.offset + chunk.length_bytes
-        template = self._layout.files[chunk.file].template
-        for number in template.records_in(chunk.offset, end):
-            offset, length = template.records[number]
-            low, high = max(offset, chunk.offset), min(offset + length, end)
-            crc = zlib.crc32(buffer.data[low - chunk.offset : high - chunk.offset])
-            self._board.put(chunk.file, number, [(low - offset, high - low, crc)])
-            spans.append((chunk.file, number, low - offset, high - low, crc))
-        return spans
+    @contextmanager
+    def _open(self, unit: Unit) -> Generator[Outlet]:
+        if not isinstance(self._sink, StreamSink):
+            yield WholeChunks(self._sink, unit)
+            return
+        # Reads over a network want to be long; local ones want to stay in the cache.
+        local = all(f.store.scheme == "file" for f in self._checkpoint.files)
+        with StreamedChunks(self._sink, CACHED_BYTES if local else READ_BATCH_BYTES) as outlet:
+            yield outlet
 
-    def _fill_slots(self, chunk: Chunk, buffer: Buffer) -> bool:
-        template = self._layout.files[chunk.file].template
-        for offset, record in template.slots_in(chunk.offset, chunk.offset + chunk.length_bytes):
-            crc = self._board.wait_for(chunk.file, record, template.records[record][1])
+    def _fill_slots(self, file: int, part: Part, buffer: Buffer) -> bool:
+        template, end = part.file.template, part.begin + part.length_bytes
+        for offset, record in template.slots_in(part.begin, end):
+            crc = self._board.wait_for(file, record, template.records[record][1])
             if crc is None:
                 return False
             data = np.frombuffer(crc.to_bytes(4, "little"), dtype=np.uint8)
-            low, high = max(offset, chunk.offset), min(offset + 4, chunk.offset + chunk.length_bytes)
-            buffer[low - chunk.offset : high - chunk.offset] = data[low - offset : high - offset]
+            low, high = max(offset, part.begin), min(offset + 4, end)
+            buffer[low - part.begin : high - part.begin] = data[low - offset : high - offset]
         return True
 
     def report(self, phase: str, *, force: bool = False) -> None:

@@ -1,274 +1,238 @@
-"""Filling a chunk: literals, and bodies from source extents; CRC sums of what other units pass stay open."""
+"""Filling parts of target files: literals, and bodies from source extents. CRC slots stay open."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import Dtype
-from reshard_engine.execute.cast import CastKernel, overflowed
+from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.means import mean_of
+from reshard_engine.execute.stretches import Buffer, Column, Kind, Mover, Stretches
+from reshard_engine.execute.strided import STRIDED_ELEMS, read_strided
 from reshard_engine.layout import ZEROS, Body, TargetFile
-from reshard_engine.plan.budget import READ_BATCH_BYTES
-from reshard_engine.shardmap import Strides
 
-GAP_BYTES = 64 << 10
-"""Unwanted bytes between two extents that are still cheaper to read than to skip."""
-STRIDED_ELEMS = READ_BATCH_BYTES // 4
-"""Elements of a strided tensor that are put together at once."""
 MEAN_ELEMS = 1 << 18
 """Elements of a mean that are computed at once."""
-Buffer = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """One packed source extent and the bytes of the chunk that it fills."""
+class Part:
+    """Bytes of a target file, and where in memory they go."""
 
-    file: int
-    offset: int
+    file: TargetFile
+    begin: int
+    at: int
     length_bytes: int
-    target: Buffer
-    source_dtype: Dtype
-    target_dtype: Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Elements of a tensor as an element type, and where in memory they go."""
+
     tensor: int
-    counted: bool = True
-    """Whether what its cast loses counts: an element that two chunks share counts where it begins."""
-
-    @property
-    def types(self) -> tuple[Dtype, Dtype, int, bool]:
-        """Source and target element types, the tensor, and whether losses count."""
-        return self.source_dtype, self.target_dtype, self.tensor, self.counted
-
-    @property
-    def casts(self) -> bool:
-        """Whether the bytes change on the way."""
-        return self.source_dtype is not self.target_dtype
+    dtype: Dtype
+    begin: int
+    end: int
+    at: int
 
 
-@dataclass
 class ChunkFiller:
-    """Fills chunks of one unit from a checkpoint; counts what it read and what casts lost."""
+    """Fills parts of files from a checkpoint; counts what it read and what casts lost."""
 
-    checkpoint: Checkpoint
-    kernel: CastKernel
-    read_bytes: int = 0
-    overflows: dict[str, int] = field(default_factory=dict[str, int])
-    """Elements per parameter that were finite and became infinite."""
+    def __init__(self, checkpoint: Checkpoint, kernel: CastKernel) -> None:
+        """Nothing is read yet."""
+        self._checkpoint = checkpoint
+        self._map = checkpoint.shard_map
+        self._kernel = kernel
+        self._mover = Mover(checkpoint.files, kernel)
+
+    @property
+    def read_bytes(self) -> int:
+        """Source bytes that were read."""
+        return self._mover.read_bytes
+
+    @property
+    def overflows(self) -> dict[str, int]:
+        """Elements per parameter that were finite and became infinite."""
+        found: dict[str, int] = {}
+        for tensor, count in self._mover.overflows.items():
+            fqn = self._map.tensors[tensor].fqn
+            found[fqn] = found.get(fqn, 0) + count
+        return found
 
     def fill(self, file: TargetFile, *, begin: int, buffer: Buffer) -> None:
-        """Fill `buffer` with the bytes of the target file from `begin` on, except CRC slots (left zero).
+        """Fill `buffer` with the bytes of one target file from `begin` on; see `fill_parts`."""
+        self.fill_parts([Part(file, begin, 0, len(buffer))], buffer)
+
+    def fill_parts(self, parts: Sequence[Part], memory: Buffer) -> None:
+        """Fill memory with parts of target files, except CRC slots (left zero); their sources are read together.
 
         Raises:
             SourceError: `source.changed`, or what the storage says.
         """
-        end = begin + len(buffer)
-        for offset, data in file.template.literals_in(begin, end):
-            low, high = max(offset, begin), min(offset + len(data), end)
-            buffer[low - begin : high - begin] = np.frombuffer(data, dtype=np.uint8)[low - offset : high - offset]
-        copies: list[Copy] = []
-        cut: list[tuple[Buffer, Buffer]] = []
-        for body in file.template.bodies_in(begin, end):
-            copies += self._body(file.tensors[body.slot], body, begin=begin, buffer=buffer, cut=cut)
-        self._run(copies)
-        for part, element in cut:
-            part[:] = element
+        wanted: list[_Wanted] = []
+        for part in parts:
+            begin, end = part.begin, part.begin + part.length_bytes
+            shift = part.at - begin
+            for offset, data in part.file.template.literals_in(begin, end):
+                low, high = max(offset, begin), min(offset + len(data), end)
+                memory[low + shift : high + shift] = np.frombuffer(data, dtype=np.uint8)[low - offset : high - offset]
+            for body in part.file.template.bodies_in(begin, end):
+                window = max(body.offset, begin), min(body.offset + body.length_bytes, end)
+                inner = self._whole_elements(part.file.tensors[body.slot], body, window, memory, shift)
+                if inner is not None:
+                    wanted.append(inner)
+        self._gather(wanted, memory)
 
-    def _body(
-        self, tensor: int, body: Body, *, begin: int, buffer: Buffer, cut: list[tuple[Buffer, Buffer]]
-    ) -> list[Copy]:
-        """The extents behind the part of one body that lies in the chunk.
+    def _whole_elements(
+        self, tensor: int, body: Body, window: tuple[int, int], memory: Buffer, shift: int
+    ) -> _Wanted | None:
+        """The elements that lie wholly in the window of a file; those that it cuts are put in place here.
 
         A chunk may begin or end inside an element. Such an element is fetched whole, beside its neighbours, into
-        memory of its own; `cut` gets the part of the chunk with the part of the element that belongs there.
+        memory of its own.
         """
-        size = body.dtype.itemsize_bytes
-        low = max(body.offset, begin) - body.offset
-        high = min(body.offset + body.length_bytes, begin + len(buffer)) - body.offset
-        window = buffer[body.offset + low - begin : body.offset + high - begin]
+        low, high = window[0] - body.offset, window[1] - body.offset
+        at = window[0] + shift
         if tensor == ZEROS:
-            window[:] = 0
-            return []
+            memory[at : at + high - low] = 0
+            return None
+        size = body.dtype.itemsize_bytes
         inner = range(-(-low // size), high // size)
-        copies: list[Copy] = []
-        if inner:
-            whole = window[inner.start * size - low : inner.stop * size - low]
-            copies = self._extents(tensor, body.dtype, body.begin + inner.start, whole)
         for number in {low // size, (high - 1) // size}:
             if number in inner:
                 continue
-            start, element = number * size, np.empty(size, dtype=np.uint8)
-            copies += self._extents(tensor, body.dtype, body.begin + number, element, counted=start >= low)
+            start = number * size
+            element = self._elements(tensor, body.dtype, body.begin + number, 1, counted=start >= low)
             part = slice(max(low - start, 0), min(high - start, size))
-            cut.append((window[start + part.start - low : start + part.stop - low], element[part]))
-        return copies
+            memory[at + start + part.start - low : at + start + part.stop - low] = element[part]
+        if not inner:
+            return None
+        first = body.begin + inner.start
+        return _Wanted(tensor, body.dtype, first, first + len(inner), at + inner.start * size - low)
 
     def elements(self, tensor: int, dtype: Dtype, begin: int, end: int) -> Buffer:
         """The elements `[begin, end)` of a tensor, in row-major order, as `dtype`."""
-        whole = np.empty((end - begin) * dtype.itemsize_bytes, dtype=np.uint8)
-        self._run(self._extents(tensor, dtype, begin, whole))
-        return whole
+        return self._elements(tensor, dtype, begin, end - begin, counted=True)
 
-    def _extents(self, tensor: int, dtype: Dtype, begin: int, window: Buffer, *, counted: bool = True) -> list[Copy]:
-        """The extents of the elements from `begin` on that fill the window; strided ones are read at once."""
-        shard_map = self.checkpoint.shard_map
-        stored = shard_map.tensors[tensor]
-        size = dtype.itemsize_bytes
-        if shard_map.means and shard_map.averages(tensor):
-            self._averaged(tensor, dtype, begin, window, counted=counted)
-            return []
-        pieces = shard_map.pieces(tensor, begin, begin + len(window) // size)
-        if int((pieces.end - pieces.begin).sum()) * size != len(window):
+    def _elements(self, tensor: int, dtype: Dtype, begin: int, count: int, *, counted: bool) -> Buffer:
+        memory = np.empty(count * dtype.itemsize_bytes, dtype=np.uint8)
+        self._gather([_Wanted(tensor, dtype, begin, begin + count, 0)], memory, counted=counted)
+        return memory
+
+    def _gather(self, wanted: Sequence[_Wanted], memory: Buffer, *, counted: bool = True) -> None:
+        found: list[Stretches] = []
+        whole: list[_Wanted] = []
+        for one in wanted:
+            if one.begin == one.end:
+                continue
+            if self._map.means and self._map.averages(one.tensor):
+                self._averaged(one, memory, counted=counted)
+            elif one.tensor in self._map.views or one.end - one.begin < self._map.tensors[one.tensor].numel:
+                found += self._some(one, memory, counted=counted)
+            else:
+                whole.append(one)
+        if len(whole) == 1:
+            found += self._some(whole[0], memory, counted=counted)
+        elif whole:
+            found += self._all_of(whole, memory, counted=counted)
+        if found:
+            self._mover.move(Stretches.joined(found), memory)
+
+    def _some(self, one: _Wanted, memory: Buffer, *, counted: bool) -> list[Stretches]:
+        """The stretches of some elements of one tensor."""
+        stored = self._map.tensors[one.tensor]
+        pieces = self._map.pieces(one.tensor, one.begin, one.end)
+        if int((pieces.end - pieces.begin).sum()) != one.end - one.begin:
             raise IntegrityError(
                 "integrity.mismatch", f"{printable(stored.fqn)} has no source for some of its elements"
             )
-        copies: list[Copy] = []
-        for row in range(len(pieces.begin)):
-            low, high = int(pieces.begin[row]), int(pieces.end[row])
-            file, offset, strides = int(pieces.file[row]), int(pieces.offset[row]), int(pieces.strides[row])
-            length = (high - low) * stored.dtype.itemsize_bytes
-            target = window[(low - begin) * size : (high - begin) * size]
-            copy = Copy(file, offset, length, target, stored.dtype, dtype, tensor, counted)
-            if strides < 0:
-                copies.append(copy)
-                continue
-            layout, itemsize = shard_map.strides[strides], stored.dtype.itemsize_bytes
-            for at in range(low, high, STRIDED_ELEMS):
-                # In pieces, so that no copy of the whole chunk stands beside it.
-                stop = min(at + STRIDED_ELEMS, high)
-                data = read_strided(self.checkpoint.files[file], offset, layout, itemsize, elements=(at, stop))
-                part = Copy(file, offset, len(data), target[(at - low) * size : (stop - low) * size], *copy.types)
-                self.read_bytes += len(data)
-                self._place(part, data)
-        return copies
+        at = one.at + (pieces.begin - one.begin) * one.dtype.itemsize_bytes
+        length = (pieces.end - pieces.begin) * stored.dtype.itemsize_bytes
+        if self._map.strides:
+            for row in np.flatnonzero(pieces.strides >= 0).tolist():
+                interval = int(pieces.begin[row]), int(pieces.end[row])
+                place = int(pieces.file[row]), int(pieces.offset[row]), int(pieces.strides[row])
+                self._strided(one, interval, place, memory, counted=counted)
+            packed = pieces.strides < 0
+            at, length, file, offset = at[packed], length[packed], pieces.file[packed], pieces.offset[packed]
+        else:
+            file, offset = pieces.file, pieces.offset
+        kind = self._mover.kind(stored.dtype, one.dtype, counted=counted)
+        count = len(at)
+        return [Stretches(file, offset, length, at, _filled(count, one.tensor), _filled(count, kind))] if count else []
 
-    def _averaged(self, tensor: int, dtype: Dtype, begin: int, window: Buffer, *, counted: bool) -> None:
-        """The elements from `begin` on of a mean, or of a view of means, that fill the window; computed at once."""
-        shard_map = self.checkpoint.shard_map
-        size, end = dtype.itemsize_bytes, begin + len(window) // dtype.itemsize_bytes
-        view = shard_map.views.get(tensor)
+    def _all_of(self, wanted: Sequence[_Wanted], memory: Buffer, *, counted: bool) -> list[Stretches]:
+        """The stretches of many whole tensors, without a look at each."""
+        tensors = np.array([w.tensor for w in wanted], dtype=np.int64)
+        rows, owner = self._map.rows_of(tensors)
+        if self._map.strides and bool((self._map.strides_of[rows] >= 0).any()):
+            return [s for one in wanted for s in self._some(one, memory, counted=counted)]
+        stored = [self._map.tensors[w.tensor].dtype for w in wanted]
+        kinds = [self._mover.kind(s, w.dtype, counted=counted) for s, w in zip(stored, wanted, strict=True)]
+        size, narrow, at, kind = (
+            np.array(values, dtype=np.int64)[owner]
+            for values in (
+                [s.itemsize_bytes for s in stored],
+                [w.dtype.itemsize_bytes for w in wanted],
+                [w.at for w in wanted],
+                kinds,
+            )
+        )
+        begin, end = self._map.begin[rows], self._map.end[rows]
+        return [
+            Stretches(
+                self._map.file[rows],
+                self._map.offset[rows],
+                (end - begin) * size,
+                at + begin * narrow,
+                tensors[owner],
+                kind,
+            )
+        ]
+
+    def _strided(
+        self, one: _Wanted, interval: tuple[int, int], place: tuple[int, int, int], memory: Buffer, *, counted: bool
+    ) -> None:
+        """Elements of a piece that lies strided in its file, put in place."""
+        stored, (low, high), (file, offset, strides) = self._map.tensors[one.tensor].dtype, interval, place
+        size, layout = one.dtype.itemsize_bytes, self._map.strides[strides]
+        for at in range(low, high, STRIDED_ELEMS):
+            # In pieces, so that no copy of the whole chunk stands beside it.
+            stop = min(at + STRIDED_ELEMS, high)
+            data = read_strided(
+                self._checkpoint.files[file], offset, layout, stored.itemsize_bytes, elements=(at, stop)
+            )
+            self._mover.read_bytes += len(data)
+            target = memory[one.at + (at - one.begin) * size : one.at + (stop - one.begin) * size]
+            self._mover.place_one(one.tensor, data, target, Kind(stored, one.dtype, counted))
+
+    def _averaged(self, one: _Wanted, memory: Buffer, *, counted: bool) -> None:
+        """Elements of a mean, or of a view of means, computed at once."""
+        size, view = one.dtype.itemsize_bytes, self._map.views.get(one.tensor)
         if view is not None:
-            runs = view.runs(begin, end)
-            for at, holder, source, length in zip(runs.begin, runs.tensor, runs.source, runs.length, strict=True):
-                part = window[(int(at) - begin) * size : (int(at + length) - begin) * size]
-                self._run(self._extents(int(holder), dtype, int(source), part, counted=counted))
+            runs = view.runs(one.begin, one.end)
+            for begin, holder, source, length in zip(
+                runs.begin.tolist(), runs.tensor.tolist(), runs.source.tolist(), runs.length.tolist(), strict=True
+            ):
+                at = one.at + (begin - one.begin) * size
+                self._gather([_Wanted(holder, one.dtype, source, source + length, at)], memory, counted=counted)
             return
-        copies, stored = shard_map.means[tensor], shard_map.tensors[tensor]
-        own = shard_map.tensors[copies[0]].dtype
-        for low in range(begin, end, MEAN_ELEMS):
-            high = min(low + MEAN_ELEMS, end)
-            mean = mean_of((self.elements(c, own, low, high) for c in copies), own, self.kernel)
+        copies, stored = self._map.means[one.tensor], self._map.tensors[one.tensor]
+        own = self._map.tensors[copies[0]].dtype
+        for low in range(one.begin, one.end, MEAN_ELEMS):
+            high = min(low + MEAN_ELEMS, one.end)
+            mean = mean_of((self.elements(c, own, low, high) for c in copies), own, self._kernel)
             if stored.dtype is not own:
-                mean = self.kernel.cast(mean, own, stored.dtype)
-            part = window[(low - begin) * size : (high - begin) * size]
-            self._place(Copy(0, 0, len(mean), part, stored.dtype, dtype, tensor, counted), mean)
-
-    def _run(self, copies: list[Copy]) -> None:
-        """Read the extents in file order, near ones together, and put each where it belongs."""
-        batch: list[Copy] = []
-        for copy in _bounded(sorted(copies, key=lambda c: (c.file, c.offset))):
-            if batch and not _joins(batch, copy):
-                self._run_batch(batch)
-                batch = []
-            batch.append(copy)
-        if batch:
-            self._run_batch(batch)
-
-    def _run_batch(self, batch: list[Copy]) -> None:
-        first = batch[0]
-        file = self.checkpoint.files[first.file]
-        if len(batch) == 1 and not first.casts:
-            file.read_into(first.offset, first.target.data)
-            self.read_bytes += first.length_bytes
-            return
-        start = first.offset
-        staging = np.empty(max(c.offset + c.length_bytes for c in batch) - start, dtype=np.uint8)
-        file.read_into(start, staging.data)
-        self.read_bytes += len(staging)
-        for copy in batch:
-            self._place(copy, staging[copy.offset - start : copy.offset - start + copy.length_bytes])
-
-    def _place(self, copy: Copy, data: Buffer) -> None:
-        if not copy.casts:
-            copy.target[:] = data
-            return
-        if data.ctypes.data % copy.source_dtype.itemsize_bytes:
-            data = data.copy()  # numpy views of wider elements want aligned memory
-        result = self.kernel.cast(data, copy.source_dtype, copy.target_dtype)
-        copy.target[:] = result
-        if copy.counted and (lost := overflowed(data, result, copy.source_dtype, copy.target_dtype)):
-            fqn = self.checkpoint.shard_map.tensors[copy.tensor].fqn
-            self.overflows[fqn] = self.overflows.get(fqn, 0) + lost
+                mean = self._kernel.cast(mean, own, stored.dtype)
+            part = memory[one.at + (low - one.begin) * size : one.at + (high - one.begin) * size]
+            self._mover.place_one(one.tensor, mean, part, Kind(stored.dtype, one.dtype, counted))
 
 
-def _bounded(copies: list[Copy]) -> list[Copy]:
-    """Copies cut so that none that needs staging is larger than a read batch."""
-    result: list[Copy] = []
-    for copy in copies:
-        if not copy.casts or copy.length_bytes <= READ_BATCH_BYTES:
-            result.append(copy)
-            continue
-        wide, narrow = copy.source_dtype.itemsize_bytes, copy.target_dtype.itemsize_bytes
-        elems, step = copy.length_bytes // wide, READ_BATCH_BYTES // wide
-        for first in range(0, elems, step):
-            count = min(step, elems - first)
-            target = copy.target[first * narrow : (first + count) * narrow]
-            offset, length = copy.offset + first * wide, count * wide
-            result.append(Copy(copy.file, offset, length, target, *copy.types))
-    return result
-
-
-def _joins(batch: list[Copy], copy: Copy) -> bool:
-    start, last = batch[0].offset, batch[-1]
-    end = max(last.offset + last.length_bytes, copy.offset + copy.length_bytes)
-    near = copy.offset - (last.offset + last.length_bytes) <= GAP_BYTES
-    return copy.file == batch[0].file and near and end - start <= READ_BATCH_BYTES
-
-
-def read_strided(
-    file: SourceFile, offset: int, layout: Strides, itemsize_bytes: int, *, elements: tuple[int, int]
-) -> Buffer:
-    """The elements `[low, high)` in row-major order of a tensor that lies strided in its file, packed.
-
-    The span that they are scattered over is read once, in bounded blocks; the places of elements are
-    computed in bounded tiles for each block.
-    """
-    low, high = elements
-    result = np.empty(((high - low), itemsize_bytes), dtype=np.uint8)
-    tiles = [(at, min(at + _TILE_ELEMS, high)) for at in range(low, high, _TILE_ELEMS)]
-    spans = [_places(layout, *tile) for tile in tiles[:1] + tiles[-1:]]
-    first = 0 if len(tiles) > 2 else min(int(p.min()) for p in spans)
-    last = _last_place(layout) if len(tiles) > 2 else max(int(p.max()) for p in spans)
-    block_elems = READ_BATCH_BYTES // itemsize_bytes
-    for start in range(first, last + 1, block_elems):
-        count = min(block_elems, last + 1 - start)
-        block = np.empty(count * itemsize_bytes, dtype=np.uint8)
-        file.read_into(offset + start * itemsize_bytes, block.data)
-        values = block.reshape(-1, itemsize_bytes)
-        for begin, end in tiles:
-            places = _places(layout, begin, end) - start
-            inside = (places >= 0) & (places < count)
-            result[begin - low : end - low][inside] = values[places[inside]]
-    return result.reshape(-1)
-
-
-_TILE_ELEMS = 1 << 18
-
-
-def _places(layout: Strides, low: int, high: int) -> npt.NDArray[np.int64]:
-    """Where the elements `[low, high)` lie, in elements from the tensor's first."""
-    ids = np.arange(low, high, dtype=np.int64)
-    places = np.zeros_like(ids)
-    for length, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):
-        places += ids % length * stride
-        ids //= length
-    return places
-
-
-def _last_place(layout: Strides) -> int:
-    return sum((n - 1) * s for n, s in zip(layout.shape, layout.stride, strict=True))
+def _filled(count: int, value: int) -> Column:
+    return np.full(count, value, dtype=np.int64)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from reshard.errors import IntegrityError, RequestError, ReshardError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.local_chunk import LocalChunkFile
 from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.execute.readback import crc_of_range
 from reshard_engine.layout import Pointer
@@ -143,19 +144,12 @@ class LocalSink:
 
     # -- units ------------------------------------------------------------------------------------------
 
-    def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
-        """Write one chunk at its offset."""
+    def open_chunk(self, chunk: Chunk) -> LocalChunkFile:
+        """Begin to write a chunk at its offset."""
         path = os.path.join(self._staging, self._plan.files[chunk.file].path)
         with writing(path):
             self._make_directory(os.path.dirname(path))
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                done = 0
-                while done < len(data):
-                    done += os.pwrite(descriptor, data[done:], chunk.offset + done)
-            finally:
-                os.close(descriptor)
-        return ""
+            return LocalChunkFile(path)
 
     def _make_directory(self, path: str) -> None:
         with self._lock:

@@ -10,7 +10,8 @@ import numpy as np
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.digests import BLOCK_BYTES, BlockRun, TensorStream, block_digest, blocks_beginning_in
 from reshard_engine.execute.cast import CastKernel, default_kernel
-from reshard_engine.execute.gather import Buffer, ChunkFiller
+from reshard_engine.execute.gather import ChunkFiller
+from reshard_engine.execute.stretches import Buffer
 from reshard_engine.layout import ZEROS, Body, TargetFile
 from reshard_engine.manifest import Manifest, ManifestTensor
 from reshard_engine.plan.model import Chunk

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import zlib
 from functools import partial
 
+from reshard_engine.checksums import crc32
 from reshard_engine.storage.pieces import pieces_of
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
@@ -13,5 +13,5 @@ def crc_of_range(store: Store, info: ObjectInfo, offset: int, length: int) -> in
     """The CRC-32 of a byte range of an object, read in bounded pieces."""
     crc = 0
     for _, view in pieces_of(partial(store.read_into, info), offset, offset + length):
-        crc = zlib.crc32(view, crc)
+        crc = crc32(view, crc)
     return crc

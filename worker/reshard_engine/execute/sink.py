@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.layout import Pointer
@@ -13,7 +13,7 @@ from reshard_engine.storage.protocol import ObjectInfo
 
 
 class Sink(Protocol):
-    """One target being written. Methods are called in the order in which they stand here."""
+    """One target being written. Methods are called in the order in which they stand here, chunks after `begin`."""
 
     def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
         """Take the target; returns what an earlier attempt at the same plan finished.
@@ -21,10 +21,6 @@ class Sink(Protocol):
         Raises:
             RequestError: `request.target_exists`, `request.target_busy`.
         """
-        ...
-
-    def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
-        """Write one chunk, from any thread; returns the store's receipt, if it gives one."""
         ...
 
     def record(self, record: UnitRecord) -> None:
@@ -58,4 +54,33 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Let go of the target, committed or not; the journal stays if not."""
+        ...
+
+
+class ChunkFile(Protocol):
+    """One chunk that is being written, by one thread."""
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Write bytes at an offset in the file."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it, whole or not."""
+        ...
+
+
+class WholeSink(Sink, Protocol):
+    """A sink that takes a chunk at once: one part of an upload, or one object."""
+
+    def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
+        """Write one chunk, from any thread; returns the store's receipt, if it gives one."""
+        ...
+
+
+@runtime_checkable
+class StreamSink(Sink, Protocol):
+    """A sink that takes a chunk in windows."""
+
+    def open_chunk(self, chunk: Chunk) -> ChunkFile:
+        """Begin to write a chunk, from any thread."""
         ...

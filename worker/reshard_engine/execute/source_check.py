@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from functools import partial
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checksums import crc32
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import checksummed_spans
 from reshard_engine.storage.pieces import pieces_of
@@ -60,7 +60,7 @@ def _check_file(file: SourceFile, should_stop: Callable[[], None]) -> tuple[Sour
         crc = 0
         for at, view in pieces_of(file.read_into, begin, end):
             should_stop()
-            crc = zlib.crc32(view, crc)
+            crc = crc32(view, crc)
             for digest, start, info in zip(digests, file.starts, file.objects, strict=True):
                 low, high = max(at, start), min(at + len(view), start + info.size_bytes)
                 if low < high:

@@ -14,7 +14,6 @@ s3fs 2026.9.0 (`S3FileSystem`), botocore 1.43.
 from __future__ import annotations
 
 import base64
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ import s3fs
 from botocore.config import Config
 
 from reshard.errors import SourceError, StorageError, printable
+from reshard_engine.checksums import crc32
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo
@@ -311,7 +311,7 @@ def _info(entry: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _crc(data: bytes | memoryview, known: int | None) -> str:
-    return base64.b64encode((zlib.crc32(data) if known is None else known).to_bytes(4, "big")).decode()
+    return base64.b64encode((crc32(data) if known is None else known).to_bytes(4, "big")).decode()
 
 
 class _Body:

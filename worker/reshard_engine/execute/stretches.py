@@ -1,0 +1,228 @@
+"""Stretches: runs of source bytes and the places in memory where they go, as columns; read together, put in place.
+
+A unit of small tensors has tens of thousands of stretches, a unit of large ones a few: the first are moved by index,
+all at once, the second by copies. Nothing here works on one stretch at a time where there are many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.dtypes import Dtype
+from reshard_engine.execute.cast import CastKernel, overflowed
+from reshard_engine.plan.budget import READ_BATCH_BYTES
+
+GAP_BYTES = 64 << 10
+"""Unwanted bytes between two stretches that are still cheaper to read than to skip."""
+INDEXED_BYTES = 2 << 10
+"""Mean length below which stretches are moved by index: a copy of its own costs about as much as this many bytes."""
+Buffer = npt.NDArray[np.uint8]
+Column = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What happens to the bytes of a stretch on their way."""
+
+    source: Dtype
+    target: Dtype
+    counted: bool = True
+    """Whether what its cast loses counts: an element that two chunks share counts where it begins."""
+
+    @property
+    def casts(self) -> bool:
+        """Whether the bytes change."""
+        return self.source is not self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Packed runs of elements in source files. `length` counts bytes of the source, `at` bytes of the memory."""
+
+    file: Column
+    offset: Column
+    length: Column
+    at: Column
+    tensor: Column
+    kind: Column
+    """Index into the kinds of the `Mover`."""
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def rows(self, rows: slice | Column) -> Stretches:
+        """Some of them."""
+        return Stretches(
+            self.file[rows], self.offset[rows], self.length[rows], self.at[rows], self.tensor[rows], self.kind[rows]
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Stretches]) -> Stretches:
+        """All of several."""
+        if len(parts) == 1:
+            return parts[0]
+        return Stretches(
+            np.concatenate([p.file for p in parts]),
+            np.concatenate([p.offset for p in parts]),
+            np.concatenate([p.length for p in parts]),
+            np.concatenate([p.at for p in parts]),
+            np.concatenate([p.tensor for p in parts]),
+            np.concatenate([p.kind for p in parts]),
+        )
+
+
+@dataclass
+class Mover:
+    """Reads stretches and puts them into memory; counts what it read and what casts lost."""
+
+    files: Sequence[SourceFile]
+    kernel: CastKernel
+    read_bytes: int = 0
+    overflows: dict[int, int] = field(default_factory=dict[int, int])
+    """Elements per tensor that were finite and became infinite."""
+    _kinds: list[Kind] = field(default_factory=list[Kind])
+    _numbers: dict[Kind, int] = field(default_factory=dict[Kind, int])
+
+    def kind(self, source: Dtype, target: Dtype, *, counted: bool = True) -> int:
+        """The number of a kind."""
+        wanted = Kind(source, target, counted)
+        if wanted not in self._numbers:
+            self._numbers[wanted] = len(self._kinds)
+            self._kinds.append(wanted)
+        return self._numbers[wanted]
+
+    def move(self, stretches: Stretches, memory: Buffer) -> None:
+        """Read all stretches in file order, near ones together, and put each where it belongs."""
+        for batch in self._batches(self._bounded(stretches)):
+            self._move_batch(batch, memory)
+
+    def _bounded(self, stretches: Stretches) -> Stretches:
+        """Stretches cut so that none that is staged is larger than a read batch."""
+        long = stretches.length > READ_BATCH_BYTES
+        if not long.any():
+            return stretches
+        parts = [stretches.rows(np.flatnonzero(~long))]
+        for row in _positions(long):
+            kind = self._kinds[int(stretches.kind[row])]
+            if not kind.casts:
+                parts.append(stretches.rows(slice(row, row + 1)))
+                continue
+            starts = np.arange(0, int(stretches.length[row]), READ_BATCH_BYTES, dtype=np.int64)
+            count = len(starts)
+            parts.append(
+                Stretches(
+                    np.repeat(stretches.file[row], count),
+                    stretches.offset[row] + starts,
+                    np.minimum(int(stretches.length[row]) - starts, READ_BATCH_BYTES),
+                    stretches.at[row] + starts // kind.source.itemsize_bytes * kind.target.itemsize_bytes,
+                    np.repeat(stretches.tensor[row], count),
+                    np.repeat(stretches.kind[row], count),
+                )
+            )
+        return Stretches.joined(parts)
+
+    def _batches(self, stretches: Stretches) -> Iterator[Stretches]:
+        """Runs of near stretches of one file, in file order, none longer than a read batch unless it is one alone."""
+        if len(stretches) < 2:
+            if len(stretches):
+                yield stretches
+            return
+        ordered = stretches.rows(np.lexsort((stretches.offset, stretches.file)))
+        ends = ordered.offset + ordered.length
+        far = (ordered.file[1:] != ordered.file[:-1]) | (ordered.offset[1:] - ends[:-1] > GAP_BYTES)
+        breaks = [number + 1 for number in _positions(far)]
+        for low, high in zip([0, *breaks], [*breaks, len(ordered)], strict=True):
+            first = low
+            while first < high:
+                limit = int(ordered.offset[first]) + READ_BATCH_BYTES
+                within = int(np.searchsorted(ordered.offset[first:high], limit))
+                past = _positions(ends[first : first + within] > limit)
+                last = first + max(1, past[0] if past else within)
+                yield ordered.rows(slice(first, last))
+                first = last
+
+    def _move_batch(self, batch: Stretches, memory: Buffer) -> None:
+        file, start = self.files[int(batch.file[0])], int(batch.offset[0])
+        if len(batch) == 1 and not self._kinds[int(batch.kind[0])].casts:
+            at, length = int(batch.at[0]), int(batch.length[0])
+            file.read_into(start, memory[at : at + length].data)
+            self.read_bytes += length
+            return
+        staging = np.empty(int((batch.offset + batch.length).max()) - start, dtype=np.uint8)
+        file.read_into(start, staging.data)
+        self.read_bytes += len(staging)
+        kinds: list[int] = sorted(set(batch.kind.tolist()))
+        for number in kinds:
+            some = batch if len(kinds) == 1 else batch.rows(np.flatnonzero(batch.kind == number))
+            self._place(some, staging, start, self._kinds[number], memory)
+
+    def _place(self, some: Stretches, staging: Buffer, start: int, kind: Kind, memory: Buffer) -> None:
+        if not kind.casts:
+            copy_stretches(staging, some.offset - start, memory, some.at, some.length)
+            return
+        if len(some) == 1:
+            packed = staging[int(some.offset[0]) - start :][: int(some.length[0])]
+        else:
+            packed = np.empty(int(some.length.sum()), dtype=np.uint8)
+            copy_stretches(staging, some.offset - start, packed, _starts(some.length), some.length)
+        if packed.ctypes.data % kind.source.itemsize_bytes:
+            packed = packed.copy()  # numpy views of wider elements want aligned memory
+        result = self.kernel.cast(packed, kind.source, kind.target)
+        narrow = some.length // kind.source.itemsize_bytes * kind.target.itemsize_bytes
+        copy_stretches(result, _starts(narrow), memory, some.at, narrow)
+        if kind.counted and overflowed(packed, result, kind.source, kind.target):
+            self._count(some, packed, result, kind)
+
+    def _count(self, some: Stretches, packed: Buffer, result: Buffer, kind: Kind) -> None:
+        wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
+        for tensor, begin, length in zip(
+            some.tensor.tolist(), _starts(some.length).tolist(), some.length.tolist(), strict=True
+        ):
+            first, count = begin // wide, length // wide
+            after = result[first * narrow : (first + count) * narrow]
+            if lost := overflowed(packed[begin : begin + length], after, kind.source, kind.target):
+                self.overflows[tensor] = self.overflows.get(tensor, 0) + lost
+
+    def place_one(self, tensor: int, data: Buffer, target: Buffer, kind: Kind) -> None:
+        """Put the elements of one stretch that are in memory already."""
+        if not kind.casts:
+            target[:] = data
+            return
+        one, zero = np.array([len(data)], dtype=np.int64), np.zeros(1, dtype=np.int64)
+        stretch = Stretches(zero, zero, one, zero, np.array([tensor], dtype=np.int64), zero)
+        self._place(stretch, data, 0, kind, target)
+
+
+def _positions(marks: npt.NDArray[np.bool_]) -> list[int]:
+    return np.flatnonzero(marks).tolist()
+
+
+def _starts(lengths: Column) -> Column:
+    return np.cumsum(lengths) - lengths
+
+
+def copy_stretches(source: Buffer, begin: Column, target: Buffer, at: Column, length: Column) -> None:
+    """Copy `source[begin : begin + length]` to `target[at : at + length]`, for every row."""
+    total = int(length.sum())
+    if total >= len(length) * INDEXED_BYTES:
+        for low, to, count in zip(begin.tolist(), at.tolist(), length.tolist(), strict=True):
+            target[to : to + count] = source[low : low + count]
+        return
+    grain = 4
+    marks = int(np.bitwise_or.reduce(begin | at | length))
+    while marks % grain:
+        grain //= 2
+    wide = {4: np.uint32, 2: np.uint16, 1: np.uint8}[grain]
+    if (source.ctypes.data | target.ctypes.data) % grain:
+        grain, wide = 1, np.uint8
+    count = length // grain
+    steps = np.arange(total // grain, dtype=np.int64)
+    first = _starts(count)
+    into = np.repeat(at // grain - first, count) + steps
+    outof = np.repeat(begin // grain - first, count) + steps
+    target[: len(target) // grain * grain].view(wide)[into] = source[: len(source) // grain * grain].view(wide)[outof]
