@@ -11,6 +11,7 @@ import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import Dtype
@@ -19,6 +20,8 @@ from reshard_engine.views import View
 
 MAX_NAME_BYTES = 255
 """Of one component of a path: what file systems take."""
+IMAGE_BYTES = 16 << 10
+"""Of a file that is kept as an image of itself, too."""
 ZEROS = -1
 """Tensor number of a body that is all zeros."""
 
@@ -99,6 +102,19 @@ class FileTemplate:
         object.__setattr__(self, "_body_spans", _Spans([(b.offset, b.offset + b.length_bytes) for b in self.bodies]))
         object.__setattr__(self, "_record_spans", _Spans([(o, o + n) for o, n in self.records]))
         object.__setattr__(self, "_slot_spans", _Spans([(o, o + 4) for o, _ in self.crc_slots]))
+
+    @cached_property
+    def image(self) -> bytes | None:
+        """The whole file with zeros where bodies and CRCs go; None unless it is small.
+
+        A target of 20,000 small tensors has two million literals and a dozen images.
+        """
+        if self.size_bytes > IMAGE_BYTES:
+            return None
+        found = bytearray(self.size_bytes)
+        for offset, data in self.literals:
+            found[offset : offset + len(data)] = data
+        return bytes(found)
 
     def literals_in(self, begin: int, end: int) -> Sequence[tuple[int, bytes]]:
         """The literals that overlap the bytes `[begin, end)`."""

@@ -79,7 +79,9 @@ class ChunkFiller:
         for part in parts:
             begin, end = part.begin, part.begin + part.length_bytes
             shift = part.at - begin
-            for offset, data in part.file.template.literals_in(begin, end):
+            image = part.file.template.image
+            literals = [(0, image)] if image is not None else part.file.template.literals_in(begin, end)
+            for offset, data in literals:
                 low, high = max(offset, begin), min(offset + len(data), end)
                 memory[low + shift : high + shift] = np.frombuffer(data, dtype=np.uint8)[low - offset : high - offset]
             for body in part.file.template.bodies_in(begin, end):

@@ -97,23 +97,26 @@ def _units(files: Sequence[TargetFile], chunk_bytes: int) -> list[Unit]:
     """Large files one chunk a unit; small ones gathered until a chunk is full. Commit files come last."""
     units: list[Unit] = []
     gathered: list[Chunk] = []
+    room = chunk_bytes
 
     def flush(*, commit: bool) -> None:
+        nonlocal room
         if gathered:
             units.append(Unit(len(units), tuple(gathered), commit))
             gathered.clear()
+        room = chunk_bytes
 
     order = sorted(range(len(files)), key=lambda i: files[i].commit and files[i].size_bytes <= chunk_bytes)
     was_commit = False
     for index in order:
         file = files[index]
         commit = file.commit and file.size_bytes <= chunk_bytes
-        room = chunk_bytes - sum(c.length_bytes for c in gathered)
         if commit != was_commit or file.size_bytes > room or len(gathered) >= MAX_FILES_PER_UNIT:
             flush(commit=was_commit)
         was_commit = commit
         if file.size_bytes <= chunk_bytes:
             gathered.append(Chunk(index, 0, file.size_bytes))
+            room -= file.size_bytes
             continue
         for offset in range(0, file.size_bytes, chunk_bytes):
             gathered.append(Chunk(index, offset, min(chunk_bytes, file.size_bytes - offset)))
