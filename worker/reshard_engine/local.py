@@ -1,6 +1,7 @@
 """The engine as the slim package sees it: inspect, plan, convert, verify, discard.
 
-`engine` is what the entry point `reshard.engine` loads.
+`engine` is what the entry point `reshard.engine` loads. Each method imports what it needs: looking at a checkpoint
+needs neither the executor nor the journal nor the comparison, and `reshard inspect` is to answer at once.
 """
 
 from __future__ import annotations
@@ -21,15 +22,10 @@ from reshard.models import (
     VerifyReport,
 )
 from reshard.pictures import LayoutPicture
-from reshard_engine.conversion import Conversion, sink_for
-from reshard_engine.diff.comparison import diff_checkpoints
 from reshard_engine.inspection import describe
-from reshard_engine.layout_map import picture_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.registry import read_checkpoint
-from reshard_engine.rules.request import requested_rules
 from reshard_engine.storage.locations import open_location
-from reshard_engine.verification import verify_target
 
 
 class LocalEngine:
@@ -42,11 +38,15 @@ class LocalEngine:
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
         """Which file holds what; of one tensor, `NAME` or `NAME/STATE`, which part."""
+        from reshard_engine.layout_map import picture_of
+
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return picture_of(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), tensor)
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """What `convert` would do."""
+        from reshard_engine.conversion import Conversion
+
         conversion = Conversion.prepare(request)
         plan, checkpoint = conversion.plan, conversion.checkpoint
         return PlanSummary(
@@ -73,12 +73,16 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
         """Run the conversion to its commit, resuming what an interrupted run left."""
+        from reshard_engine.conversion import Conversion
+
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
         return Conversion.prepare(request).run(on_progress=on_progress, should_stop=should_stop)
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
         """Re-read a target against its manifest; with `sample` only a random fraction of its bytes."""
+        from reshard_engine.verification import verify_target
+
         return verify_target(open_location(target, profile), sample=sample)
 
     def diff(
@@ -91,6 +95,9 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
         """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
+        from reshard_engine.diff.comparison import diff_checkpoints
+        from reshard_engine.rules.request import requested_rules
+
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
         rules = requested_rules(options)
@@ -102,6 +109,8 @@ class LocalEngine:
 
     def discard(self, request: ConvertRequest) -> None:
         """Remove what an unfinished conversion into this target left."""
+        from reshard_engine.conversion import sink_for
+
         sink = sink_for(open_location(request.target, request.target_profile))
         if sink is None:
             raise RequestError("request.unknown_scheme", f"nothing can be written to {printable(request.target)}")

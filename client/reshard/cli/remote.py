@@ -8,15 +8,17 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from reshard.cli.flags import ConversionFlags, takes_conversion
 from reshard.cli.watching import follow
-from reshard.client import Client
 from reshard.errors import RequestError, printable
 from reshard.models import Job, JobEvent, JobState
+
+if TYPE_CHECKING:
+    from reshard.client import Client
 
 ENTRY_POINT_GROUP = "reshard.commands"
 
@@ -36,6 +38,13 @@ def register(app: typer.Typer) -> None:
     app.command()(worker)
 
 
+def _client() -> Client:
+    # Imported by the commands that need it: it brings httpx, a third of the time in which `--help` answers.
+    from reshard.client import Client
+
+    return Client()
+
+
 @takes_conversion
 def submit(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
@@ -52,7 +61,7 @@ def submit(
 ) -> None:
     """Submit a conversion to a service; prints the job's id, with --wait the target."""
     request = flags.request(_absolute(source), _absolute(target))
-    with Client() as client:
+    with _client() as client:
         job = client.submit_request(
             request, labels=parse_labels(label or []), max_attempts=max_attempts, idempotency_key=idempotency_key
         )
@@ -77,7 +86,7 @@ def list_jobs(
     """List jobs, newest first."""
     found: list[Job] = []
     token = ""
-    with Client() as client:
+    with _client() as client:
         while len(found) < limit:
             size = min(200, limit - len(found))
             labels = parse_labels(label or [])
@@ -96,7 +105,7 @@ def list_jobs(
 @jobs.command()
 def show(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     """Show one job."""
-    with Client() as client:
+    with _client() as client:
         job = client.get(job_id)
     if as_json:
         _say(job.model_dump_json())
@@ -110,7 +119,7 @@ def watch(
     job_id: JobId, *, wait_timeout: WaitTimeout = None, as_json: JsonFlag = False, quiet: QuietFlag = False
 ) -> None:
     """Follow a job to its end, which is the exit code. Ctrl-C leaves the job running."""
-    with Client() as client:
+    with _client() as client:
         job = _follow(client, job_id, timeout_s=wait_timeout, quiet=quiet, as_json=as_json)
     if not as_json:
         _say(job.request.target)
@@ -119,7 +128,7 @@ def watch(
 @jobs.command()
 def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     """Cancel a job: what it wrote is removed. Cancelling twice is harmless."""
-    with Client() as client:
+    with _client() as client:
         job = client.cancel(job_id)
     _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
 

@@ -6,14 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from typing import TYPE_CHECKING
 
 from reshard.cli.sizes import format_size
-from reshard.client import Client
 from reshard.errors import ExitCode, JobError, from_problem
 from reshard.models import Job, JobEvent, JobState
+
+if TYPE_CHECKING:
+    from reshard.client import Client
 
 _LINE_EVERY_S = 10.0
 
@@ -65,10 +65,15 @@ def succeeded(job: Job) -> Job:
 
 @contextmanager
 def _screen(*, quiet: bool) -> Generator[Callable[[JobEvent], None]]:
-    console = Console(stderr=True)
     if quiet:
         yield _show_nothing
-    elif console.is_terminal:
+        return
+    # Imported by those who watch: other commands draw nothing and start sooner.
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"))
         with Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console) as bar:
             task = bar.add_task("QUEUED", total=None, size="")

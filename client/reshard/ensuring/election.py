@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 STALE_S = 60.0
 """Longer than file systems of several hosts cache what they know of a file (NFS: 60 s at most)."""
@@ -44,6 +44,8 @@ def _gone(pid: int) -> bool:
 
 class _Facts(BaseModel):
     """What a claim says."""
+
+    model_config = ConfigDict(defer_build=True)
 
     where: str
     pid: int

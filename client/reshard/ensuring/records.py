@@ -17,7 +17,7 @@ from reshard.errors import ReshardError, from_problem
 class Record(BaseModel):
     """What one call found, makes or made."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     schema_version: Literal[1] = 1
     finished: bool
@@ -28,7 +28,7 @@ class Record(BaseModel):
 class _Failure(BaseModel):
     """Why the owner of a claim gave up."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     nonce: str
     problem: dict[str, Any]

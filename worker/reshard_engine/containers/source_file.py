@@ -81,7 +81,8 @@ class Window:
 
     def read(self, offset: int, length: int) -> bytes:
         """Bytes `[offset, offset + length)`, fetching at least a window of them."""
-        for at, block in self._blocks.items():
+        # The latest block first: headers are read in file order, and a large directory leaves many blocks behind.
+        for at, block in reversed(self._blocks.items()):
             if at <= offset and offset + length <= at + len(block):
                 return block[offset - at : offset - at + length]
         at = min(self._tail_at, offset)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers import legacy_stream
+from reshard_engine.containers.shared_pickles import SharedPickles
 from reshard_engine.containers.source_file import SourceFile, Window
 from reshard_engine.containers.zip_reader import ZipDirectory, ZipEntry, read_record, read_zip_directory
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.limits import PickleLimits, configured_limits
 from reshard_engine.pickles.nodes import Node, PStorage, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.vm import parse_pickle
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _SMALL_RECORD_BYTES = 16
@@ -70,13 +70,20 @@ class TorchFile:
         return self.file.read(self.tensor_offset(tensor), BY_NAME[tensor.dtype].itemsize_bytes)
 
 
-def open_torch_file(file: SourceFile, ledger: OpaqueLedger, *, limits: PickleLimits | None = None) -> TorchFile:
+def open_torch_file(
+    file: SourceFile,
+    ledger: OpaqueLedger,
+    *,
+    limits: PickleLimits | None = None,
+    pickles: SharedPickles | None = None,
+) -> TorchFile:
     """Parse a torch file's metadata. The magic decides the kind, never the name.
 
     Args:
         file: The file.
         ledger: Policy for names that are not on the allow-list; collects them.
         limits: Bounds of its pickles; by default those of the environment.
+        pickles: The pickles that the read of this checkpoint has met, with the same ledger.
 
     Raises:
         SourceError: `source.unknown_kind` if torch did not write it; `zip.*`, `pickle.*`, `tensor.*`.
@@ -86,7 +93,7 @@ def open_torch_file(file: SourceFile, ledger: OpaqueLedger, *, limits: PickleLim
     window, limits = Window(file), limits or configured_limits()
     head = window.read(0, min(4, file.size_bytes))
     if head == _ZIP_MAGIC:
-        return _open_zip(window, ledger, limits)
+        return _open_zip(window, pickles or SharedPickles(ledger), limits)
     if head[:1] == b"\x80":
         root, storages = legacy_stream.read_legacy_stream(window, ledger, limits)
         return TorchFile(file, root, {k: RecordExtent(o, n, None) for k, (o, n) in storages.items()}, "legacy")
@@ -97,7 +104,7 @@ def open_torch_file(file: SourceFile, ledger: OpaqueLedger, *, limits: PickleLim
     )
 
 
-def _open_zip(window: Window, ledger: OpaqueLedger, limits: PickleLimits) -> TorchFile:
+def _open_zip(window: Window, pickles: SharedPickles, limits: PickleLimits) -> TorchFile:
     directory = read_zip_directory(window)
     entries = directory.entries
     name = printable(window.file.name)
@@ -112,7 +119,7 @@ def _open_zip(window: Window, ledger: OpaqueLedger, limits: PickleLimits) -> Tor
     if not _small_record(window, entries, "version", b"3").strip().isdigit():
         raise SourceError("zip.bad_record", f"{name}: the record `version` is no number")
     data = read_record(window, entries["data.pkl"], limit_bytes=limits.stream_bytes)
-    root, _ = parse_pickle(data, ledger, limits=limits)
+    root = pickles.parse(data, limits)
     storages = {n.removeprefix("data/"): _extent(e) for n, e in entries.items() if n.startswith("data/")}
     return TorchFile(replace(window.file, directory_sha256=_directory_sha256(directory)), root, storages, "zip")
 

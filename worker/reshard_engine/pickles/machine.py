@@ -10,7 +10,9 @@ from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PS
 from reshard_engine.pickles.policy import OpaqueLedger
 
 MARK = object()
-CONTAINERS = (PList, PTuple, PDict, PSet, PObject)
+COST_BYTES = 64
+"""What any value counts, beside its content."""
+CONTAINERS = frozenset((PList, PTuple, PDict, PSet, PObject))
 
 
 def bad(code: str, message: str) -> SourceError:
@@ -21,19 +23,28 @@ def bad(code: str, message: str) -> SourceError:
 class PickleMachine:
     """The state of one run over one stream: reading position, stack, memo, and what it has cost so far."""
 
+    __slots__ = (
+        "_extra_work", "at", "boundary", "cost_bytes", "cost_limit", "data", "end", "in_frame", "ledger", "limits",
+        "marks", "memo", "stack", "storages", "unlisted",
+    )  # fmt: skip
+
     def __init__(self, data: bytes | memoryview, ledger: OpaqueLedger, limits: PickleLimits) -> None:
         if len(data) > limits.stream_bytes:
             raise bad("too_large", f"the pickle has {len(data)} bytes, the limit is {limits.stream_bytes}")
         self.data = bytes(data)
         self.end = len(data)
         self.at = 0
+        self.boundary = self.end
+        """Where no opcode may begin without a look: the end of the frame, else that of the stream."""
+        self.in_frame = False
         self.ledger = ledger
         self.limits = limits
         self.stack: list[Any] = []
-        self.marks = 0
+        self.marks: list[int] = []
+        """Where in the stack the marks are: nothing takes values from below a mark that stays."""
         self.memo: dict[int, Any] = {}
         self.cost_bytes = 0
-        self.frame_end: int | None = None
+        self.cost_limit = limits.node_bytes
         self.unlisted: dict[str, Global] = {}
         self.storages: dict[str, tuple[str, int]] = {}
         self._extra_work = 0
@@ -53,7 +64,9 @@ class PickleMachine:
         if count > self.limits.text_bytes:
             raise bad("too_large", f"a text of {count} bytes, the limit is {self.limits.text_bytes}")
         self.charge(count)
-        return self.take(count)
+        at = self.at
+        self.at = at + count
+        return self.data[at : at + count]
 
     def line(self) -> bytes:
         """The bytes up to the next newline."""
@@ -66,9 +79,12 @@ class PickleMachine:
 
     def charge(self, count: int) -> None:
         """Count the memory that a value takes."""
-        self.cost_bytes += 64 + count
-        if self.cost_bytes > self.limits.node_bytes:
-            raise bad("too_much_memory", f"the values take more than {self.limits.node_bytes} bytes")
+        self.cost_bytes += COST_BYTES + count
+        if self.cost_bytes > self.cost_limit:
+            raise self._overspent()
+
+    def _overspent(self) -> SourceError:
+        return bad("too_much_memory", f"the values take more than {self.cost_limit} bytes")
 
     def work(self, count: int) -> None:
         """Count steps that an opcode takes beside itself, such as a look at every argument."""
@@ -93,25 +109,25 @@ class PickleMachine:
 
     def since_mark(self) -> list[Node]:
         """The values above the last mark, removed with it."""
-        stack = self.stack
-        for at in range(len(stack) - 1, -1, -1):
-            if stack[at] is MARK:
-                items = stack[at + 1 :]
-                del stack[at:]
-                self.marks -= 1
-                return items
-        raise bad("malformed", f"no mark on the stack at byte {self.at}")
+        if not self.marks:
+            raise bad("malformed", f"no mark on the stack at byte {self.at}")
+        mark = self.marks.pop()
+        items = self.stack[mark + 1 :]
+        del self.stack[mark:]
+        return items
 
     def push(self, value: Node, cost: int = 0) -> None:
         """Put a value on the stack."""
-        self.charge(cost)
+        self.cost_bytes += COST_BYTES + cost
+        if self.cost_bytes > self.cost_limit:
+            raise self._overspent()
         self.stack.append(value)
 
     def depth(self, children: list[Node] | tuple[Node, ...]) -> int:
         """How deep a container of these children nests."""
         depth = 1
         for child in children:
-            if isinstance(child, CONTAINERS) and child.depth >= depth:
+            if type(child) in CONTAINERS and child.depth >= depth:
                 depth = child.depth + 1
         if depth > self.limits.value_depth:
             raise bad("too_deep", f"values nested deeper than {self.limits.value_depth}")

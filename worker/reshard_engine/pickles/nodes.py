@@ -64,11 +64,11 @@ class Global:
 
     module: str
     name: str
+    dotted: str = field(init=False, repr=False, compare=False)
+    """`module.name`. Kept, because every call of the name asks for it."""
 
-    @property
-    def dotted(self) -> str:
-        """`module.name`."""
-        return f"{self.module}.{self.name}"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dotted", f"{self.module}.{self.name}")
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from reshard.errors import SourceError, printable
 from reshard_engine.pickles import calls, rebuild
-from reshard_engine.pickles.machine import PickleMachine, bad
+from reshard_engine.pickles.machine import MARK, PickleMachine, bad
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PTensor, PTuple
 from reshard_engine.pickles.policy import is_listed
 
@@ -16,14 +16,18 @@ from reshard_engine.pickles.policy import is_listed
 
 def op_tuple_of(m: PickleMachine, count: int) -> None:
     """TUPLE1 to TUPLE3."""
-    items = tuple(reversed([m.pop() for _ in range(count)]))
+    items = tuple(m.stack[-count:])
+    if len(items) != count or MARK in items:
+        for _ in range(count):
+            m.pop()  # One of these raises.
+    del m.stack[-count:]
     m.push(PTuple(items, m.depth(items)), 8 * count)
 
 
 def op_tuple(m: PickleMachine) -> None:
     """TUPLE."""
-    items = m.since_mark()
-    m.push(PTuple(tuple(items), m.depth(items)), 8 * len(items))
+    items = tuple(m.since_mark())
+    m.push(PTuple(items, m.depth(items)), 8 * len(items))
 
 
 def op_list(m: PickleMachine) -> None:

@@ -11,6 +11,7 @@ from reshard.errors import printable
 from reshard_engine.pickles.machine import MARK, PickleMachine, bad
 from reshard_engine.pickles.nodes import Node
 
+_U32 = struct.Struct("<I")
 _I32 = struct.Struct("<i")
 _U64 = struct.Struct("<Q")
 
@@ -38,15 +39,24 @@ def op_proto(m: PickleMachine, count: int) -> None:
 def op_frame(m: PickleMachine) -> None:
     """FRAME: inside the stream, not nested."""
     length = _U64.unpack(m.take(8))[0]
-    if m.frame_end is not None or length > m.end - m.at:
+    if m.in_frame or length > m.end - m.at:
         raise bad("bad_frame", f"a frame of {length} bytes at byte {m.at}, {m.end - m.at} left")
-    m.frame_end = m.at + length
+    m.in_frame, m.boundary = True, m.at + length
+
+
+def leave_frame(m: PickleMachine, count: int) -> None:
+    """At or behind the boundary: the stream ends here, or a frame does, as it must between two opcodes."""
+    if m.at >= m.end:
+        raise bad("truncated", f"the pickle ends after {count} opcodes without STOP")
+    if m.at > m.boundary:
+        raise bad("bad_frame", f"an opcode crosses the end of its frame at byte {m.boundary}")
+    m.in_frame, m.boundary = False, m.end
 
 
 def op_mark(m: PickleMachine) -> None:
     """MARK."""
-    m.marks += 1
-    if m.marks > m.limits.mark_depth:
+    m.marks.append(len(m.stack))
+    if len(m.marks) > m.limits.mark_depth:
         raise bad("too_deep", f"more than {m.limits.mark_depth} open marks")
     m.stack.append(MARK)
 
@@ -56,7 +66,7 @@ def op_pop_op(m: PickleMachine) -> None:
     if not m.stack:
         raise bad("malformed", "POP on an empty stack")
     if m.stack.pop() is MARK:
-        m.marks -= 1
+        m.marks.pop()
 
 
 def op_pop_mark(m: PickleMachine) -> None:
@@ -148,6 +158,11 @@ def op_utf8(m: PickleMachine, raw: bytes) -> None:
         m.stack.append(raw.decode("utf-8", "surrogatepass"))
     except UnicodeDecodeError:
         raise bad("malformed", f"a text at byte {m.at} is not UTF-8") from None
+
+
+def op_binunicode(m: PickleMachine) -> None:
+    """BINUNICODE."""
+    op_utf8(m, m.text(_U32.unpack(m.take(4))[0]))
 
 
 def op_unicode_text(m: PickleMachine) -> None:

@@ -6,6 +6,7 @@ Source: torch 2.13.0 `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild_paramete
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from reshard.errors import SourceError, printable
@@ -15,7 +16,9 @@ from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
 
 MAX_ELEMS = 1 << 62
-_KEY_CHARS = frozenset("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_.-")
+_KEY = re.compile(r"(?!.*\.\.)[0-9A-Za-z_.-]{1,64}")
+_STORAGES = {name: dtype.name for name, dtype in BY_STORAGE_CLASS.items()} | {"UntypedStorage": "uint8"}
+"""Element types of storages by the class that a persistent id names."""
 
 
 def _confused(message: str) -> SourceError:
@@ -37,7 +40,10 @@ def _counts(node: Node, what: str, limits: PickleLimits) -> tuple[int, ...]:
         raise _confused(f"{what} is no tuple")
     if len(node.items) > limits.dims:
         raise SourceError("tensor.bad_extent", f"{what} has {len(node.items)} dimensions, the limit is {limits.dims}")
-    return tuple(_count(item, what) for item in node.items)
+    for item in node.items:
+        if type(item) is not int or not 0 <= item < MAX_ELEMS:
+            _count(item, what)
+    return tuple(node.items)
 
 
 def storage_of(pid: Node) -> PStorage:
@@ -50,22 +56,19 @@ def storage_of(pid: Node) -> PStorage:
     if len(items) not in (5, 6) or items[0] != "storage" or not isinstance(items[1], Global):
         raise SourceError("pickle.bad_persistent_id", "a persistent id that is not torch's storage tuple")
     _, kind, key, location, numel, *view = items
-    known = kind.module in ("torch", "torch.storage") and (
-        kind.name in BY_STORAGE_CLASS or kind.name == "UntypedStorage"
-    )
-    if kind.module in ("torch", "torch.storage") and kind.name.endswith("Storage") and not known:
+    ours = kind.module in ("torch", "torch.storage")
+    dtype = _STORAGES.get(kind.name) if ours else None
+    if ours and dtype is None and kind.name.endswith("Storage"):
         raise SourceError("tensor.unsupported", f"storages of type {printable(kind.dotted)} are not supported")
-    good_key = type(key) is str and 0 < len(key) <= 64 and _KEY_CHARS.issuperset(key) and ".." not in key
+    good_key = type(key) is str and _KEY.fullmatch(key) is not None
     good_location = type(location) is str and len(location) <= 64
     good_numel = type(numel) is int and 0 <= numel < MAX_ELEMS
-    if not (known and good_key and good_location and good_numel):
+    if dtype is None or not (good_key and good_location and good_numel):
         raise SourceError(
             "pickle.bad_persistent_id",
             f"storage of {printable(kind.dotted)} with key {printable(key)}, location {printable(location)}, "
             f"{printable(str(numel), max_chars=40)} elements",
         )
-    untyped = kind.name == "UntypedStorage"
-    dtype = "uint8" if untyped else BY_STORAGE_CLASS[kind.name].name
     offset, length = 0, numel
     if view and view[0] is not None:
         # Legacy streams only: (view key, first element, elements); torch 2.13 `_legacy_load.persistent_load`.
@@ -75,7 +78,7 @@ def storage_of(pid: Node) -> PStorage:
         offset, length = parts[1], parts[2]
         if offset < 0 or length < 0 or offset + length > numel:
             raise SourceError("tensor.bad_extent", f"a view of {length} elements at {offset} in a storage of {numel}")
-    return PStorage(dtype, key, location, length, untyped, offset, numel)
+    return PStorage(dtype, key, location, length, kind.name == "UntypedStorage", offset, numel)
 
 
 def _tensor(storage: Node, rest: tuple[Node, ...], dtype: str | None, limits: PickleLimits) -> PTensor:

@@ -8,6 +8,7 @@ from typing import Any
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
+    PBytearray,
     PDict,
     PList,
     PLiteral,
@@ -55,6 +56,9 @@ class _Rewriter:
                 result = PTuple(tuple(map(self.copy, node.items)), node.depth)
             case PSet():
                 result = PSet(list(map(self.copy, node.items)), node.frozen, node.depth)
+            case PBytearray():
+                # Files share nodes if their pickles are equal: in what is written, each value is its own.
+                result = PBytearray(node.data)
             case Global():
                 result = node if is_listed(node) else self._foreign(node)
             case _:

@@ -14,6 +14,7 @@ from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.reader import DeepSpeedReader
 from reshard_engine.readers.protocol import Reader
@@ -141,4 +142,5 @@ def read_checkpoint(
         SourceError: As `find_checkpoint`, and everything that the reader finds.
     """
     found = find_checkpoint(location, tag)
-    return found.reader.read(found.location, found.listing, tag=found.tag, ledger=ledger, rules=rules)
+    with collector_paused():
+        return found.reader.read(found.location, found.listing, tag=found.tag, ledger=ledger, rules=rules)

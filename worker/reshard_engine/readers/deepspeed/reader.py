@@ -15,6 +15,7 @@ from reshard_engine.readers.deepspeed.files import RankFiles, looks_like_deepspe
 from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD, RankStates, parse_rank_states
 from reshard_engine.readers.deepspeed.parallel import degrees
+from reshard_engine.readers.deepspeed.rank_opener import RankOpener, States
 from reshard_engine.readers.deepspeed.run_config import zero_options
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
 from reshard_engine.readers.opening import parse_all
@@ -22,7 +23,6 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
 _K = TypeVar("_K")
-_T = TypeVar("_T")
 
 
 class DeepSpeedReader:
@@ -52,15 +52,16 @@ class DeepSpeedReader:
         refuse_unsupported(files)
         if not files.optim:
             return self._read_stage0(location, files, tag=tag, ledger=ledger, rules=rules)
-        states, models = _read_ranks(files, ledger)
+        opener = RankOpener(ledger)
+        states, models = _read_ranks(files, opener)
         pp, tp = degrees(models[0][0], files.model_parallel, 1 + max((t for _, t in files.layers), default=-1))
         run = ParsedRun(
             states,
             models,
             pp,
             tp,
-            _open_table(files.layers, ledger),
-            _open_table(files.experts, ledger),
+            _open_table(files.layers, opener),
+            _open_table(files.experts, opener),
         )
         return assemble(run, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
@@ -99,22 +100,22 @@ class DeepSpeedReader:
         return assemble_stage0(model, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
 
-def _read_ranks(files: RankFiles, ledger: OpaqueLedger) -> tuple[list[list[RankStates]], list[list[ModelStates]]]:
+def _read_ranks(files: RankFiles, opener: RankOpener) -> tuple[list[list[RankStates]], list[list[ModelStates]]]:
     """Optimizer states and model states of all ranks, by model-parallel rank."""
     states: list[list[RankStates]] = []
     models: list[list[ModelStates]] = []
     for mp in range(files.model_parallel):
         optim = {dp: f for (dp, m), f in files.optim.items() if m == mp}
         ranks = _complete_ranks(optim, "optim_states", files, mp, count=len(states[0]) if states else None)
-        states.append(_open_all(optim, ranks, ledger, parse_rank_states))
+        states.append(_open_all(optim, ranks, opener, parse_rank_states))
         _check_world(states[-1])
         if (states[-1][0].stage, len(states[-1])) != (states[0][0].stage, len(states[0])):
             raise SourceError("checkpoint.mixed", f"model-parallel rank {mp} is of another run than rank 0")
-        models.append(_read_models(files, mp, len(states[-1]), ledger, sharded=states[-1][0].stage == 3))
+        models.append(_read_models(files, mp, len(states[-1]), opener, sharded=states[-1][0].stage == 3))
     return states, models
 
 
-def _read_models(files: RankFiles, mp: int, world: int, ledger: OpaqueLedger, *, sharded: bool) -> list[ModelStates]:
+def _read_models(files: RankFiles, mp: int, world: int, opener: RankOpener, *, sharded: bool) -> list[ModelStates]:
     """Model states of one model-parallel rank: of data-parallel rank 0, and of all where each holds shares."""
     table = {dp: f for (dp, m), f in files.models_by_rank.items() if m == mp}
     if not sharded:
@@ -127,18 +128,18 @@ def _read_models(files: RankFiles, mp: int, world: int, ledger: OpaqueLedger, *,
             f"{name} is missing: it names the parameters",
             fix=f"copy {name} of the same tag",
         )
-    first = parse_model_states(open_torch_file(table[0], ledger))
+    first = opener.states(table[0], parse_model_states)
     refuse_by_config(first)
     if not sharded:
         return [first]
     wanted = _complete_ranks(table, "model_states", files, mp, count=world)
     # Shares of frozen parameters and random states are each rank's own; everything else is the same on all.
     differ = bool(first.frozen_shapes) or any(first.entries.get(k) is not None for k in RNG_KEYS)
-    return [first, *_open_all(table, wanted[1:], ledger, parse_model_states)] if differ else [first]
+    return [first, *_open_all(table, wanted[1:], opener, parse_model_states)] if differ else [first]
 
 
-def _open_table(files: Mapping[_K, SourceFile], ledger: OpaqueLedger) -> dict[_K, TorchFile]:
-    return dict(zip(files, parse_all(list(files.values()), lambda f: open_torch_file(f, ledger)), strict=True))
+def _open_table(files: Mapping[_K, SourceFile], opener: RankOpener) -> dict[_K, TorchFile]:
+    return dict(zip(files, parse_all(list(files.values()), opener.open), strict=True))
 
 
 def refuse_unsupported(files: RankFiles) -> None:
@@ -195,9 +196,9 @@ def missing_rank(missing: Sequence[int], world: int, name: str) -> SourceError:
 
 
 def _open_all(
-    table: Mapping[int, SourceFile], ranks: Sequence[int], ledger: OpaqueLedger, parse: Callable[[TorchFile], _T]
-) -> list[_T]:
-    return list(parse_all(ranks, lambda rank: parse(open_torch_file(table[rank], ledger))))
+    table: Mapping[int, SourceFile], ranks: Sequence[int], opener: RankOpener, parse: Callable[[TorchFile], States]
+) -> list[States]:
+    return list(parse_all(ranks, lambda rank: opener.states(table[rank], parse)))
 
 
 def _check_world(states: Sequence[RankStates]) -> None:

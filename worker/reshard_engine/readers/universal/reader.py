@@ -18,6 +18,7 @@ from reshard_engine.readers.deepspeed.files import RankFiles, sort_files
 from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD
 from reshard_engine.readers.deepspeed.parallel import degrees
+from reshard_engine.readers.deepspeed.rank_opener import RankOpener
 from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config, refuse_unsupported
 from reshard_engine.readers.opening import parse_all
 from reshard_engine.readers.universal.assembly import Assembly
@@ -64,10 +65,11 @@ class UniversalReader:
                 f"{FOLDER}/{OPTIMIZER_FILE} is missing: it is written when all atoms are there",
                 fix="convert or copy the checkpoint again",
             )
-        models = _models(files, ledger)
+        opener = RankOpener(ledger)
+        models = _models(files, opener)
         pp, tp = degrees(models[0], files.model_parallel, 0)
         stages = [_first_of(files, mp) for mp in range(tp, pp * tp, tp)]
-        parsed = list(parse_all(stages, lambda f: parse_model_states(open_torch_file(f, ledger))))
+        parsed = list(parse_all(stages, lambda f: opener.states(f, parse_model_states)))
         optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, ledger))
         return Assembly(models, atoms, optimizer, ledger, rules, stages=parsed).checkpoint(url=location.url, tag=tag)
 
@@ -80,16 +82,16 @@ def _first_of(files: RankFiles, mp: int) -> SourceFile:
     return found
 
 
-def _models(files: RankFiles, ledger: OpaqueLedger) -> list[ModelStates]:
+def _models(files: RankFiles, opener: RankOpener) -> list[ModelStates]:
     """The model states of rank 0, and at stage 3 those of all ranks if frozen parameters are spread over them."""
     if 0 in files.models:
-        first = parse_model_states(open_torch_file(files.models[0], ledger))
+        first = opener.states(files.models[0], parse_model_states)
         refuse_by_config(first)
         return [first]
     by_rank = {dp: f for (dp, mp), f in files.models_by_rank.items() if mp == 0}
     if 0 not in by_rank:
         raise SourceError("checkpoint.incomplete", "the model states of rank 0 are missing: they name the parameters")
-    first = parse_model_states(open_torch_file(by_rank[0], ledger))
+    first = opener.states(by_rank[0], parse_model_states)
     refuse_by_config(first)
     if not first.frozen_shapes:
         return [first]
@@ -99,4 +101,4 @@ def _models(files: RankFiles, ledger: OpaqueLedger) -> list[ModelStates]:
     if missing := [r for r in range(world) if r not in by_rank]:
         raise missing_rank(missing, world, f"zero_pp_rank_{missing[0]}_mp_rank_00_model_states.pt")
     ranks = [by_rank[r] for r in range(1, world)]
-    return [first, *parse_all(ranks, lambda f: parse_model_states(open_torch_file(f, ledger)))]
+    return [first, *parse_all(ranks, lambda f: opener.states(f, parse_model_states))]
