@@ -44,7 +44,7 @@ def many_small_parameters(count: int, size: int = 64) -> list[tuple[str, tuple[i
     return [(f"layers.{i}.weight", (size, 4 + i % 7)) for i in range(count)]
 
 
-def _group(ids: list[int]) -> dict[str, Any]:
+def group_entry(ids: list[int]) -> dict[str, Any]:
     flags = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
     return {
         "lr": 1e-3,
@@ -57,7 +57,7 @@ def _group(ids: list[int]) -> dict[str, Any]:
     }
 
 
-def _config(stage: int) -> dict[str, Any]:
+def config_of(stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,
@@ -67,7 +67,7 @@ def _config(stage: int) -> dict[str, Any]:
     }
 
 
-def _common(
+def common_entries(
     stage: int, ranks: int, shapes: OrderedDict[str, torch.Size], module: OrderedDict[str, torch.Tensor]
 ) -> dict[str, Any]:
     return {
@@ -87,7 +87,7 @@ def _common(
         "dp_world_size": ranks,
         "mp_world_size": 1,
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
-        "ds_config": _config(stage),
+        "ds_config": config_of(stage),
         "ds_version": "0.19.8",
     }
 
@@ -120,7 +120,7 @@ def write_zero_checkpoint(
         flats = {key: torch.randn(length, generator=generator) for key in ("fp32", *STATES)}
         flats["exp_avg_sq"].square_()
         state = {0: {"step": torch.tensor(7.0), **{k: flats[k] for k in STATES}}}
-        base = {"state": state, "param_groups": [_group([0])]}
+        base = {"state": state, "param_groups": [group_entry([0])]}
         if stage == 3:
             inner: dict[str, Any] = {
                 "zero_stage": ZeroStageEnum(stage),
@@ -131,7 +131,9 @@ def write_zero_checkpoint(
                 "optimizer_state_dict": base,
                 "fp32_flat_groups": [flats["fp32"]],
             }
-            torch.save(_common(stage, ranks, shapes, module), tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+            torch.save(
+                common_entries(stage, ranks, shapes, module), tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+            )
         else:
             padding = max(0, (rank + 1) * length - sum(numels))
             master = flats["fp32"][: length - padding]
@@ -150,13 +152,13 @@ def write_zero_checkpoint(
                 "ds_version": "0.19.8",
                 "param_slice_mappings": [_slices(parameters, numels, rank, length)],
             }
-        outer = {"optimizer_state_dict": inner, "ds_config": _config(stage), "ds_version": "0.19.8"}
+        outer = {"optimizer_state_dict": inner, "ds_config": config_of(stage), "ds_version": "0.19.8"}
         torch.save(outer, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     if stage != 3:
         flat = torch.cat(masters)
         views = flat.split(numels)
         weights = OrderedDict((n, v.view(s)) for (n, s), v in zip(parameters, views, strict=True))
-        torch.save(_common(stage, ranks, shapes, weights), tag / "mp_rank_00_model_states.pt")
+        torch.save(common_entries(stage, ranks, shapes, weights), tag / "mp_rank_00_model_states.pt")
     (directory / "latest").write_text("global_step7")
     return tag
 

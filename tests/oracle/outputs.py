@@ -119,9 +119,14 @@ class Universal:
 
     @property
     def model(self) -> dict[str, Any]:
-        """The model states; equal under both names, or an assertion fails."""
+        """The model states; equal under both names but for weights of trained parameters, or an assertion fails."""
         first, second = (load(self.folder / name) for name in MODEL_FILES)
-        assert plain(first) == plain(second)
+        rest = {k: v for k, v in first.items() if k != "module"}
+        assert plain(rest) == plain({k: v for k, v in second.items() if k != "module"})
+        trained = {n for group in first["param_shapes"] for n in group}
+        shared = first.get("shared_params") or {}
+        whole = {n: v for n, v in first["module"].items() if shared.get(n, n) not in trained}
+        assert plain(whole) == plain(dict(second["module"]))
         found: dict[str, Any] = first
         return found
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from reshard_engine.dtypes import Dtype
 from reshard_engine.views import View, composed
 
 Column = npt.NDArray[np.int64]
+Narrow = npt.NDArray[np.int32]
+"""Numbers of tensors and files: a trillion parameters on 4,096 ranks have 18 million pieces, and bytes count."""
+_Int = TypeVar("_Int", np.int32, np.int64)
 MAX_PROBLEMS = 20
 
 
@@ -60,10 +64,10 @@ class Pieces:
 
     begin: Column
     end: Column
-    file: Column
+    file: Narrow
     offset: Column
     """Byte offset of the clipped piece; for strided pieces, of the tensor's first element."""
-    strides: Column
+    strides: Narrow
     """Index into `ShardMap.strides`, or -1 where the piece is packed."""
 
 
@@ -72,12 +76,13 @@ class ShardMap:
     """All tensors of a checkpoint and where their elements are."""
 
     tensors: tuple[StoredTensor, ...]
-    tensor: Column
+    tensor: Narrow
     begin: Column
     end: Column
-    file: Column
+    file: Narrow
     offset: Column
-    strides_of: Column
+    strides_of: Narrow
+    """Index into `strides`, or -1 where the piece is packed."""
     strides: tuple[Strides, ...] = ()
     views: Mapping[int, View] = field(default_factory=dict[int, View])
     """Tensors that are made of others, by number; views of what pieces hold and of means, never of views."""
@@ -91,12 +96,19 @@ class ShardMap:
         Raises:
             SourceError: `checkpoint.coverage` with every tensor that is not covered exactly once.
         """
-        order = np.lexsort((self.begin, self.tensor))
-        for name in ("tensor", "begin", "end", "file", "offset", "strides_of"):
-            object.__setattr__(self, name, getattr(self, name)[order])
-        first = np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1))
+        if not self._is_sorted():
+            order = np.lexsort((self.begin, self.tensor))
+            for name in ("tensor", "begin", "end", "file", "offset", "strides_of"):
+                object.__setattr__(self, name, getattr(self, name)[order])
+        first = np.searchsorted(self.tensor, np.arange(len(self.tensors) + 1, dtype=np.int32))
         object.__setattr__(self, "_first", first.astype(np.int64))
         self._prove_coverage()
+
+    def _is_sorted(self) -> bool:
+        same, later = self.tensor[1:] == self.tensor[:-1], self.tensor[1:] > self.tensor[:-1]
+        same &= self.begin[1:] > self.begin[:-1]
+        same |= later
+        return bool(same.all())
 
     def _prove_coverage(self) -> None:
         numel = np.array([t.numel for t in self.tensors], dtype=np.int64)
@@ -106,9 +118,9 @@ class ShardMap:
         if len(self.tensor):
             starts = self._first[:-1][count > 0]
             ends = self._first[1:][count > 0] - 1
-            previous_end = np.concatenate(([0], self.end[:-1]))
-            previous_end[starts] = 0
-            gap = self.begin != previous_end
+            gap = np.empty(len(self.begin), dtype=np.bool_)
+            np.not_equal(self.begin[1:], self.end[:-1], out=gap[1:])
+            gap[starts] = self.begin[starts] != 0
             np.logical_or.at(bad, self.tensor[gap], True)
             owners = self.tensor[ends]
             np.logical_or.at(bad, owners[self.end[ends] != numel[owners]], True)
@@ -197,7 +209,8 @@ class ShardMapBuilder:
     def __init__(self) -> None:
         """Nothing yet."""
         self.tensors: list[StoredTensor] = []
-        self._columns: list[tuple[Column, Column, Column, Column, Column, Column]] = []
+        self._columns: tuple[list[Narrow], list[Column], list[Column], list[Narrow], list[Column], list[Narrow]]
+        self._columns = ([], [], [], [], [], [])
         self._strides: list[Strides] = []
         self._strided: set[int] = set()
         self._views: dict[int, View] = {}
@@ -211,8 +224,20 @@ class ShardMapBuilder:
     def pieces(self, tensor: Column, begin: Column, end: Column, *, file: Column, offset: Column) -> None:
         """Add packed pieces; empty ones are dropped."""
         full = end > begin
-        packed = np.full(int(full.sum()), -1, dtype=np.int64)
-        self._columns.append((tensor[full], begin[full], end[full], file[full], offset[full], packed))
+        packed = np.full(int(full.sum()), -1, dtype=np.int32)
+        number, where = tensor[full].astype(np.int32), file[full].astype(np.int32)
+        self._add(number, begin[full], end[full], file=where, offset=offset[full], strides=packed)
+
+    def _add(
+        self, tensor: Narrow, begin: Column, end: Column, *, file: Narrow, offset: Column, strides: Narrow
+    ) -> None:
+        tensors, begins, ends, files, offsets, strides_of = self._columns
+        tensors.append(tensor)
+        begins.append(begin)
+        ends.append(end)
+        files.append(file)
+        offsets.append(offset)
+        strides_of.append(strides)
 
     def whole(self, tensor: int, *, file: int, offset: int, stride: tuple[int, ...] | None = None) -> None:
         """Add one piece that holds a whole tensor; `stride` in elements where it is not packed."""
@@ -224,9 +249,9 @@ class ShardMapBuilder:
             index = len(self._strides)
             self._strides.append(Strides(stored.shape, stride))
             self._strided.add(tensor)
-        row = (tensor, 0, stored.numel, file, offset, index)
-        columns = [np.array([v], dtype=np.int64) for v in row]
-        self._columns.append((columns[0], columns[1], columns[2], columns[3], columns[4], columns[5]))
+        wide = [np.array([v], dtype=np.int64) for v in (0, stored.numel, offset)]
+        narrow = [np.array([v], dtype=np.int32) for v in (tensor, file, index)]
+        self._add(narrow[0], wide[0], wide[1], file=narrow[1], offset=wide[2], strides=narrow[2])
 
     def view(self, fqn: str, state: str, view: View, shape: tuple[int, ...]) -> int:
         """Register a tensor that is made of others, all of one element type; returns its number.
@@ -268,15 +293,26 @@ class ShardMapBuilder:
         Raises:
             SourceError: `checkpoint.coverage`.
         """
-        empty = np.zeros(0, dtype=np.int64)
-        merged = [np.concatenate([c[i] for c in self._columns] or [empty]) for i in range(6)]
+        tensors, begins, ends, files, offsets, strides_of = self._columns
         return ShardMap(
             tuple(self.tensors),
-            *merged,
+            _joined(tensors, np.int32),
+            _joined(begins, np.int64),
+            _joined(ends, np.int64),
+            _joined(files, np.int32),
+            _joined(offsets, np.int64),
+            _joined(strides_of, np.int32),
             strides=tuple(self._strides),
             views=dict(self._views),
             means=dict(self._means),
         )
+
+
+def _joined(parts: list[npt.NDArray[_Int]], kind: type[_Int]) -> npt.NDArray[_Int]:
+    """One column of several. They are let go: two sets of all columns would be the peak of a plan's memory."""
+    whole = np.concatenate(parts) if parts else np.zeros(0, dtype=kind)
+    parts.clear()
+    return whole
 
 
 def packed_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
 _WINDOW_BYTES = 64 << 10
+_WINDOW_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +90,7 @@ class Window:
         count = max(length + offset - at, min(_WINDOW_BYTES, self.size_bytes - at))
         block = self.file.read(at, count)
         self._blocks[at] = block
+        if len(self._blocks) > _WINDOW_BLOCKS:
+            # Headers of large records lie far apart: their blocks serve nothing else. The tail is the directory.
+            del self._blocks[next(start for start in self._blocks if start != self._tail_at)]
         return block[offset - at : offset - at + length]

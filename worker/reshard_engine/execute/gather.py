@@ -162,9 +162,10 @@ class ChunkFiller:
                 place = int(pieces.file[row]), int(pieces.offset[row]), int(pieces.strides[row])
                 self._strided(one, interval, place, memory, counted=counted)
             packed = pieces.strides < 0
-            at, length, file, offset = at[packed], length[packed], pieces.file[packed], pieces.offset[packed]
+            at, length, offset = at[packed], length[packed], pieces.offset[packed]
+            file = pieces.file[packed].astype(np.int64)
         else:
-            file, offset = pieces.file, pieces.offset
+            file, offset = pieces.file.astype(np.int64), pieces.offset
         kind = self._mover.kind(stored.dtype, one.dtype, counted=counted)
         count = len(at)
         return [Stretches(file, offset, length, at, _filled(count, one.tensor), _filled(count, kind))] if count else []
@@ -189,7 +190,7 @@ class ChunkFiller:
         begin, end = self._map.begin[rows], self._map.end[rows]
         return [
             Stretches(
-                self._map.file[rows],
+                self._map.file[rows].astype(np.int64),
                 self._map.offset[rows],
                 (end - begin) * size,
                 at + begin * narrow,

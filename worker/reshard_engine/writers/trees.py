@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
 
 from reshard.models import OpaquePolicy
@@ -16,16 +16,16 @@ from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.shardmap import ShardMap, packed_stride
 
 
-def tree_templates(
-    roots: Sequence[str], node: Node, shard_map: ShardMap, *, opaque: OpaquePolicy
-) -> tuple[list[FileTemplate], tuple[int, ...]]:
-    """The templates of archives whose value is `node`, one per root name, and the tensors of their slots.
+def tree_template(
+    root: str, node: Node, shard_map: ShardMap, *, opaque: OpaquePolicy
+) -> tuple[FileTemplate, tuple[int, ...]]:
+    """The template of an archive whose value is `node`, and the tensors of its slots.
 
     Each tensor gets a storage of its own, exactly as long as it is; two references to one tensor
     share it, so that tied weights stay tied.
 
     Args:
-        roots: Root names inside the archives.
+        root: Root name inside the archive.
         node: The value; its tensors are `PTensorRef`s, or `PRuns` of several.
         shard_map: Where the references point to.
         opaque: Whether objects that are not on the allow-list are kept or dropped.
@@ -58,15 +58,7 @@ def tree_templates(
 
     tree = rewrite(node, placed, lambda foreign: None if opaque is OpaquePolicy.DROP else foreign)
     pickle = emit_pickle(tree, keep_foreign=opaque is OpaquePolicy.KEEP)
-    return [zip_template(root, pickle, storages) for root in roots], tuple(slots)
-
-
-def tree_template(
-    root: str, node: Node, shard_map: ShardMap, *, opaque: OpaquePolicy
-) -> tuple[FileTemplate, tuple[int, ...]]:
-    """The template of one archive; see `tree_templates`."""
-    templates, slots = tree_templates([root], node, shard_map, opaque=opaque)
-    return templates[0], slots
+    return zip_template(root, pickle, storages), tuple(slots)
 
 
 def output_tensor(key: str, dtype: Dtype, shape: tuple[int, ...]) -> PTensor:

@@ -3,7 +3,8 @@
 A superset of what `ds_to_universal` writes for each stage: dict atoms with real shapes and `step.pt`
 (which stages 1 and 2 address by name, and stage 3 flattens), an `optimizer_state.pt` with the keys
 that both loaders read, and the model states under both names. Frozen parameters have atoms too, and
-the model states hold them and the buffers whole, although DeepSpeed's universal loader restores neither.
+the model states hold them and the buffers whole, although DeepSpeed's universal loader restores neither. The weights
+of trained parameters are in the first file of model states only.
 
 Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (tree), `checkpoint/universal_checkpoint.py`
 (`load_hp_checkpoint_state`), `runtime/base_optimizer.py` (`load_hp_checkpoint_state_from_checkpoint_dir`),
@@ -12,7 +13,7 @@ Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (tree), `checkpoint/uni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
@@ -25,6 +26,7 @@ from reshard_engine.pickles.nodes import (
     Node,
     PList,
     PObject,
+    PTensorRef,
     PTuple,
     is_mapping,
     mapping_items,
@@ -39,7 +41,7 @@ from reshard_engine.writers.optimizer_states import (
     require_optimizer,
     states_to_write,
 )
-from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template, tree_templates
+from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template
 from reshard_engine.writers.zero.autoep import expert_keys, fused_experts
 
 PARAM_KEY = "param"
@@ -159,9 +161,10 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
         entries[PARALLEL_DIMENSIONS] = mapping_of({"pp_degree": 1, "tp_degree": 1})
     if (layout := _layout_notes(checkpoint)) is not None:
         entries[LAYOUT_NOTES] = layout
-    roots = [path.removesuffix(".pt") for path in MODEL_FILES]
-    templates, slots = tree_templates(roots, mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
-    files += [TargetFile(p, t, slots, commit=True) for p, t in zip(MODEL_FILES, templates, strict=True)]
+    for path, held in zip(MODEL_FILES, (entries, _without_trained(entries, checkpoint)), strict=True):
+        root = path.removesuffix(".pt")
+        template, slots = tree_template(root, mapping_of(held), checkpoint.shard_map, opaque=request.opaque)
+        files.append(TargetFile(path, template, slots, commit=True))
     template, slots = tree_template(
         "optimizer_state", _optimizer_state(checkpoint), checkpoint.shard_map, opaque=request.opaque
     )
@@ -196,6 +199,27 @@ def _layout_notes(checkpoint: Checkpoint) -> Node:
 
 def _size(shape: tuple[int, ...]) -> Node:
     return PObject("reduce", Global("torch", "Size"), PTuple((PTuple(shape),)))
+
+
+def _without_trained(entries: dict[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
+    """The entries without the weights of trained parameters, as stage 3 keeps them: the atoms hold their values.
+
+    The loader does not look at `module`, and the other file has all of it: whole weights here would be an eighth of the
+    directory, written twice.
+    """
+    weights = {p.weight for p in checkpoint.trained}
+
+    def kept(node: Node) -> Node:
+        items = mapping_items(node, what="module").items()
+        held = {str(n): kept(v) if is_mapping(v) else v for n, v in items if not _is_one_of(v, weights)}
+        return ordered_dict(held)
+
+    module = entries.get("module")
+    return {**entries, "module": kept(module)} if is_mapping(module) else entries
+
+
+def _is_one_of(node: Node, tensors: Container[int | None]) -> bool:
+    return isinstance(node, PTensorRef) and node.index in tensors
 
 
 def _without_frozen(entries: dict[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
