@@ -21,7 +21,8 @@ from reshard_engine.digests import BlockRun
 from reshard_engine.execute.cast import CastKernel, default_kernel
 from reshard_engine.execute.crc import CrcBoard
 from reshard_engine.execute.gather import Buffer, ChunkFiller
-from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
+from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.sink import Sink
 from reshard_engine.layout import TargetLayout
@@ -61,12 +62,14 @@ class Executor:
         done: Mapping[int, UnitRecord],
         on_progress: Callable[[Progress], None] | None,
         should_stop: Callable[[], bool] | None,
+        offloader: Offloader | None = None,
     ) -> None:
         """`done` holds the records of an earlier attempt; their units are not run again."""
         self._checkpoint = checkpoint
         self._layout = layout
         self._plan = plan
         self._sink = sink
+        self._offloader = offloader
         self._kernel: CastKernel = default_kernel()
         self._on_progress = on_progress
         self._should_stop = should_stop or (lambda: False)
@@ -78,8 +81,7 @@ class Executor:
         self._resumed_bytes = sum(plan.units[k].length_bytes for k in done)
         self._done_bytes = self._resumed_bytes
         for record in done.values():
-            for file, number, offset, length, crc in record.spans:
-                self._board.put(file, number, [(offset, length, crc)])
+            self._put_up(record.spans)
 
     @property
     def resumed_bytes(self) -> int:
@@ -124,9 +126,13 @@ class Executor:
         self.report(phase, force=True)
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
+        if self._offloader is not None and (copied := self._offloader.copy(unit)) is not None:
+            self._put_up(copied.spans)
+            self._finish(unit, copied, phase)
+            return
         filler = ChunkFiller(self._checkpoint, self._kernel)
         buffers: list[tuple[Chunk, Buffer]] = []
-        spans: list[tuple[int, int, int, int, int]] = []
+        spans: list[RecordSpan] = []
         passing = PassingDigests(self._checkpoint, self._kernel)
         blocks: list[BlockRun] = []
         for chunk in unit.chunks:
@@ -142,7 +148,8 @@ class Executor:
                 return  # another unit failed, and with it what this one waits for
             view = buffer.data
             crc = zlib.crc32(view)
-            written.append(ChunkRecord(chunk, crc, self._sink.write(chunk, view, crc)))
+            etag = self._offloader.copy_read(chunk, crc) if self._offloader is not None else None
+            written.append(ChunkRecord(chunk, crc, self._sink.write(chunk, view, crc) if etag is None else etag))
         record = UnitRecord(
             unit.index,
             tuple(written),
@@ -151,23 +158,32 @@ class Executor:
             read_bytes=filler.read_bytes + passing.read_bytes,
             overflows=filler.overflows,
         )
+        self._finish(unit, record, phase)
+
+    def _finish(self, unit: Unit, record: UnitRecord, phase: str) -> None:
         self._sink.record(record)
         with self._lock:
             self.records[unit.index] = record
             self._done_bytes += unit.length_bytes
         self.report(phase)
 
-    def _sum_records(self, chunk: Chunk, buffer: Buffer) -> list[tuple[int, int, int, int, int]]:
+    def _sum_records(self, chunk: Chunk, buffer: Buffer) -> Sequence[RecordSpan]:
         """CRC-32s of the parts of records that lie in the chunk, put up for other units."""
-        spans: list[tuple[int, int, int, int, int]] = []
+        if self._offloader is not None and self._offloader.proves(chunk):
+            return self._put_up(self._offloader.spans_of(chunk)[0])  # the store refused to copy it
+        spans: list[RecordSpan] = []
         end = chunk.offset + chunk.length_bytes
         template = self._layout.files[chunk.file].template
         for number in template.records_in(chunk.offset, end):
             offset, length = template.records[number]
             low, high = max(offset, chunk.offset), min(offset + length, end)
             crc = zlib.crc32(buffer.data[low - chunk.offset : high - chunk.offset])
-            self._board.put(chunk.file, number, [(low - offset, high - low, crc)])
             spans.append((chunk.file, number, low - offset, high - low, crc))
+        return self._put_up(spans)
+
+    def _put_up(self, spans: Sequence[RecordSpan]) -> Sequence[RecordSpan]:
+        for file, number, offset, length, crc in spans:
+            self._board.put(file, number, [(offset, length, crc)])
         return spans
 
     def _fill_slots(self, chunk: Chunk, buffer: Buffer) -> bool:
