@@ -34,6 +34,7 @@ _BUCKET = "bench"
 _PART_BYTES = 64 << 20
 _CONCURRENCY = 8
 _JOBS = 4
+_SETTLE_S = 2.0
 LIMITS = {
     "ours, every byte sent: time of plain": (0.0, 1.2),
     "ours: time of ours, every byte sent": (0.0, 1.0),
@@ -84,20 +85,12 @@ class _Traffic:
         setattr(store, name, watched)
 
 
-def _convert(source: str, target: str, offload: str) -> None:
+def _convert(source: str, target: str, **options: Any) -> None:
     from reshard.local import load_engine
-    from reshard.models import ConvertRequest, NativeLayout, SourceSpec, TargetFormat
+    from reshard.models import ConvertRequest
 
-    request = ConvertRequest.model_validate(
-        {
-            "source": SourceSpec(url=source),
-            "target": target,
-            "to": TargetFormat.ZERO,
-            "layout": NativeLayout(dp=2),
-            "offload": offload,
-        }
-    )
-    load_engine().convert(request)
+    place = {"source": {"url": f"s3://{_BUCKET}/{source}"}, "target": f"s3://{_BUCKET}/{target}"}
+    load_engine().convert(ConvertRequest.model_validate({**place, **options}))
 
 
 def _ours(offload: str, target: str) -> _Traffic:
@@ -105,7 +98,7 @@ def _ours(offload: str, target: str) -> _Traffic:
 
     traffic = _Traffic()
     traffic.watch(S3Store)
-    _convert(f"s3://{_BUCKET}/run", f"s3://{_BUCKET}/{target}", offload)
+    _convert("run", target, to="zero", layout={"dp": 2}, offload=offload)
     return traffic
 
 
@@ -163,7 +156,7 @@ def _worker(jobs: Sequence[str], latency_s: float) -> None:
     print("ready", flush=True)
     sys.stdin.readline()
     for job in jobs:
-        _convert(f"s3://{_BUCKET}/small", f"s3://{_BUCKET}/{job}", "never")
+        _convert("small", job, to="universal")
 
 
 _CONTENDERS: dict[str, Callable[[str], _Traffic]] = {
@@ -231,16 +224,20 @@ def _measured(name: str, target: str) -> dict[str, float]:
 def _rounds(rounds: int) -> dict[str, list[dict[str, float]]]:
     results: dict[str, list[dict[str, float]]] = {name: [] for name in _CONTENDERS}
     for turn in range(rounds + 1):
-        for number, name in enumerate(_CONTENDERS):
-            target = f"out/{turn}/{number}/tag"
+        names = list(_CONTENDERS)
+        # Each goes first in turn, and waits for what the server does after the one before.
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            target = f"out/{turn}/{names.index(name)}/tag"
+            time.sleep(_SETTLE_S)
             found = _measured(name, target)
             print(f"{turn} {name}: {found}", file=sys.stderr, flush=True)
             if turn:
                 results[name].append(found)
-            elif number == len(_CONTENDERS) - 1 and not _same_bytes("out/0/1/tag", "out/0/2/tag"):
-                raise SystemExit("with and without server-side copies the outputs differ: no ratio is printed")
-            if turn or number == len(_CONTENDERS) - 1:
                 _clear(f"out/{turn}/")
+        if not turn:
+            if not _same_bytes("out/0/1/tag", "out/0/2/tag"):
+                raise SystemExit("with and without server-side copies the outputs differ: no ratio is printed")
+            _clear("out/0/")
     return results
 
 
@@ -347,7 +344,7 @@ def main() -> int:
             size = _upload(directory / "run", "run")
             _upload(directory / "small", "small")
             results = _rounds(arguments.rounds)
-            workers = {} if arguments.no_workers else _workers(arguments.latency_ms, arguments.rounds)
+            workers = {} if arguments.no_workers else _workers(arguments.latency_ms, -(-arguments.rounds // 3))
     report = {"source_bytes": size, "part_bytes": _PART_BYTES, **_report(results, workers)}
     arguments.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1)

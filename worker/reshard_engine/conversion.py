@@ -122,7 +122,7 @@ class Conversion:
         if request.layout is not None and request.to is not TargetFormat.ZERO:
             raise RequestError("request.invalid", f"--to {request.to.value} has no layout", fix="--to zero")
         source = open_location(request.source.url, request.source.profile)
-        target = open_location(request.target, request.target_profile)
+        target = open_location(request.target, request.target_profile, beside=source)
         sink = sink_for(target)
         if sink is None:
             raise RequestError(
