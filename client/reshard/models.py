@@ -147,6 +147,13 @@ class ReplicaPolicy(StrEnum):
     """The copy of the lowest rank wins; the others are reported."""
 
 
+class OffloadPolicy(StrEnum):
+    """Whether an object store copies what moves unchanged itself, where source and target are in one."""
+
+    AUTO = "auto"
+    NEVER = "never"
+
+
 class ConvertRequest(WireModel):
     """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
 
@@ -176,6 +183,8 @@ class ConvertRequest(WireModel):
     part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10)
     """Grain of work: bytes of one unit and of one multipart part."""
     threads: int | None = Field(default=None, ge=1, le=1024)
+    offload: OffloadPolicy = OffloadPolicy.AUTO
+    """Ranges that move unchanged within one object store are copied there and do not pass through the worker."""
 
 
 class Progress(WireModel):
@@ -270,6 +279,8 @@ class ConvertResult(WireModel):
     files: tuple[FileEntry, ...]
     read_bytes: int
     write_bytes: int
+    offloaded_bytes: int = 0
+    """Bytes of the output that the object store copied itself: the worker did not send them."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted attempt had already written."""
     seconds: dict[str, float]

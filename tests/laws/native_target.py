@@ -51,7 +51,7 @@ class NativeTarget:
         return plain | bf16
 
     def expected(self, saved: Saved, request: ConvertRequest) -> Content:
-        """Masters and moments as they were, weights rounded from them, everything that surrounds them."""
+        """Masters and moments as they were, weights as stored, or rounded from masters, and what surrounds them."""
         state, layout = saved.state, request.layout
         assert layout is not None
         assert request.dtype is not None
@@ -72,7 +72,8 @@ class NativeTarget:
     @staticmethod
     def _weights(state: LogicalState, dtype: str, *, sharded: bool) -> Iterator[Content]:
         for parameter in state.parameters:
-            value = parameter.value
+            stored = parameter.weight
+            value = stored if stored is not None and stored.dtype == dtype else parameter.value
             if value is None or (sharded and parameter.group is not None):
                 continue
             keeps = parameter.group is None and (not value.floating or value.dtype.startswith("float8"))

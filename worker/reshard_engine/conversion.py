@@ -9,13 +9,22 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from reshard.errors import IntegrityError, RequestError, SourceError, printable
-from reshard.models import ConvertRequest, ConvertResult, FileEntry, Progress, TargetFormat, VerifyLevel
+from reshard.models import (
+    ConvertRequest,
+    ConvertResult,
+    FileEntry,
+    OffloadPolicy,
+    Progress,
+    TargetFormat,
+    VerifyLevel,
+)
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.full_verification import FullVerification
 from reshard_engine.execute.local_sink import LocalSink
 from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.execute.offload import CopyingSink, Offloader
 from reshard_engine.execute.receipt import build_manifest, with_pins
 from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
 from reshard_engine.execute.source_check import check_source
@@ -29,7 +38,7 @@ from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.relabel import relabelled
 from reshard_engine.rules.request import requested_rules
 from reshard_engine.storage.locations import Location, open_location
-from reshard_engine.storage.protocol import ObjectStore, parent_and_name
+from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name
 from reshard_engine.storage.urls import is_within, scheme_of
 from reshard_engine.verification import verify_target
 from reshard_engine.writers.registry import POINTER_NAMES, WRITERS
@@ -82,6 +91,14 @@ def _refuse_unexplained(checkpoint: Checkpoint) -> None:
     )
 
 
+def _copied_from(target: Location, checkpoint: Checkpoint, request: ConvertRequest) -> set[int]:
+    """Numbers of the source files that the target's store can copy from itself."""
+    store = target.store
+    if request.offload is OffloadPolicy.NEVER or not isinstance(store, CopyingStore):
+        return set()
+    return {number for number, file in enumerate(checkpoint.files) if store.reaches(file.store)}
+
+
 @dataclass(frozen=True)
 class Conversion:
     """A planned conversion, ready to run."""
@@ -105,7 +122,7 @@ class Conversion:
         if request.layout is not None and request.to is not TargetFormat.ZERO:
             raise RequestError("request.invalid", f"--to {request.to.value} has no layout", fix="--to zero")
         source = open_location(request.source.url, request.source.profile)
-        target = open_location(request.target, request.target_profile)
+        target = open_location(request.target, request.target_profile, beside=source)
         sink = sink_for(target)
         if sink is None:
             raise RequestError(
@@ -121,7 +138,8 @@ class Conversion:
         layout = WRITERS[request.to].lay_out(checkpoint, request, name=name)
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
-        plan = plan_conversion(checkpoint, layout, request, min_part_bytes=least)
+        copied_from = _copied_from(target, checkpoint, request)
+        plan = plan_conversion(checkpoint, layout, request, min_part_bytes=least, copied_from=copied_from)
         return cls(request, checkpoint, layout, plan, target, sink, time.monotonic() - started)
 
     @property
@@ -177,8 +195,17 @@ class Conversion:
             # What an earlier attempt left is read again now: that is no planning any more.
             on_progress(Progress(phase="running", bytes_total=plan.write_bytes, units_total=len(plan.units)))
         done = self.sink.begin(plan, overwrite=self.request.overwrite)
+        sink = self.sink
+        offloader = Offloader(self.checkpoint, plan, sink) if plan.offloads and isinstance(sink, CopyingSink) else None
         executor = Executor(
-            self.checkpoint, self.layout, plan, self.sink, done=done, on_progress=on_progress, should_stop=should_stop
+            self.checkpoint,
+            self.layout,
+            plan,
+            self.sink,
+            done=done,
+            on_progress=on_progress,
+            should_stop=should_stop,
+            offloader=offloader,
         )
         executor.report("running", force=True)
         threads = self.threads
@@ -212,6 +239,7 @@ class Conversion:
             files=tuple(FileEntry(path=f.path, size_bytes=f.size_bytes) for f in plan.files),
             read_bytes=sum(r.read_bytes for k, r in executor.records.items() if k not in done),
             write_bytes=plan.write_bytes,
+            offloaded_bytes=offloader.copied_bytes if offloader else 0,
             resumed_bytes=executor.resumed_bytes,
             seconds=seconds,
             plan_digest=plan.digest,

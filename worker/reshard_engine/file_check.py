@@ -93,7 +93,11 @@ class TargetCheck:
 
     def conclude(self) -> None:
         """When all wanted files were read: say which tensors a damage hit, and which differ without one."""
-        wrong = {n for n, t in enumerate(self.manifest.tensors) if self._was_read(t) and self._digest(n) != t.xxh3}
+        wrong = {
+            n
+            for n, t in enumerate(self.manifest.tensors)
+            if t.xxh3 and self._was_read(t) and self.digest_of(n) != t.xxh3
+        }
         named: set[int] = set()
         for damage in self.damaged:
             hit = [h for h in self.held_in(damage) if h.tensor in wrong]
@@ -121,7 +125,8 @@ class TargetCheck:
         inside = (max(held.offset, damage.begin), min(held.stop, damage.end))
         return _problem(path, f"{damage.problem}; {printable(tensor.state)}", inside, printable(tensor.fqn))
 
-    def _digest(self, number: int) -> str | None:
+    def digest_of(self, number: int) -> str | None:
+        """The digest of a tensor as it was read; None if not all of it was."""
         return self._stream.digests.digest(number, self.manifest.tensors[number].dtype, self._sizes[number])
 
     def _read_file(self, store: Store, there: Mapping[str, ObjectInfo], number: int) -> list[VerifyProblem]:

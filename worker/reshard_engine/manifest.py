@@ -67,9 +67,23 @@ class ManifestTensor(_Facts):
     dtype: str
     shape: tuple[int, ...]
     xxh3: str
-    """Digest that does not depend on the layout: see `reshard_engine.digests`."""
+    """Digest that does not depend on the layout: see `reshard_engine.digests`. Empty where the store copied bytes of
+    the tensor, which nobody saw: `Manifest.offloaded` has their CRC-32s."""
     extents: tuple[tuple[int, int, int, int], ...]
     """(file, byte offset, first byte, last byte + 1): bytes of the packed tensor and where they are."""
+
+
+class ManifestOffload(_Facts):
+    """A range of a file that the store copied from the source: its digest is what the source's container says."""
+
+    file: int
+    offset: int
+    length: int
+    crc32: int
+    """From the CRC-32 of the source's record."""
+    source: str
+    """Path of the source file, relative to the checkpoint."""
+    source_offset: int
 
 
 class Manifest(_Facts):
@@ -87,6 +101,8 @@ class Manifest(_Facts):
     pointer: str | None
     files: tuple[ManifestFile, ...]
     tensors: tuple[ManifestTensor, ...]
+    offloaded: tuple[ManifestOffload, ...] = ()
+    """Left out of the file where there is none, so that versions that do not know it read what they can."""
     uncovered: tuple[tuple[str, int, int], ...] = ()
     """(path, offset, length) of bytes of the target that no checksum covers. The writer leaves none."""
     read_bytes: int
@@ -96,7 +112,8 @@ class Manifest(_Facts):
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored, sealed with its own SHA-256."""
-        head = self.model_dump_json().encode().removesuffix(b"}")
+        absent = None if self.offloaded else {"offloaded"}
+        head = self.model_dump_json(exclude=absent).encode().removesuffix(b"}")
         digest = hashlib.sha256(head + _TAIL % _NO_DIGEST).hexdigest()
         return head + _TAIL % digest.encode()
 

@@ -71,7 +71,7 @@ def _asked(checkpoint: Checkpoint, layout: NativeLayout) -> None:
     refuse_impossible_layout(target, checkpoint)
     if layout.pp > 1:
         count = len(group_nodes(checkpoint))
-        refuse_empty_groups(local_models(checkpoint, target, Cutter(checkpoint, 1, None)), count)
+        refuse_empty_groups(local_models(checkpoint, target, Cutter(checkpoint, 1, None, dtype=target.dtype)), count)
 
 
 def _tensor_parallel(checkpoint: Checkpoint) -> PossibleTarget:

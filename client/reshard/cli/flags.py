@@ -24,6 +24,7 @@ from reshard.models import (
     ConvertRequest,
     NameScheme,
     NativeLayout,
+    OffloadPolicy,
     OpaquePolicy,
     ReplicaPolicy,
     RngPolicy,
@@ -134,6 +135,9 @@ class ConversionFlags:
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Units at once; default: cores, more for object stores.")
     ] = None
+    offload: Annotated[
+        OffloadPolicy, typer.Option(help="`never`: no copies within an object store, every byte is read and sent.")
+    ] = OffloadPolicy.AUTO
     profile: Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")] = None
     target_profile: Annotated[str | None, typer.Option(help="Storage profile for DST.")] = None
 
@@ -189,6 +193,7 @@ class ConversionFlags:
                 memory_limit_bytes=parse_size(self.memory_limit) if self.memory_limit else DEFAULT_MEMORY_LIMIT_BYTES,
                 part_bytes=parse_size(self.part_size) if self.part_size else DEFAULT_PART_BYTES,
                 threads=self.threads,
+                offload=self.offload,
             )
         except ValidationError as error:
             raise invalid(error) from None

@@ -24,6 +24,8 @@ class SourceFile:
     objects: tuple[ObjectInfo, ...]
     directory_sha256: str | None = field(default=None, compare=False)
     """Of names, sizes and CRC-32s of the file's records, once its container was parsed and if it keeps them."""
+    checksums: tuple[tuple[int, int, int], ...] = field(default=(), compare=False, repr=False)
+    """(offset, length, CRC-32) of its larger records in file order, where its container keeps checksums."""
     starts: tuple[int, ...] = field(init=False)
     size_bytes: int = field(init=False)
 

@@ -18,6 +18,8 @@ from reshard_engine.pickles.policy import OpaqueLedger
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _SMALL_RECORD_BYTES = 16
+_LARGER_RECORD_BYTES = 1 << 10
+"""Records from which on a checksum is worth remembering: smaller ones are read faster than looked up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ def _open_zip(window: Window, pickles: SharedPickles, limits: PickleLimits) -> T
     data = read_record(window, entries["data.pkl"], limit_bytes=limits.stream_bytes)
     root = pickles.parse(data, limits)
     storages = {n.removeprefix("data/"): _extent(e) for n, e in entries.items() if n.startswith("data/")}
-    return TorchFile(replace(window.file, directory_sha256=_directory_sha256(directory)), root, storages, "zip")
+    file = replace(window.file, directory_sha256=_directory_sha256(directory), checksums=_checksums(directory))
+    return TorchFile(file, root, storages, "zip")
 
 
 def _small_record(window: Window, entries: Mapping[str, ZipEntry], name: str, default: bytes) -> bytes:
@@ -133,6 +136,12 @@ def _small_record(window: Window, entries: Mapping[str, ZipEntry], name: str, de
             "zip.bad_record", f"{printable(window.file.name)}: the record `{name}` has {entry.size_bytes} bytes"
         )
     return read_record(window, entry, limit_bytes=_SMALL_RECORD_BYTES)
+
+
+def _checksums(directory: ZipDirectory) -> tuple[tuple[int, int, int], ...]:
+    """Of larger records; a CRC-32 of 0 means that the writer did not compute one."""
+    entries = (e for e in directory.entries.values() if e.crc32 and e.size_bytes >= _LARGER_RECORD_BYTES)
+    return tuple(sorted((e.data_offset, e.size_bytes, e.crc32) for e in entries))
 
 
 def _directory_sha256(directory: ZipDirectory) -> str:

@@ -52,6 +52,41 @@ def combine(first: int, second: int, second_bytes: int) -> int:
     return first ^ second
 
 
+@lru_cache(maxsize=64)
+def _unzeros_matrix(power: int) -> tuple[int, ...]:
+    """The map that takes 2**power zero bytes away again: appending one bit can be undone, its carry shows on top."""
+    if power == 0:
+        one_bit = (*(1 << n for n in range(1, 32)), (((1 << 31) ^ _POLYNOMIAL) << 1) | 1)
+        return _square(_square(_square(one_bit)))
+    return _square(_unzeros_matrix(power - 1))
+
+
+def without_prefix(whole: int, prefix: int, rest_bytes: int) -> int:
+    """The CRC-32 of what follows a prefix, from the CRC-32s of all and of the prefix, and the length of the rest.
+
+    >>> import zlib
+    >>> without_prefix(zlib.crc32(b"abcde"), zlib.crc32(b"ab"), 3) == zlib.crc32(b"cde")
+    True
+    """
+    return combine(prefix, whole, rest_bytes)
+
+
+def without_suffix(whole: int, suffix: int, suffix_bytes: int) -> int:
+    """The CRC-32 of what stands before a suffix, from the CRC-32s of all and of the suffix, and its length.
+
+    >>> import zlib
+    >>> without_suffix(zlib.crc32(b"abcde"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"ab")
+    True
+    """
+    rest, power = whole ^ suffix, 0
+    while suffix_bytes:
+        if suffix_bytes & 1:
+            rest = _times(_unzeros_matrix(power), rest)
+        suffix_bytes >>= 1
+        power += 1
+    return rest
+
+
 Span = tuple[int, int, int]
 """(offset in the record, bytes, CRC-32)."""
 

@@ -22,7 +22,8 @@ from reshard_engine.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.execute.cast import CastKernel, default_kernel
 from reshard_engine.execute.crc import CrcBoard
 from reshard_engine.execute.gather import ChunkFiller, Part
-from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
+from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.sink import StreamSink, WholeSink
@@ -116,12 +117,14 @@ class Executor:
         done: Mapping[int, UnitRecord],
         on_progress: Callable[[Progress], None] | None,
         should_stop: Callable[[], bool] | None,
+        offloader: Offloader | None = None,
     ) -> None:
         """`done` holds the records of an earlier attempt; their units are not run again."""
         self._checkpoint = checkpoint
         self._layout = layout
         self._plan = plan
         self._sink = sink
+        self._offloader = offloader
         self._kernel: CastKernel = default_kernel()
         self._on_progress = on_progress
         self._should_stop = should_stop or (lambda: False)
@@ -134,8 +137,7 @@ class Executor:
         self._resumed_bytes = sum(plan.units[k].length_bytes for k in done)
         self._done_bytes = self._resumed_bytes
         for record in done.values():
-            for file, number, offset, length, crc in record.spans:
-                self._board.put(file, number, [(offset, length, crc)])
+            self._put_up(record.spans)
 
     @property
     def resumed_bytes(self) -> int:
@@ -180,9 +182,14 @@ class Executor:
         self.report(phase, force=True)
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
+        if self._offloader is not None and (copied := self._offloader.copy(unit)) is not None:
+            self._put_up(copied.spans)
+            self._finish(unit, copied, phase)
+            return
         filler = ChunkFiller(self._checkpoint, self._kernel)
         passing = PassingDigests(self._checkpoint, self._kernel)
         sums = _RecordSums(self._board)
+        proven: list[RecordSpan] = []
         blocks: list[BlockRun] = []
         written: list[ChunkRecord] = []
         files = self._layout.files
@@ -193,7 +200,10 @@ class Executor:
                 for window in step:
                     chunk, part = unit.chunks[window.chunk], window.part
                     buffer = memory[part.at : part.at + part.length_bytes]
-                    sums.take(chunk.file, part, buffer)
+                    if self._offloader is not None and self._offloader.proves(chunk):
+                        proven += self._put_up(self._offloader.spans_of(chunk)[0])  # the store refused to copy it
+                    else:
+                        sums.take(chunk.file, part, buffer)
                     blocks += passing.of_chunk(part.file, Chunk(chunk.file, part.begin, part.length_bytes), buffer)
                     if not self._fill_slots(chunk.file, part, buffer):
                         return  # another unit failed, and with it what this one waits for
@@ -203,21 +213,29 @@ class Executor:
         record = UnitRecord(
             unit.index,
             tuple(written),
-            tuple(sums.spans()),
+            (*proven, *sums.spans()),
             tuple(_merged(blocks)),
             read_bytes=filler.read_bytes + passing.read_bytes,
             overflows=filler.overflows,
         )
+        self._finish(unit, record, phase)
+
+    def _finish(self, unit: Unit, record: UnitRecord, phase: str) -> None:
         self._sink.record(record)
         with self._lock:
             self.records[unit.index] = record
             self._done_bytes += unit.length_bytes
         self.report(phase)
 
+    def _put_up(self, spans: Sequence[RecordSpan]) -> Sequence[RecordSpan]:
+        for file, number, offset, length, crc in spans:
+            self._board.put(file, number, [(offset, length, crc)])
+        return spans
+
     @contextmanager
     def _open(self, unit: Unit) -> Generator[Outlet]:
         if not isinstance(self._sink, StreamSink):
-            yield WholeChunks(self._sink, unit)
+            yield WholeChunks(self._sink, unit, self._offloader)
             return
         # Reads over a network want to be long; local ones want to stay in the cache.
         local = all(f.store.scheme == "file" for f in self._checkpoint.files)

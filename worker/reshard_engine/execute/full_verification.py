@@ -61,7 +61,8 @@ class FullVerification:
         Raises:
             IntegrityError: `integrity.mismatch`; the files that hold such tensors were withdrawn.
         """
-        wrong = differing_tensors(checkpoint, self._layout.files, manifest, self._should_stop)
+        whole = self._with_digests(manifest)
+        wrong = differing_tensors(checkpoint, self._layout.files, whole, self._should_stop)
         if wrong:
             paths = {manifest.files[file].path for tensor in wrong for file, _, _, _ in tensor.extents}
             self._sink.withdraw(sorted(paths))
@@ -74,7 +75,17 @@ class FullVerification:
     def certify(self, manifest: Manifest) -> Manifest:
         """The manifest with what was found."""
         assert self._check is not None
-        return with_full_checks(manifest, self._sums, self._check.sha256)
+        return with_full_checks(self._with_digests(manifest), self._sums, self._check.sha256)
+
+    def _with_digests(self, manifest: Manifest) -> Manifest:
+        """The manifest with the digests of tensors that the store copied: they have been read by now."""
+        assert self._check is not None
+        check = self._check
+        tensors = [
+            t if t.xxh3 else t.model_copy(update={"xxh3": check.digest_of(n) or ""})
+            for n, t in enumerate(manifest.tensors)
+        ]
+        return manifest.model_copy(update={"tensors": tuple(tensors)})
 
 
 def _damaged(problems: list[VerifyProblem]) -> IntegrityError:

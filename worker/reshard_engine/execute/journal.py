@@ -11,13 +11,17 @@ from typing import Any
 from reshard_engine.digests import BlockRun
 from reshard_engine.plan.model import Chunk, Plan
 
+RecordSpan = tuple[int, int, int, int, int]
+"""(file, record, offset in the record, bytes, CRC-32)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
     """One written chunk: its CRC-32, and the store's receipt where the store gives one."""
 
     chunk: Chunk
-    crc32: int
+    crc32: int | None
+    """None where the store copied it and does not say: a span of the record tells the sum of several chunks."""
     etag: str = ""
 
 
@@ -27,8 +31,8 @@ class UnitRecord:
 
     unit: int
     chunks: tuple[ChunkRecord, ...]
-    spans: tuple[tuple[int, int, int, int, int], ...] = ()
-    """(file, record, offset in the record, bytes, CRC-32) of the parts of records that the unit passed."""
+    spans: tuple[RecordSpan, ...] = ()
+    """The parts of records that the unit passed, and those that begin in it and are copied."""
     blocks: tuple[BlockRun, ...] = ()
     """Digests of the blocks of tensors that begin in the unit."""
     read_bytes: int = 0

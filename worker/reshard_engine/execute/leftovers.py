@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard_engine.execute.control import ControlObjects
 from reshard_engine.manifest import MANIFEST_NAME
-from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name
+from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
 
 PLAN_KEY = "reshard-plan"
 """Metadata of our objects: the digest of the plan that wrote them."""
@@ -26,12 +26,22 @@ class Leftovers:
         """`target` is `bucket/key...` without a trailing slash."""
         self._store = store
         self._target = target
-        self._parent = parent_and_name(target)[0]
+        self._parent, self._name = parent_and_name(target)
         self._control = control
 
     def is_written_by(self, path: str, digest: str) -> bool:
         """Whether an object is there and of this plan."""
         return (self._store.metadata(path) or {}).get(PLAN_KEY) == digest
+
+    def pointers(self, names: Sequence[str]) -> list[str]:
+        """Those of the pointers of these names beside the target that name it."""
+        found: list[str] = []
+        for path in (join(self._parent, name) for name in names):
+            info = self._store.stat(path)
+            content = b"" if info is None or info.size_bytes >= 1024 else read_bytes(self._store, info)
+            if content.decode("utf-8", "replace").strip() == self._name:
+                found.append(path)
+        return found
 
     def delete_written(self, paths: Sequence[str], digest: str) -> None:
         """Remove those of the objects that a plan wrote, in the given order."""

@@ -24,8 +24,9 @@ from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite,
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.plan.offload import part_numbers
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name, read_bytes
+from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name
 
 CRC_KEY = "reshard-crc32"
 _THREADS = 8
@@ -47,7 +48,7 @@ class ObjectSink:
         self._store = store
         self._target = target
         self._url = f"{store.scheme}://{target}"
-        self._parent, self._name = parent_and_name(target)
+        self._parent = parent_and_name(target)[0]
         self._control = ControlObjects(store, target)
         self._leftovers = Leftovers(store, target, self._control)
         self._uploads: dict[int, str] = {}
@@ -72,6 +73,7 @@ class ObjectSink:
     def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
         """Claim the target and read the journal of an earlier attempt."""
         self._plan = plan
+        self._numbers = part_numbers(plan.units)
         occupied = bool(self._store.list_tree(self._target))
         rival = self._control.claimed_by()
         if occupied and rival is None and not overwrite:
@@ -105,22 +107,12 @@ class ObjectSink:
         first = [p for p in paths if p.endswith((MANIFEST_NAME, ".index.json", "_states.pt", "optimizer_state.pt"))]
         last = set(paths).difference(first)
         checked_at = -math.inf
-        for path in (*self._pointers(), *first, *sorted(last)):
+        for path in (*self._leftovers.pointers(self._pointer_names), *first, *sorted(last)):
             if time.monotonic() - checked_at > self.fence_s:
                 # Who slept since the last look may find what another attempt has written since.
                 self._control.require_clearing(self._plan)
                 checked_at = time.monotonic()
             self._store.delete([path])
-
-    def _pointers(self) -> list[str]:
-        """The pointers that name this target."""
-        found: list[str] = []
-        for path in (join(self._parent, name) for name in self._pointer_names):
-            info = self._store.stat(path)
-            content = b"" if info is None or info.size_bytes >= 1024 else read_bytes(self._store, info)
-            if content.decode("utf-8", "replace").strip() == self._name:
-                found.append(path)
-        return found
 
     def _still_valid(self, there: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
         """The records whose bytes the store still holds."""
@@ -143,7 +135,7 @@ class ObjectSink:
                     if info is None or info.size_bytes != entry.chunk.length_bytes or info.pin != f"etag:{entry.etag}":
                         return False
                 elif file not in self._completed:
-                    part = parts.get(file, {}).get(self._number(entry.chunk))
+                    part = parts.get(file, {}).get(self._numbers.get(entry.chunk, 0))
                     if part is None or (part.size_bytes, part.etag) != (entry.chunk.length_bytes, entry.etag):
                         return False
             return True
@@ -155,9 +147,6 @@ class ObjectSink:
 
     def _is_large(self, file: int) -> bool:
         return self._plan.files[file].size_bytes > self._plan.chunk_bytes
-
-    def _number(self, chunk: Chunk) -> int:
-        return chunk.offset // self._plan.chunk_bytes + 1
 
     def _is_mine(self, path: str, size_bytes: int, crc32: int | None = None) -> bool:
         info = self._store.stat(path)
@@ -173,16 +162,21 @@ class ObjectSink:
         path = self._path(chunk.file)
         if self._is_large(chunk.file):
             with self._doubting():
-                if chunk.file in self._completed:
-                    self._control.require_claim(self._plan)
-                    raise IntegrityError("integrity.journal", f"{printable(path)} is complete, but a unit of it is not")
-                return self._store.put_part(path, self._upload(chunk.file), self._number(chunk), data, crc32=crc32).etag
+                upload, number = self._upload(chunk.file), self._numbers[chunk]
+                return self._store.put_part(path, upload, number, data, crc32=crc32).etag
         facts = {PLAN_KEY: self._plan.digest, CRC_KEY: f"{crc32:08x}"}
         with self._doubting():
             etag = self._put_once(path, data, facts, crc32)
         with self._lock:
             self._put_here.add(path)
         return etag
+
+    def copy(self, chunk: Chunk, source: ObjectInfo, offset: int) -> PartInfo | None:
+        """Have the store fill one part of a large object from a pinned object of its own."""
+        with self._doubting():
+            upload, number = self._upload(chunk.file), self._numbers[chunk]
+            length = chunk.length_bytes
+            return self._store.copy_part(self._path(chunk.file), upload, number, source, offset=offset, length=length)
 
     def _put_once(self, path: str, data: bytes | memoryview, facts: Mapping[str, str], crc32: int) -> str:
         try:
@@ -196,6 +190,11 @@ class ObjectSink:
         return info.pin.removeprefix("etag:")
 
     def _upload(self, file: int) -> str:
+        """The upload of a large object, begun by whoever comes first."""
+        if file in self._completed:
+            self._control.require_claim(self._plan)
+            path = printable(self._path(file))
+            raise IntegrityError("integrity.journal", f"{path} is complete, but a unit of it is not")
         with self._lock:
             gate = self._creating.setdefault(file, threading.Lock())
         with gate:
@@ -247,7 +246,7 @@ class ObjectSink:
         found: _Receipts = {}
         for record in records.values():
             for entry in record.chunks:
-                number = self._number(entry.chunk)
+                number = self._numbers[entry.chunk]
                 found.setdefault(entry.chunk.file, {})[number] = PartInfo(
                     number, entry.chunk.length_bytes, entry.etag, entry.crc32
                 )

@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 from reshard_engine.checksums import crc32
 from reshard_engine.execute.journal import ChunkRecord
+from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.sink import ChunkFile, StreamSink, WholeSink
 from reshard_engine.plan.model import Chunk, Unit
 
@@ -25,15 +26,17 @@ class Outlet(Protocol):
 class WholeChunks:
     """Hands each chunk over at once: a window is a chunk."""
 
-    def __init__(self, sink: WholeSink, unit: Unit) -> None:
-        """For one unit."""
+    def __init__(self, sink: WholeSink, unit: Unit, offloader: Offloader | None) -> None:
+        """For one unit; what the store copies from the source itself is not sent."""
         self._sink = sink
+        self._offloader = offloader
         self.window_bytes = max(unit.length_bytes, 1)
 
     def take(self, chunk: Chunk, begin: int, data: memoryview) -> ChunkRecord:
         """Write the chunk."""
         crc = crc32(data)
-        return ChunkRecord(chunk, crc, self._sink.write(chunk, data, crc))
+        etag = self._offloader.copy_read(chunk, crc) if self._offloader is not None else None
+        return ChunkRecord(chunk, crc, self._sink.write(chunk, data, crc) if etag is None else etag)
 
 
 class StreamedChunks:

@@ -11,6 +11,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.digests import TensorDigests
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.offload_receipt import chunk_sums, offloaded_ranges, undigested
 from reshard_engine.execute.source_check import SourceSums
 from reshard_engine.layout import ZEROS, TargetFile
 from reshard_engine.manifest import (
@@ -41,16 +42,14 @@ def build_manifest(
     What units did not reach yet has no checksums: `with_pins` proves that nothing is left out.
 
     Raises:
-        IntegrityError: `integrity.mismatch` if units disagree about a tensor.
+        IntegrityError: `integrity.mismatch` if units disagree about a tensor, or the store about what it copied.
     """
-    chunks: dict[int, list[tuple[int, int, int]]] = {}
-    for record in records.values():
-        for entry in record.chunks:
-            chunks.setdefault(entry.chunk.file, []).append((entry.chunk.offset, entry.chunk.length_bytes, entry.crc32))
+    chunks = chunk_sums(plan, records)
     written = tuple(
-        ManifestFile(path=f.path, size_bytes=f.size_bytes, pin="", chunks=tuple(sorted(chunks.get(i, []))))
+        ManifestFile(path=f.path, size_bytes=f.size_bytes, pin="", chunks=tuple(chunks.get(i, ())))
         for i, f in enumerate(plan.files)
     )
+    tensors = _tensors(checkpoint, files, records)
     return Manifest(
         schema_version=MANIFEST_SCHEMA_VERSION,
         tool=TOOL_VERSION,
@@ -64,7 +63,8 @@ def build_manifest(
         pointer=plan.pointer,
         files=written,
         uncovered=tuple(gap for file in written for gap in _gaps(file)),
-        tensors=_tensors(checkpoint, files, records),
+        tensors=tensors,
+        offloaded=offloaded_ranges(checkpoint, plan, records, tensors),
         read_bytes=sum(r.read_bytes for r in records.values()),
         write_bytes=plan.write_bytes,
         foreign_globals=checkpoint.foreign_globals,
@@ -91,9 +91,8 @@ def with_pins(manifest: Manifest, pins: Mapping[str, str]) -> Manifest:
     if manifest.uncovered:
         path, offset, length = manifest.uncovered[0]
         raise IntegrityError("integrity.mismatch", f"{printable(path)} bytes {offset}+{length} were written by no unit")
-    for tensor in manifest.tensors:
-        if not tensor.xxh3:
-            raise IntegrityError("integrity.mismatch", f"a part of {printable(tensor.fqn)} was digested by no unit")
+    if (tensor := undigested(manifest)) is not None:
+        raise IntegrityError("integrity.mismatch", f"a part of {printable(tensor.fqn)} was digested by no unit")
     return manifest.model_copy(
         update={"files": tuple(f.model_copy(update={"pin": pins[f.path]}) for f in manifest.files)}
     )

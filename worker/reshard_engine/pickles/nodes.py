@@ -149,6 +149,17 @@ class PRuns:
     """(tensor of the shard map or `layout.ZEROS`, first element, last element + 1), in row-major order."""
 
 
+@dataclass(slots=True, frozen=True)
+class PRunsPart:
+    """A packed tensor over a part of another one's storage, in a tree that will be written."""
+
+    whole: PRuns
+    """One object for all its parts: they share its storage."""
+    offset: int
+    """In elements."""
+    shape: tuple[int, ...]
+
+
 def check_depth(depth: int) -> None:
     """Refuse to walk deeper into a value.
 

@@ -14,6 +14,7 @@ from reshard_engine.pickles.nodes import (
     PLiteral,
     PObject,
     PRuns,
+    PRunsPart,
     PSet,
     PTensor,
     PTensorRef,
@@ -50,7 +51,7 @@ class _Rewriter:
                 return self._dict(node)
             case PObject():
                 return self._object(node)
-            case PTensor() | PTensorRef() | PLiteral() | PRuns():
+            case PTensor() | PTensorRef() | PLiteral() | PRuns() | PRunsPart():
                 result: Node = self._tensor(node)
             case PTuple():
                 result = PTuple(tuple(map(self.copy, node.items)), node.depth)

@@ -39,6 +39,35 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordSum:
+    """A record of a source file whose CRC-32 its container keeps."""
+
+    offset: int
+    length_bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Bytes of a target file that the store can copy from a source object itself: one whole chunk, or several."""
+
+    file: int
+    begin: int
+    end: int
+    """Of the target file, as `begin`."""
+    record: int | None
+    """The record of the target file that holds them (see `FileTemplate.records`)."""
+    record_offset: int
+    """Where that record begins in the target file."""
+    source: int
+    """Number of the source file."""
+    source_offset: int
+    proof: RecordSum | None
+    """The source's record that they make up but for a little: its CRC-32 gives theirs. Without one the bytes are read
+    for their checksums, and only not sent."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedFile:
     """One file of the target."""
 
@@ -71,6 +100,8 @@ class Plan:
     metadata_bytes: int
     """Memory that the metadata takes beside the buffers; of this process, not part of the plan's JSON."""
     warnings: tuple[str, ...] = ()
+    offloads: tuple[Offload, ...] = ()
+    """In file order. What a store refuses to copy is read and sent instead: the plan stays the same."""
     digest: str = field(init=False)
     """Of everything that decides the bytes and how they are cut into units; not of where they lie."""
     content_digest: str = field(init=False)
@@ -84,9 +115,8 @@ class Plan:
         for name in ("warnings", "pointer"):
             facts.pop(name)
         object.__setattr__(self, "digest", _digest(facts))
-        object.__setattr__(
-            self, "content_digest", _digest({k: v for k, v in facts.items() if k not in {"units", "chunk_bytes"}})
-        )
+        how = {"units", "chunk_bytes", "offloads"}
+        object.__setattr__(self, "content_digest", _digest({k: v for k, v in facts.items() if k not in how}))
 
     def to_json(self, *, with_digest: bool = True) -> dict[str, Any]:
         """The plan as JSON values. Units are (file, offset, file, end, commit) of their first and last chunk."""
@@ -111,4 +141,8 @@ class Plan:
             "pointer": self.pointer,
             "warnings": list(self.warnings),
         }
+        if self.offloads:
+            facts["offloads"] = [
+                [o.file, o.begin, o.end, o.source, o.source_offset, o.proof is not None] for o in self.offloads
+            ]
         return facts | ({"digest": self.digest} if with_digest else {})

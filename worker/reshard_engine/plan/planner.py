@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.layout import ZEROS, TargetFile, TargetLayout
-from reshard_engine.plan.budget import chunk_bytes_within, metadata_bytes, running_bytes
+from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
+from reshard_engine.plan.offload import Cuts, plan_offloads
 
 MAX_PARTS = 9_000
 MAX_FILES_PER_UNIT = 256
 
 
 def plan_conversion(
-    checkpoint: Checkpoint, layout: TargetLayout, request: ConvertRequest, *, min_part_bytes: int | None
+    checkpoint: Checkpoint,
+    layout: TargetLayout,
+    request: ConvertRequest,
+    *,
+    min_part_bytes: int | None,
+    copied_from: Collection[int] = (),
 ) -> Plan:
     """The plan of a conversion.
 
@@ -25,6 +31,7 @@ def plan_conversion(
         layout: What the writer will write.
         request: Options; `part_bytes` is the wanted grain, `memory_limit_bytes` bounds it.
         min_part_bytes: Least size of a part where the target is written in multipart uploads, else None.
+        copied_from: Numbers of the source files that the target's store can copy from itself.
 
     Raises:
         RequestError: `request.budget_too_small` if no grain fits the memory limit.
@@ -35,17 +42,23 @@ def plan_conversion(
     wanted = max(request.part_bytes, least)
     write_bytes = sum(f.size_bytes for f in layout.files)
     chunk_bytes = chunk_bytes_within(request.memory_limit_bytes, metadata, write_bytes, wanted, least_bytes=least)
+    cuts = plan_offloads(
+        checkpoint, layout.files, copied_from, chunk_bytes=chunk_bytes, min_part_bytes=min_part_bytes or 1
+    )
+    units = tuple(_units(layout.files, chunk_bytes, cuts))
+    more_units = max(0, len(units) - -(-write_bytes // chunk_bytes)) if cuts else 0
     return Plan(
         source=_source(checkpoint),
         target=_target(request),
         files=tuple(PlannedFile(f.path, f.size_bytes, f.commit, f.template.digest) for f in layout.files),
-        units=tuple(_units(layout.files, chunk_bytes)),
+        units=units,
         chunk_bytes=chunk_bytes,
         read_bytes=_read_bytes(checkpoint, layout.files),
         write_bytes=write_bytes,
         pointer=layout.pointer.name if layout.pointer else None,
-        metadata_bytes=running_bytes(metadata, write_bytes, chunk_bytes),
+        metadata_bytes=running_bytes(metadata, write_bytes, chunk_bytes) + UNIT_BYTES * more_units,
         warnings=(*checkpoint.warnings, *layout.warnings, *_strided_warning(checkpoint)),
+        offloads=tuple(o for _, found in sorted(cuts.items()) for o in found.offloads),
     )
 
 
@@ -93,8 +106,11 @@ def _read_bytes(checkpoint: Checkpoint, files: Sequence[TargetFile]) -> int:
     return total
 
 
-def _units(files: Sequence[TargetFile], chunk_bytes: int) -> list[Unit]:
-    """Large files one chunk a unit; small ones gathered until a chunk is full. Commit files come last."""
+def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cuts]) -> list[Unit]:
+    """Large files one chunk a unit, small ones gathered until a chunk is full. Commit files come last.
+
+    Chunks of a large file are equal but for the last where `cuts` say nothing else.
+    """
     units: list[Unit] = []
     gathered: list[Chunk] = []
     room = chunk_bytes
@@ -118,10 +134,14 @@ def _units(files: Sequence[TargetFile], chunk_bytes: int) -> list[Unit]:
             gathered.append(Chunk(index, 0, file.size_bytes))
             room -= file.size_bytes
             continue
-        for offset in range(0, file.size_bytes, chunk_bytes):
-            gathered.append(Chunk(index, offset, min(chunk_bytes, file.size_bytes - offset)))
+        for offset, length in cuts[index].chunks if index in cuts else _equal(file.size_bytes, chunk_bytes):
+            gathered.append(Chunk(index, offset, length))
             flush(commit=False)
     flush(commit=was_commit)
     if not units:
         raise RequestError("request.unsatisfiable", "there is nothing to write")
     return units
+
+
+def _equal(size_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    return [(at, min(chunk_bytes, size_bytes - at)) for at in range(0, size_bytes, chunk_bytes)]

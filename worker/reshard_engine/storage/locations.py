@@ -47,8 +47,13 @@ def serving(scheme: str, store: Store) -> Generator[None]:
         _SERVED.reset(token)
 
 
-def open_location(url: str, profile: str | None = None) -> Location:
+def open_location(url: str, profile: str | None = None, *, beside: Location | None = None) -> Location:
     """The location that a URL names; nothing is contacted yet.
+
+    Args:
+        url: The URL.
+        profile: Name of a storage profile.
+        beside: Another location, whose connections serve this one too if it is the same service.
 
     Raises:
         RequestError: `request.unknown_scheme` if no installed fsspec backend serves the scheme,
@@ -63,7 +68,10 @@ def open_location(url: str, profile: str | None = None) -> Location:
     if scheme == "s3":
         from reshard_engine.storage.s3 import S3Store  # costs 0.4 s to import: only where S3 is used
 
-        return Location(S3Store(profile_named(profile)), path, name)
+        found = profile_named(profile)
+        if beside is not None and isinstance(beside.store, S3Store) and beside.store.profile == found:
+            return Location(beside.store, path, name)
+        return Location(S3Store(found), path, name)
     return Location(_generic(scheme), path, name)
 
 

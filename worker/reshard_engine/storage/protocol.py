@@ -109,8 +109,14 @@ class ObjectStore(Store, Protocol):
 
     def copy_part(
         self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
-    ) -> PartInfo:
-        """Fill one part from a byte range of an object of the same store, without moving bytes through us."""
+    ) -> PartInfo | None:
+        """Fill one part from a byte range of an object of the same store, without moving bytes through us.
+
+        None if the store does not copy: it cannot, or these credentials may not.
+
+        Raises:
+            SourceError: `source.changed` if the object is not the pinned one any more.
+        """
         ...
 
     def list_parts(self, path: str, upload_id: str) -> list[PartInfo] | None:
@@ -127,6 +133,15 @@ class ObjectStore(Store, Protocol):
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
         """Drop an upload; one that is gone is no error."""
+        ...
+
+
+@runtime_checkable
+class CopyingStore(ObjectStore, Protocol):
+    """An object store whose `copy_part` may reach the objects of other instances."""
+
+    def reaches(self, other: Store) -> bool:
+        """Whether objects of another store are in this service, and within reach of these credentials."""
         ...
 
 

@@ -26,11 +26,13 @@ from reshard.errors import SourceError, StorageError, printable
 from reshard_engine.checksums import crc32
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import S3Profile
-from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo
+from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo, Store
 from reshard_engine.storage.s3_errors import translated
 from reshard_engine.storage.s3_listings import ListingGuard
 
 _READ_TRIES = 4
+_NO_COPY = {"NotImplemented", "MethodNotAllowed", "501", "405"}
+"""How stores say that they have no `UploadPartCopy`."""
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -46,6 +48,7 @@ class S3Store:
 
     def __init__(self, profile: S3Profile, *, connections: int = 64) -> None:
         """Connect lazily; nothing is sent until the first call."""
+        self.profile = profile
         options: dict[str, Any] = {"endpoint_url": profile.endpoint_url}
         self._fs = s3fs.S3FileSystem(
             key=profile.access_key_id,
@@ -75,6 +78,8 @@ class S3Store:
                 # We hand our own CRC-32 to the store with each write and verify reads ourselves.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
+                # TLS protects a body, and its CRC-32 is checked: a SHA-256 of it would cost more than both.
+                s3={"payload_signing_enabled": (profile.endpoint_url or "https:").startswith("http:")},
             ),
             **options,
         )
@@ -229,21 +234,36 @@ class S3Store:
 
     def copy_part(
         self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
-    ) -> PartInfo:
+    ) -> PartInfo | None:
         """Fill one part from a byte range of a pinned object of this service (at most 5 GiB)."""
         bucket, key = _split(path)
         source_bucket, source_key = _split(source.path)
-        with translated(path):
-            answer = self._client.upload_part_copy(
-                Bucket=bucket,
-                Key=key,
-                UploadId=upload_id,
-                PartNumber=number,
-                CopySource={"Bucket": source_bucket, "Key": source_key},
-                CopySourceRange=f"bytes={offset}-{offset + length - 1}",
-                CopySourceIfMatch=f'"{source.pin.removeprefix("etag:")}"',
-            )
-        return PartInfo(number, length, answer["CopyPartResult"]["ETag"].strip('"'))
+        try:
+            with translated(path):
+                answer = self._client.upload_part_copy(
+                    Bucket=bucket,
+                    Key=key,
+                    UploadId=upload_id,
+                    PartNumber=number,
+                    CopySource={"Bucket": source_bucket, "Key": source_key},
+                    CopySourceRange=f"bytes={offset}-{offset + length - 1}",
+                    CopySourceIfMatch=f'"{source.pin.removeprefix("etag:")}"',
+                )
+        except StorageError as error:
+            if _store_code(error) in {"412", "PreconditionFailed"}:
+                raise changed(source) from error
+            if error.code in {"storage.denied", "storage.protocol"} or _store_code(error) in _NO_COPY:
+                return None
+            raise
+        except SourceError as error:
+            raise changed(source) from error
+        crc32 = answer["CopyPartResult"].get("ChecksumCRC32")
+        etag = answer["CopyPartResult"]["ETag"].strip('"')
+        return PartInfo(number, length, etag, None if crc32 is None else int.from_bytes(base64.b64decode(crc32), "big"))
+
+    def reaches(self, other: Store) -> bool:
+        """Whether the other one is the same service under the same credentials."""
+        return isinstance(other, S3Store) and other.profile == self.profile
 
     def list_parts(self, path: str, upload_id: str) -> list[PartInfo] | None:
         """The parts of an upload in number order, or None if the upload is gone."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from reshard.errors import StorageError
-from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, PartInfo
+from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, PartInfo, Store
 
 _T = TypeVar("_T")
 _HANG_LIMIT_S = 60.0
@@ -187,13 +187,17 @@ class FaultyStore:
 
     def copy_part(
         self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
-    ) -> PartInfo:
+    ) -> PartInfo | None:
         """See `ObjectStore`."""
         return self._step(
             "copy_part",
             path,
             lambda: self._store.copy_part(path, upload_id, number, source, offset=offset, length=length),
         )
+
+    def reaches(self, other: Store) -> bool:
+        """See `CopyingStore`. Asks nobody: no operation."""
+        return other is self
 
     def list_parts(self, path: str, upload_id: str) -> list[PartInfo] | None:
         """See `ObjectStore`."""

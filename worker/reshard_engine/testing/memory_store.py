@@ -16,7 +16,7 @@ from pathlib import Path
 
 from reshard.errors import StorageError, printable
 from reshard_engine.storage.local import changed
-from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo, join
+from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo, Store, join
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,10 @@ class MemoryStore:
         buffer = bytearray(length)
         self.read_into(source, offset, memoryview(buffer))
         return self.put_part(path, upload_id, number, memoryview(buffer))
+
+    def reaches(self, other: Store) -> bool:
+        """Only itself."""
+        return other is self
 
     def list_parts(self, path: str, upload_id: str) -> list[PartInfo] | None:
         """The parts of an upload in number order, or None if the upload is gone."""

@@ -11,7 +11,7 @@ from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.dtypes import BY_NAME, UINT8, Dtype
 from reshard_engine.layout import FileTemplate
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.nodes import Node, PLiteral, PRuns, PStorage, PTensor, PTensorRef
+from reshard_engine.pickles.nodes import Node, PLiteral, PRuns, PRunsPart, PStorage, PTensor, PTensorRef
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.shardmap import ShardMap, packed_stride
 
@@ -22,11 +22,11 @@ def tree_template(
     """The template of an archive whose value is `node`, and the tensors of its slots.
 
     Each tensor gets a storage of its own, exactly as long as it is; two references to one tensor
-    share it, so that tied weights stay tied.
+    share it, so that tied weights stay tied, and so do the parts of one whole.
 
     Args:
         root: Root name inside the archive.
-        node: The value; its tensors are `PTensorRef`s, or `PRuns` of several.
+        node: The value; its tensors are `PTensorRef`s, or `PRuns` of several, or parts of these.
         shard_map: Where the references point to.
         opaque: Whether objects that are not on the allow-list are kept or dropped.
 
@@ -40,7 +40,16 @@ def tree_template(
     def slot(number: int) -> int:
         return slots.setdefault(number, len(slots))
 
-    def placed(ref: PTensorRef | PLiteral | PRuns) -> PTensor:
+    wholes: dict[int, PTensor] = {}
+
+    def part(ref: PRunsPart) -> PTensor:
+        # By identity: what is hashed by its runs, parameter by parameter, takes the square of their number.
+        whole = wholes.get(id(ref.whole)) or wholes.setdefault(id(ref.whole), placed(ref.whole))
+        return PTensor(whole.storage, whole.dtype, ref.offset, ref.shape, packed_stride(ref.shape))
+
+    def placed(ref: PTensorRef | PLiteral | PRuns | PRunsPart) -> PTensor:
+        if isinstance(ref, PRunsPart):
+            return part(ref)
         key = str(len(storages))
         if isinstance(ref, PLiteral):
             storages.append(StorageRecord(key, (), ref.data))

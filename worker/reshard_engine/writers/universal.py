@@ -207,7 +207,8 @@ def _without_trained(entries: dict[str | int, Node], checkpoint: Checkpoint) -> 
     The loader does not look at `module`, and the other file has all of it: whole weights here would be an eighth of the
     directory, written twice.
     """
-    weights = {p.weight for p in checkpoint.trained}
+    # At stage 0 of an fp32 run the weight in `module` is the master itself.
+    weights = {n for p in checkpoint.trained for n in (p.weight, p.states.get("fp32"))}
 
     def kept(node: Node) -> Node:
         items = mapping_items(node, what="module").items()

@@ -7,6 +7,7 @@ from math import prod
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.cuts import Cut, CutError, local_grid, parts, require_units, taken
+from reshard_engine.dtypes import Dtype
 from reshard_engine.layout import ZEROS
 from reshard_engine.shardmap import StoredTensor
 from reshard_engine.views import View
@@ -17,9 +18,9 @@ from reshard_engine.writers.zero.partitions import Run
 class Cutter:
     """Cuts whole parameters for the tensor-parallel ranks of a target, and collects the parts that are views."""
 
-    def __init__(self, checkpoint: Checkpoint, tp: int, vocab_rows: int | None) -> None:
-        """For `tp` ranks; vocabularies are padded to `vocab_rows` rows over all of them."""
-        self._checkpoint, self._tp, self._vocab_rows = checkpoint, tp, vocab_rows
+    def __init__(self, checkpoint: Checkpoint, tp: int, vocab_rows: int | None, *, dtype: Dtype) -> None:
+        """For `tp` ranks; vocabularies are padded to `vocab_rows` rows over all of them; `dtype` is the model's."""
+        self._checkpoint, self._tp, self._vocab_rows, self._dtype = checkpoint, tp, vocab_rows, dtype
         self._first = len(checkpoint.shard_map.tensors)
         self.parts: list[tuple[StoredTensor, View]] = []
         self._numbers: dict[tuple[int, int], int] = {}
@@ -30,7 +31,7 @@ class Cutter:
         Raises:
             RequestError: `request.unsatisfiable` if it cannot be cut so, or nothing says how.
         """
-        best = parameter.states.get("fp32", parameter.weight)
+        best = self._weight_of(parameter)
         if best is None:
             raise RequestError(
                 "request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}"
@@ -47,6 +48,16 @@ class Cutter:
                 fix=f"--tp {self._largest(cut, parameter.shape)}",
             ) from None
         return LocalParameter(parameter.fqn, shape, parameter.group, states, weight, parameter.scalars)
+
+    def _weight_of(self, parameter: Parameter) -> int | None:
+        """What a weight is made of: the stored one where it is of the model's type, else the master, rounded.
+
+        A stored one moves as it is, half as many bytes are read, and a store can copy them itself.
+        """
+        stored = parameter.weight
+        if stored is not None and self._checkpoint.shard_map.tensors[stored].dtype is self._dtype:
+            return stored
+        return parameter.states.get("fp32", stored)
 
     def _cut_of(self, parameter: Parameter) -> Cut:
         cut = parameter.cut

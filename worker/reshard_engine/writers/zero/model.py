@@ -20,7 +20,7 @@ class LocalParameter:
     states: Mapping[str, tuple[Run, ...]]
     """`fp32` and the optimizer's per-element states."""
     weight: tuple[Run, ...]
-    """What its weight in the model's dtype is made of: the master, or the frozen weight."""
+    """What its weight in the model's dtype is made of: the stored one, or the master."""
     scalars: Mapping[str, Scalar]
 
     @property

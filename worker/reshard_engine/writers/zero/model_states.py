@@ -17,6 +17,7 @@ from reshard_engine.pickles.nodes import (
     PLiteral,
     PObject,
     PRuns,
+    PRunsPart,
     PTensorRef,
     PTuple,
     is_mapping,
@@ -41,6 +42,7 @@ class ModelStatesFiles:
         self._checkpoint, self._model, self._target, self._shapes = checkpoint, model, target, shapes
         self._parameters = {p.fqn: p for p in model.parameters if expert_of(p.fqn) is None and p.fqn not in model.fused}
         self._nodes: dict[str, Node] = {}
+        self._flat = self._flat_weights()
 
     def entries_of(self, rank: int, run_state: Mapping[str | int, Node], optimizer: Node) -> Node:
         """The file of one data-parallel rank (below stage 3 there is one, of rank 0).
@@ -109,7 +111,7 @@ class ModelStatesFiles:
             node: Node = None
             if (parameter := self._parameters.get(owner)) is not None:
                 sharded = self._target.stage == 3
-                node = self._placeholder() if sharded else self.weight_node(parameter)
+                node = self._placeholder() if sharded else self._flat.get(owner) or self.weight_node(parameter)
             elif owner in model.buffers:
                 node = PTensorRef(model.buffers[owner])
             self._nodes[owner] = node
@@ -117,6 +119,21 @@ class ModelStatesFiles:
 
     def _placeholder(self) -> Node:
         return PLiteral(self._target.dtype.name, (0,), b"")
+
+    def _flat_weights(self) -> dict[str, PRunsPart]:
+        """The weights of stages 1 and 2 as DeepSpeed itself saves them: each a part of its group's one flat tensor."""
+        found: dict[str, PRunsPart] = {}
+        if self._target.stage not in (1, 2) or self._model.layers:
+            return found
+        for group in self._shapes:
+            members = [p for p in group if p.fqn in self._parameters]
+            runs = tuple(run for p in members for run in p.weight)
+            whole = PRuns(self._target.dtype.name, (sum(p.numel for p in members),), runs)
+            offset = 0
+            for parameter in members:
+                found[parameter.fqn] = PRunsPart(whole, offset, parameter.shape)
+                offset += parameter.numel
+        return found
 
     def weight_node(self, parameter: LocalParameter) -> Node:
         """A parameter's weight in the model's dtype."""

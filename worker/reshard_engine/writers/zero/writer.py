@@ -52,7 +52,7 @@ class ZeroWriter:
         refuse_impossible_layout(target, checkpoint)
         checkpoint = regrouped(checkpoint, target.layout.ep)
         rows = _vocab_rows(checkpoint, target.layout)
-        cutter = Cutter(checkpoint, target.layout.tp, rows)
+        cutter = Cutter(checkpoint, target.layout.tp, rows, dtype=target.dtype)
         models = local_models(checkpoint, target, cutter)
         # Parts are numbered behind the source's tensors, and templates are made of both.
         parts = tuple(cutter.parts)

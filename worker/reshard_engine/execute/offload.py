@@ -1,0 +1,125 @@
+"""Chunks that the store copies from source objects itself: no byte of them passes here, and their CRC-32s are known.
+
+A record of a source is the bytes before a copied range, the range, and the bytes behind it. The container says the
+CRC-32 of all; the few bytes around the range are read, and what remains is the CRC-32 of the range. So a record of the
+target has a right CRC-32 if the source's record is undamaged and the store copies faithfully: whoever reads it finds
+out, `reshard verify` among them. What no such record proves is read for its checksums, and only not sent.
+
+A store may refuse to copy. Then, once and for all, the same chunks are read and sent: plan and digests stay the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from reshard.errors import IntegrityError, printable
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.execute.crc import without_prefix, without_suffix
+from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
+from reshard_engine.execute.readback import crc_of_range
+from reshard_engine.plan.model import Chunk, Offload, Plan, Unit
+from reshard_engine.storage.protocol import ObjectInfo, PartInfo
+
+NO_RECORD = -1
+"""In place of a record's number where a range lies in none: its span counts from the beginning of the file."""
+
+
+@runtime_checkable
+class CopyingSink(Protocol):
+    """A sink whose store can fill a chunk itself."""
+
+    def copy(self, chunk: Chunk, source: ObjectInfo, offset: int) -> PartInfo | None:
+        """Fill a chunk from an object of the same store; None if the store refuses to copy."""
+        ...
+
+
+class Offloader:
+    """Has the store copy the chunks of a plan's offloads. Any thread may call."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, sink: CopyingSink) -> None:
+        """Nothing is asked of the store yet."""
+        self._checkpoint = checkpoint
+        self._sink = sink
+        self._offloads = dict(_by_chunk(plan))
+        self._refused = False
+        self._lock = threading.Lock()
+        self.copied_bytes = 0
+        """Bytes that the store copied."""
+
+    def proves(self, chunk: Chunk) -> bool:
+        """Whether the CRC-32 of what a chunk holds of a record comes from the source's, not from its bytes."""
+        offload = self._offloads.get(chunk)
+        return offload is not None and offload.proof is not None
+
+    def copy(self, unit: Unit) -> UnitRecord | None:
+        """Have a unit copied; None if it is none of those that are, or if the store refuses."""
+        chunk = unit.chunks[0]
+        offload = self._offloads.get(chunk)
+        if offload is None or offload.proof is None or (part := self._copied(chunk, offload)) is None:
+            return None
+        spans, read_bytes = self.spans_of(chunk)
+        return UnitRecord(unit.index, (ChunkRecord(chunk, part.crc32, part.etag),), spans, read_bytes=read_bytes)
+
+    def copy_read(self, chunk: Chunk, crc32: int) -> str | None:
+        """Have a chunk copied whose bytes were read and have this CRC-32; the store's receipt, or None as `copy`.
+
+        Raises:
+            IntegrityError: `integrity.mismatch` if the store says that it copied other bytes.
+        """
+        offload = self._offloads.get(chunk)
+        if offload is None or offload.proof is not None or (part := self._copied(chunk, offload)) is None:
+            return None
+        if part.crc32 not in (None, crc32):
+            raise _other_bytes(self._checkpoint.files[offload.source].name)
+        return part.etag
+
+    def spans_of(self, chunk: Chunk) -> tuple[tuple[RecordSpan, ...], int]:
+        """The CRC-32 of the whole range that begins with a chunk, as a span of its record, and the bytes read for it.
+
+        Nothing for the further chunks of a range.
+        """
+        offload = self._offloads[chunk]
+        if offload.begin != chunk.offset or offload.proof is None:
+            return (), 0
+        proof, length = offload.proof, offload.end - offload.begin
+        file = self._checkpoint.files[offload.source]
+        info, end = file.objects[0], offload.source_offset + length
+        before, behind = offload.source_offset - proof.offset, proof.offset + proof.length_bytes - end
+        first = crc_of_range(file.store, info, proof.offset, before)
+        last = crc_of_range(file.store, info, end, behind)
+        crc = without_prefix(without_suffix(proof.crc32, last, behind), first, length)
+        record = NO_RECORD if offload.record is None else offload.record
+        span = (offload.file, record, offload.begin - offload.record_offset, length, crc)
+        return (span,), before + behind
+
+    def _copied(self, chunk: Chunk, offload: Offload) -> PartInfo | None:
+        if self._refused:
+            return None
+        info = self._checkpoint.files[offload.source].objects[0]
+        part = self._sink.copy(chunk, info, offload.source_offset + chunk.offset - offload.begin)
+        if part is None:
+            self._refused = True
+            return None
+        with self._lock:
+            self.copied_bytes += chunk.length_bytes
+        return part
+
+
+def _by_chunk(plan: Plan) -> Iterator[tuple[Chunk, Offload]]:
+    """The chunks that offloads are made of, with these: a unit holds one chunk of a large file."""
+    by_file: dict[int, list[Offload]] = {}
+    for offload in plan.offloads:
+        by_file.setdefault(offload.file, []).append(offload)
+    for unit in plan.units:
+        chunk = unit.chunks[0]
+        inside = by_file.get(chunk.file, [])
+        index = bisect_right(inside, chunk.offset, key=lambda o: o.begin) - 1
+        if index >= 0 and chunk.offset < inside[index].end:
+            yield chunk, inside[index]
+
+
+def _other_bytes(name: str) -> IntegrityError:
+    return IntegrityError("integrity.mismatch", f"the store copied other bytes of {printable(name)} than it gave us")

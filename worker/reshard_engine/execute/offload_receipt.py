@@ -1,0 +1,124 @@
+"""What a manifest says of bytes that the store copied: their CRC-32s, and the tensors that have no digest."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+from reshard.errors import IntegrityError, printable
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.execute.crc import combine
+from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.offload import NO_RECORD
+from reshard_engine.manifest import Manifest, ManifestOffload, ManifestTensor
+from reshard_engine.plan.model import Offload, Plan
+
+ChunkSum = tuple[int, int, int]
+"""(offset, length, CRC-32)."""
+
+
+def chunk_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[int, list[ChunkSum]]:
+    """The checksummed ranges of each file, in order: its chunks, but one for a range whose chunks the store copied.
+
+    Raises:
+        IntegrityError: `integrity.mismatch` if the store says that it copied other bytes than the source's.
+    """
+    known: dict[int, list[ChunkSum]] = {}
+    unknown: dict[int, list[tuple[int, int]]] = {}
+    for record in records.values():
+        for entry in record.chunks:
+            chunk = entry.chunk
+            if entry.crc32 is None:
+                unknown.setdefault(chunk.file, []).append((chunk.offset, chunk.length_bytes))
+            else:
+                known.setdefault(chunk.file, []).append((chunk.offset, chunk.length_bytes, entry.crc32))
+    for sums in known.values():
+        sums.sort()
+    sums_of_ranges = range_sums(plan, records)
+    for offload in plan.offloads:
+        crc = sums_of_ranges.get((offload.file, offload.begin))
+        if crc is not None:
+            _replace(plan, offload, crc, known.setdefault(offload.file, []), unknown.get(offload.file, []))
+    return known
+
+
+def range_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[tuple[int, int], int]:
+    """The CRC-32s of the ranges that sources prove, by file and beginning, as far as units reached them."""
+    spans = {(f, r, o, n): crc for record in records.values() for f, r, o, n, crc in record.spans}
+    found: dict[tuple[int, int], int] = {}
+    for o in plan.offloads:
+        record = NO_RECORD if o.record is None else o.record
+        crc = spans.get((o.file, record, o.begin - o.record_offset, o.end - o.begin))
+        if o.proof is not None and crc is not None:
+            found[o.file, o.begin] = crc
+    return found
+
+
+def _replace(plan: Plan, offload: Offload, crc: int, known: list[ChunkSum], unknown: Sequence[tuple[int, int]]) -> None:
+    """Put one range in place of its chunks if the CRC-32 of one of them is unknown; compare them if none is."""
+    begin, end = bisect_left(known, (offload.begin,)), bisect_left(known, (offload.end,))
+    inside, copied = known[begin:end], [n for at, n in unknown if offload.begin <= at < offload.end]
+    if sum(copied) + sum(n for _, n, _ in inside) != offload.end - offload.begin:
+        return  # a part of it is still to come
+    if copied:
+        known[begin:end] = [(offload.begin, offload.end - offload.begin, crc)]
+        return
+    total = 0
+    for _, length, part in inside:
+        total = combine(total, part, length)
+    if total != crc:
+        path = printable(plan.files[offload.file].path)
+        raise IntegrityError(
+            "integrity.mismatch",
+            f"{path} bytes {offload.begin}+{offload.end - offload.begin}: CRC-32 {total:08x}, "
+            f"the source's record says {crc:08x}",
+            fix="check the source with --verify full; its copy elsewhere may be sound",
+        )
+
+
+def offloaded_ranges(
+    checkpoint: Checkpoint, plan: Plan, records: Mapping[int, UnitRecord], tensors: Sequence[ManifestTensor]
+) -> tuple[ManifestOffload, ...]:
+    """The ranges because of which tensors have no digest of their own."""
+    bare: dict[int, list[tuple[int, int]]] = {}
+    for tensor in tensors:
+        if not tensor.xxh3:
+            for file, offset, begin, end in tensor.extents:
+                bare.setdefault(file, []).append((offset, offset + end - begin))
+    for extents in bare.values():
+        extents.sort()
+    sums = range_sums(plan, records)
+    found: list[ManifestOffload] = []
+    for o in plan.offloads:
+        crc = sums.get((o.file, o.begin))
+        if crc is not None and _touches(bare.get(o.file, []), o.begin, o.end):
+            name = checkpoint.files[o.source].name.encode("utf-8", "backslashreplace").decode()
+            found.append(
+                ManifestOffload(
+                    file=o.file,
+                    offset=o.begin,
+                    length=o.end - o.begin,
+                    crc32=crc,
+                    source=name,
+                    source_offset=o.source_offset,
+                )
+            )
+    return tuple(found)
+
+
+def undigested(manifest: Manifest) -> ManifestTensor | None:
+    """A tensor without a digest of which no byte was copied by the store, if there is one: nobody looked at it."""
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for offload in manifest.offloaded:
+        ranges.setdefault(offload.file, []).append((offload.offset, offload.offset + offload.length))
+    for tensor in manifest.tensors:
+        places = [(f, o, o + end - begin) for f, o, begin, end in tensor.extents]
+        if not tensor.xxh3 and not any(_touches(ranges.get(f, []), low, high) for f, low, high in places):
+            return tensor
+    return None
+
+
+def _touches(extents: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
+    """Whether one of the sorted, disjoint extents overlaps `[begin, end)`."""
+    index = bisect_left(extents, (end, 0)) - 1
+    return index >= 0 and extents[index][1] > begin
