@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,11 @@ def same_weights(ours: Path, theirs: Path) -> list[str]:
     problems = sorted(set(expected) ^ set(found))
     problems += [n for n in expected if n in found and not torch.equal(expected[n], found[n])]
     return problems if expected else ["the peer wrote no weights"]
+
+
+def same_files(ours: Path, theirs: Path) -> list[str]:
+    """Files of two trees that are not the same, byte for byte."""
+    names = {str(p.relative_to(t)) for t in (ours, theirs) for p in t.rglob("*") if p.is_file()}
+    found = [n for n in sorted(names) if not (ours / n).exists() or not (theirs / n).exists()]
+    found += [n for n in sorted(names - set(found)) if not filecmp.cmp(ours / n, theirs / n, shallow=False)]
+    return found if names else ["there are no files"]

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -27,6 +27,10 @@ class Measured:
     peak_anonymous_bytes: int
     peak_file_backed_bytes: int
     high_water_bytes: int
+    read_bytes: int
+    written_bytes: int
+    """What the tree passed through reads and writes, caches included."""
+    output: str = field(repr=False)
 
 
 class _Sampler(threading.Thread):
@@ -39,6 +43,17 @@ class _Sampler(threading.Thread):
         self.anonymous = 0
         self.file_backed = 0
         self.high_water = 0
+        self._passed: dict[int, tuple[int, int]] = {}
+
+    @property
+    def read(self) -> int:
+        """Bytes that all processes together read."""
+        return sum(read for read, _ in self._passed.values())
+
+    @property
+    def written(self) -> int:
+        """Bytes that all processes together wrote."""
+        return sum(written for _, written in self._passed.values())
 
     def run(self) -> None:
         while not self._done.wait(_SAMPLE_S):
@@ -56,6 +71,7 @@ class _Sampler(threading.Thread):
                 anonymous += int(fields.get("RssAnon", "0 kB").split()[0]) << 10
                 file_backed += int(fields.get("RssFile", "0 kB").split()[0]) << 10
                 high_water += int(fields.get("VmHWM", "0 kB").split()[0]) << 10
+                self._passed[process.pid] = _passed(process.pid) or self._passed.get(process.pid, (0, 0))
             self.anonymous = max(self.anonymous, anonymous)
             self.file_backed = max(self.file_backed, file_backed)
             self.high_water = max(self.high_water, high_water)
@@ -65,15 +81,23 @@ class _Sampler(threading.Thread):
         self.join()
 
 
+def _passed(pid: int) -> tuple[int, int] | None:
+    try:
+        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    except OSError:
+        return None
+    return int(fields["rchar"]), int(fields["wchar"])
+
+
 def measure(command: Sequence[str], *, env: dict[str, str]) -> Measured:
     """Run the command to its end.
 
     Raises:
         RuntimeError: With the end of its output, if it fails.
     """
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as answer:
         started = time.perf_counter()
-        process = subprocess.Popen(list(command), stdout=log, stderr=subprocess.STDOUT, env=env)
+        process = subprocess.Popen(list(command), stdout=answer, stderr=log, env=env)
         sampler = _Sampler(process.pid)
         sampler.start()
         code = process.wait()
@@ -84,4 +108,7 @@ def measure(command: Sequence[str], *, env: dict[str, str]) -> Measured:
             raise RuntimeError(
                 f"{' '.join(command)} ended with {code}:\n{log.read()[-4000:].decode('utf-8', 'replace')}"
             )
-    return Measured(wall, sampler.anonymous, sampler.file_backed, sampler.high_water)
+        answer.seek(0)
+        output = answer.read().decode("utf-8", "replace")
+    peaks = sampler.anonymous, sampler.file_backed, sampler.high_water
+    return Measured(wall, *peaks, sampler.read, sampler.written, output)

@@ -9,7 +9,7 @@ from reshard_engine.storage.local import translated
 
 _WRITE = 2
 _WRITEBACK_BYTES = 8 << 20
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_START_WRITING = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 
 
 class LocalChunkFile:
@@ -40,8 +40,8 @@ class LocalChunkFile:
         self._unsent = first, end
 
     def _send(self, first: int, end: int) -> None:
-        if hasattr(_LIBC, "sync_file_range"):
-            _LIBC.sync_file_range(self._descriptor, ctypes.c_int64(first), ctypes.c_int64(end - first), _WRITE)
+        if _START_WRITING is not None:
+            _START_WRITING(self._descriptor, ctypes.c_int64(first), ctypes.c_int64(end - first), _WRITE)
 
     def close(self) -> None:
         """Let go of the file."""
