@@ -1,4 +1,4 @@
-"""What people write around DeepSpeed's functions to get 16-bit weights: the fp32 state dict, cast, saved by the hub's code."""
+"""What people write around DeepSpeed's functions to get 16-bit weights: the fp32 state dict, cast and saved."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Limit:
-    """What the time of a contender must be, as a multiple of ours: at least, for a peer; at most 1 / so much, for us."""
+    """What the time of a contender must be at least, as a multiple of ours."""
 
     contender: str
     at_least: float
@@ -107,7 +107,9 @@ def _universal(
 
 def _weights(root: Path, name: str, make: Callable[[Path], None], dtype: str, limits: tuple[Limit, ...]) -> Case:
     source, ours, peer = root / "source" / name, root / "ours" / "w", root / "peer" / "w"
-    script = "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert; import sys"
+    script = (
+        "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert; import sys"
+    )
     call = "convert(sys.argv[1], sys.argv[2], safe_serialization=True)"
     if dtype == "bf16":
         script = f"{script}, torch; from bf16_peer import convert_to_bf16"
@@ -137,7 +139,7 @@ def _native(root: Path, name: str, make: Callable[[Path], None], dp: int, limits
         """The new layout holds the same: its universal form is the source's."""
         shutil.rmtree(back, ignore_errors=True)
         for which, tree in (("a", source), ("b", ours)):
-            if os.system(" ".join([*_convert(tree, back / which, "--to", "universal"), ">/dev/null"])):  # noqa: S605
+            if os.system(" ".join([*_convert(tree, back / which, "--to", "universal"), ">/dev/null"])):
                 return [f"{tree} does not convert"]
         return same_files(back / "a" / "zero", back / "b" / "zero")
 
@@ -181,4 +183,4 @@ def _universal_source(source: Path, parameters: list[tuple[str, tuple[int, ...]]
         return
     before = source.with_name(f"{source.name} before")
     _written(before, parameters, stage=2, ranks=4)
-    os.system(" ".join(f"'{word}'" for word in _convert(before, source, "--to", "universal")))  # noqa: S605
+    os.system(" ".join(f"'{word}'" for word in _convert(before, source, "--to", "universal")))

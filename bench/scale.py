@@ -48,13 +48,13 @@ def memory_rows(root: Path) -> Found:
 
 
 def thread_rows(root: Path) -> Found:
-    """One thread and two where the processor is what bounds: a cast of what is in the page cache, to a file in memory."""
+    """One thread and two where the processor bounds: a cast from the page cache to a file in memory."""
     source = root / "threads"
     write_zero_checkpoint(source, sized(2_000), stage=2, ranks=4)
     walls: dict[int, list[float]] = {1: [], 2: []}
     for turn in range(4):
         for threads, found in walls.items():
-            target = Path("/dev/shm") / f"reshard-bench-{root.name}"  # noqa: S108 - a file in memory, on purpose
+            target = Path("/dev/shm") / f"reshard-bench-{root.name}"
             shutil.rmtree(target, ignore_errors=True)
             words = ("convert", str(source), str(target), "--to", "safetensors", "--dtype", "fp16")
             seconds = _seconds(measure([*RESHARD, *words, "--threads", str(threads), "--json"], env=environment()))

@@ -7,13 +7,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, SourceSpec, VerifyReport
-from reshard.pictures import LayoutPicture
+
+if TYPE_CHECKING:
+    from reshard.diffs import DiffOptions, DiffReport
+    from reshard.models import (
+        ConvertRequest,
+        ConvertResult,
+        Inspection,
+        PlanSummary,
+        Progress,
+        SourceSpec,
+        VerifyReport,
+    )
+    from reshard.pictures import LayoutPicture
 
 ENTRY_POINT_GROUP = "reshard.engine"
 
@@ -74,6 +83,9 @@ def load_engine() -> Engine:
     Raises:
         RequestError: `request.engine_missing` when the engine's dependencies are not installed.
     """
+    # Commands that only say what they can do import this module too, and pay for no package's metadata.
+    from importlib.metadata import entry_points
+
     found = tuple(entry_points(group=ENTRY_POINT_GROUP))
     fix = "pip install 'reshard[worker]', or use a service: export RESHARD_URL=http://host:8000 and `reshard submit`"
     if not found:

@@ -6,61 +6,27 @@ Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/k
 from __future__ import annotations
 
 from datetime import datetime
-from enum import StrEnum
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from reshard.choices import (
+    JobKind as JobKind,
+    JobState as JobState,
+    NameScheme as NameScheme,
+    OffloadPolicy as OffloadPolicy,
+    OpaquePolicy as OpaquePolicy,
+    ReplicaPolicy as ReplicaPolicy,
+    RngPolicy as RngPolicy,
+    TargetFormat as TargetFormat,
+    VerifyLevel as VerifyLevel,
+    WeightDtype as WeightDtype,
+    ZeroStage as ZeroStage,
+)
+
 SCHEMA_VERSION = 1
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20
-
-
-class TargetFormat(StrEnum):
-    """What a conversion writes."""
-
-    UNIVERSAL = "universal"
-    """DeepSpeed universal checkpoint: one atom per parameter and state."""
-    SAFETENSORS = "safetensors"
-    """Consolidated weights, safetensors with a Hugging Face index."""
-    TORCH = "torch"
-    """Consolidated weights, `pytorch_model.bin` with a Hugging Face index."""
-    ZERO = "zero"
-    """DeepSpeed's own files for a given layout: plain `engine.load_checkpoint` resumes."""
-
-
-class WeightDtype(StrEnum):
-    """Element type of consolidated weights."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-
-
-class OpaquePolicy(StrEnum):
-    """What happens to objects whose classes are not on the allow-list when they would be re-emitted."""
-
-    REFUSE = "refuse"
-    KEEP = "keep"
-    DROP = "drop"
-
-
-class JobState(StrEnum):
-    """States of a job; a lost lease means QUEUED again with the next attempt."""
-
-    QUEUED = "QUEUED"
-    PLANNING = "PLANNING"
-    RUNNING = "RUNNING"
-    VERIFYING = "VERIFYING"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLING = "CANCELLING"
-    CANCELLED = "CANCELLED"
-
-    @property
-    def terminal(self) -> bool:
-        """Whether the job will never change state again."""
-        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
 class WireModel(BaseModel):
@@ -77,35 +43,6 @@ class SourceSpec(WireModel):
     tag: str | None = Field(default=None, max_length=512)
     profile: str | None = Field(default=None, max_length=128)
     """Name of a storage profile that the operator configured; never credentials."""
-
-
-class VerifyLevel(StrEnum):
-    """How a conversion is checked before its commit."""
-
-    DEFAULT = "default"
-    """Checksums taken as the bytes pass, checked by the store where it can; structure and sizes read again."""
-    FULL = "full"
-    """And the whole source compared with its own checksums, and every byte of the output read back."""
-
-
-class ZeroStage(StrEnum):
-    """How DeepSpeed partitions training state over data-parallel ranks."""
-
-    STAGE_0 = "0"
-    STAGE_1 = "1"
-    STAGE_2 = "2"
-    STAGE_3 = "3"
-    BF16 = "bf16"
-    """BF16_Optimizer: stage 1 with fp32 gradient accumulation."""
-
-
-class RngPolicy(StrEnum):
-    """What becomes of per-rank random states when the number of ranks changes: there is no unique answer."""
-
-    KEEP = "keep"
-    """Target rank r gets the states of source rank r mod N."""
-    DROP = "drop"
-    """None are written: the run seeds itself anew."""
 
 
 class NativeLayout(WireModel):
@@ -128,30 +65,6 @@ class NativeLayout(WireModel):
     sub_group_size: int | None = Field(default=None, ge=1)
     """Stage 3: elements of one rank's partition after which a sub-group is closed."""
     rng: RngPolicy = RngPolicy.KEEP
-
-
-class NameScheme(StrEnum):
-    """How the parameters of a model of Megatron-DeepSpeed are called."""
-
-    MEGATRON_PIPELINE = "megatron-pipeline"
-    """By the layers of a pipeline."""
-    MEGATRON_PLAIN = "megatron-no-pipeline"
-    """As `--no-pipeline-parallel` has it."""
-
-
-class ReplicaPolicy(StrEnum):
-    """What happens when copies of a tensor that must agree do not."""
-
-    ERROR = "error"
-    FIRST = "first"
-    """The copy of the lowest rank wins; the others are reported."""
-
-
-class OffloadPolicy(StrEnum):
-    """Whether an object store copies what moves unchanged itself, where source and target are in one."""
-
-    AUTO = "auto"
-    NEVER = "never"
 
 
 class ConvertRequest(WireModel):
@@ -330,14 +243,6 @@ class Problem(WireModel):
     fix: str = ""
     retryable: bool = False
     details: dict[str, Any] = Field(default_factory=dict)
-
-
-class JobKind(StrEnum):
-    """What a job is for."""
-
-    CONVERT = "convert"
-    PLAN = "plan"
-    """Planning only: `POST /v1/plans` took longer than a request may."""
 
 
 class Job(WireModel):

@@ -24,7 +24,8 @@ NETWORK = ("aiohttp", "botocore", "fsspec", "h11", "httpcore", "httpx", "s3fs", 
 GUESTS = ("celery", "fastapi", "redis", "sqlalchemy", "torch", "transformers")
 ENGINE = ("numpy", "reshard_engine", "xxhash")
 CONVERSION = ("reshard_engine.conversion", "reshard_engine.execute.executor", "reshard_engine.diff.comparison")
-SCREEN = ("rich.console", "rich.progress")
+SCREEN = ("rich", "rich.console", "rich.progress")
+MODELS = ("reshard.models", "reshard.diffs", "reshard.pictures", "reshard.ensuring")
 
 
 def imported_by(*arguments: str) -> set[str]:
@@ -38,10 +39,12 @@ def imported_by(*arguments: str) -> set[str]:
 @pytest.mark.parametrize(
     ("arguments", "unwanted"),
     [
-        (("--help",), (*NETWORK, *GUESTS, *ENGINE, "rich.progress")),
-        (("convert", "--help"), (*NETWORK, *GUESTS, *ENGINE, "rich.progress")),
-        (("--version",), (*NETWORK, *GUESTS, *ENGINE, *SCREEN)),
-        ((), (*NETWORK, *GUESTS, *ENGINE, *SCREEN)),
+        (("--help",), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN, "importlib.metadata", "pydantic")),
+        (("convert", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, "rich.progress")),
+        (("ensure", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, "rich.progress")),
+        (("jobs", "list", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, "rich.progress")),
+        (("--version",), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN)),
+        ((), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN)),
         (("inspect", CHECKPOINT, "--json"), (*NETWORK, *GUESTS, *CONVERSION, *SCREEN)),
         (("inspect", CHECKPOINT), (*NETWORK, *GUESTS, *CONVERSION, *SCREEN)),
     ],

@@ -6,16 +6,18 @@ import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from reshard.cli.flags import read_rules, source_spec
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
-from reshard.diffs import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide
 from reshard.errors import ExitCode, printable
 from reshard.local import load_engine
+
+if TYPE_CHECKING:
+    from reshard.diffs import Difference, DifferenceKind, DiffReport, DiffSide
 
 _SHOWN = 20
 _NAME_CHARS = 64
@@ -65,6 +67,8 @@ def diff(
 
     Weights, optimizer states, step counters, hyper-parameters, buffers, frozen and tied weights, client state.
     """
+    from reshard.diffs import DiffOptions
+
     options = DiffOptions(
         weights_only=weights_only or states is States.WEIGHTS,
         common=common,
@@ -120,6 +124,8 @@ def _side(side: DiffSide) -> str:
 
 
 def _difference(found: Difference) -> str:
+    from reshard.diffs import DifferenceKind
+
     name = printable(found.name, max_chars=_NAME_CHARS) + (f"/{printable(found.state)}" if found.state else "")
     if found.kind is DifferenceKind.ELEMENTS:
         return f"{name}: {_elements(found)}"

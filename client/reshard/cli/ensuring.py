@@ -10,17 +10,9 @@ from typing import Annotated
 
 import typer
 
+from reshard.choices import WeightDtype, ZeroStage
 from reshard.cli.flags import read_rules
 from reshard.cli.progress import progress_shown
-from reshard.ensuring import Outcome, ensured
-from reshard.ensuring.world import Wanted
-from reshard.models import WeightDtype, ZeroStage
-
-_SAID = {
-    Outcome.SOURCE: "the source has this layout already",
-    Outcome.EARLIER: "converted earlier",
-    Outcome.CONVERTED: "converted and verified",
-}
 
 
 def register(app: typer.Typer) -> None:
@@ -57,6 +49,14 @@ def ensure(
 
     SRC itself if it fits, an earlier result if there is one. `OUT=$(reshard ensure SRC --dp 16)` works.
     """
+    from reshard.ensuring import Outcome, ensured
+    from reshard.ensuring.world import Wanted
+
+    said = {
+        Outcome.SOURCE: "the source has this layout already",
+        Outcome.EARLIER: "converted earlier",
+        Outcome.CONVERTED: "converted and verified",
+    }
     wanted = Wanted.of(
         {"dp": dp, "tp": tp, "pp": pp, "ep": ep},
         zero_stage=zero_stage,
@@ -76,7 +76,7 @@ def ensure(
             on_progress=show,
         )
     if not quiet:
-        sys.stderr.write(f"{_SAID[result.outcome]}\n")
+        sys.stderr.write(f"{said[result.outcome]}\n")
     if as_json:
         facts = {"schema_version": 1, "path": result.path, "outcome": result.outcome.value}
         sys.stdout.write(json.dumps(facts) + "\n")

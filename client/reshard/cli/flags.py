@@ -10,30 +10,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
-from pydantic import ValidationError
 
-from reshard._wire import invalid
-from reshard.cli.sizes import parse_size
-from reshard.errors import RequestError, printable
-from reshard.models import (
-    DEFAULT_MEMORY_LIMIT_BYTES,
-    DEFAULT_PART_BYTES,
-    ConvertRequest,
+from reshard.choices import (
     NameScheme,
-    NativeLayout,
     OffloadPolicy,
     OpaquePolicy,
     ReplicaPolicy,
     RngPolicy,
-    SourceSpec,
     TargetFormat,
     VerifyLevel,
     WeightDtype,
     ZeroStage,
 )
+from reshard.cli.sizes import parse_size
+from reshard.errors import RequestError, printable
+
+if TYPE_CHECKING:
+    # At run time where a command makes them: the help of a command needs the choices, and no model.
+    from reshard.models import ConvertRequest, NativeLayout, SourceSpec
 
 _MAX_RULES_BYTES = 1 << 16
 _WORLD = "Layout (--to zero)"
@@ -148,6 +145,8 @@ class ConversionFlags:
         Raises:
             RequestError: `request.invalid` if it is incomplete, or asked of a format that has none.
         """
+        from reshard.models import NativeLayout
+
         world: dict[str, Any] = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep, "rng": self.rng}
         options: dict[str, Any] = {
             "zero_stage": self.zero_stage,
@@ -173,6 +172,11 @@ class ConversionFlags:
         Raises:
             RequestError: `request.invalid`.
         """
+        from pydantic import ValidationError
+
+        from reshard._wire import invalid
+        from reshard.models import DEFAULT_MEMORY_LIMIT_BYTES, DEFAULT_PART_BYTES, ConvertRequest
+
         try:
             return ConvertRequest(
                 source=source_spec(source, self.tag, self.profile),
@@ -222,6 +226,11 @@ def source_spec(url: str, tag: str | None, profile: str | None) -> SourceSpec:
     Raises:
         RequestError: `request.invalid`.
     """
+    from pydantic import ValidationError
+
+    from reshard._wire import invalid
+    from reshard.models import SourceSpec
+
     try:
         return SourceSpec(url=url, tag=tag, profile=profile)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,8 +21,10 @@ from reshard.cli.sizes import format_size, parse_percent
 from reshard.cli.tables import inspection_lines, plan_lines
 from reshard.errors import ExitCode, JobError, RequestError, printable
 from reshard.local import load_engine
-from reshard.models import VerifyReport
-from reshard.pictures import LayoutPicture
+
+if TYPE_CHECKING:
+    from reshard.models import VerifyReport
+    from reshard.pictures import LayoutPicture
 
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")

@@ -11,11 +11,13 @@ from collections.abc import Container, Sequence
 import typer
 
 from reshard.cli import compare, ensuring, local, remote
+from reshard.cli.overview import Overview
 from reshard.cli.watching import DetachedError
 from reshard.errors import ExitCode, JobError, RequestError, ReshardError, printable
 
 app = typer.Typer(
     name="reshard",
+    cls=Overview,
     help="Any sharding of a training checkpoint into any other, bit for bit.",
     no_args_is_help=False,
     add_completion=True,

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from math import prod
+from typing import TYPE_CHECKING
 
 from reshard.cli.sizes import format_size
 from reshard.errors import printable
-from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
+
+if TYPE_CHECKING:
+    from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
 
 MAX_LINES = 64
 MAX_BARS = 1_024

@@ -7,9 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from reshard.cli.sizes import format_size
-from reshard.models import Progress
+
+if TYPE_CHECKING:
+    from reshard.models import Progress
 
 _LINE_EVERY_S = 10.0
 _OFF_VARIABLES = ("RESHARD_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")

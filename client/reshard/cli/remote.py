@@ -6,19 +6,19 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.choices import JobState
 from reshard.cli.flags import ConversionFlags, takes_conversion
 from reshard.cli.watching import follow
 from reshard.errors import RequestError, printable
-from reshard.models import Job, JobEvent, JobState
 
 if TYPE_CHECKING:
     from reshard.client import Client
+    from reshard.models import Job, JobEvent
 
 ENTRY_POINT_GROUP = "reshard.commands"
 
@@ -162,6 +162,9 @@ def load_command(name: str, *, extra: str) -> Callable[..., None]:
     Raises:
         RequestError: `request.engine_missing`: its dependencies are not installed.
     """
+    # Found by those who start a service: reading packages' metadata takes longer than a plain command starts.
+    from importlib.metadata import entry_points
+
     fix = f"pip install 'reshard[{extra}]'"
     found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not found:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from reshard.cli.sizes import format_size
 from reshard.errors import printable
-from reshard.models import Inspection, PlanSummary, TensorInfo
+
+if TYPE_CHECKING:
+    from reshard.models import Inspection, PlanSummary, TensorInfo
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from reshard.choices import JobState
 from reshard.cli.sizes import format_size
 from reshard.errors import ExitCode, JobError, from_problem
-from reshard.models import Job, JobEvent, JobState
 
 if TYPE_CHECKING:
     from reshard.client import Client
+    from reshard.models import Job, JobEvent
 
 _LINE_EVERY_S = 10.0
 

@@ -82,6 +82,10 @@ class Window:
         """Whether `read` would answer without touching the store."""
         return any(at <= offset and offset + length <= at + len(block) for at, block in self._blocks.items())
 
+    def spans(self) -> list[tuple[int, int]]:
+        """Begin and end of what was read."""
+        return [(at, at + len(block)) for at, block in self._blocks.items()]
+
     def read(self, offset: int, length: int) -> bytes:
         """Bytes `[offset, offset + length)`, fetching at least a window of them."""
         # The latest block first: headers are read in file order, and a large directory leaves many blocks behind.

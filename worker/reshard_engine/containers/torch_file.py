@@ -10,7 +10,8 @@ from reshard.errors import SourceError, printable
 from reshard_engine.containers import legacy_stream
 from reshard_engine.containers.shared_pickles import SharedPickles
 from reshard_engine.containers.source_file import SourceFile, Window
-from reshard_engine.containers.zip_reader import ZipDirectory, ZipEntry, read_record, read_zip_directory
+from reshard_engine.containers.zip_format import ZipEntry
+from reshard_engine.containers.zip_reader import ZipDirectory, read_record, read_zip_directory
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.limits import PickleLimits, configured_limits
 from reshard_engine.pickles.nodes import Node, PStorage, PTensor

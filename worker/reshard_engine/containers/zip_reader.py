@@ -4,6 +4,9 @@ Readers of ambiguous zips disagree about their content, so anything that torch d
 refused: one archive and nothing before, between or after its records; no compression, encryption or
 comments; unique names below one root; local headers that say what the directory says.
 
+Archives with many records go through `zip_columns` first, which makes the same checks of all of them at once and leaves
+to this module whatever fails one.
+
 Source: PKWARE APPNOTE 6.3 (records); torch 2.13.0 `caffe2/serialize/inline_container.cc`
 (`getPadding`: data begins at multiples of 64; flag bit 3 with a data descriptor; `FB` extra field).
 """
@@ -17,32 +20,26 @@ from dataclasses import dataclass
 from reshard.errors import SourceError, printable
 from reshard_engine.checksums import crc32
 from reshard_engine.containers.source_file import Window
+from reshard_engine.containers.zip_columns import COLUMNS_FROM, entries_in_columns
+from reshard_engine.containers.zip_format import (
+    ALIGNMENT,
+    DESCRIPTOR_FLAG,
+    MAX_NAME_BYTES,
+    PLAIN_FILES,
+    U32_MAX,
+    UTF8_FLAG,
+    ZipEntry,
+)
 
 _EOCD = struct.Struct("<4sHHHHIIH")
 _EOCD64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_U32_MAX, _U16_MAX = 0xFFFFFFFF, 0xFFFF
-_DESCRIPTOR_FLAG, _UTF8_FLAG = 1 << 3, 1 << 11
-_PLAIN_FILES = (0, 8)
-"""The kind of file in a record's Unix mode: none, or a regular file; a link is neither."""
-_ALIGNMENT = 64
+_U16_MAX = 0xFFFF
 MAX_ENTRIES = 1_000_000
-MAX_NAME_BYTES = 512
 MAX_DIRECTORY_BYTES = 128 << 20
 """A million records of torch's own take 80 MB; it is read at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ZipEntry:
-    """One stored record. Offsets are absolute in the file."""
-
-    name: str
-    crc32: int
-    size_bytes: int
-    header_offset: int
-    data_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,11 @@ def read_zip_directory(window: Window) -> ZipDirectory:
             window,
             f"{count} records in {size} bytes, the limits are {MAX_ENTRIES} and {MAX_DIRECTORY_BYTES}",
         )
-    central = _central_entries(window, offset, size, count)
+    data = window.read(offset, size)
+    if count >= COLUMNS_FROM and (found := entries_in_columns(window, data, offset, count)) is not None:
+        root, listed = found
+        return ZipDirectory(root, {e.name: e for e in listed})
+    central = _central_entries(window, data, offset, count)
     if not central:
         raise _bad("bad_directory", window, "the archive is empty")
     central.sort(key=lambda e: e.header_offset)
@@ -140,7 +141,7 @@ def _end_record(window: Window) -> tuple[int, int, int]:
         sig, rec_size, _, _, d1, d2, here64, count64, size64, offset64 = record
         if sig != b"PK\x06\x06" or rec_size != _EOCD64.size - 12 or d1 or d2 or here64 != count64:
             raise _bad("bad_directory", window, "the zip64 end record is malformed")
-        for short, full, top in ((count, count64, _U16_MAX), (size, size64, _U32_MAX), (offset, offset64, _U32_MAX)):
+        for short, full, top in ((count, count64, _U16_MAX), (size, size64, U32_MAX), (offset, offset64, U32_MAX)):
             if short not in (top, full):
                 raise _bad("ambiguous", window, "the zip64 end record disagrees with the end record")
         count, size, offset, expected_end = count64, size64, offset64, at
@@ -149,8 +150,8 @@ def _end_record(window: Window) -> tuple[int, int, int]:
     return offset, size, count
 
 
-def _central_entries(window: Window, offset: int, size: int, count: int) -> list[_Central]:
-    data = window.read(offset, size)
+def _central_entries(window: Window, data: bytes, offset: int, count: int) -> list[_Central]:
+    size = len(data)
     found: list[_Central] = []
     at = 0
     for _ in range(count):
@@ -164,7 +165,7 @@ def _central_entries(window: Window, offset: int, size: int, count: int) -> list
             raise _bad("bad_directory", window, f"directory record {len(found)} is malformed")
         raw = data[at + _CENTRAL.size : at + _CENTRAL.size + n_name]
         extra = data[at + _CENTRAL.size + n_name : stop]
-        if method != 0 or flags & ~(_DESCRIPTOR_FLAG | _UTF8_FLAG) or mode >> 28 not in _PLAIN_FILES:
+        if method != 0 or flags & ~(DESCRIPTOR_FLAG | UTF8_FLAG) or mode >> 28 not in PLAIN_FILES:
             raise _bad(
                 "unsupported",
                 window,
@@ -195,9 +196,9 @@ def _zip64_sizes(window: Window, extra: bytes, length: int, packed: int, header:
         at += 4 + count
     result: list[int] = []
     for value in (length, packed, header):
-        if value == _U32_MAX and not values:
+        if value == U32_MAX and not values:
             raise _bad("bad_directory", window, "a 64-bit size is missing")
-        result.append(values.pop(0) if value == _U32_MAX else value)
+        result.append(values.pop(0) if value == U32_MAX else value)
     return result[0], result[1], result[2]
 
 
@@ -223,7 +224,7 @@ def _refuse_twins(window: Window, central: list[_Central]) -> None:
 
 def _descriptor_sizes(entry: _Central) -> tuple[int, ...]:
     # miniz writes no descriptor behind an empty record, and 64-bit sizes only where they are needed.
-    return (16, 24, 12, 20) if entry.flags & _DESCRIPTOR_FLAG else (0,)
+    return (16, 24, 12, 20) if entry.flags & DESCRIPTOR_FLAG else (0,)
 
 
 def _data_offset(window: Window, entry: _Central, stop: int) -> int:
@@ -234,9 +235,9 @@ def _data_offset(window: Window, entry: _Central, stop: int) -> int:
     """
     base = entry.header_offset + _LOCAL.size + entry.raw_name_bytes
     start = base + 4
-    if entry.size_bytes >= _U32_MAX or entry.header_offset >= _U32_MAX:
-        start += 4 + 16 * (entry.size_bytes >= _U32_MAX) + 8 * (entry.header_offset >= _U32_MAX)
-    predicted = -(-start // _ALIGNMENT) * _ALIGNMENT
+    if entry.size_bytes >= U32_MAX or entry.header_offset >= U32_MAX:
+        start += 4 + 16 * (entry.size_bytes >= U32_MAX) + 8 * (entry.header_offset >= U32_MAX)
+    predicted = -(-start // ALIGNMENT) * ALIGNMENT
     exact = any(predicted + entry.size_bytes + d == stop for d in _descriptor_sizes(entry))
     at_hand = window.file.store.scheme == "file" or window.holds(
         entry.header_offset, _LOCAL.size + entry.raw_name_bytes
@@ -251,14 +252,15 @@ def _checked_local(window: Window, entry: _Central, stop: int) -> int:
     magic, _, flags, method, _, _, crc, packed, length, n_name, n_extra = _LOCAL.unpack_from(header)
     name = header[_LOCAL.size :]
     data_offset = entry.header_offset + _LOCAL.size + n_name + n_extra
-    plain = (crc, packed, length) == (0, 0, 0) and flags & _DESCRIPTOR_FLAG
-    sizes_agree = crc == entry.crc32 and all(v in (entry.size_bytes, _U32_MAX) for v in (packed, length))
-    if magic != b"PK\x03\x04" or name != entry.name.encode() or flags != entry.flags or method:
+    plain = (crc, packed, length) == (0, 0, 0) and flags & DESCRIPTOR_FLAG
+    sizes_agree = crc == entry.crc32 and all(v in (entry.size_bytes, U32_MAX) for v in (packed, length))
+    same_name = name == entry.name.encode() and n_name == entry.raw_name_bytes
+    if magic != b"PK\x03\x04" or not same_name or flags != entry.flags or method:
         raise _bad("ambiguous", window, f"the header of record {printable(entry.name)} is not what the directory says")
     if not (
         plain
         or sizes_agree
-        or (flags & _DESCRIPTOR_FLAG and crc == 0 and {packed, length} <= {0, _U32_MAX, entry.size_bytes})
+        or (flags & DESCRIPTOR_FLAG and crc == 0 and {packed, length} <= {0, U32_MAX, entry.size_bytes})
     ):
         raise _bad("ambiguous", window, f"sizes of record {printable(entry.name)} are not what the directory says")
     gap = stop - data_offset - entry.size_bytes
