@@ -1,18 +1,18 @@
 """Casts of floating tensors: round to nearest, ties to even, bit for bit the same on every device.
 
-The numpy kernel is the reference. With a CUDA device a torch kernel does the same work there; NaNs go
-through the reference, because devices differ in the payloads that they keep.
+The numpy kernel is the reference. With a CUDA device `device` does the same work there, where that is sooner.
 """
 
 from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, SourceError
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.tiles import (
@@ -26,6 +26,7 @@ from reshard_engine.execute.tiles import (
 )
 
 DEVICE_VARIABLE = "RESHARD_DEVICE"
+MEMORY_VARIABLE = "RESHARD_DEVICE_MEMORY"
 Bytes = npt.NDArray[np.uint8]
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _NATIVE = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
@@ -40,6 +41,10 @@ class CastKernel(Protocol):
 
     def cast_into(self, data: Bytes, source: Dtype, target: Dtype, out: Bytes) -> int:
         """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
+        ...
+
+    def take_warnings(self) -> list[str]:
+        """What a user should know since the last call."""
         ...
 
 
@@ -77,6 +82,10 @@ class NumpyCast:
                     result[:] = place
         return lost
 
+    def take_warnings(self) -> list[str]:
+        """Nothing: it does what it is asked for."""
+        return []
+
 
 def _copied(data: Bytes, memory: Bytes) -> Bytes:
     copy = memory[: len(data)]
@@ -107,56 +116,35 @@ def _cast_tile(tile: Bytes, source: Dtype, target: Dtype, out: Bytes, scratch: S
     return narrowed(values, out.view(np.uint16), scratch)
 
 
-class TorchCast:
-    """The same work by torch on a device; falls back to the reference where the device has no room."""
-
-    def __init__(self, device: str) -> None:
-        """Import torch now, so that a missing one is met at the start."""
-        import torch  # a guest: only workers with a device pay for it
-
-        self._torch: Any = torch
-        self._device = device
-        self._reference = NumpyCast()
-
-    @property
-    def usable(self) -> bool:
-        """Whether this torch can reach the device."""
-        return not self._device.startswith("cuda") or bool(self._torch.cuda.is_available())
-
-    def cast_into(self, data: Bytes, source: Dtype, target: Dtype, out: Bytes) -> int:
-        """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
-        out[:] = self.cast(data, source, target)
-        return overflowed(data, out, source, target)
-
-    def cast(self, data: Bytes, source: Dtype, target: Dtype) -> Bytes:
-        """The elements in the target's type, little-endian."""
-        torch = self._torch
-        try:
-            values = torch.from_numpy(data).to(self._device).view(getattr(torch, source.name)).to(torch.float32)
-            result = values.to(getattr(torch, target.name))
-            if bool(torch.isnan(values).any()):
-                return self._reference.cast(data, source, target)
-            return result.view(torch.uint8).cpu().numpy()
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return self._reference.cast(data, source, target)
-
-
 @lru_cache(maxsize=1)
 def default_kernel() -> CastKernel:
-    """The kernel of this process: `RESHARD_DEVICE` says `cpu` (the default without a GPU), `cuda` or `auto`."""
+    """The kernel of this process, as `RESHARD_DEVICE` says.
+
+    `cpu` (what `auto` is without a GPU); `cuda` or `cuda:1`: every cast that is not tiny goes there; `auto`: casts go
+    where measurements say that they are done sooner.
+
+    Raises:
+        RequestError: `request.invalid` if a device is asked for that cannot be used.
+    """
     wanted = os.environ.get(DEVICE_VARIABLE, "auto")
     if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
         return NumpyCast()
+    from reshard_engine.execute.device.kernel import WARM_UP_BYTES, DeviceCast  # uses this module
+
+    memory = os.environ.get(MEMORY_VARIABLE)
+    memory_bytes = parse_size(memory) if memory else None
+    if wanted == "auto":
+        return DeviceCast("cuda", always=False, memory_bytes=memory_bytes, warm_up_bytes=WARM_UP_BYTES)
+    kernel = DeviceCast(wanted, memory_bytes=memory_bytes)
     try:
-        kernel = TorchCast("cuda" if wanted == "auto" else wanted)
+        kernel.start()
     except ImportError:
-        if wanted == "auto":
-            return NumpyCast()
         raise RequestError(
             "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix="pip install torch"
         ) from None
-    return kernel if wanted != "auto" or kernel.usable else NumpyCast()
+    except RuntimeError as error:
+        raise RequestError("request.invalid", f"{DEVICE_VARIABLE}={wanted}: {error}") from None
+    return kernel
 
 
 def overflowed(before: Bytes, after: Bytes, source: Dtype, target: Dtype) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,15 @@ class Rows:
     begin: Column
     length: Column
     at: Column
+
+
+@runtime_checkable
+class RowsKernel(Protocol):
+    """A kernel that gathers what it casts."""
+
+    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+        """What `cast_stretches` does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +227,8 @@ def cast_stretches(kernel: CastKernel, rows: Rows, source: Buffer, target: Buffe
     Returns:
         How many finite elements became infinite.
     """
+    if isinstance(kernel, RowsKernel):
+        return kernel.cast_rows(rows, source, target, kind)
     wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
     begin, length, at = rows.begin, rows.length, rows.at
     total, shorter = int(length.sum()), length // wide * narrow
