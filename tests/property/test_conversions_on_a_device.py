@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,3 +76,22 @@ def test_a_device_without_room_is_said_and_changes_nothing(
     assert len(said) == 1
     assert "out of memory" in said[0]
     assert digests(tmp_path / "device" / "out") == digests(tmp_path / "cpu" / "out")
+
+
+def test_batches_are_read_into_the_memory_that_is_sent(
+    tmp_path: Path, use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not copied once more to pinned memory."""
+    sent: list[bool] = []
+    submit = lanes._Lane.submit
+
+    def seen(lane: lanes._Lane, source: lanes.Source, *rest: Any) -> None:
+        sent.append(len(source.pinned) > 0)
+        submit(lane, source, *rest)
+
+    monkeypatch.setattr(lanes._Lane, "submit", seen)
+    kernel = DeviceCast("cpu", least_bytes=0)
+    kernel.start()
+    use(kernel)
+    convert("zero3_tiny", tmp_path / "out", TargetFormat.SAFETENSORS, WeightDtype.BF16)
+    assert sum(sent) > len(sent) // 2

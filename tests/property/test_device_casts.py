@@ -78,7 +78,11 @@ def test_scattered_rows_land_where_they_belong(pair: Pair, data: st.DataObject, 
     rows, source_bytes, target_bytes = data.draw(scattered(pair))
     source = np.random.default_rng(seed).integers(0, 256, source_bytes, dtype=np.uint8)
     ours, theirs = (np.full(target_bytes, 0x5A, dtype=np.uint8) for _ in range(2))
-    counts = [cast_stretches(k, rows, source, t, Kind(*pair)) for k, t in ((KERNEL, ours), (NumpyCast(), theirs))]
+    KERNEL.start()
+    staged = KERNEL.staging(source_bytes) if data.draw(st.booleans()) else np.empty(source_bytes, dtype=np.uint8)
+    staged[:] = source
+    pairs = ((KERNEL, staged, ours), (NumpyCast(), source, theirs))
+    counts = [cast_stretches(k, rows, s, t, Kind(*pair)) for k, s, t in pairs]
     assert ours.tobytes() == theirs.tobytes()
     assert counts[0] == counts[1]
     assert not KERNEL.take_warnings()
@@ -241,7 +245,7 @@ def test_a_slice_takes_no_more_memory_than_is_planned(source: Dtype, target: Dty
     count = slice_bytes // size
     step = 8
     begin = torch.arange(0, 2 * count, 2 * step, dtype=torch.int32)
-    rows = torch.stack([begin, torch.full_like(begin, step)]) if gathered else None
+    rows = torch.stack([begin, torch.full_like(begin, step)]) if gathered else 0
     with _Live() as live:
         data = torch.zeros(padded_bytes(held), dtype=torch.uint8)
         outcome = run(data, rows, count, (source, target), padded_bytes(count * target.itemsize_bytes))

@@ -56,6 +56,10 @@ class Rows:
 class RowsKernel(Protocol):
     """A kernel that gathers what it casts."""
 
+    def staging(self, length_bytes: int) -> Buffer:
+        """Memory to read a batch into, this thread's until it asks again."""
+        ...
+
     def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
         """What `cast_stretches` does."""
         ...
@@ -174,13 +178,18 @@ class Mover:
             file.read_into(start, memory[at : at + length].data)
             self.read_bytes += length
             return
-        staging = np.empty(int((batch.offset + batch.length).max()) - start, dtype=np.uint8)
+        staging = self._staging(int((batch.offset + batch.length).max()) - start)
         file.read_into(start, staging.data)
         self.read_bytes += len(staging)
         kinds: list[int] = sorted(set(batch.kind.tolist()))
         for number in kinds:
             some = batch if len(kinds) == 1 else batch.rows(np.flatnonzero(batch.kind == number))
             self._place(some, staging, start, self._kinds[number], memory)
+
+    def _staging(self, length_bytes: int) -> Buffer:
+        if isinstance(self.kernel, RowsKernel):
+            return self.kernel.staging(length_bytes)
+        return np.empty(length_bytes, dtype=np.uint8)
 
     def _place(self, some: Stretches, staging: Buffer, start: int, kind: Kind, memory: Buffer) -> None:
         if not kind.casts:

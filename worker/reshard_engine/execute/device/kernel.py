@@ -82,6 +82,12 @@ class DeviceCast:
         zero = np.zeros(1, dtype=np.int64)
         return self.cast_rows(Rows(zero, np.array([len(data)], dtype=np.int64), zero), data, out, Kind(source, target))
 
+    def staging(self, length_bytes: int) -> Buffer:
+        """Memory to read a batch into, this thread's until it asks again: pinned once the device is in use."""
+        if self._stations is None or self._off or length_bytes < self._least_bytes:
+            return np.empty(length_bytes, dtype=np.uint8)
+        return self._stations.staging(length_bytes)
+
     def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
         """Cast rows of one memory into another; returns how many finite elements became infinite.
 
@@ -177,7 +183,9 @@ class DeviceCast:
             return None
         try:
             kinds = kind.source, kind.target
-            facts = station.cast(rows, source, target, kinds, min(self._slice_bytes, station.slice_bytes))
+            facts = station.cast(
+                rows, stations.source(source), target, kinds, min(self._slice_bytes, station.slice_bytes)
+            )
         finally:
             stations.put_back(station)
         with self._lock:
@@ -217,7 +225,7 @@ class DeviceCast:
             begin = time.perf_counter()
             station.cast(
                 Rows(zero, np.array([len(data)], dtype=np.int64), zero),
-                data,
+                stations.source(data),
                 out,
                 pair,
                 min(self._slice_bytes, station.slice_bytes),

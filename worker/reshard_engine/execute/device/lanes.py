@@ -22,6 +22,7 @@ from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.device.program import run
 from reshard_engine.execute.device.sums import ROW_BYTES, padded_bytes, position_sum
 from reshard_engine.execute.stretches import INDEXED_BYTES, Buffer, Column, Rows, copy_stretches
+from reshard_engine.plan.budget import READ_BATCH_BYTES
 
 LANES = 2
 LANE_FACTOR = 32
@@ -37,11 +38,14 @@ Facts = npt.NDArray[np.int64]
 class _Job:
     """A slice on its way."""
 
+    staged: torch.Tensor
+    """What was sent: whole rows of `sums`."""
     rows: Rows
-    """In the memory of the lane, in bytes; `at` in the target."""
+    """In what was sent, in bytes; `at` in the target."""
     sums: int
     count: int
     kinds: tuple[Dtype, Dtype]
+    gathers: bool
 
 
 class _NoStream(contextlib.nullcontext[None]):
@@ -51,51 +55,72 @@ class _NoStream(contextlib.nullcontext[None]):
         """It is done."""
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a batch is."""
+
+    memory: Buffer
+    pinned: torch.Tensor
+    """The same memory and what lies behind it, if it is pinned; else nothing."""
+
+
+def _pinned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class _Staging(threading.local):
+    """Pinned memory that a thread reads its batches into."""
+
+    tensor: torch.Tensor | None = None
+
+
 class _Lane:
     """One stream, and the memory that its batches come from and go to."""
 
     def __init__(self, device: torch.device, slice_bytes: int) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if self._cuda else _NoStream()
-        self._in = self._pinned(2 * slice_bytes + ROW_BYTES, torch.uint8)
+        self._in = _pinned(2 * slice_bytes + ROW_BYTES, torch.uint8, device)
         # An element of two bytes may become one of four.
-        self._out = self._pinned(2 * slice_bytes + ROW_BYTES, torch.uint8)
-        self._columns = self._pinned(2 * _MAX_ROWS, torch.int32)
-        self._facts = self._pinned(4, torch.int64)
+        self._out = _pinned(2 * slice_bytes + ROW_BYTES, torch.uint8, device)
+        self._columns = _pinned(2 * _MAX_ROWS, torch.int32, device)
+        self._facts = _pinned(4, torch.int64, device)
         self._reference = NumpyCast()
         self.job: _Job | None = None
 
-    def _pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(count, dtype=dtype, pin_memory=self._cuda)
-
-    def submit(self, source: Buffer, rows: Rows, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> None:
-        """Bring rows of the source to this lane's memory and send them on their way."""
-        size, total, staged = kinds[0].itemsize_bytes, int(rows.length.sum()), self._in.numpy()
-        low, high = int(rows.begin.min()), int((rows.begin + rows.length).max())
+    def submit(self, source: Source, rows: Rows, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> None:
+        """Send rows of the source on their way: from where they are if that is pinned, else from this lane's memory."""
+        size, total, single = kinds[0].itemsize_bytes, int(rows.length.sum()), len(rows.length) == 1
+        low, high = int(rows.begin.min()) // 8 * 8, int((rows.begin + rows.length).max())
         gathers = total < len(rows.length) * INDEXED_BYTES and high - low <= 2 * slice_bytes
-        gathers = gathers and not ((rows.begin - low) % size).any()
-        if gathers:
-            held, begin = high - low, rows.begin - low
-            staged[:held] = source[low:high]
+        aligned = not (rows.begin % size).any()
+        padded = padded_bytes(high - low)
+        if aligned and (gathers or single) and low + padded <= len(source.pinned):
+            staged, begin = source.pinned[low : low + padded], rows.begin - low
         else:
-            held, begin = total, _starts(rows.length)
-            copy_stretches(source, rows.begin, staged, begin, rows.length)
-        padded = padded_bytes(held)
-        staged[held:padded] = 0
-        self.job = _Job(Rows(begin, rows.length, rows.at), position_sum(staged[:padded]), total // size, kinds)
-        self._send(padded, gathers=gathers)
+            if aligned and gathers:
+                held, begin = high - low, rows.begin - low
+                self._in.numpy()[:held] = source.memory[low:high]
+            else:
+                gathers, held, begin = False, total, _starts(rows.length)
+                copy_stretches(source.memory, rows.begin, self._in.numpy(), begin, rows.length)
+            staged = self._in[: padded_bytes(held)]
+            staged.numpy()[held:] = 0
+        sums, moved = position_sum(staged.numpy()), Rows(begin, rows.length, rows.at)
+        self.job = _Job(staged, moved, sums, total // size, kinds, gathers)
+        self._send(self.job)
 
-    def _send(self, padded: int, *, gathers: bool) -> None:
-        job = self.job
-        assert job is not None
+    def _send(self, job: _Job) -> None:
         size, count = job.kinds[0].itemsize_bytes, len(job.rows.length)
-        if gathers:
+        if job.gathers:
             columns = self._columns.numpy()
             columns[:count], columns[count : 2 * count] = job.rows.begin // size, job.rows.length // size
         result_bytes = padded_bytes(job.count * job.kinds[1].itemsize_bytes)
         with self._on_stream():
-            data = self._in[:padded].to(self._device, non_blocking=True)
-            rows = self._columns[: 2 * count].to(self._device, non_blocking=True).view(2, -1) if gathers else None
+            data = job.staged.to(self._device, non_blocking=True)
+            rows: torch.Tensor | int = int(job.rows.begin[0]) // size
+            if job.gathers:
+                rows = self._columns[: 2 * count].to(self._device, non_blocking=True).view(2, -1)
             outcome = run(data, rows, job.count, job.kinds, result_bytes)
             self._out[:result_bytes].copy_(outcome.data, non_blocking=True)
             self._facts.copy_(outcome.facts, non_blocking=True)
@@ -131,7 +156,7 @@ class _Lane:
         starts = _starts(job.rows.length) // wide
         row = np.searchsorted(starts, number, side="right") - 1
         place = job.rows.begin[row] // wide + number - starts[row]
-        staged = self._in.numpy()
+        staged = job.staged.numpy()
         before = staged[: len(staged) // wide * wide].reshape(-1, wide)[place]
         expected = self._reference.cast(before.reshape(-1), *job.kinds)
         if result.reshape(-1, narrow)[number].tobytes() != expected.tobytes():
@@ -151,7 +176,7 @@ class Station:
         self.slice_bytes = slice_bytes
         self._lanes = [_Lane(device, slice_bytes) for _ in range(LANES)]
 
-    def cast(self, rows: Rows, source: Buffer, target: Buffer, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> Facts:
+    def cast(self, rows: Rows, source: Source, target: Buffer, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> Facts:
         """Cast rows of one memory into another; returns the sum of the facts that the device found.
 
         Args:
@@ -214,12 +239,28 @@ class Stations:
         if self.slice_bytes < min(slice_bytes, _LEAST_SLICE_BYTES):
             raise RuntimeError(f"{budget} bytes on {name} are not enough for a slice")
         self.count = max(1, min(most, budget // (LANES * LANE_FACTOR * self.slice_bytes)))
+        self._staging = _Staging()
         self._free: list[Station] = []
         self._made = 0
         self._lock = threading.Lock()
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 4 << 30
+
+    def staging(self, length_bytes: int) -> Buffer:
+        """Pinned memory for a batch, this thread's until it asks again; any memory for more than a batch."""
+        if length_bytes > READ_BATCH_BYTES:
+            return np.empty(length_bytes, dtype=np.uint8)
+        if self._staging.tensor is None:
+            self._staging.tensor = _pinned(READ_BATCH_BYTES + ROW_BYTES, torch.uint8, self.device)
+        return self._staging.tensor[:length_bytes].numpy()
+
+    def source(self, memory: Buffer) -> Source:
+        """What a lane should know of some memory."""
+        pinned = self._staging.tensor
+        if pinned is not None and 0 <= (first := memory.ctypes.data - pinned.data_ptr()) < len(pinned):
+            return Source(memory, pinned[first:] if first % 8 == 0 else pinned[:0])
+        return Source(memory, torch.empty(0, dtype=torch.uint8))
 
     def taken(self) -> Station | None:
         """A station that no other thread has, if there is one."""

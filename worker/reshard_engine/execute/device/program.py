@@ -29,19 +29,20 @@ class Outcome:
     """Sum of what arrived, sum of what leaves, elements that became infinite, elements that were not finite."""
 
 
-def run(data: Tensor, rows: Tensor | None, count: int, kinds: tuple[Dtype, Dtype], padded: int) -> Outcome:
+def run(data: Tensor, rows: Tensor | int, count: int, kinds: tuple[Dtype, Dtype], padded: int) -> Outcome:
     """Do it all.
 
     Args:
         data: Bytes as they arrived, in whole rows of `sums`.
-        rows: Begin and length of runs of elements, in elements, as two rows of int32; None: from the first on.
+        rows: Begin and length of runs of elements, in elements, as two rows of int32; or where the only one begins.
         count: Elements in all.
         kinds: Their type and the one that they get.
         padded: Bytes of the result in whole rows of `sums`.
     """
     source, target = kinds
     before = data.view(_INTEGERS[source.itemsize_bytes])
-    before = before[:count] if rows is None else before.index_select(0, _places(rows, count))
+    single = isinstance(rows, int)
+    before = before[rows : rows + count] if single else before.index_select(0, _places(rows, count))
     after = _narrowed(_widened(before, source), target)
     result = torch.zeros(padded, dtype=torch.uint8, device=data.device)
     result.view(after.dtype)[:count] = after
