@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.dtypes import BY_NAME
-from reshard_engine.execute.cast import NumpyCast, TorchCast, overflowed
+from reshard_engine.execute.cast import NumpyCast, overflowed
 from reshard_engine.execute.crc import combine
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -82,17 +82,6 @@ def test_widening_is_exact(values: list[int]) -> None:
         assert (ours[~nan] == wide[~nan]).all()
         back = NumpyCast().cast(ours.view(np.uint8), BY_NAME["float32"], BY_NAME[name]).view(np.uint16)
         assert (back[~nan] == np.array(values, np.uint16)[~nan]).all()
-
-
-@given(st.lists(bits32, min_size=1, max_size=64))
-@settings(max_examples=100, deadline=None)
-def test_the_device_kernel_gives_the_reference_bits(values: list[int]) -> None:
-    """Through the interface that a GPU worker uses, on the device that is here."""
-    data = np.array(values, dtype=np.uint32).view(np.uint8)
-    kernel = TorchCast("cpu")
-    for name in ("bfloat16", "float16"):
-        ours = NumpyCast().cast(data, BY_NAME["float32"], BY_NAME[name])
-        assert kernel.cast(data.copy(), BY_NAME["float32"], BY_NAME[name]).tobytes() == ours.tobytes()
 
 
 def test_overflow_is_counted() -> None:

@@ -20,6 +20,7 @@ from reshard.models import (
 )
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.agreement import check_agreements
+from reshard_engine.execute.cast import default_kernel
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.full_verification import FullVerification
 from reshard_engine.execute.local_sink import LocalSink
@@ -243,7 +244,8 @@ class Conversion:
             resumed_bytes=executor.resumed_bytes,
             seconds=seconds,
             plan_digest=plan.digest,
-            warnings=manifest.warnings,
+            # What a device could not do is no property of the target, so it is not in the manifest.
+            warnings=(*manifest.warnings, *default_kernel().take_warnings()),
             verification=manifest.verification,
         )
 

@@ -48,4 +48,4 @@ def open_reserve() -> None:
 
 def _uses_gpu() -> bool:
     device = os.environ.get("RESHARD_DEVICE", "")
-    return device == "cuda" or (device != "cpu" and _GPU.exists())
+    return device.startswith("cuda") or (device != "cpu" and _GPU.exists())

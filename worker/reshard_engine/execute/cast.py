@@ -1,23 +1,34 @@
 """Casts of floating tensors: round to nearest, ties to even, bit for bit the same on every device.
 
-The numpy kernel is the reference. With a CUDA device a torch kernel does the same work there; NaNs go
-through the reference, because devices differ in the payloads that they keep.
+The numpy kernel is the reference. With a CUDA device `device` does the same work there, where that is sooner.
 """
 
 from __future__ import annotations
 
 import os
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, SourceError
 from reshard_engine.dtypes import Dtype
+from reshard_engine.execute.tiles import (
+    TILE_ELEMS,
+    Scratch,
+    holds_infinite,
+    narrow_to_bfloat16,
+    narrow_to_float16,
+    widen_bfloat16,
+    widen_float16,
+)
 
 DEVICE_VARIABLE = "RESHARD_DEVICE"
+MEMORY_VARIABLE = "RESHARD_DEVICE_MEMORY"
 Bytes = npt.NDArray[np.uint8]
+_FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _NATIVE = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 
 
@@ -28,93 +39,112 @@ class CastKernel(Protocol):
         """The elements in the target's type, little-endian."""
         ...
 
+    def cast_into(self, data: Bytes, source: Dtype, target: Dtype, out: Bytes) -> int:
+        """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
+        ...
 
-def _widened(data: Bytes, source: Dtype) -> npt.NDArray[np.float32]:
-    if source.name == "bfloat16":
-        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    if source.name not in _NATIVE:
-        raise SourceError("tensor.unsupported", f"cannot cast from {source.name}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        return data.view(_NATIVE[source.name]).astype(np.float32, copy=False)
-
-
-def _to_bfloat16(values: npt.NDArray[np.float32]) -> Bytes:
-    bits = values.view(np.uint32)
-    # Adding half of the dropped part, plus one if the kept part is odd, rounds ties to even.
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded >>= 16
-    result = rounded.astype(np.uint16)
-    nan = np.isnan(values)
-    if nan.any():
-        # Keep sign and payload, and set the quiet bit: rounding would carry some NaNs into infinity.
-        result[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x40
-    return result.view(np.uint8)
+    def take_warnings(self) -> list[str]:
+        """What a user should know since the last call."""
+        ...
 
 
 class NumpyCast:
     """The reference kernel."""
 
-    def cast(self, data: Bytes, source: Dtype, target: Dtype) -> Bytes:
-        """The elements in the target's type, little-endian."""
-        values = _widened(data, source)
-        if target.name == "float32":
-            return values.view(np.uint8)
-        if target.name == "bfloat16":
-            return _to_bfloat16(values)
-        if target.name == "float16":
-            with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-                return values.astype(np.float16).view(np.uint8)
-        raise RequestError("request.unsatisfiable", f"cannot cast to {target.name}")
-
-
-class TorchCast:
-    """The same work by torch on a device; falls back to the reference where the device has no room."""
-
-    def __init__(self, device: str) -> None:
-        """Import torch now, so that a missing one is met at the start."""
-        import torch  # a guest: only workers with a device pay for it
-
-        self._torch: Any = torch
-        self._device = device
-        self._reference = NumpyCast()
-
-    @property
-    def usable(self) -> bool:
-        """Whether this torch can reach the device."""
-        return not self._device.startswith("cuda") or bool(self._torch.cuda.is_available())
+    def __init__(self) -> None:
+        """Threads share it."""
+        self._scratch = Scratch()
 
     def cast(self, data: Bytes, source: Dtype, target: Dtype) -> Bytes:
         """The elements in the target's type, little-endian."""
-        torch = self._torch
-        try:
-            values = torch.from_numpy(data).to(self._device).view(getattr(torch, source.name)).to(torch.float32)
-            result = values.to(getattr(torch, target.name))
-            if bool(torch.isnan(values).any()):
-                return self._reference.cast(data, source, target)
-            return result.view(torch.uint8).cpu().numpy()
-        except torch.OutOfMemoryError:
-            torch.cuda.empty_cache()
-            return self._reference.cast(data, source, target)
+        result = np.empty(len(data) // source.itemsize_bytes * target.itemsize_bytes, dtype=np.uint8)
+        self.cast_into(data, source, target, result)
+        return result
+
+    def cast_into(self, data: Bytes, source: Dtype, target: Dtype, out: Bytes) -> int:
+        """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
+        if source.name not in _FLOATS:
+            raise SourceError("tensor.unsupported", f"cannot cast from {source.name}")
+        if target.name not in _FLOATS or target.name == "float64":
+            raise RequestError("request.unsatisfiable", f"cannot cast to {target.name}")
+        wide, narrow, scratch = source.itemsize_bytes, target.itemsize_bytes, self._scratch
+        lost = 0
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            for first in range(0, len(data) // wide, TILE_ELEMS):
+                tile = data[first * wide : (first + TILE_ELEMS) * wide]
+                result = out[first * narrow : (first + TILE_ELEMS) * narrow]
+                # numpy views of wider elements want aligned memory.
+                tile = _copied(tile, scratch.source) if tile.ctypes.data % wide else tile
+                place = scratch.target[: len(result)] if result.ctypes.data % narrow else result
+                if _cast_tile(tile, source, target, place, scratch):
+                    lost += overflowed(tile, place, source, target)
+                if place is not result:
+                    result[:] = place
+        return lost
+
+    def take_warnings(self) -> list[str]:
+        """Nothing: it does what it is asked for."""
+        return []
+
+
+def _copied(data: Bytes, memory: Bytes) -> Bytes:
+    copy = memory[: len(data)]
+    copy[:] = data
+    return copy
+
+
+def _cast_tile(tile: Bytes, source: Dtype, target: Dtype, out: Bytes, scratch: Scratch) -> bool:
+    """Cast one tile; returns whether any of it may have become infinite."""
+    count = len(tile) // source.itemsize_bytes
+    direct = target.name == "float32"
+    values = out.view(np.float32) if direct else scratch.values[:count]
+    if source.name == "float32":
+        values = tile.view(np.float32)
+        if direct:
+            out[:] = tile
+    elif source.name == "float64":
+        np.copyto(values, tile.view(np.float64), casting="same_kind")
+        if direct:
+            return holds_infinite(values)
+    elif source.name == "bfloat16":
+        widen_bfloat16(tile.view(np.uint16), values.view(np.uint32))
+    else:
+        widen_float16(tile.view(np.uint16), values.view(np.uint32))
+    if direct:
+        return False
+    narrowed = narrow_to_bfloat16 if target.name == "bfloat16" else narrow_to_float16
+    return narrowed(values, out.view(np.uint16), scratch)
 
 
 @lru_cache(maxsize=1)
 def default_kernel() -> CastKernel:
-    """The kernel of this process: `RESHARD_DEVICE` says `cpu` (the default without a GPU), `cuda` or `auto`."""
+    """The kernel of this process, as `RESHARD_DEVICE` says.
+
+    `cpu` (what `auto` is without a GPU); `cuda` or `cuda:1`: every cast that is not tiny goes there; `auto`: casts go
+    where measurements say that they are done sooner.
+
+    Raises:
+        RequestError: `request.invalid` if a device is asked for that cannot be used.
+    """
     wanted = os.environ.get(DEVICE_VARIABLE, "auto")
     if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
         return NumpyCast()
+    from reshard_engine.execute.device.kernel import WARM_UP_BYTES, DeviceCast  # uses this module
+
+    memory = os.environ.get(MEMORY_VARIABLE)
+    memory_bytes = parse_size(memory) if memory else None
+    if wanted == "auto":
+        return DeviceCast("cuda", always=False, memory_bytes=memory_bytes, warm_up_bytes=WARM_UP_BYTES)
+    kernel = DeviceCast(wanted, memory_bytes=memory_bytes)
     try:
-        kernel = TorchCast("cuda" if wanted == "auto" else wanted)
+        kernel.start()
     except ImportError:
-        if wanted == "auto":
-            return NumpyCast()
         raise RequestError(
             "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix="pip install torch"
         ) from None
-    return kernel if wanted != "auto" or kernel.usable else NumpyCast()
+    except RuntimeError as error:
+        raise RequestError("request.invalid", f"{DEVICE_VARIABLE}={wanted}: {error}") from None
+    return kernel
 
 
 def overflowed(before: Bytes, after: Bytes, source: Dtype, target: Dtype) -> int:

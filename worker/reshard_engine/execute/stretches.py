@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,8 @@ GAP_BYTES = 64 << 10
 """Unwanted bytes between two stretches that are still cheaper to read than to skip."""
 INDEXED_BYTES = 2 << 10
 """Mean length below which stretches are moved by index: a copy of its own costs about as much as this many bytes."""
+CAST_BYTES = 32 << 10
+"""Mean length from which stretches are cast one by one: shorter ones cost more as calls than as copies."""
 Buffer = npt.NDArray[np.uint8]
 Column = npt.NDArray[np.int64]
 
@@ -38,6 +41,28 @@ class Kind:
     def casts(self) -> bool:
         """Whether the bytes change."""
         return self.source is not self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where runs of bytes begin in one memory, how long they are there, and where they go in another."""
+
+    begin: Column
+    length: Column
+    at: Column
+
+
+@runtime_checkable
+class RowsKernel(Protocol):
+    """A kernel that gathers what it casts."""
+
+    def staging(self, length_bytes: int) -> Buffer:
+        """Memory to read a batch into, this thread's until it asks again."""
+        ...
+
+    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+        """What `cast_stretches` does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +178,7 @@ class Mover:
             file.read_into(start, memory[at : at + length].data)
             self.read_bytes += length
             return
-        staging = np.empty(int((batch.offset + batch.length).max()) - start, dtype=np.uint8)
+        staging = self._staging(int((batch.offset + batch.length).max()) - start)
         file.read_into(start, staging.data)
         self.read_bytes += len(staging)
         kinds: list[int] = sorted(set(batch.kind.tolist()))
@@ -161,31 +186,25 @@ class Mover:
             some = batch if len(kinds) == 1 else batch.rows(np.flatnonzero(batch.kind == number))
             self._place(some, staging, start, self._kinds[number], memory)
 
+    def _staging(self, length_bytes: int) -> Buffer:
+        if isinstance(self.kernel, RowsKernel):
+            return self.kernel.staging(length_bytes)
+        return np.empty(length_bytes, dtype=np.uint8)
+
     def _place(self, some: Stretches, staging: Buffer, start: int, kind: Kind, memory: Buffer) -> None:
         if not kind.casts:
             copy_stretches(staging, some.offset - start, memory, some.at, some.length)
             return
-        if len(some) == 1:
-            packed = staging[int(some.offset[0]) - start :][: int(some.length[0])]
-        else:
-            packed = np.empty(int(some.length.sum()), dtype=np.uint8)
-            copy_stretches(staging, some.offset - start, packed, _starts(some.length), some.length)
-        if packed.ctypes.data % kind.source.itemsize_bytes:
-            packed = packed.copy()  # numpy views of wider elements want aligned memory
-        result = self.kernel.cast(packed, kind.source, kind.target)
-        narrow = some.length // kind.source.itemsize_bytes * kind.target.itemsize_bytes
-        copy_stretches(result, _starts(narrow), memory, some.at, narrow)
-        if kind.counted and overflowed(packed, result, kind.source, kind.target):
-            self._count(some, packed, result, kind)
+        rows = Rows(some.offset - start, some.length, some.at)
+        if cast_stretches(self.kernel, rows, staging, memory, kind) and kind.counted:
+            self._count(some.tensor, rows, staging, memory, kind)
 
-    def _count(self, some: Stretches, packed: Buffer, result: Buffer, kind: Kind) -> None:
-        wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
-        for tensor, begin, length in zip(
-            some.tensor.tolist(), _starts(some.length).tolist(), some.length.tolist(), strict=True
-        ):
-            first, count = begin // wide, length // wide
-            after = result[first * narrow : (first + count) * narrow]
-            if lost := overflowed(packed[begin : begin + length], after, kind.source, kind.target):
+    def _count(self, tensors: Column, rows: Rows, staging: Buffer, memory: Buffer, kind: Kind) -> None:
+        narrow = rows.length // kind.source.itemsize_bytes * kind.target.itemsize_bytes
+        columns = tensors, rows.begin, rows.length, rows.at, narrow
+        for tensor, low, length, at, count in zip(*(c.tolist() for c in columns), strict=True):
+            before, after = _aligned(staging[low : low + length]), _aligned(memory[at : at + count])
+            if lost := overflowed(before, after, kind.source, kind.target):
                 self.overflows[tensor] = self.overflows.get(tensor, 0) + lost
 
     def place_one(self, tensor: int, data: Buffer, target: Buffer, kind: Kind) -> None:
@@ -204,6 +223,35 @@ def _positions(marks: npt.NDArray[np.bool_]) -> list[int]:
 
 def _starts(lengths: Column) -> Column:
     return np.cumsum(lengths) - lengths
+
+
+def _aligned(data: Buffer) -> Buffer:
+    """The bytes where elements of any type may begin: numpy's views of wider elements want that."""
+    return data.copy() if data.ctypes.data % 8 else data
+
+
+def cast_stretches(kernel: CastKernel, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+    """Cast `source[begin : begin + length]` to `target[at : ]`, for every row.
+
+    Returns:
+        How many finite elements became infinite.
+    """
+    if isinstance(kernel, RowsKernel):
+        return kernel.cast_rows(rows, source, target, kind)
+    wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
+    begin, length, at = rows.begin, rows.length, rows.at
+    total, shorter = int(length.sum()), length // wide * narrow
+    if len(length) == 1 or total >= len(length) * CAST_BYTES:
+        each = zip(begin.tolist(), length.tolist(), at.tolist(), shorter.tolist(), strict=True)
+        return sum(
+            kernel.cast_into(source[low : low + count], kind.source, kind.target, target[to : to + less])
+            for low, count, to, less in each
+        )
+    packed, result = np.empty(total, dtype=np.uint8), np.empty(total // wide * narrow, dtype=np.uint8)
+    copy_stretches(source, begin, packed, _starts(length), length)
+    lost = kernel.cast_into(packed, kind.source, kind.target, result)
+    copy_stretches(result, _starts(shorter), target, at, shorter)
+    return lost
 
 
 def copy_stretches(source: Buffer, begin: Column, target: Buffer, at: Column, length: Column) -> None:

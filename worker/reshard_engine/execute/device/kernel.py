@@ -1,0 +1,250 @@
+"""The kernel of a process that may use a device: measures, chooses, and goes on without it when it has to.
+
+torch is imported when the first batch goes to the device: a conversion that casts little never waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reshard_engine.dtypes import Dtype
+from reshard_engine.execute.cast import NumpyCast
+from reshard_engine.execute.device.cost import CostModel, Pair
+from reshard_engine.execute.stretches import Buffer, Kind, Rows, cast_stretches
+
+if TYPE_CHECKING:
+    from reshard_engine.execute.device.lanes import Stations
+
+SLICE_BYTES = 4 << 20
+"""Of the source, per lane: enough that the launches of a dozen kernels are short beside the transfer."""
+LEAST_BYTES = 128 << 10
+"""Casts of less never go to a device: the way there costs more."""
+WARM_UP_BYTES = 2 << 30
+"""What the CPU casts before a device is looked for: until then torch and its context take longer than they save."""
+MOST_STATIONS = 8
+_SLICE_GRAIN = 64 << 10
+_MOST_FAILURES = 3
+"""In a row, after which the device is left alone."""
+
+
+class BusyError(Exception):
+    """Other threads have all stations, so nothing can be measured now."""
+
+
+class DeviceCast:
+    """Casts on a device where that is sooner, with the reference's bits."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        always: bool = True,
+        memory_bytes: int | None = None,
+        slice_bytes: int = SLICE_BYTES,
+        least_bytes: int = LEAST_BYTES,
+        warm_up_bytes: int = 0,
+        model: CostModel | None = None,
+    ) -> None:
+        """Nothing is imported or measured yet.
+
+        Args:
+            device: torch's name of it; "cpu" runs the device's program on the processor.
+            always: Whether to use it whatever it costs.
+            memory_bytes: How much of its memory may be taken; None for a quarter of what is free.
+            slice_bytes: Source bytes that travel together.
+            least_bytes: Casts of less stay on the CPU.
+            warm_up_bytes: What is cast on the CPU before the device is looked for.
+            model: What decides; None to measure.
+        """
+        self._name, self._always, self._memory_bytes = device, always, memory_bytes
+        self._slice_bytes, self._least_bytes, self._warm_up_bytes = slice_bytes, least_bytes, warm_up_bytes
+        self._reference = NumpyCast()
+        self._model = model or CostModel(self._time_cpu, self._time_device)
+        self._stations: Stations | None = None
+        self._lock = threading.Lock()
+        self._off = ""
+        self._failures = 0
+        self._unread = 0
+        self._count = {"device_bytes": 0, "cpu_bytes": 0, "device_nonfinite": 0, "out_of_memory": 0, "fallbacks": 0}
+
+    def cast(self, data: Buffer, source: Dtype, target: Dtype) -> Buffer:
+        """The elements in the target's type, little-endian."""
+        result = np.empty(len(data) // source.itemsize_bytes * target.itemsize_bytes, dtype=np.uint8)
+        self.cast_into(data, source, target, result)
+        return result
+
+    def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
+        """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
+        zero = np.zeros(1, dtype=np.int64)
+        return self.cast_rows(Rows(zero, np.array([len(data)], dtype=np.int64), zero), data, out, Kind(source, target))
+
+    def staging(self, length_bytes: int) -> Buffer:
+        """Memory to read a batch into, this thread's until it asks again: pinned once the device is in use."""
+        if self._stations is None or self._off or length_bytes < self._least_bytes:
+            return np.empty(length_bytes, dtype=np.uint8)
+        return self._stations.staging(length_bytes)
+
+    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+        """Cast rows of one memory into another; returns how many finite elements became infinite.
+
+        Raises:
+            IntegrityError: `integrity.mismatch` if the device or the way to it damages bytes.
+        """
+        total, pair = int(rows.length.sum()), (kind.source, kind.target)
+        if self._wants(pair, total):
+            lost = self._on_device(rows, source, target, kind, total)
+            if lost is not None:
+                return lost
+        with self._lock:
+            self._count["cpu_bytes"] += total
+        return cast_stretches(self._reference, rows, source, target, kind)
+
+    def start(self) -> Stations:
+        """The stations of the device.
+
+        Raises:
+            ImportError: There is no torch.
+            RuntimeError: There is no such device, or no room on it.
+        """
+        with self._lock:
+            if self._stations is None:
+                from reshard_engine.execute.device.lanes import Stations  # imports torch
+
+                self._stations = Stations(
+                    self._name, self._memory_bytes, most=MOST_STATIONS, slice_bytes=self._slice_bytes
+                )
+            return self._stations
+
+    def report(self) -> dict[str, Any]:
+        """What was measured and what went where: for people and docs/performance.md."""
+        pairs = {
+            f"{source.name} to {target.name}": {
+                where: {"fixed_us": round(line.fixed_s * 1e6, 1), "gb_per_s": round(line.bytes_per_s / 1e9, 2)}
+                for where, line in (("cpu", known.cpu), ("device", known.device))
+            }
+            for (source, target), known in self._model.measured.items()
+        }
+        return {"device": self._name, "off": self._off, "measured": pairs, **self._count}
+
+    def take_warnings(self) -> list[str]:
+        """What a user should know since the last call: results are the same, but they came otherwise."""
+        with self._lock:
+            unread, self._unread = self._unread, 0
+        if not unread:
+            return []
+        why = self._off or "it was out of memory"
+        return [f"{unread} batches were cast on the CPU instead of {self._name}: {why}"]
+
+    def _wants(self, pair: Pair, size_bytes: int) -> bool:
+        if size_bytes < self._least_bytes or self._off:
+            return False
+        if self._count["cpu_bytes"] < self._warm_up_bytes:
+            return False
+        if self._always:
+            return True
+        try:
+            return self._model.prefers_device(pair, size_bytes)
+        except BusyError:
+            return False
+        except (ImportError, RuntimeError) as error:
+            self._turn_off(str(error))
+            return False
+
+    def _on_device(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind, size_bytes: int) -> int | None:
+        """The same on the device; None if it cannot."""
+        self._model.queued(size_bytes)
+        try:
+            for _ in range(2):
+                try:
+                    return self._attempt(rows, source, target, kind, size_bytes)
+                except RuntimeError as error:
+                    if not _out_of_memory(error):
+                        self._turn_off(str(error).partition("\n")[0])
+                        return None
+                    self._make_room()
+        finally:
+            self._model.queued(-size_bytes)
+        with self._lock:
+            self._failures += 1
+            self._unread += 1
+            self._count["fallbacks"] += 1
+        if self._failures >= _MOST_FAILURES:
+            self._turn_off("it was out of memory again and again")
+        return None
+
+    def _attempt(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind, size_bytes: int) -> int | None:
+        stations = self.start()
+        station = stations.taken()
+        if station is None:
+            return None
+        try:
+            kinds = kind.source, kind.target
+            facts = station.cast(
+                rows, stations.source(source), target, kinds, min(self._slice_bytes, station.slice_bytes)
+            )
+        finally:
+            stations.put_back(station)
+        with self._lock:
+            self._failures = 0
+            self._count["device_bytes"] += size_bytes
+            self._count["device_nonfinite"] += int(facts[3])
+        return int(facts[2])
+
+    def _make_room(self) -> None:
+        with self._lock:
+            self._count["out_of_memory"] += 1
+            self._slice_bytes = max(self._slice_bytes // 2 // _SLICE_GRAIN * _SLICE_GRAIN, _SLICE_GRAIN)
+        if self._stations is not None:
+            self._stations.empty_cache()
+
+    def _turn_off(self, why: str) -> None:
+        with self._lock:
+            if not self._off:
+                self._off = why
+                self._unread += 1
+                self._count["fallbacks"] += 1
+
+    def _time_cpu(self, pair: Pair, size_bytes: int) -> float:
+        data, out = _sample(pair, size_bytes)
+        begin = time.perf_counter()
+        self._reference.cast_into(data, *pair, out)
+        return time.perf_counter() - begin
+
+    def _time_device(self, pair: Pair, size_bytes: int) -> float:
+        data, out = _sample(pair, size_bytes)
+        zero = np.zeros(1, dtype=np.int64)
+        stations = self.start()
+        station = stations.taken()
+        if station is None:
+            raise BusyError
+        try:
+            begin = time.perf_counter()
+            station.cast(
+                Rows(zero, np.array([len(data)], dtype=np.int64), zero),
+                stations.source(data),
+                out,
+                pair,
+                min(self._slice_bytes, station.slice_bytes),
+            )
+            return time.perf_counter() - begin
+        finally:
+            stations.put_back(station)
+
+
+def _sample(pair: Pair, size_bytes: int) -> tuple[Buffer, Buffer]:
+    """Elements that look like weights: one and a half, whatever the type; and room for their casts."""
+    source, target = pair
+    pattern = {"float64": 0x3FF8 << 48, "float32": 0x3FC0 << 16, "bfloat16": 0x3FC0, "float16": 0x3E00}[source.name]
+    count = size_bytes // source.itemsize_bytes
+    data = np.full(count, pattern, dtype=f"u{source.itemsize_bytes}").view(np.uint8)
+    return data, np.zeros(count * target.itemsize_bytes, dtype=np.uint8)
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    import torch  # here already: it raised the error
+
+    return isinstance(error, torch.cuda.OutOfMemoryError)

@@ -1,0 +1,97 @@
+"""What a device does with a batch: gather, cast, count what is not finite, sum; one trip, whatever the device.
+
+Plain torch operations, so the CPU runs the same program as a GPU. They pass over the device's memory several times,
+which on a GPU is many times as fast as the way to it. Casts of numbers are the device's own (round to nearest, ties
+to even); those of NaNs, whose payloads devices treat as they please, are integer arithmetic as in the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reshard_engine.dtypes import Dtype
+from reshard_engine.execute.device.sums import ROW_WORDS
+
+_INF32, _ABS32 = 0x7F800000, 0x7FFFFFFF
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is to go back to the host."""
+
+    data: Tensor
+    """The elements as bytes, in whole rows of `sums`."""
+    facts: Tensor
+    """Sum of what arrived, sum of what leaves, elements that became infinite, elements that were not finite."""
+
+
+def run(data: Tensor, rows: Tensor | int, count: int, kinds: tuple[Dtype, Dtype], padded: int) -> Outcome:
+    """Do it all.
+
+    Args:
+        data: Bytes as they arrived, in whole rows of `sums`.
+        rows: Begin and length of runs of elements, in elements, as two rows of int32; or where the only one begins.
+        count: Elements in all.
+        kinds: Their type and the one that they get.
+        padded: Bytes of the result in whole rows of `sums`.
+    """
+    source, target = kinds
+    before = data.view(_INTEGERS[source.itemsize_bytes])
+    single = isinstance(rows, int)
+    before = before[rows : rows + count] if single else before.index_select(0, _places(rows, count))
+    after = _narrowed(_widened(before, source), target)
+    result = torch.zeros(padded, dtype=torch.uint8, device=data.device)
+    result.view(after.dtype)[:count] = after
+    values, cast = before.view(getattr(torch, source.name)), after.view(getattr(torch, target.name))
+    infinite = torch.count_nonzero(torch.isinf(values))
+    # What is infinite stays so and a NaN stays one: what is more afterwards was finite.
+    lost = torch.count_nonzero(torch.isinf(cast)) - infinite
+    odd = infinite + torch.count_nonzero(torch.isnan(values))
+    return Outcome(result, torch.stack([_position_sum(data), _position_sum(result), lost, odd]))
+
+
+def _places(rows: Tensor, count: int) -> Tensor:
+    begin, length = rows[0], rows[1]
+    first = torch.cumsum(length, 0, dtype=torch.int32) - length
+    places = torch.repeat_interleave(begin - first, length, output_size=count)
+    places += torch.arange(count, dtype=torch.int32, device=rows.device)
+    return places
+
+
+def _widened(bits: Tensor, source: Dtype) -> Tensor:
+    """The elements as bits of float32."""
+    if source.name == "float32":
+        return bits
+    if source.name == "bfloat16":
+        return bits.to(torch.int32) << 16
+    wide = bits.view(getattr(torch, source.name)).to(torch.float32).view(torch.int32)
+    if source.name == "float16":
+        extended = bits.to(torch.int32)
+        nan = (extended & 0x7FFF) > 0x7C00
+        kept = (extended >> 31 << 31) | _INF32 | (extended & 0x3FF) << 13
+    else:
+        nan = (bits & ((1 << 63) - 1)) > (0x7FF << 52)
+        # As processors do: the upper part of the payload, and the quiet bit.
+        kept = (bits >> 63).to(torch.int32) << 31 | _INF32 | 1 << 22 | ((bits >> 29) & 0x7FFFFF).to(torch.int32)
+    return torch.where(nan, kept, wide)
+
+
+def _narrowed(bits: Tensor, target: Dtype) -> Tensor:
+    """Bits of float32 as bits of the target."""
+    if target.name == "float32":
+        return bits
+    result = bits.view(torch.float32).to(getattr(torch, target.name)).view(torch.int16)
+    nan = (bits & _ABS32) > _INF32
+    if target.name == "bfloat16":
+        return torch.where(nan, (bits >> 16 | 0x40).to(torch.int16), result)
+    kept = (bits >> 31 << 15) | 0x7C00 | (bits >> 13 & 0x3FF).clamp(min=1)
+    return torch.where(nan, kept.to(torch.int16), result)
+
+
+def _position_sum(data: Tensor) -> Tensor:
+    rows = data.view(torch.int64).view(-1, ROW_WORDS).sum(1)
+    return (rows * torch.arange(1, 2 * len(rows), 2, dtype=torch.int64, device=data.device)).sum()
