@@ -193,9 +193,9 @@ class UniversalTarget:
         first, second = (torch_load(files[name]) for name in _MODEL_FILES)
         assert repr(tree_of({**first, "module": None})) == repr(tree_of({**second, "module": None}))
         trained = {n for group in first["param_shapes"] for n in group}
-        shared = first.get("shared_params") or {}
-        whole = {n: bits_of(v) for n, v in first["module"].items() if shared.get(n, n) not in trained}
-        assert whole == {n: bits_of(v) for n, v in second["module"].items()}
+        tied = {first["module"][n].data_ptr() for n in trained if n in first["module"]} - {0}
+        rest = {n: v for n, v in first["module"].items() if n not in trained and v.data_ptr() not in tied}
+        assert {n: bits_of(v) for n, v in rest.items()} == {n: bits_of(v) for n, v in second["module"].items()}
         assert first["mp_world_size"] == 1
         tensors |= {f"module/{name}": bits_of(tensor) for name, tensor in first["module"].items()}
         values["buffers"] = set(first["buffer_names"])

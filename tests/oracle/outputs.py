@@ -124,8 +124,8 @@ class Universal:
         rest = {k: v for k, v in first.items() if k != "module"}
         assert plain(rest) == plain({k: v for k, v in second.items() if k != "module"})
         trained = {n for group in first["param_shapes"] for n in group}
-        shared = first.get("shared_params") or {}
-        whole = {n: v for n, v in first["module"].items() if shared.get(n, n) not in trained}
+        tied = {first["module"][n].data_ptr() for n in trained if n in first["module"]}
+        whole = {n: v for n, v in first["module"].items() if n not in trained and v.data_ptr() not in tied}
         assert plain(whole) == plain(dict(second["module"]))
         found: dict[str, Any] = first
         return found

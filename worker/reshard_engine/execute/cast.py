@@ -67,8 +67,8 @@ class NumpyCast:
             raise SourceError("tensor.unsupported", f"cannot cast from {source.name}")
         if target.name not in _FLOATS or target.name == "float64":
             raise RequestError("request.unsatisfiable", f"cannot cast to {target.name}")
-        wide, narrow, scratch = source.itemsize_bytes, target.itemsize_bytes, self._scratch
-        lost = 0
+        wide, narrow = source.itemsize_bytes, target.itemsize_bytes
+        scratch, lost = self._scratch.at_least(len(data) // wide), 0
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for first in range(0, len(data) // wide, TILE_ELEMS):
                 tile = data[first * wide : (first + TILE_ELEMS) * wide]

@@ -9,6 +9,7 @@ as unsigned.
 from __future__ import annotations
 
 import threading
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +38,21 @@ class Scratch(threading.local):
     """Memory for the steps of one tile, of each thread its own: new pages would cost as much as a step."""
 
     def __init__(self) -> None:
-        """Taken when a thread first casts."""
-        self.values = np.empty(TILE_ELEMS, dtype=np.float32)
-        self.first = np.empty(TILE_ELEMS, dtype=np.uint32)
-        self.second = np.empty(TILE_ELEMS, dtype=np.uint32)
-        self.source = np.empty(TILE_ELEMS * 8, dtype=np.uint8)
-        self.target = np.empty(TILE_ELEMS * 4, dtype=np.uint8)
+        """Nothing is held yet."""
+        self._take(0)
+
+    def _take(self, elems: int) -> None:
+        self.values = np.empty(elems, dtype=np.float32)
+        self.first = np.empty(elems, dtype=np.uint32)
+        self.second = np.empty(elems, dtype=np.uint32)
+        self.source = np.empty(elems * 8, dtype=np.uint8)
+        self.target = np.empty(elems * 4, dtype=np.uint8)
+
+    def at_least(self, elems: int) -> Self:
+        """Room for a tile of so many elements, at most a whole one."""
+        if len(self.values) < min(elems, TILE_ELEMS):
+            self._take(min(elems, TILE_ELEMS))
+        return self
 
 
 def _maxima(bits: Bits32) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.layout import ZEROS, TargetFile, TargetLayout
-from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes
+from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
 from reshard_engine.plan.offload import Cuts, plan_offloads
 
@@ -47,6 +47,10 @@ def plan_conversion(
     )
     units = tuple(_units(layout.files, chunk_bytes, cuts))
     more_units = max(0, len(units) - -(-write_bytes // chunk_bytes)) if cuts else 0
+    held = running_bytes(metadata, write_bytes, chunk_bytes) + UNIT_BYTES * more_units
+    if more_units and held + unit_bytes(chunk_bytes) > request.memory_limit_bytes:
+        cuts = dict[int, Cuts]()
+        more_units, units = 0, tuple(_units(layout.files, chunk_bytes, cuts))
     return Plan(
         source=_source(checkpoint),
         target=_target(request),
