@@ -71,6 +71,21 @@ class Pieces:
     """Index into `ShardMap.strides`, or -1 where the piece is packed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One packed row of the map."""
+
+    tensor: int
+    begin: int
+    end: int
+    file: int
+    offset: int
+
+    def holds(self, tensor: int, begin: int, end: int) -> bool:
+        """Whether it has all of these elements."""
+        return tensor == self.tensor and self.begin <= begin and end <= self.end
+
+
 @dataclass(frozen=True)
 class ShardMap:
     """All tensors of a checkpoint and where their elements are."""
@@ -149,6 +164,15 @@ class ShardMap:
         return Pieces(
             clipped, np.minimum(self.end[rows], end), self.file[rows], self.offset[rows] + shift, self.strides_of[rows]
         )
+
+    def piece_holding(self, tensor: int, begin: int, end: int) -> Piece | None:
+        """The packed piece that holds all of the elements `[begin, end)`; None if there is no single one."""
+        low, high = int(self._first[tensor]), int(self._first[tensor + 1])
+        row = low + int(np.searchsorted(self.end[low:high], begin, side="right"))
+        if row == high or int(self.strides_of[row]) >= 0:
+            return None
+        found = Piece(tensor, int(self.begin[row]), int(self.end[row]), int(self.file[row]), int(self.offset[row]))
+        return found if found.holds(tensor, begin, end) else None
 
     def rows_of(self, tensors: Column) -> tuple[Column, Column]:
         """All rows of the map that hold these tensors, none of them a view or a mean, and whose each is.

@@ -15,7 +15,10 @@ from reshard_engine.execute.means import mean_of
 from reshard_engine.execute.stretches import Buffer, Column, Kind, Mover, Stretches
 from reshard_engine.execute.strided import STRIDED_ELEMS, read_strided
 from reshard_engine.layout import ZEROS, Body, TargetFile
+from reshard_engine.shardmap import Piece
 
+STRAIGHT_BYTES = 128 << 10
+"""Of elements in one piece that are worth a read of their own: shorter ones are read together with their neighbours."""
 MEAN_ELEMS = 1 << 18
 """Elements of a mean that are computed at once."""
 
@@ -50,6 +53,7 @@ class ChunkFiller:
         self._map = checkpoint.shard_map
         self._kernel = kernel
         self._mover = Mover(checkpoint.files, kernel)
+        self._piece: Piece | None = None
 
     @property
     def read_bytes(self) -> int:
@@ -131,7 +135,7 @@ class ChunkFiller:
         found: list[Stretches] = []
         whole: list[_Wanted] = []
         for one in wanted:
-            if one.begin == one.end:
+            if one.begin == one.end or self._read_straight(one, memory):
                 continue
             if self._map.means and self._map.averages(one.tensor):
                 self._averaged(one, memory, counted=counted)
@@ -145,6 +149,20 @@ class ChunkFiller:
             found += self._all_of(whole, memory, counted=counted)
         if found:
             self._mover.move(Stretches.joined(found), memory)
+
+    def _read_straight(self, one: _Wanted, memory: Buffer) -> bool:
+        """Read elements that lie in one piece and do not change, as most windows of large tensors do; else False."""
+        stored = self._map.tensors[one.tensor].dtype
+        length = (one.end - one.begin) * stored.itemsize_bytes
+        if stored is not one.dtype or length < STRAIGHT_BYTES or one.tensor in self._map.views:
+            return False
+        if self._piece is None or not self._piece.holds(one.tensor, one.begin, one.end):
+            self._piece = self._map.piece_holding(one.tensor, one.begin, one.end)
+            if self._piece is None:
+                return False
+        offset = self._piece.offset + (one.begin - self._piece.begin) * stored.itemsize_bytes
+        self._mover.read(self._piece.file, offset, memory[one.at : one.at + length])
+        return True
 
     def _some(self, one: _Wanted, memory: Buffer, *, counted: bool) -> list[Stretches]:
         """The stretches of some elements of one tensor."""

@@ -121,6 +121,11 @@ class Mover:
             self._kinds.append(wanted)
         return self._numbers[wanted]
 
+    def read(self, file: int, offset: int, target: Buffer) -> None:
+        """Read one run of bytes to where it goes."""
+        self.files[file].read_into(offset, target.data)
+        self.read_bytes += len(target)
+
     def move(self, stretches: Stretches, memory: Buffer) -> None:
         """Read all stretches in file order, near ones together, and put each where it belongs."""
         for batch in self._batches(self._bounded(stretches)):
