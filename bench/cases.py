@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -139,8 +140,8 @@ def _native(root: Path, name: str, make: Callable[[Path], None], dp: int, limits
         """The new layout holds the same: its universal form is the source's."""
         shutil.rmtree(back, ignore_errors=True)
         for which, tree in (("a", source), ("b", ours)):
-            if os.system(" ".join([*_convert(tree, back / which, "--to", "universal"), ">/dev/null"])):
-                return [f"{tree} does not convert"]
+            command = _convert(tree, back / which, "--to", "universal")
+            subprocess.run(command, check=True, env=environment(), stderr=subprocess.DEVNULL)
         return same_files(back / "a" / "zero", back / "b" / "zero")
 
     return Case(f"{name} to {dp} ranks", partial(make, source), contenders, check, limits)
@@ -183,4 +184,4 @@ def _universal_source(source: Path, parameters: list[tuple[str, tuple[int, ...]]
         return
     before = source.with_name(f"{source.name} before")
     _written(before, parameters, stage=2, ranks=4)
-    os.system(" ".join(f"'{word}'" for word in _convert(before, source, "--to", "universal")))
+    subprocess.run(_convert(before, source, "--to", "universal"), check=True, env=environment())

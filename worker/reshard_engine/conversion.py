@@ -31,6 +31,7 @@ from reshard_engine.execute.recheck import prove_complete, prove_source_unchange
 from reshard_engine.execute.source_check import check_source
 from reshard_engine.layout import TargetLayout
 from reshard_engine.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
@@ -113,6 +114,7 @@ class Conversion:
     planning_s: float
 
     @classmethod
+    @collector_paused()
     def prepare(cls, request: ConvertRequest) -> Conversion:
         """Read the source's metadata and plan; nothing is written.
 
