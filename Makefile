@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full laws chaos fuzz gpu golden bench bench-s3 demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full laws chaos fuzz gpu golden bench bench-store demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -73,7 +73,7 @@ golden: $(READY) ## accept the command line's help as it is now
 bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|scale|all")
 	@$(BIN)/python bench/run.py $(ARGS)
 
-bench-s3: $(READY) ## conversions within an S3 server beside a plain concurrent copy, with and without server-side copies
+bench-store: $(READY) ## conversions within an S3 server beside a plain concurrent copy, with and without server-side copies
 	@$(BIN)/python bench/object_store.py $(ARGS)
 
 check: lint type boundaries compose-check docs-check ## every check that is not a test
