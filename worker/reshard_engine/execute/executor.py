@@ -86,7 +86,7 @@ class _RecordSums:
             self._known[file, number] = span = (first, held + high - low, crc)
             self._board.put(file, number, [span])
 
-    def spans(self) -> list[tuple[int, int, int, int, int]]:
+    def spans(self) -> list[RecordSpan]:
         """(file, record, offset in the record, bytes, CRC-32) of everything that has passed."""
         return [(file, number, *span) for (file, number), span in self._known.items()]
 
@@ -131,6 +131,9 @@ class Executor:
         self._board = CrcBoard()
         self._lock = threading.Lock()
         self._memory = _Memory()
+        # Reads over a network want to be long; local ones want to stay in the cache.
+        local = all(f.store.scheme == "file" for f in checkpoint.files)
+        self._window_bytes = CACHED_BYTES if local else READ_BATCH_BYTES
         self._reported_at = 0.0
         self._started_at = time.monotonic()
         self.records: dict[int, UnitRecord] = dict(done)
@@ -237,9 +240,7 @@ class Executor:
         if not isinstance(self._sink, StreamSink):
             yield WholeChunks(self._sink, unit, self._offloader)
             return
-        # Reads over a network want to be long; local ones want to stay in the cache.
-        local = all(f.store.scheme == "file" for f in self._checkpoint.files)
-        with StreamedChunks(self._sink, CACHED_BYTES if local else READ_BATCH_BYTES) as outlet:
+        with StreamedChunks(self._sink, self._window_bytes) as outlet:
             yield outlet
 
     def _fill_slots(self, file: int, part: Part, buffer: Buffer) -> bool:

@@ -177,15 +177,13 @@ class Mover:
                 first = last
 
     def _move_batch(self, batch: Stretches, memory: Buffer) -> None:
-        file, start = self.files[int(batch.file[0])], int(batch.offset[0])
+        file, start = int(batch.file[0]), int(batch.offset[0])
         if len(batch) == 1 and not self._kinds[int(batch.kind[0])].casts:
-            at, length = int(batch.at[0]), int(batch.length[0])
-            file.read_into(start, memory[at : at + length].data)
-            self.read_bytes += length
+            at = int(batch.at[0])
+            self.read(file, start, memory[at : at + int(batch.length[0])])
             return
         staging = self._staging(int((batch.offset + batch.length).max()) - start)
-        file.read_into(start, staging.data)
-        self.read_bytes += len(staging)
+        self.read(file, start, staging)
         kinds: list[int] = sorted(set(batch.kind.tolist()))
         for number in kinds:
             some = batch if len(kinds) == 1 else batch.rows(np.flatnonzero(batch.kind == number))

@@ -46,11 +46,11 @@ def plan_conversion(
         checkpoint, layout.files, copied_from, chunk_bytes=chunk_bytes, min_part_bytes=min_part_bytes or 1
     )
     units = tuple(_units(layout.files, chunk_bytes, cuts))
-    more_units = max(0, len(units) - -(-write_bytes // chunk_bytes)) if cuts else 0
-    held = running_bytes(metadata, write_bytes, chunk_bytes) + UNIT_BYTES * more_units
-    if more_units and held + unit_bytes(chunk_bytes) > request.memory_limit_bytes:
-        cuts = dict[int, Cuts]()
-        more_units, units = 0, tuple(_units(layout.files, chunk_bytes, cuts))
+    held = running_bytes(metadata, write_bytes, chunk_bytes)
+    more = UNIT_BYTES * max(0, len(units) - -(-write_bytes // chunk_bytes)) if cuts else 0
+    if more and held + more + unit_bytes(chunk_bytes) > request.memory_limit_bytes:
+        cuts, more = dict[int, Cuts](), 0
+        units = tuple(_units(layout.files, chunk_bytes, cuts))
     return Plan(
         source=_source(checkpoint),
         target=_target(request),
@@ -60,7 +60,7 @@ def plan_conversion(
         read_bytes=_read_bytes(checkpoint, layout.files),
         write_bytes=write_bytes,
         pointer=layout.pointer.name if layout.pointer else None,
-        metadata_bytes=running_bytes(metadata, write_bytes, chunk_bytes) + UNIT_BYTES * more_units,
+        metadata_bytes=held + more,
         warnings=(*checkpoint.warnings, *layout.warnings, *_strided_warning(checkpoint)),
         offloads=tuple(o for _, found in sorted(cuts.items()) for o in found.offloads),
     )
