@@ -227,8 +227,9 @@ class Conversion:
         executor.report("committing", force=True)
         executor.run([u for u in plan.units if u.commit], threads, phase="committing")
         prove_complete(plan, executor.records)
-        there = self.sink.publish(executor.records)
-        manifest = with_pins(self._manifest(executor, disagreements), {i.path: i.pin for i in there})
+        with collector_paused():
+            there = self.sink.publish(executor.records)
+            manifest = with_pins(self._manifest(executor, disagreements), {i.path: i.pin for i in there})
         if full is not None:
             full.read_back(manifest, commit=True)
             full.digest_again(self.checkpoint, manifest)

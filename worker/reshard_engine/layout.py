@@ -116,12 +116,19 @@ class FileTemplate:
             found[offset : offset + len(data)] = data
         return bytes(found)
 
+    @cached_property
+    def filled_bodies(self) -> tuple[Body, ...]:
+        """The bodies that are not empty."""
+        return tuple(b for b in self.bodies if b.length_bytes)
+
     def literals_in(self, begin: int, end: int) -> Sequence[tuple[int, bytes]]:
         """The literals that overlap the bytes `[begin, end)`."""
         return self.literals[self._literal_spans.within(begin, end)]
 
     def bodies_in(self, begin: int, end: int) -> Sequence[Body]:
         """The bodies that overlap the bytes `[begin, end)`; empty ones overlap nothing."""
+        if begin == 0 and end == self.size_bytes:
+            return self.filled_bodies
         return [b for b in self.bodies[self._body_spans.within(begin, end)] if b.length_bytes]
 
     def records_in(self, begin: int, end: int) -> range:

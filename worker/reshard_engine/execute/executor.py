@@ -74,6 +74,7 @@ class _RecordSums:
     def __init__(self, board: CrcBoard) -> None:
         self._board = board
         self._known: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._whole: list[RecordSpan] = []
 
     def take(self, file: int, part: Part, buffer: Buffer) -> None:
         """Sum the records of a window; windows of a file come in order."""
@@ -86,9 +87,17 @@ class _RecordSums:
             self._known[file, number] = span = (first, held + high - low, crc)
             self._board.put(file, number, [span])
 
+    def take_whole(self, file: int, part: Part, buffer: Buffer) -> None:
+        """Sum the records of a whole file and put the sums into it: no other unit gives or waits for one of them."""
+        template, data = part.file.template, buffer.data
+        sums = [crc32(data[offset : offset + length]) for offset, length in template.records]
+        for offset, record in template.crc_slots:
+            data[offset : offset + 4] = sums[record].to_bytes(4, "little")
+        self._whole += [(file, n, 0, r[1], crc) for n, (r, crc) in enumerate(zip(template.records, sums, strict=True))]
+
     def spans(self) -> list[RecordSpan]:
         """(file, record, offset in the record, bytes, CRC-32) of everything that has passed."""
-        return [(file, number, *span) for (file, number), span in self._known.items()]
+        return self._whole + [(file, number, *span) for (file, number), span in self._known.items()]
 
 
 def _merged(runs: Iterable[BlockRun]) -> list[BlockRun]:
@@ -203,13 +212,9 @@ class Executor:
                 for window in step:
                     chunk, part = unit.chunks[window.chunk], window.part
                     buffer = memory[part.at : part.at + part.length_bytes]
-                    if self._offloader is not None and self._offloader.proves(chunk):
-                        proven += self._put_up(self._offloader.spans_of(chunk)[0])  # the store refused to copy it
-                    else:
-                        sums.take(chunk.file, part, buffer)
-                    blocks += passing.of_chunk(part.file, Chunk(chunk.file, part.begin, part.length_bytes), buffer)
-                    if not self._fill_slots(chunk.file, part, buffer):
+                    if not self._sum(chunk, part, buffer, sums, proven):
                         return  # another unit failed, and with it what this one waits for
+                    blocks += passing.of_chunk(part.file, Chunk(chunk.file, part.begin, part.length_bytes), buffer)
                     receipt = outlet.take(chunk, part.begin, buffer.data)
                     if window.last:
                         written.append(receipt)
@@ -222,6 +227,17 @@ class Executor:
             overflows=filler.overflows,
         )
         self._finish(unit, record, phase)
+
+    def _sum(self, chunk: Chunk, part: Part, buffer: Buffer, sums: _RecordSums, proven: list[RecordSpan]) -> bool:
+        """Sum the records in a window and put sums where they belong; False after a failure elsewhere."""
+        if self._offloader is not None and self._offloader.proves(chunk):
+            proven += self._put_up(self._offloader.spans_of(chunk)[0])  # the store refused to copy it
+        elif part.length_bytes == part.file.size_bytes:
+            sums.take_whole(chunk.file, part, buffer)
+            return True
+        else:
+            sums.take(chunk.file, part, buffer)
+        return self._fill_slots(chunk.file, part, buffer)
 
     def _finish(self, unit: Unit, record: UnitRecord, phase: str) -> None:
         self._sink.record(record)

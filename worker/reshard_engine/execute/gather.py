@@ -80,10 +80,15 @@ class ChunkFiller:
             SourceError: `source.changed`, or what the storage says.
         """
         wanted: list[_Wanted] = []
+        view = memory.data
         for part in parts:
+            image = part.file.template.image
+            if image is not None and part.length_bytes == len(image):
+                view[part.at : part.at + len(image)] = image
+                wanted += _all_elements(part)
+                continue
             begin, end = part.begin, part.begin + part.length_bytes
             shift = part.at - begin
-            image = part.file.template.image
             literals = [(0, image)] if image is not None else part.file.template.literals_in(begin, end)
             for offset, data in literals:
                 low, high = max(offset, begin), min(offset + len(data), end)
@@ -253,6 +258,16 @@ class ChunkFiller:
                 mean = self._kernel.cast(mean, own, stored.dtype)
             part = memory[one.at + (low - one.begin) * size : one.at + (high - one.begin) * size]
             self._mover.place_one(one.tensor, mean, part, Kind(stored.dtype, one.dtype, counted))
+
+
+def _all_elements(part: Part) -> list[_Wanted]:
+    """What the bodies of a whole file are filled with, but for those that its image holds already: zeros."""
+    at, tensors = part.at, part.file.tensors
+    return [
+        _Wanted(tensors[b.slot], b.dtype, b.begin, b.end, at + b.offset)
+        for b in part.file.template.filled_bodies
+        if tensors[b.slot] != ZEROS
+    ]
 
 
 def _filled(count: int, value: int) -> Column:

@@ -14,12 +14,13 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Generator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
 
-from reshard.errors import IntegrityError, RequestError, ReshardError, StorageError, printable
+from reshard.errors import IntegrityError, RequestError, SourceError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.local_chunk import LocalChunkFile
 from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
@@ -146,16 +147,18 @@ class LocalSink:
 
     def open_chunk(self, chunk: Chunk) -> LocalChunkFile:
         """Begin to write a chunk at its offset."""
-        path = os.path.join(self._staging, self._plan.files[chunk.file].path)
+        path = f"{self._staging}/{self._plan.files[chunk.file].path}"
         with writing(path):
-            self._make_directory(os.path.dirname(path))
+            self._make_directory(path.rpartition("/")[0])
             return LocalChunkFile(path)
 
     def _make_directory(self, path: str) -> None:
-        with self._lock:
-            if path in self._directories:
-                return
-        os.makedirs(path, exist_ok=True)
+        if path in self._directories:
+            return
+        try:
+            os.mkdir(path)
+        except OSError:  # it is there, or its parent is not
+            os.makedirs(path, exist_ok=True)
         with self._lock:
             self._directories.add(path)
 
@@ -314,18 +317,20 @@ class LocalSink:
             _unlink(f"{self._stem}pointer")
 
 
-@contextmanager
-def writing(path: str) -> Generator[None]:
-    """Turn the operating system's errors into those of a target."""
-    try:
-        with translated(path):
-            yield
-    except ReshardError as error:
-        if error.code == "source.not_found":
+class writing(translated):  # noqa: N801 - reads as the function that it is used as
+    """Turns the operating system's errors into those of a target."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Raise the typed error in place of the system's, and of one that speaks of a source."""
+        found = self.typed(error) if isinstance(error, OSError) else error
+        if isinstance(found, SourceError) and found.code == "source.not_found":
             raise StorageError(
-                "storage.denied", f"{printable(path)} cannot be written: a parent is missing or no directory"
-            ) from error
-        raise
+                "storage.denied", f"{printable(self._path)} cannot be written: a parent is missing or no directory"
+            ) from found
+        if found is not None and found is not error:
+            raise found from None
 
 
 def _lock(path: str) -> int:

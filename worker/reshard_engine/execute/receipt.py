@@ -161,6 +161,8 @@ def _tensors(
 
 def _copies(extents: Sequence[Extent]) -> list[tuple[Extent, ...]]:
     """The extents of one tensor, copy by copy: each tiles it from its first byte to its last."""
+    if len(extents) == 1:
+        return [tuple(extents)]
     copies: list[list[Extent]] = []
     ending: dict[int, list[list[Extent]]] = {}
     for extent in sorted(extents, key=lambda e: e[2]):

@@ -31,6 +31,8 @@ from reshard_engine.pickles.nodes import (
 from reshard_engine.pickles.policy import is_listed
 
 _BATCH = 1_000
+_UINT, _FLOAT = struct.Struct("<I"), struct.Struct(">d")
+_BYTES_OPS = [b"K" + bytes([value]) for value in range(256)]
 _ORDERED_DICT = Global("collections", "OrderedDict")
 _REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
@@ -59,25 +61,23 @@ class _Emitter:
 
     def write(self, node: Node) -> None:
         """Append the opcodes that push `node`."""
-        if node is None or isinstance(node, bool | int | float | str | bytes):
-            self._scalar(node)
-            return
-        if isinstance(node, Global):
-            self._global(node)
+        kind: type[Any] = type(node)  # pyright: ignore[reportUnknownVariableType]
+        simple = _LEAVES.get(kind)
+        if simple is not None:
+            simple(self, node)
             return
         known = self._memo.get(id(node))
         if known is not None:
             self._get(known)
             return
-        for cls, emit in _EMITTERS:
-            if isinstance(node, cls):
-                # Values grow after they are put into others, so only the walk itself knows how deep they nest.
-                self._depth += 1
-                check_depth(self._depth)
-                emit(self, node)
-                self._depth -= 1
-                return
-        raise SourceError("checkpoint.malformed", f"cannot write {kind_of(node)}")
+        emit = _EMITTERS.get(kind)
+        if emit is None:
+            raise SourceError("checkpoint.malformed", f"cannot write {kind_of(node)}")
+        # Values grow after they are put into others, so only the walk itself knows how deep they nest.
+        self._depth += 1
+        check_depth(self._depth)
+        emit(self, node)
+        self._depth -= 1
 
     def list_(self, node: PList) -> None:
         """A list, in batches."""
@@ -99,12 +99,12 @@ class _Emitter:
         self._put(node)
 
     def _get(self, index: int) -> None:
-        self._out.append(b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index))
+        self._out.append(b"h" + bytes([index]) if index < 256 else b"j" + _UINT.pack(index))
 
     def _put_index(self) -> int:
         index = self._next
-        self._next += 1
-        self._out.append(b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index))
+        self._next = index + 1
+        self._out.append(b"q" + bytes([index]) if index < 256 else b"r" + _UINT.pack(index))
         return index
 
     def _put(self, node: Node) -> None:
@@ -112,30 +112,31 @@ class _Emitter:
         # Keys of the memo are addresses: keep the node alive so that no other takes its place.
         self._alive.append(node)
 
-    def _scalar(self, value: float | str | bytes | None) -> None:
-        if value is None:
-            self._out.append(b"N")
-        elif value is True or value is False:
-            self._out.append(b"\x88" if value else b"\x89")
-        elif isinstance(value, int):
-            self._out.append(_integer(value))
-        elif isinstance(value, float):
-            self._out.append(b"G" + struct.pack(">d", value))
-        elif isinstance(value, str):
-            self._text(value)
-        else:
-            self._call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
+    def none_(self, _: None) -> None:
+        self._out.append(b"N")
 
-    def _text(self, value: str) -> None:
+    def bool_(self, value: bool) -> None:  # noqa: FBT001 - one of a table of functions
+        self._out.append(b"\x88" if value else b"\x89")
+
+    def int_(self, value: int) -> None:
+        self._out.append(_BYTES_OPS[value] if 0 <= value < 256 else _integer(value))
+
+    def float_(self, value: float) -> None:
+        self._out.append(b"G" + _FLOAT.pack(value))
+
+    def bytes_(self, value: bytes) -> None:
+        self._call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
+
+    def text_(self, value: str) -> None:
         known = self._texts.get(value)
         if known is not None:
             self._get(known)
             return
         raw = value.encode("utf-8", "surrogatepass")
-        self._out.append(b"X" + struct.pack("<I", len(raw)) + raw)
+        self._out.append(b"X" + _UINT.pack(len(raw)) + raw)
         self._texts[value] = self._put_index()
 
-    def _global(self, name: Global) -> None:
+    def global_(self, name: Global) -> None:
         if not self._keep_foreign and not is_listed(name):
             raise SourceError(
                 "pickle.forbidden_global",
@@ -173,7 +174,7 @@ class _Emitter:
             self._out.append(opcode)
 
     def _call(self, func: Global, args: tuple[Node, ...]) -> None:
-        self._global(func)
+        self.global_(func)
         self.tuple_(PTuple(args))
         self._out.append(b"R")
 
@@ -189,12 +190,12 @@ class _Emitter:
             raise SourceError("checkpoint.malformed", "cannot write an object of no named class")
         if node.how == "inst":
             self._out.append(b"(")
-            self._global(cls)
+            self.global_(cls)
             for item in node.args.items:
                 self.write(item)
             self._out.append(b"o")
         else:
-            self._global(cls)
+            self.global_(cls)
             self.write(node.args)
             if node.how == "newobj_ex":
                 self.write(node.kwargs)
@@ -208,18 +209,18 @@ class _Emitter:
 
     def tensor_(self, node: PTensor) -> None:
         """A tensor over a storage of its archive."""
-        self._global(_REBUILD_PARAMETER) if node.parameter else None
+        self.global_(_REBUILD_PARAMETER) if node.parameter else None
         dtype = BY_NAME[node.dtype]
         typed = dtype.storage_class is not None
         args: tuple[Node, ...] = (node.offset, PTuple(node.shape), PTuple(node.stride), node.requires_grad)
-        self._global(_REBUILD if typed else _REBUILD_V3)
+        self.global_(_REBUILD if typed else _REBUILD_V3)
         self._out.append(b"(")
         self._storage(node.storage, dtype.storage_class)
         for item in args:
             self.write(item)
         self._empty_hooks()
         if not typed:
-            self._global(Global("torch", node.dtype))
+            self.global_(Global("torch", node.dtype))
         self._out.append(b"tR")
         if node.parameter:
             self._out.append(b"\x88" if node.requires_grad else b"\x89")
@@ -228,7 +229,7 @@ class _Emitter:
         self._put(node)
 
     def _empty_hooks(self) -> None:
-        self._global(_ORDERED_DICT)
+        self.global_(_ORDERED_DICT)
         self._out.append(b")R")
 
     def _storage(self, storage: PStorage, storage_class: str | None) -> None:
@@ -242,20 +243,28 @@ class _Emitter:
         self._out.append(b"Q")
 
 
-_EMITTERS: tuple[tuple[type, Callable[[_Emitter, Any], None]], ...] = (
-    (PTuple, _Emitter.tuple_),
-    (PList, _Emitter.list_),
-    (PDict, _Emitter.dict_),
-    (PTensor, _Emitter.tensor_),
-    (PObject, _Emitter.object_),
-    (PSet, _Emitter.set_),
-    (PBytearray, _Emitter.bytearray_),
-)
+# By exact type: nothing that a pickle makes, or that a writer puts into a tree, is a subclass of one of these.
+_LEAVES: dict[type, Callable[[_Emitter, Any], None]] = {
+    type(None): _Emitter.none_,
+    bool: _Emitter.bool_,
+    int: _Emitter.int_,
+    float: _Emitter.float_,
+    str: _Emitter.text_,
+    bytes: _Emitter.bytes_,
+    Global: _Emitter.global_,
+}
+_EMITTERS: dict[type, Callable[[_Emitter, Any], None]] = {
+    PTuple: _Emitter.tuple_,
+    PList: _Emitter.list_,
+    PDict: _Emitter.dict_,
+    PTensor: _Emitter.tensor_,
+    PObject: _Emitter.object_,
+    PSet: _Emitter.set_,
+    PBytearray: _Emitter.bytearray_,
+}
 
 
 def _integer(value: int) -> bytes:
-    if 0 <= value < 256:
-        return b"K" + bytes([value])
     if 0 <= value < 65536:
         return b"M" + struct.pack("<H", value)
     if -(1 << 31) <= value < 1 << 31:

@@ -23,6 +23,9 @@ from reshard_engine.pickles.nodes import (
 )
 from reshard_engine.pickles.policy import is_listed
 
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+_UNKNOWN = object()
+
 
 class _Rewriter:
     """One copy; remembers by identity what it has copied."""
@@ -35,8 +38,11 @@ class _Rewriter:
 
     def copy(self, node: Node) -> Node:
         """The copy of a node."""
-        if id(node) in self._memo:
-            return self._memo[id(node)]
+        if type(node) in _SCALARS:
+            return node
+        known = self._memo.get(id(node), _UNKNOWN)
+        if known is not _UNKNOWN:
+            return known
         self._depth += 1
         check_depth(self._depth)
         result = self._copy_new(node)

@@ -8,6 +8,7 @@ import stat as stat_module
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from types import TracebackType
 
 from reshard.errors import SourceError, StorageError, printable
 from reshard_engine.storage.protocol import Listing, ObjectInfo
@@ -19,27 +20,40 @@ def _pin(found: os.stat_result) -> str:
     return f"mtime:{found.st_mtime_ns}-{found.st_size}"
 
 
-@contextmanager
-def translated(path: str) -> Generator[None]:
-    """Turn the operating system's errors into typed ones."""
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError):
-        raise SourceError("source.not_found", f"{printable(path)} does not exist") from None
-    except FileExistsError:
-        raise StorageError(
-            "storage.denied", f"{printable(path)} is no directory", fix="choose another target"
-        ) from None
-    except PermissionError as error:
-        raise StorageError(
-            "storage.denied", f"{printable(path)}: {error.strerror}", fix="check the owner and mode of the path"
-        ) from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError("storage.no_space", f"{printable(path)}: {error.strerror}") from None
-        if error.errno == errno.ENAMETOOLONG:
-            raise SourceError("name.invalid", f"{printable(path)}: {error.strerror}") from None
-        raise StorageError("storage.unavailable", f"{printable(path)}: {error.strerror}") from None
+class translated:  # noqa: N801 - reads as the function that it is used as
+    """Turns the operating system's errors into typed ones. A class, because it is entered for every small file."""
+
+    __slots__ = ("_path",)
+
+    def __init__(self, path: str) -> None:
+        """`path` is what the errors name."""
+        self._path = path
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Raise the typed error in place of the system's."""
+        if isinstance(error, OSError):
+            raise self.typed(error) from None
+
+    def typed(self, error: OSError) -> SourceError | StorageError:
+        """The error that stands for the system's."""
+        return _typed(error, printable(self._path))
+
+
+def _typed(error: OSError, path: str) -> SourceError | StorageError:
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return SourceError("source.not_found", f"{path} does not exist")
+    if isinstance(error, FileExistsError):
+        return StorageError("storage.denied", f"{path} is no directory", fix="choose another target")
+    if isinstance(error, PermissionError):
+        return StorageError("storage.denied", f"{path}: {error.strerror}", fix="check the owner and mode of the path")
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageError("storage.no_space", f"{path}: {error.strerror}")
+    if error.errno == errno.ENAMETOOLONG:
+        return SourceError("name.invalid", f"{path}: {error.strerror}")
+    return StorageError("storage.unavailable", f"{path}: {error.strerror}")
 
 
 def _status(path: str) -> os.stat_result | None:

@@ -1,0 +1,192 @@
+"""Casts on a GPU beside those of the processor: transfer limits, rates by batch and thread, a whole conversion.
+
+    python bench/device_casts.py [--megabytes 4000] [--data /dev/shm] [--out DIR]
+
+Results are compared with the processor's, bit for bit, before a rate is printed. Exit status 1 where they differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cases import RESHARD, environment, sized
+from checkpoints import write_zero_checkpoint
+from measure import measure
+
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.execute.cast import CastKernel, NumpyCast
+from reshard_engine.execute.device.kernel import DeviceCast
+from reshard_engine.execute.stretches import Kind, Rows, cast_stretches
+
+PAIRS = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))
+BATCH_MIB = (1, 4, 16)
+SECONDS = 0.5
+Row = dict[str, Any]
+
+
+def _timed(work: Callable[[], None], threads: int, size_bytes: int) -> float:
+    """Bytes a second of all threads together, each doing the work again and again."""
+
+    def loop(_: int) -> int:
+        done, until = 0, time.perf_counter() + SECONDS
+        while time.perf_counter() < until:
+            work()
+            done += 1
+        return done
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda _: work(), range(threads)))
+        begin = time.perf_counter()
+        done = sum(pool.map(loop, range(threads)))
+        return done * size_bytes / (time.perf_counter() - begin)
+
+
+def _local_work(kernel: CastKernel, data: Any, kind: Kind, rows: Rows, result_bytes: int) -> Callable[[], None]:
+    """One batch: read into the memory that the kernel gives, cast from there. Each thread has its own target."""
+    mine = threading.local()
+
+    def work() -> None:
+        if not hasattr(mine, "target"):
+            mine.target, mine.staged = np.zeros(result_bytes, dtype=np.uint8), np.zeros(len(data), dtype=np.uint8)
+        staged = kernel.staging(len(data)) if isinstance(kernel, DeviceCast) else mine.staged
+        staged[:] = data
+        cast_stretches(kernel, rows, staged, mine.target, kind)
+
+    return work
+
+
+def rates(device: str) -> list[Row]:
+    """GB of source a second, the copy into staging memory included."""
+    found: list[Row] = []
+    cores = os.cpu_count() or 1
+    for source, target in PAIRS:
+        kind = Kind(BY_NAME[source], BY_NAME[target])
+        wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
+        for mib in BATCH_MIB:
+            size = mib << 20
+            bits = np.random.default_rng(0).standard_normal(size // 4).astype(np.float32).view(np.uint8)
+            whole = Rows(*(np.array([n], dtype=np.int64) for n in (0, size, 0)))
+            count = size // 4096
+            each = np.full(count, 2048, dtype=np.int64)
+            strided = Rows(np.arange(count) * 4096, each, np.arange(count) * (2048 // wide * narrow))
+            for shape, rows in (("whole", whole), ("rows of 2 KiB", strided)):
+                moved = int(rows.length.sum())
+                row: Row = {"cast": f"{source} to {target}", "batch_mib": mib, "shape": shape}
+                kernels: dict[str, CastKernel] = {
+                    "cpu": NumpyCast(),
+                    "device": DeviceCast(device, least_bytes=0, memory_bytes=16 << 30),
+                }
+                outs: list[bytes] = []
+                for kernel in kernels.values():
+                    out = np.zeros(moved // wide * narrow, dtype=np.uint8)
+                    cast_stretches(kernel, rows, bits, out, kind)
+                    outs.append(out.tobytes())
+                if outs[0] != outs[1]:
+                    raise SystemExit(f"{row}: the device's bits are not the processor's")
+                for threads in sorted({1, min(8, cores), cores}):
+                    for where, kernel in kernels.items():
+                        work = _local_work(kernel, bits, kind, rows, len(outs[0]))
+                        row[f"{where}_{threads}"] = round(_timed(work, threads, moved) / 1e9, 2)
+                used = kernels["device"].report()  # pyright: ignore[reportAttributeAccessIssue]
+                row["to_cpu_because_busy"] = round(used["cpu_bytes"] / (used["cpu_bytes"] + used["device_bytes"]), 2)
+                found.append(row)
+                print(json.dumps(row), flush=True)
+    return found
+
+
+def transfers(device: str) -> Row:
+    """GB a second of plain copies through pinned memory: what no cast on the device can pass."""
+    host = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(host, device=device)
+    found: Row = {}
+    for name, (to, of) in {"to_device": (there, host), "from_device": (host, there)}.items():
+        walls: list[float] = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            to.copy_(of, non_blocking=True)
+            torch.cuda.synchronize()
+            walls.append(time.perf_counter() - begin)
+        found[name] = round(len(host) / statistics.median(walls) / 1e9, 1)
+    return found
+
+
+def conversions(root: Path, megabytes: int, rounds: int) -> list[Row]:
+    """Whole commands with the device ruled out, forced and chosen by measurement."""
+    source = root / "source"
+    write_zero_checkpoint(source, sized(megabytes), stage=2, ranks=4)
+    found: list[Row] = []
+    for dtype in ("bf16", "fp16"):
+        walls: dict[str, list[tuple[float, float]]] = {"cpu": [], "cuda": [], "auto": []}
+        for _ in range(rounds):
+            for where, known in walls.items():
+                target = root / f"to-{where}"
+                shutil.rmtree(target, ignore_errors=True)
+                command = [*RESHARD, "convert", str(source), str(target), "--to", "safetensors", "--dtype", dtype]
+                done = measure([*command, "--json"], env={**environment(), "RESHARD_DEVICE": where})
+                known.append((done.wall_s, float(json.loads(done.output.splitlines()[-1])["seconds"]["run"])))
+        for name in ("cuda", "auto"):
+            for path in (root / "to-cpu").glob("*.safetensors"):
+                if not filecmp.cmp(path, root / f"to-{name}" / path.name, shallow=False):
+                    raise SystemExit(f"{name}, {dtype}: {path.name} is not what the processor makes")
+        row: Row = {"to": dtype, "source_gb": megabytes / 3000}
+        for where, known in walls.items():
+            row[f"{where}_wall_s"] = round(statistics.median(w for w, _ in known), 2)
+            row[f"{where}_run_s"] = round(statistics.median(r for _, r in known), 2)
+        found.append(row)
+        print(json.dumps(row), flush=True)
+    return found
+
+
+def main() -> int:
+    """Measure and print; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--megabytes", type=int, default=4_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--data", type=Path, help="where the checkpoint is made; memory shows the casts, not the disk")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
+    arguments = parser.parse_args()
+    facts: Row = {
+        "machine": platform.platform(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name(arguments.device),
+        "torch": torch.__version__,
+        "transfers_gb_per_s": transfers(arguments.device),
+    }
+    print(json.dumps(facts), flush=True)
+    facts["rates_gb_per_s"] = rates(arguments.device)
+    with tempfile.TemporaryDirectory(prefix="reshard-bench-", dir=arguments.data) as directory:
+        facts["conversions"] = conversions(Path(directory), arguments.megabytes, arguments.rounds)
+    model = DeviceCast(arguments.device, always=False)
+    for source, target in PAIRS:
+        data = np.zeros(16 << 20, dtype=np.uint8)
+        model.cast(data, BY_NAME[source], BY_NAME[target])
+    facts["model"] = model.report()
+    print(json.dumps(facts["model"]), flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "device.json").write_text(json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
