@@ -67,6 +67,12 @@ def sized(megabytes: int) -> list[tuple[str, tuple[int, ...]]]:
     return gpt_parameters(hidden, layers, vocab)
 
 
+def widened(megabytes: int, layers: int = 24) -> list[tuple[str, tuple[int, ...]]]:
+    """The same, with as many parameters whatever the size: a model that grows in width."""
+    hidden = round((megabytes * 1_000_000 / 12 / (12 * layers)) ** 0.5 / 16) * 16
+    return gpt_parameters(hidden, layers, 2_000)
+
+
 def _written(source: Path, parameters: list[tuple[str, tuple[int, ...]]], *, stage: int, ranks: int) -> None:
     if not source.exists():
         write_zero_checkpoint(source, parameters, stage=stage, ranks=ranks)

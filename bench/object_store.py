@@ -6,6 +6,8 @@ Starts SeaweedFS on loopback, uploads a ZeRO-2 checkpoint of four ranks, and tak
 of its own: `plain` gets every source object in ranges and puts the same bytes in parts (botocore in threads, no
 checksum but what signing takes); `ours, every byte sent` converts to two ranks without server-side copies; `ours`
 lets the store copy. Times are of whole processes; traffic is what passes in bodies of requests and answers.
+The same checkpoint then becomes universal: by us within the store, and as people do it by hand, with a concurrent
+download, `ds_to_universal` and a concurrent upload.
 
 Then jobs on a store whose every call takes `--latency-ms`: one worker process converts four, then four do one each.
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -28,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from cases import environment
 from seaweed import seaweed
 
 _BUCKET = "bench"
@@ -37,6 +41,7 @@ _JOBS = 4
 _SETTLE_S = 2.0
 LIMITS = {
     "ours, every byte sent: time of plain": (0.0, 1.2),
+    "by hand: time of ours to universal": (5.0, math.inf),
     "ours: time of ours, every byte sent": (0.0, 1.0),
     "ours: share of the bytes that passed the worker": (0.0, 0.1),
     "four workers: throughput of one": (3.6, 4.4),
@@ -102,8 +107,7 @@ def _ours(offload: str, target: str) -> _Traffic:
     return traffic
 
 
-def _plain(target: str) -> _Traffic:
-    """Ranged gets and part puts, as fast as botocore in threads does them."""
+def _botocore() -> Any:
     import botocore.session
     from botocore.config import Config
 
@@ -112,10 +116,60 @@ def _plain(target: str) -> _Traffic:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    client: Any = botocore.session.get_session().create_client(
+    return botocore.session.get_session().create_client(
         "s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], config=config
     )
+
+
+def _to_universal(target: str) -> _Traffic:
+    from reshard_engine.storage.s3 import S3Store
+
     traffic = _Traffic()
+    traffic.watch(S3Store)
+    _convert("run", target, to="universal")
+    return traffic
+
+
+def _by_hand(target: str) -> _Traffic:
+    """Everything is downloaded, converted by DeepSpeed's script and uploaded, eight transfers at a time."""
+    client, traffic = _botocore(), _Traffic()
+    listed = client.list_objects_v2(Bucket=_BUCKET, Prefix="run/")["Contents"]
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(_CONCURRENCY) as pool:
+        here, there = Path(name) / "source", Path(name) / "universal"
+
+        def get(part: tuple[str, int, int]) -> None:
+            key, at, length = part
+            answer = client.get_object(Bucket=_BUCKET, Key=key, Range=f"bytes={at}-{at + length - 1}")
+            data = answer["Body"].read()
+            descriptor = os.open(here / key, os.O_WRONLY | os.O_CREAT, 0o644)
+            os.pwrite(descriptor, data, at)
+            os.close(descriptor)
+            traffic.count(received=len(data))
+
+        def put(path: Path) -> None:
+            data = path.read_bytes()
+            client.put_object(Bucket=_BUCKET, Key=f"{target}/{path.relative_to(there).as_posix()}", Body=data)
+            traffic.count(sent=len(data))
+
+        for entry in listed:
+            (here / entry["Key"]).parent.mkdir(parents=True, exist_ok=True)
+        list(pool.map(get, _parts(listed)))
+        script = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+        tag = here / "run" / "global_step7"
+        quiet = {"env": environment(), "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        subprocess.run([*script, "--input_folder", str(tag), "--output_folder", str(there)], check=True, **quiet)
+        list(pool.map(put, [p for p in there.rglob("*") if p.is_file()]))
+    return traffic
+
+
+def _parts(listed: Sequence[Any]) -> list[tuple[str, int, int]]:
+    """(key, offset, length) of the ranges of objects."""
+    return [(e["Key"], at, min(_PART_BYTES, e["Size"] - at)) for e in listed for at in range(0, e["Size"], _PART_BYTES)]
+
+
+def _plain(target: str) -> _Traffic:
+    """Ranged gets and part puts, as fast as botocore in threads does them."""
+    client, traffic = _botocore(), _Traffic()
     listed = client.list_objects_v2(Bucket=_BUCKET, Prefix="run/")["Contents"]
     uploads = {
         entry["Key"]: client.create_multipart_upload(Bucket=_BUCKET, Key=f"{target}/{entry['Key']}")["UploadId"]
@@ -133,11 +187,8 @@ def _plain(target: str) -> _Traffic:
         traffic.count(sent=len(data))
         return key, number, receipt["ETag"]
 
-    parts = [
-        (e["Key"], at, min(_PART_BYTES, e["Size"] - at)) for e in listed for at in range(0, e["Size"], _PART_BYTES)
-    ]
     with ThreadPoolExecutor(_CONCURRENCY) as pool:
-        receipts = list(pool.map(move, parts))
+        receipts = list(pool.map(move, _parts(listed)))
     for key, upload in uploads.items():
         mine = [{"PartNumber": n, "ETag": etag} for k, n, etag in receipts if k == key]
         client.complete_multipart_upload(
@@ -163,6 +214,8 @@ _CONTENDERS: dict[str, Callable[[str], _Traffic]] = {
     "plain": _plain,
     "ours, every byte sent": lambda target: _ours("never", target),
     "ours": lambda target: _ours("auto", target),
+    "ours to universal": _to_universal,
+    "by hand": _by_hand,
 }
 
 
@@ -207,6 +260,20 @@ def _same_bytes(first: str, other: str) -> bool:
     )
 
 
+def _other_universal(ours: str, theirs: str) -> list[str]:
+    from compare import same_universal  # brings torch, which contenders do not need
+
+    client = _client()
+    with tempfile.TemporaryDirectory() as name:
+        for which, prefix in (("ours", ours), ("theirs", theirs)):
+            for page in client.get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=f"{prefix}/zero/"):
+                for entry in page["Contents"]:
+                    path = Path(name) / which / entry["Key"].removeprefix(f"{prefix}/")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    client.download_file(_BUCKET, entry["Key"], str(path))
+        return same_universal(Path(name) / "ours", Path(name) / "theirs")
+
+
 def _child(*arguments: str) -> list[str]:
     return [sys.executable, str(Path(__file__).resolve()), *arguments]
 
@@ -237,6 +304,8 @@ def _rounds(rounds: int) -> dict[str, list[dict[str, float]]]:
         if not turn:
             if not _same_bytes("out/0/1/tag", "out/0/2/tag"):
                 raise SystemExit("with and without server-side copies the outputs differ: no ratio is printed")
+            if problems := _other_universal("out/0/3/tag", "out/0/4/tag"):
+                raise SystemExit(f"outputs differ from DeepSpeed's, no ratio is printed: {problems[:8]}")
             _clear("out/0/")
     return results
 
@@ -282,11 +351,12 @@ def _report(results: dict[str, list[dict[str, float]]], workers: dict[str, float
     }
     wall = {name: run["wall_s"] for name, run in middle.items()}
     passed = {name: run["received_bytes"] + run["sent_bytes"] for name, run in middle.items()}
-    plain, sent, ours = _CONTENDERS
+    plain, sent, ours, universal, by_hand = _CONTENDERS
     ratios = {
         "ours, every byte sent: time of plain": wall[sent] / wall[plain],
         "ours: time of plain": wall[ours] / wall[plain],
         "ours: time of ours, every byte sent": wall[ours] / wall[sent],
+        "by hand: time of ours to universal": wall[by_hand] / wall[universal],
         "ours: share of the bytes that passed the worker": passed[ours] / passed[plain],
     }
     if workers:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cases import RESHARD, environment, sized
+from cases import RESHARD, environment, sized, widened
 from checkpoints import write_zero_checkpoint
 from measure import Measured, measure
 from sparse import Parameters, dense, mixture, write_sparse_checkpoint
@@ -26,11 +26,14 @@ def _ours(*words: str) -> Measured:
 
 
 def memory_rows(root: Path) -> Found:
-    """Peak memory over checkpoints of growing size. Flat: the largest takes at most a tenth more than the median."""
+    """Peak memory over checkpoints of growing size and equal numbers of tensors, whose names and shapes take some, too.
+
+    Flat: the largest takes at most a tenth more than the median.
+    """
     rows: list[dict[str, Any]] = []
     for megabytes in SIZES_MB:
         source = root / "grows"
-        write_zero_checkpoint(source, sized(megabytes), stage=2, ranks=4)
+        write_zero_checkpoint(source, widened(megabytes), stage=2, ranks=4)
         for to, options in (("universal", ()), ("safetensors", ("--dtype", "bf16")), ("zero", ("--dp", "3"))):
             target = root / "grown"
             found = _ours("convert", str(source), str(target), "--to", to, *options)

@@ -21,6 +21,7 @@ from reshard_engine.checksums import crc32
 from reshard_engine.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.execute.cast import CastKernel, default_kernel
 from reshard_engine.execute.crc import CrcBoard
+from reshard_engine.execute.flights import READS_AT_ONCE
 from reshard_engine.execute.gather import ChunkFiller, Part
 from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
 from reshard_engine.execute.offload import Offloader
@@ -143,6 +144,8 @@ class Executor:
         # Reads over a network want to be long; local ones want to stay in the cache.
         local = all(f.store.scheme == "file" for f in checkpoint.files)
         self._window_bytes = CACHED_BYTES if local else READ_BATCH_BYTES
+        self._local = local
+        self._reads: ThreadPoolExecutor | None = None
         self._reported_at = 0.0
         self._started_at = time.monotonic()
         self.records: dict[int, UnitRecord] = dict(done)
@@ -179,7 +182,7 @@ class Executor:
                 slots.release()
 
         stopped = False
-        with ThreadPoolExecutor(threads, thread_name_prefix="unit") as pool:
+        with self._reading(threads), ThreadPoolExecutor(threads, thread_name_prefix="unit") as pool:
             for unit in todo:
                 slots.acquire()
                 stopped = self._should_stop()
@@ -193,12 +196,22 @@ class Executor:
             raise StoppedError
         self.report(phase, force=True)
 
+    @contextmanager
+    def _reading(self, threads: int) -> Generator[None]:
+        """Let the reads of units that run meanwhile be on their way together, where they wait for a network."""
+        if self._local or threads == 1:
+            yield
+            return
+        with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="read") as self._reads:
+            yield
+        self._reads = None
+
     def _run_unit(self, unit: Unit, phase: str) -> None:
         if self._offloader is not None and (copied := self._offloader.copy(unit)) is not None:
             self._put_up(copied.spans)
             self._finish(unit, copied, phase)
             return
-        filler = ChunkFiller(self._checkpoint, self._kernel)
+        filler = ChunkFiller(self._checkpoint, self._kernel, pool=self._reads)
         passing = PassingDigests(self._checkpoint, self._kernel)
         sums = _RecordSums(self._board)
         proven: list[RecordSpan] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,12 +48,12 @@ class _Wanted:
 class ChunkFiller:
     """Fills parts of files from a checkpoint; counts what it read and what casts lost."""
 
-    def __init__(self, checkpoint: Checkpoint, kernel: CastKernel) -> None:
-        """Nothing is read yet."""
+    def __init__(self, checkpoint: Checkpoint, kernel: CastKernel, *, pool: Executor | None = None) -> None:
+        """Nothing is read yet; reads run in the pool, beside one another, if there is one."""
         self._checkpoint = checkpoint
         self._map = checkpoint.shard_map
         self._kernel = kernel
-        self._mover = Mover(checkpoint.files, kernel)
+        self._mover = Mover(checkpoint.files, kernel, pool)
         self._piece: Piece | None = None
 
     @property
@@ -159,7 +160,9 @@ class ChunkFiller:
         """Read elements that lie in one piece and do not change, as most windows of large tensors do; else False."""
         stored = self._map.tensors[one.tensor].dtype
         length = (one.end - one.begin) * stored.itemsize_bytes
-        if stored is not one.dtype or length < STRAIGHT_BYTES or one.tensor in self._map.views:
+        if self._mover.pool is not None or stored is not one.dtype or length < STRAIGHT_BYTES:
+            return False
+        if one.tensor in self._map.views:
             return False
         if self._piece is None or not self._piece.holds(one.tensor, one.begin, one.end):
             self._piece = self._map.piece_holding(one.tensor, one.begin, one.end)

@@ -7,7 +7,9 @@ all at once, the second by copies. Nothing here works on one stretch at a time w
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,6 +18,7 @@ import numpy.typing as npt
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import CastKernel, overflowed
+from reshard_engine.execute.flights import Flights
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 
 GAP_BYTES = 64 << 10
@@ -107,6 +110,8 @@ class Mover:
 
     files: Sequence[SourceFile]
     kernel: CastKernel
+    pool: Executor | None = None
+    """Where reads run beside one another, if each waits for a network; else they are made one after another."""
     read_bytes: int = 0
     overflows: dict[int, int] = field(default_factory=dict[int, int])
     """Elements per tensor that were finite and became infinite."""
@@ -128,8 +133,14 @@ class Mover:
 
     def move(self, stretches: Stretches, memory: Buffer) -> None:
         """Read all stretches in file order, near ones together, and put each where it belongs."""
-        for batch in self._batches(self._bounded(stretches)):
-            self._move_batch(batch, memory)
+        batches = self._batches(self._bounded(stretches))
+        if self.pool is None:
+            for batch in batches:
+                self._move_batch(batch, memory)
+            return
+        with Flights(self.pool, READ_BATCH_BYTES) as flights:
+            for batch in batches:
+                self._send(flights, batch, memory)
 
     def _bounded(self, stretches: Stretches) -> Stretches:
         """Stretches cut so that none that is staged is larger than a read batch."""
@@ -139,7 +150,7 @@ class Mover:
         parts = [stretches.rows(np.flatnonzero(~long))]
         for row in _positions(long):
             kind = self._kinds[int(stretches.kind[row])]
-            if not kind.casts:
+            if not kind.casts and self.pool is None:
                 parts.append(stretches.rows(slice(row, row + 1)))
                 continue
             starts = np.arange(0, int(stretches.length[row]), READ_BATCH_BYTES, dtype=np.int64)
@@ -178,12 +189,34 @@ class Mover:
 
     def _move_batch(self, batch: Stretches, memory: Buffer) -> None:
         file, start = int(batch.file[0]), int(batch.offset[0])
-        if len(batch) == 1 and not self._kinds[int(batch.kind[0])].casts:
+        if self._is_straight(batch):
             at = int(batch.at[0])
             self.read(file, start, memory[at : at + int(batch.length[0])])
             return
-        staging = self._staging(int((batch.offset + batch.length).max()) - start)
+        staging = self._staging(_extent(batch))
         self.read(file, start, staging)
+        self._place_all(batch, staging, memory)
+
+    def _send(self, flights: Flights, batch: Stretches, memory: Buffer) -> None:
+        """The same, with the read on its way beside others."""
+        file, start = self.files[int(batch.file[0])], int(batch.offset[0])
+        length, straight = _extent(batch), self._is_straight(batch)
+        at = int(batch.at[0])
+        place = memory[at : at + length] if straight else np.empty(length, dtype=np.uint8)
+
+        def land() -> None:
+            self.read_bytes += length
+            if not straight:
+                self._place_all(batch, place, memory)
+
+        flights.send(partial(file.read_into, start, place.data), land, staged_bytes=0 if straight else length)
+
+    def _is_straight(self, batch: Stretches) -> bool:
+        """Whether the bytes go to one place as they are."""
+        return len(batch) == 1 and not self._kinds[int(batch.kind[0])].casts
+
+    def _place_all(self, batch: Stretches, staging: Buffer, memory: Buffer) -> None:
+        start = int(batch.offset[0])
         kinds: list[int] = sorted(set(batch.kind.tolist()))
         for number in kinds:
             some = batch if len(kinds) == 1 else batch.rows(np.flatnonzero(batch.kind == number))
@@ -218,6 +251,11 @@ class Mover:
         one, zero = np.array([len(data)], dtype=np.int64), np.zeros(1, dtype=np.int64)
         stretch = Stretches(zero, zero, one, zero, np.array([tensor], dtype=np.int64), zero)
         self._place(stretch, data, 0, kind, target)
+
+
+def _extent(batch: Stretches) -> int:
+    """Bytes from the first stretch's beginning to the last end."""
+    return int((batch.offset + batch.length).max()) - int(batch.offset[0])
 
 
 def _positions(marks: npt.NDArray[np.bool_]) -> list[int]:

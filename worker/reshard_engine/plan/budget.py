@@ -21,7 +21,7 @@ MIN_CHUNK_BYTES = 1 << 10
 # `tests/memory` holds them against what a run takes.
 TENSOR_BYTES = 700
 """A tensor of the source: its name, shape and parameter."""
-PIECE_BYTES = 220
+PIECE_BYTES = 110
 """A row of the shard map, with the copies that sorting and proving it make."""
 BOX_BYTES = 700
 """A box of a view."""

@@ -36,6 +36,7 @@ AFFINE = "affine_map"
 HEADS = "parameter_with_heads"
 COLUMN = "parameter_with_column_parallelism_patterns"
 VOCAB_DIVISOR = "make_vocab_size_divisible_by"
+DEFAULT = "default"
 PATTERN_LISTS = (REPLICATED, AVERAGED, ROW, VOCABULARY, TWO_SECTIONS, PIPELINE_REPLICATED, COLUMN)
 MAX_VERSION = 0.4
 WIDTHS_SINCE = 0.4

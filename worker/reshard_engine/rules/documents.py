@@ -8,6 +8,7 @@ import yaml
 
 from reshard.errors import RequestError, printable
 from reshard_engine.rules.cut_rules import (
+    DEFAULT,
     HEADS,
     ORIGINAL_VOCAB,
     PADDED_VOCAB,
@@ -18,7 +19,6 @@ from reshard_engine.rules.cut_rules import (
     VOCAB_DIVISOR,
 )
 
-DEFAULT = "default"
 KNOWN = frozenset(
     {*PATTERN_LISTS, SECTIONS, SECTION_WIDTHS, ORIGINAL_VOCAB, PADDED_VOCAB, VERSION, HEADS, VOCAB_DIVISOR, DEFAULT}
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 from reshard.diffs import DiffOptions
 from reshard.models import ConvertRequest
-from reshard_engine.rules.documents import parse_rules
 from reshard_engine.rules.families import family_rules
 
 
@@ -19,4 +18,8 @@ def requested_rules(request: ConvertRequest | DiffOptions) -> dict[str, Any] | N
     if request.family is None and request.rules is None:
         return None
     family = dict(family_rules(request.family)) if request.family is not None else {}
-    return family | (parse_rules(request.rules) if request.rules is not None else {})
+    if request.rules is None:
+        return family
+    from reshard_engine.rules.documents import parse_rules  # brings a YAML parser, which few commands need
+
+    return family | parse_rules(request.rules)

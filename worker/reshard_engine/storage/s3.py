@@ -31,6 +31,8 @@ from reshard_engine.storage.s3_errors import translated
 from reshard_engine.storage.s3_listings import ListingGuard
 
 _READ_TRIES = 4
+_RETRIES = {"max_attempts": 4, "mode": "adaptive"}
+"""After `SlowDown` the client sends fewer requests a second until the store keeps up (botocore's token bucket)."""
 _NO_COPY = {"NotImplemented", "MethodNotAllowed", "501", "405"}
 """How stores say that they have no `UploadPartCopy`."""
 
@@ -56,7 +58,7 @@ class S3Store:
             token=profile.session_token,
             endpoint_url=profile.endpoint_url,
             client_kwargs={"region_name": profile.region} if profile.region else {},
-            config_kwargs={"retries": {"max_attempts": 4, "mode": "standard"}, "connect_timeout": 10},
+            config_kwargs={"retries": _RETRIES, "connect_timeout": 10},
             use_listings_cache=False,
             skip_instance_cache=True,
         )
@@ -72,7 +74,7 @@ class S3Store:
             region_name=profile.region or session.get_config_variable("region") or "us-east-1",
             config=Config(
                 max_pool_connections=connections,
-                retries={"max_attempts": 4, "mode": "standard"},
+                retries=_RETRIES,
                 connect_timeout=10,
                 read_timeout=60,
                 # We hand our own CRC-32 to the store with each write and verify reads ourselves.

@@ -16,6 +16,7 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.rules.affine import AffineMaps
 from reshard_engine.rules.cut_rules import (
     AFFINE,
+    DEFAULT,
     HEADS,
     ORIGINAL_VOCAB,
     PADDED_VOCAB,
@@ -23,7 +24,6 @@ from reshard_engine.rules.cut_rules import (
     VOCAB_DIVISOR,
     CutRules,
 )
-from reshard_engine.rules.documents import DEFAULT
 from reshard_engine.rules.facts import as_mapping
 from reshard_engine.rules.families import HEADED
 
