@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers import legacy_stream
@@ -19,6 +20,7 @@ from reshard_engine.pickles.policy import OpaqueLedger
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _SMALL_RECORD_BYTES = 16
+_MOST_PASSED = 64
 _LARGER_RECORD_BYTES = 1 << 10
 """Records from which on a checksum is worth remembering: smaller ones are read faster than looked up."""
 
@@ -41,6 +43,9 @@ class TorchFile:
     storages: Mapping[str, RecordExtent]
     kind: str
     """`zip` or `legacy`."""
+    passed: Mapping[int, bytes] = field(default_factory=dict[int, bytes], repr=False, compare=False)
+    """Records of a few bytes by offset, of those that passed as the directory was read: step counts lie in the first
+    window, and one more request for each of a thousand ranks takes longer than everything else that is read of them."""
 
     def storage_extent(self, storage: PStorage) -> RecordExtent:
         """The bytes behind a storage reference.
@@ -70,7 +75,9 @@ class TorchFile:
 
     def read_scalar_bytes(self, tensor: PTensor) -> bytes:
         """The bytes of a tensor with one element."""
-        return self.file.read(self.tensor_offset(tensor), BY_NAME[tensor.dtype].itemsize_bytes)
+        offset, length = self.tensor_offset(tensor), BY_NAME[tensor.dtype].itemsize_bytes
+        passed = self.passed.get(offset, b"")
+        return passed[:length] if len(passed) >= length else self.file.read(offset, length)
 
 
 def open_torch_file(
@@ -125,7 +132,13 @@ def _open_zip(window: Window, pickles: SharedPickles, limits: PickleLimits) -> T
     root = pickles.parse(data, limits)
     storages = {n.removeprefix("data/"): _extent(e) for n, e in entries.items() if n.startswith("data/")}
     file = replace(window.file, directory_sha256=_directory_sha256(directory), checksums=_checksums(directory))
-    return TorchFile(file, root, storages, "zip")
+    return TorchFile(file, root, storages, "zip", _passed(window, storages))
+
+
+def _passed(window: Window, storages: Mapping[str, RecordExtent]) -> dict[int, bytes]:
+    few = (s for s in storages.values() if 0 < s.length_bytes <= _SMALL_RECORD_BYTES)
+    held = (s for s in few if window.holds(s.offset, s.length_bytes))
+    return {s.offset: window.read(s.offset, s.length_bytes) for s in islice(held, _MOST_PASSED)}
 
 
 def _small_record(window: Window, entries: Mapping[str, ZipEntry], name: str, default: bytes) -> bytes:

@@ -21,9 +21,9 @@ from reshard_engine.checksums import crc32
 from reshard_engine.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.execute.cast import CastKernel, default_kernel
 from reshard_engine.execute.crc import CrcBoard
-from reshard_engine.execute.flights import READS_AT_ONCE
+from reshard_engine.execute.flights import CALLS_AT_ONCE
 from reshard_engine.execute.gather import ChunkFiller, Part
-from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
+from reshard_engine.execute.journal import RecordSpan, UnitRecord
 from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
@@ -145,7 +145,7 @@ class Executor:
         local = all(f.store.scheme == "file" for f in checkpoint.files)
         self._window_bytes = CACHED_BYTES if local else READ_BATCH_BYTES
         self._local = local
-        self._reads: ThreadPoolExecutor | None = None
+        self._calls: ThreadPoolExecutor | None = None
         self._reported_at = 0.0
         self._started_at = time.monotonic()
         self.records: dict[int, UnitRecord] = dict(done)
@@ -182,7 +182,7 @@ class Executor:
                 slots.release()
 
         stopped = False
-        with self._reading(threads), ThreadPoolExecutor(threads, thread_name_prefix="unit") as pool:
+        with self._calling(threads), ThreadPoolExecutor(threads, thread_name_prefix="unit") as pool:
             for unit in todo:
                 slots.acquire()
                 stopped = self._should_stop()
@@ -197,26 +197,25 @@ class Executor:
         self.report(phase, force=True)
 
     @contextmanager
-    def _reading(self, threads: int) -> Generator[None]:
-        """Let the reads of units that run meanwhile be on their way together, where they wait for a network."""
-        if self._local or threads == 1:
+    def _calling(self, threads: int) -> Generator[None]:
+        """Let the calls of a unit be on their way together, where they wait for a network."""
+        if threads == 1 or (self._local and isinstance(self._sink, StreamSink)):
             yield
             return
-        with ThreadPoolExecutor(READS_AT_ONCE, thread_name_prefix="read") as self._reads:
+        with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="call") as self._calls:
             yield
-        self._reads = None
+        self._calls = None
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
         if self._offloader is not None and (copied := self._offloader.copy(unit)) is not None:
             self._put_up(copied.spans)
             self._finish(unit, copied, phase)
             return
-        filler = ChunkFiller(self._checkpoint, self._kernel, pool=self._reads)
+        filler = ChunkFiller(self._checkpoint, self._kernel, pool=None if self._local else self._calls)
         passing = PassingDigests(self._checkpoint, self._kernel)
         sums = _RecordSums(self._board)
         proven: list[RecordSpan] = []
         blocks: list[BlockRun] = []
-        written: list[ChunkRecord] = []
         files = self._layout.files
         with kept_open(), self._open(unit) as outlet:
             for step in steps_of(unit, files, outlet.window_bytes):
@@ -228,9 +227,8 @@ class Executor:
                     if not self._sum(chunk, part, buffer, sums, proven):
                         return  # another unit failed, and with it what this one waits for
                     blocks += passing.of_chunk(part.file, Chunk(chunk.file, part.begin, part.length_bytes), buffer)
-                    receipt = outlet.take(chunk, part.begin, buffer.data)
-                    if window.last:
-                        written.append(receipt)
+                    outlet.take(chunk, part.begin, buffer.data)
+            written = outlet.records()
         record = UnitRecord(
             unit.index,
             tuple(written),
@@ -264,13 +262,10 @@ class Executor:
             self._board.put(file, number, [(offset, length, crc)])
         return spans
 
-    @contextmanager
-    def _open(self, unit: Unit) -> Generator[Outlet]:
-        if not isinstance(self._sink, StreamSink):
-            yield WholeChunks(self._sink, unit, self._offloader)
-            return
-        with StreamedChunks(self._sink, self._window_bytes) as outlet:
-            yield outlet
+    def _open(self, unit: Unit) -> Outlet:
+        if isinstance(self._sink, StreamSink):
+            return StreamedChunks(self._sink, self._window_bytes)
+        return WholeChunks(self._sink, unit, self._offloader, self._calls)
 
     def _fill_slots(self, file: int, part: Part, buffer: Buffer) -> bool:
         template, end = part.file.template, part.begin + part.length_bytes

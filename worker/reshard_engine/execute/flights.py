@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-READS_AT_ONCE = 32
-"""Of one process: with units of many ranks' pieces, a link of 10 Gbit/s is full at 30 ms a call."""
+CALLS_AT_ONCE = 32
+"""Calls of one run to its stores, reads and writes together: a megabyte each at 30 ms a call fills 8 Gbit/s."""
 READS_OF_A_UNIT = 16
 
 

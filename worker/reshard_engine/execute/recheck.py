@@ -22,8 +22,8 @@ from reshard_engine.storage.local import changed
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
-_THREADS = 8
-LISTED_FROM = 200
+_THREADS = 32
+LISTED_FROM = 16
 """Objects from which on a listing (1,000 names a request) is cheaper than a request for each."""
 SAMPLED_FILES = 64
 """Archives that are opened again; a checkpoint of a hundred thousand atoms has a dozen shapes of them."""

@@ -18,7 +18,7 @@ from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener, States
 from reshard_engine.readers.deepspeed.run_config import zero_options
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
-from reshard_engine.readers.opening import parse_all
+from reshard_engine.readers.opening import open_all
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
@@ -139,7 +139,7 @@ def _read_models(files: RankFiles, mp: int, world: int, opener: RankOpener, *, s
 
 
 def _open_table(files: Mapping[_K, SourceFile], opener: RankOpener) -> dict[_K, TorchFile]:
-    return dict(zip(files, parse_all(list(files.values()), opener.open), strict=True))
+    return dict(zip(files, open_all(list(files.values()), opener.open), strict=True))
 
 
 def refuse_unsupported(files: RankFiles) -> None:
@@ -198,7 +198,7 @@ def missing_rank(missing: Sequence[int], world: int, name: str) -> SourceError:
 def _open_all(
     table: Mapping[int, SourceFile], ranks: Sequence[int], opener: RankOpener, parse: Callable[[TorchFile], States]
 ) -> list[States]:
-    return list(parse_all(ranks, lambda rank: opener.states(table[rank], parse)))
+    return open_all([table[rank] for rank in ranks], lambda file: opener.states(file, parse))
 
 
 def _check_world(states: Sequence[RankStates]) -> None:

@@ -20,7 +20,7 @@ from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD
 from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener
 from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config, refuse_unsupported
-from reshard_engine.readers.opening import parse_all
+from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.assembly import Assembly
 from reshard_engine.readers.universal.atoms import FOLDER, OPTIMIZER_FILE, list_atoms
 from reshard_engine.readers.universal.optimizer import parse_optimizer_file
@@ -69,7 +69,7 @@ class UniversalReader:
         models = _models(files, opener)
         pp, tp = degrees(models[0], files.model_parallel, 0)
         stages = [_first_of(files, mp) for mp in range(tp, pp * tp, tp)]
-        parsed = list(parse_all(stages, lambda f: opener.states(f, parse_model_states)))
+        parsed = open_all(stages, lambda f: opener.states(f, parse_model_states))
         optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, ledger))
         return Assembly(models, atoms, optimizer, ledger, rules, stages=parsed).checkpoint(url=location.url, tag=tag)
 
@@ -101,4 +101,4 @@ def _models(files: RankFiles, opener: RankOpener) -> list[ModelStates]:
     if missing := [r for r in range(world) if r not in by_rank]:
         raise missing_rank(missing, world, f"zero_pp_rank_{missing[0]}_mp_rank_00_model_states.pt")
     ranks = [by_rank[r] for r in range(1, world)]
-    return [first, *parse_all(ranks, lambda f: opener.states(f, parse_model_states))]
+    return [first, *open_all(ranks, lambda f: opener.states(f, parse_model_states))]

@@ -12,7 +12,7 @@ from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.nodes import mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.names import checked_name
-from reshard_engine.readers.opening import parse_all
+from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.weights.files import WeightFiles, stem_of_index
 from reshard_engine.readers.weights.index import WeightIndex, read_index
 from reshard_engine.shardmap import ShardMapBuilder
@@ -67,7 +67,7 @@ def read_weights(
         _check_files(index, files, stem_of_index(chosen, files.suffix))
         names = list(index.names_by_file)
     sources = [SourceFile(location.store, n, (files.named[n],)) for n in names]
-    shards = list(parse_all(sources, parse))
+    shards = open_all(sources, parse)
     tensors = [t for s in shards for t in s.tensors]
     texts = {k: v for s in shards for k, v in s.texts.items()} | (dict(index.texts) if index else {})
     shared, rest = _aliases(texts, {checked_name(t.name) for t in tensors})
