@@ -17,6 +17,7 @@ from compare import same_files, same_universal, same_weights
 PYTHON = sys.executable
 RESHARD = [PYTHON, "-m", "reshard.cli.main"]
 OURS, COPY, FULL = "reshard", "cp -r of our output, synced", "reshard --verify full"
+WRITE = "as many bytes written from memory, synced"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,10 @@ def _copy(output: Path, copied: Path) -> Contender:
     return Contender(COPY, ["sh", "-c", command], copied)
 
 
+def _written_alone(output: Path, target: Path) -> Contender:
+    return Contender(WRITE, [PYTHON, str(Path(__file__).parent / "write_alone.py"), str(output), str(target)], target)
+
+
 def _to_universal(source: Path, output: Path, *, rounds: int | None = None) -> Contender:
     return Contender(
         "ds_to_universal",
@@ -106,6 +111,7 @@ def _universal(
     contenders = (
         Contender(OURS, _convert(source, ours, "--to", "universal"), ours),
         _copy(ours, root / "copy"),
+        _written_alone(ours, root / "written"),
         _to_universal(source, peer, rounds=peer_rounds),
         Contender(FULL, _convert(source, root / "full" / "u", "--to", "universal", "--verify", "full"), root / "full"),
     )
@@ -124,6 +130,7 @@ def _weights(root: Path, name: str, make: Callable[[Path], None], dtype: str, li
     contenders = (
         Contender(OURS, _convert(source, ours, "--to", "safetensors", "--dtype", dtype), ours),
         _copy(ours, root / "copy"),
+        _written_alone(ours, root / "written"),
         Contender(
             "zero_to_fp32 --safe_serialization" if dtype == "fp32" else "zero_to_fp32's functions, then bf16",
             [PYTHON, "-c", f"{script}; {call}", str(source), str(peer)],
@@ -140,6 +147,7 @@ def _native(root: Path, name: str, make: Callable[[Path], None], dp: int, limits
     contenders = (
         Contender(OURS, _convert(source, ours, "--to", "zero", "--dp", str(dp)), ours),
         _copy(ours, root / "copy"),
+        _written_alone(ours, root / "written"),
     )
 
     def check() -> list[str]:
@@ -165,9 +173,9 @@ def main_cases(root: Path, megabytes: int) -> Iterator[Case]:
         yield _native(root, name, make, 3, (Limit(COPY, 1 / 1.3),))
 
 
-def small_cases(root: Path, count: int = 20_000, ranks: int = 64) -> Iterator[Case]:
-    """Many small tensors on many ranks."""
-    for stage in (2, 3):
+def small_cases(root: Path, ranks: int = 64) -> Iterator[Case]:
+    """Many small tensors on many ranks; fewer at stage 3: the peer writes a file per parameter, state and rank."""
+    for stage, count in ((2, 20_000), (3, 5_000)):
         name = f"ZeRO-{stage}, {ranks} ranks, {count} small tensors"
         make = partial(_written, parameters=many_small_parameters(count), stage=stage, ranks=ranks)
         yield _universal(root, name, make, (Limit("ds_to_universal", 20),), peer_rounds=1)

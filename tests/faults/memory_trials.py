@@ -57,6 +57,12 @@ def fresh_case(store: MemoryStore, to: TargetFormat) -> Case:
     return Case(store, store, request, outcome(store, request))
 
 
+def crowded_case(store: MemoryStore, to: TargetFormat) -> Case:
+    """Into an empty place, with calls on their way together: numbers of operations only say how many there were."""
+    request = small_request(SOURCE, PARENT, to, threads=4)
+    return Case(store, store, request, outcome(store, request))
+
+
 def overwrite_case(store: MemoryStore, to: TargetFormat) -> Case:
     """Over a finished conversion of another checkpoint."""
     before = small_request(OTHER_SOURCE, PARENT, to)

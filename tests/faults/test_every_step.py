@@ -68,6 +68,7 @@ def _at(operation: Operation, trial: tuple[str, list[str]]) -> tuple[str, str, l
         pytest.param(memory_trials.fresh_case, TargetFormat.SAFETENSORS, marks=pytest.mark.full),
         pytest.param(memory_trials.fresh_case, TargetFormat.TORCH, marks=pytest.mark.full),
         pytest.param(memory_trials.overwrite_case, TargetFormat.TORCH, marks=pytest.mark.full),
+        pytest.param(memory_trials.crowded_case, TargetFormat.UNIVERSAL, marks=pytest.mark.full),
     ],
 )
 def test_object_store(memory: MemoryStore, make: MemoryCases, to: TargetFormat) -> None:
