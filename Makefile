@@ -6,12 +6,14 @@ PYTHON ?= $(firstword $(shell command -v python3.11 python3))
 BIN    := .venv/bin
 READY  := .venv/.ready
 PYTEST := $(BIN)/python -m pytest
+# Two files of tests at a time: what files share (trained models, servers) is made once for each of the two.
+SPREAD ?= -n 2 --dist loadfile
 
 # Programs of the environment are found by those that start them: weed, celery, ninja.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full laws chaos fuzz gpu golden bench bench-store demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full laws chaos fuzz gpu golden bench bench-device bench-store demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -27,7 +29,7 @@ demo: $(READY) ## the main job on this machine: S3 server, service, two jobs, bo
 	@$(BIN)/python deploy/demo/run.py
 
 test: $(READY) ## all tests but the long ones
-	@$(PYTEST) --durations=20 $(ARGS)
+	@$(PYTEST) $(SPREAD) --durations=20 $(ARGS)
 
 full: $(READY) ## the long tests too
 	@$(PYTEST) --durations=40 -m 'not gpu' $(ARGS)
@@ -72,6 +74,9 @@ golden: $(READY) ## accept the command line's help as it is now
 
 bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|scale|all")
 	@$(BIN)/python bench/run.py $(ARGS)
+
+bench-device: $(READY) ## casts on a GPU beside those of the processor, and whole conversions
+	@$(BIN)/python bench/device_casts.py $(ARGS)
 
 bench-store: $(READY) ## conversions within an S3 server beside a plain concurrent copy, with and without server-side copies
 	@$(BIN)/python bench/object_store.py $(ARGS)

@@ -130,25 +130,25 @@ def transfers(device: str) -> Row:
     return found
 
 
-def conversions(root: Path, megabytes: int, rounds: int) -> list[Row]:
+def conversions(root: Path, arguments: argparse.Namespace) -> list[Row]:
     """Whole commands with the device ruled out, forced and chosen by measurement."""
     source = root / "source"
-    write_zero_checkpoint(source, sized(megabytes), stage=2, ranks=4)
+    write_zero_checkpoint(source, sized(arguments.megabytes), stage=2, ranks=4)
     found: list[Row] = []
     for dtype in ("bf16", "fp16"):
-        walls: dict[str, list[tuple[float, float]]] = {"cpu": [], "cuda": [], "auto": []}
-        for _ in range(rounds):
+        walls: dict[str, list[tuple[float, float]]] = {"cpu": [], arguments.device: [], "auto": []}
+        for _ in range(arguments.rounds):
             for where, known in walls.items():
                 target = root / f"to-{where}"
                 shutil.rmtree(target, ignore_errors=True)
                 command = [*RESHARD, "convert", str(source), str(target), "--to", "safetensors", "--dtype", dtype]
                 done = measure([*command, "--json"], env={**environment(), "RESHARD_DEVICE": where})
                 known.append((done.wall_s, float(json.loads(done.output.splitlines()[-1])["seconds"]["run"])))
-        for name in ("cuda", "auto"):
+        for name in walls:
             for path in (root / "to-cpu").glob("*.safetensors"):
                 if not filecmp.cmp(path, root / f"to-{name}" / path.name, shallow=False):
                     raise SystemExit(f"{name}, {dtype}: {path.name} is not what the processor makes")
-        row: Row = {"to": dtype, "source_gb": megabytes / 3000}
+        row: Row = {"to": dtype, "source_gb": arguments.megabytes / 3000}
         for where, known in walls.items():
             row[f"{where}_wall_s"] = round(statistics.median(w for w, _ in known), 2)
             row[f"{where}_run_s"] = round(statistics.median(r for _, r in known), 2)
@@ -160,23 +160,20 @@ def conversions(root: Path, megabytes: int, rounds: int) -> list[Row]:
 def main() -> int:
     """Measure and print; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="torch's name; cpu tries the script, its numbers say nothing")
     parser.add_argument("--megabytes", type=int, default=4_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--data", type=Path, help="where the checkpoint is made; memory shows the casts, not the disk")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     arguments = parser.parse_args()
-    facts: Row = {
-        "machine": platform.platform(),
-        "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name(arguments.device),
-        "torch": torch.__version__,
-        "transfers_gb_per_s": transfers(arguments.device),
-    }
+    facts: Row = {"machine": platform.platform(), "cores": os.cpu_count(), "torch": torch.__version__}
+    if arguments.device.startswith("cuda"):
+        facts["device"] = torch.cuda.get_device_name(arguments.device)
+        facts["transfers_gb_per_s"] = transfers(arguments.device)
     print(json.dumps(facts), flush=True)
     facts["rates_gb_per_s"] = rates(arguments.device)
     with tempfile.TemporaryDirectory(prefix="reshard-bench-", dir=arguments.data) as directory:
-        facts["conversions"] = conversions(Path(directory), arguments.megabytes, arguments.rounds)
+        facts["conversions"] = conversions(Path(directory), arguments)
     model = DeviceCast(arguments.device, always=False)
     for source, target in PAIRS:
         data = np.zeros(16 << 20, dtype=np.uint8)

@@ -1,10 +1,25 @@
-"""What every run shows at its end: the tables that tests made."""
+"""What every run shows at its end: the tables that tests made, in whichever process they ran."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from house.measured import said
+from house.measured import said, say
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker process of pytest-xdist hands its tables over."""
+    output: dict[str, Any] | None = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["said"] = list(said())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the tables of a worker process; one that crashed left none."""
+    say(*getattr(node, "workeroutput", {}).get("said", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

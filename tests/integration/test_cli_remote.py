@@ -98,7 +98,8 @@ def test_timeouts_detach_and_cancel(shell: Shell) -> None:
         while not units_done(target):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        argv = [*RESHARD, "jobs", "watch", job.id]
+        # Whoever runs the tests in the background may have told all of them to ignore it.
+        argv = ["env", "--default-signal=INT", *RESHARD, "jobs", "watch", job.id]
         with subprocess.Popen(argv, env=shell.env(), stderr=subprocess.PIPE, text=True) as watching:
             assert watching.stderr is not None
             assert "QUEUED" in watching.stderr.readline()

@@ -36,11 +36,12 @@ def census() -> Iterator[Census]:
     stages = [s.name for s in STAGES]
     say(f"drawn with --hypothesis-seed={_SEED}", *found.table(stages))
     lacking: dict[str, str] = {}
+    asked = _PROFILE.max_examples
     if all(found.examples([s]) >= _PROFILE.max_examples for s in stages):
-        lacking |= found.lacking(stages, dict.fromkeys((*EVERYWHERE, *CUTS), _TENTH) | _CUTS | _WORLDS)
+        lacking |= found.lacking(stages, dict.fromkeys((*EVERYWHERE, *CUTS), _TENTH) | _CUTS | _WORLDS, asked)
     for source in SOURCES:
         if found.examples([source.name]) >= _PROFILE.max_examples:
-            lacking |= found.lacking([source.name], source.zoo)
+            lacking |= found.lacking([source.name], source.zoo, asked)
     assert not lacking, f"too seldom drawn: {lacking}"
 
 

@@ -108,13 +108,15 @@ def test_reads_overlap() -> None:
 
 def test_nothing_writes_after_a_failure() -> None:
     """The memory is used again: who leaves with an error has waited for the reads that were still on their way."""
-    memory, slow = bytearray(4), threading.Event()
+    memory, slow, begun = bytearray(4), threading.Event(), threading.Event()
 
     def late() -> None:
+        begun.set()
         slow.wait(20)
         memory[1] = 1
 
     def fails() -> None:
+        begun.wait(20)
         threading.Timer(0.2, slow.set).start()
         raise StorageError("storage.unavailable", "gone")
 

@@ -85,6 +85,8 @@ def fuzz(target: str, seconds: float, finds: Path, *, planted: bool = False) -> 
         prefix = finds / f"{target}-"
         started = time.monotonic()
         command = [
+            # A shell between: the kernel counts the memory of who starts a program to that program's peak.
+            *("sh", "-c", '"$@"; exit $?', "sh"),
             *(sys.executable, __file__, "--child", target, corpus, f"-max_total_time={max(1, round(seconds))}"),
             *("-max_len=16384", "-timeout=60", f"-rss_limit_mb={MAX_RSS_MB}", "-print_final_stats=1"),
             *(f"-artifact_prefix={prefix}", f"-dict={known.name}"),

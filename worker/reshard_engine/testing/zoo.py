@@ -90,11 +90,14 @@ class Census:
         """How many examples these sources had."""
         return sum(self._examples[s] for s in sources)
 
-    def lacking(self, sources: Sequence[str], wanted: Mapping[str, float]) -> dict[str, str]:
-        """The items that were met in less than their share of these sources' examples, with how often they were."""
-        total = self.examples(sources)
+    def lacking(self, sources: Sequence[str], wanted: Mapping[str, float], examples: int) -> dict[str, str]:
+        """The items that were met in less than their share of the examples asked for, with how often they were.
+
+        `examples` counts those of each source; Hypothesis draws some more, which are no reason to ask for more.
+        """
+        total, asked = self.examples(sources), examples * len(sources)
         met = {item: sum(self._met.get(s, Counter())[item] for s in sources) for item in wanted}
-        return {item: f"{met[item]} of {total}" for item, share in wanted.items() if met[item] < share * total}
+        return {item: f"{met[item]} of {total}" for item, share in wanted.items() if met[item] < share * asked}
 
     def table(self, sources: Sequence[str]) -> list[str]:
         """One line per item over these sources, the rarest first."""
