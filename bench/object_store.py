@@ -1,6 +1,6 @@
 """Conversions within an object store against a plain concurrent copy of the same bytes with the same library.
 
-    python bench/object_store.py [--megabytes 600] [--rounds 3] [--latency-ms 100] [--out bench/out] [--data DIR]
+    python bench/object_store.py [--megabytes 600] [--rounds 3] [--latency-ms 300] [--out bench/out] [--data DIR]
 
 Starts SeaweedFS on loopback, uploads a ZeRO-2 checkpoint of four ranks, and takes turns, each contender in a process
 of its own: `plain` gets every source object in ranges and puts the same bytes in parts (botocore in threads, no
@@ -388,7 +388,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=1_200, help="master and moments of the checkpoint")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--latency-ms", type=float, default=100.0)
+    parser.add_argument("--latency-ms", type=float, default=300.0)
     parser.add_argument("--no-workers", action="store_true", help="leave out the case of four workers")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     parser.add_argument("--data", type=Path, help="where the server's data go, such as /dev/shm")

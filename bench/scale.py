@@ -51,9 +51,12 @@ def memory_rows(root: Path) -> Found:
 
 
 def thread_rows(root: Path) -> Found:
-    """One thread and two where the processor bounds: a cast from the page cache to a file in memory."""
+    """One thread and two where the processor bounds: a cast from the page cache to a file in memory.
+
+    Of sixteen units: with six, one thread would make four while the other makes two.
+    """
     source = root / "threads"
-    write_zero_checkpoint(source, sized(2_000), stage=2, ranks=4)
+    write_zero_checkpoint(source, sized(6_000), stage=2, ranks=4)
     walls: dict[int, list[float]] = {1: [], 2: []}
     for turn in range(4):
         for threads, found in walls.items():

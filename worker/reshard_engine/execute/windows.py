@@ -14,8 +14,9 @@ from reshard_engine.execute.gather import Part
 from reshard_engine.layout import FileTemplate, TargetFile
 from reshard_engine.plan.model import Unit
 
-CACHED_BYTES = 1 << 20
-"""Of a window: what a core's own cache holds beside what a cast needs."""
+CACHED_BYTES = 2 << 20
+"""Of a window: about what a core's own cache holds. Shorter ones make threads hand Python's lock over more often: a
+cast of 1.3 GB to 16 bits by two threads took 1.5 s in windows of 256 KiB, 0.88 of 1 MiB, 0.77 of 2, 0.96 of 4."""
 
 
 @dataclass(frozen=True, slots=True)
