@@ -15,8 +15,9 @@ import numpy as np
 from reshard.errors import SourceError, printable
 from reshard.models import ReplicaPolicy
 from reshard_engine.checkpoint import Agreement, Checkpoint
-from reshard_engine.execute.cast import CastKernel, default_kernel
+from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.gather import ChunkFiller
+from reshard_engine.execute.kernels import default_kernel
 
 _THREADS = 4
 _BLOCK_ELEMS = 1 << 20

@@ -5,14 +5,11 @@ The numpy kernel is the reference. With a CUDA device `device` does the same wor
 
 from __future__ import annotations
 
-import os
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, SourceError
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.tiles import (
@@ -25,8 +22,6 @@ from reshard_engine.execute.tiles import (
     widen_float16,
 )
 
-DEVICE_VARIABLE = "RESHARD_DEVICE"
-MEMORY_VARIABLE = "RESHARD_DEVICE_MEMORY"
 Bytes = npt.NDArray[np.uint8]
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _NATIVE = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
@@ -114,37 +109,6 @@ def _cast_tile(tile: Bytes, source: Dtype, target: Dtype, out: Bytes, scratch: S
         return False
     narrowed = narrow_to_bfloat16 if target.name == "bfloat16" else narrow_to_float16
     return narrowed(values, out.view(np.uint16), scratch)
-
-
-@lru_cache(maxsize=1)
-def default_kernel() -> CastKernel:
-    """The kernel of this process, as `RESHARD_DEVICE` says.
-
-    `cpu` (what `auto` is without a GPU); `cuda` or `cuda:1`: every cast that is not tiny goes there; `auto`: casts go
-    where measurements say that they are done sooner.
-
-    Raises:
-        RequestError: `request.invalid` if a device is asked for that cannot be used.
-    """
-    wanted = os.environ.get(DEVICE_VARIABLE, "auto")
-    if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
-        return NumpyCast()
-    from reshard_engine.execute.device.kernel import WARM_UP_BYTES, DeviceCast  # uses this module
-
-    memory = os.environ.get(MEMORY_VARIABLE)
-    memory_bytes = parse_size(memory) if memory else None
-    if wanted == "auto":
-        return DeviceCast("cuda", always=False, memory_bytes=memory_bytes, warm_up_bytes=WARM_UP_BYTES)
-    kernel = DeviceCast(wanted, memory_bytes=memory_bytes)
-    try:
-        kernel.start()
-    except ImportError:
-        raise RequestError(
-            "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix="pip install torch"
-        ) from None
-    except RuntimeError as error:
-        raise RequestError("request.invalid", f"{DEVICE_VARIABLE}={wanted}: {error}") from None
-    return kernel
 
 
 def overflowed(before: Bytes, after: Bytes, source: Dtype, target: Dtype) -> int:

@@ -19,11 +19,12 @@ from reshard.models import Progress
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.checksums import crc32
 from reshard_engine.digests import DIGEST_BYTES, BlockRun
-from reshard_engine.execute.cast import CastKernel, default_kernel
+from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.crc import CrcBoard
 from reshard_engine.execute.flights import CALLS_AT_ONCE
 from reshard_engine.execute.gather import ChunkFiller, Part
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
+from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests

@@ -9,8 +9,9 @@ import numpy as np
 
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.digests import BLOCK_BYTES, BlockRun, TensorStream, block_digest, blocks_beginning_in
-from reshard_engine.execute.cast import CastKernel, default_kernel
+from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.gather import ChunkFiller
+from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.stretches import Buffer
 from reshard_engine.layout import ZEROS, Body, TargetFile
 from reshard_engine.manifest import Manifest, ManifestTensor

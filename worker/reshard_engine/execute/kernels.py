@@ -1,0 +1,44 @@
+"""Which kernel casts in this process: the reference, or a device where that is sooner."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+from reshard.cli.sizes import parse_size
+from reshard.errors import RequestError
+from reshard_engine.execute.cast import CastKernel, NumpyCast
+
+DEVICE_VARIABLE = "RESHARD_DEVICE"
+MEMORY_VARIABLE = "RESHARD_DEVICE_MEMORY"
+
+
+@lru_cache(maxsize=1)
+def default_kernel() -> CastKernel:
+    """The kernel of this process, as `RESHARD_DEVICE` says.
+
+    `cpu` (what `auto` is without a GPU); `cuda` or `cuda:1`: every cast that is not tiny goes there; `auto`: casts go
+    where measurements say that they are done sooner.
+
+    Raises:
+        RequestError: `request.invalid` if a device is asked for that cannot be used.
+    """
+    wanted = os.environ.get(DEVICE_VARIABLE, "auto")
+    if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
+        return NumpyCast()
+    from reshard_engine.execute.device.kernel import WARM_UP_BYTES, DeviceCast  # what no other machine needs
+
+    memory = os.environ.get(MEMORY_VARIABLE)
+    memory_bytes = parse_size(memory) if memory else None
+    if wanted == "auto":
+        return DeviceCast("cuda", always=False, memory_bytes=memory_bytes, warm_up_bytes=WARM_UP_BYTES)
+    kernel = DeviceCast(wanted, memory_bytes=memory_bytes)
+    try:
+        kernel.start()
+    except ImportError:
+        raise RequestError(
+            "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix="pip install torch"
+        ) from None
+    except RuntimeError as error:
+        raise RequestError("request.invalid", f"{DEVICE_VARIABLE}={wanted}: {error}") from None
+    return kernel
