@@ -39,21 +39,19 @@ class translated:  # noqa: N801 - reads as the function that it is used as
 
     def typed(self, error: OSError) -> SourceError | StorageError:
         """The error that stands for the system's."""
-        return _typed(error, printable(self._path))
-
-
-def _typed(error: OSError, path: str) -> SourceError | StorageError:
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        return SourceError("source.not_found", f"{path} does not exist")
-    if isinstance(error, FileExistsError):
-        return StorageError("storage.denied", f"{path} is no directory", fix="choose another target")
-    if isinstance(error, PermissionError):
-        return StorageError("storage.denied", f"{path}: {error.strerror}", fix="check the owner and mode of the path")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError("storage.no_space", f"{path}: {error.strerror}")
-    if error.errno == errno.ENAMETOOLONG:
-        return SourceError("name.invalid", f"{path}: {error.strerror}")
-    return StorageError("storage.unavailable", f"{path}: {error.strerror}")
+        path = printable(self._path)
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            return SourceError("source.not_found", f"{path} does not exist")
+        if isinstance(error, FileExistsError):
+            return StorageError("storage.denied", f"{path} is no directory", fix="choose another target")
+        reason = f"{path}: {error.strerror}"
+        if isinstance(error, PermissionError):
+            return StorageError("storage.denied", reason, fix="check the owner and mode of the path")
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StorageError("storage.no_space", reason)
+        if error.errno == errno.ENAMETOOLONG:
+            return SourceError("name.invalid", reason)
+        return StorageError("storage.unavailable", reason)
 
 
 def _status(path: str) -> os.stat_result | None:

@@ -17,7 +17,7 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.run_config import uses_round_robin
 from reshard_engine.readers.deepspeed.trees import TreeTensors
-from reshard_engine.readers.opening import REMOTE_THREADS, parse_all
+from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.atoms import FOLDER, MASTER, STEP, Atom, AtomFiles, parse_atom
 from reshard_engine.readers.universal.notes import LayoutNotes
 from reshard_engine.readers.universal.optimizer import OptimizerFile
@@ -74,7 +74,7 @@ class Assembly:
         """The checkpoint of all parts."""
         model, ledger = self._models[0], self._ledger
         wanted = [f for states in self._atoms.values() for f in states.values()]
-        parsed = list(parse_all(wanted, lambda f: parse_atom(f, ledger), threads=REMOTE_THREADS))
+        parsed = open_all(wanted, lambda f: parse_atom(f, ledger))
         if any(isinstance(p, Atom) and p.merged for p in parsed) and not self._notes.ours:
             _refuse_permuted(model)
         by_file = dict(zip(wanted, parsed, strict=True))
