@@ -35,7 +35,7 @@ from measure import measure
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.cast import CastKernel, NumpyCast
 from reshard_engine.execute.device.kernel import DeviceCast
-from reshard_engine.execute.stretches import Kind, Rows, cast_stretches
+from reshard_engine.execute.rows import Kind, Rows
 
 PAIRS = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))
 BATCH_MIB = (1, 4, 16)
@@ -69,7 +69,7 @@ def _local_work(kernel: CastKernel, data: Any, kind: Kind, rows: Rows, result_by
             mine.target, mine.staged = np.zeros(result_bytes, dtype=np.uint8), np.zeros(len(data), dtype=np.uint8)
         staged = kernel.staging(len(data)) if isinstance(kernel, DeviceCast) else mine.staged
         staged[:] = data
-        cast_stretches(kernel, rows, staged, mine.target, kind)
+        kernel.cast_rows(rows, staged, mine.target, kind)
 
     return work
 
@@ -98,7 +98,7 @@ def rates(device: str) -> list[Row]:
                 outs: list[bytes] = []
                 for kernel in kernels.values():
                     out = np.zeros(moved // wide * narrow, dtype=np.uint8)
-                    cast_stretches(kernel, rows, bits, out, kind)
+                    kernel.cast_rows(rows, bits, out, kind)
                     outs.append(out.tobytes())
                 if outs[0] != outs[1]:
                     raise SystemExit(f"{row}: the device's bits are not the processor's")

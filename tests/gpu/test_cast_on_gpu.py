@@ -15,7 +15,7 @@ from reshard_engine.dtypes import BY_NAME, Dtype
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.device import lanes
 from reshard_engine.execute.device.kernel import DeviceCast
-from reshard_engine.execute.stretches import Kind, Rows, cast_stretches
+from reshard_engine.execute.rows import Kind, Rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -74,7 +74,7 @@ def test_rows_gathered_by_index_have_the_reference_bits(kernel: DeviceCast) -> N
     source = rng.integers(0, 256, int(ends[-1]), dtype=np.uint8)
     ours, theirs = (np.zeros(int(length.sum()) // 2, dtype=np.uint8) for _ in range(2))
     for which, target in ((kernel, ours), (NumpyCast(), theirs)):
-        cast_stretches(which, rows, source, target, Kind(FP32, BF16))
+        which.cast_rows(rows, source, target, Kind(FP32, BF16))
     assert ours.tobytes() == theirs.tobytes()
     used(kernel)
 

@@ -21,7 +21,7 @@ from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
-from reshard_engine.writers.registry import WRITERS
+from reshard_engine.writers.registry import writer_of
 
 DATA = Path(__file__).parent.parent / "data"
 FLOATS = [BY_NAME[n] for n in ("float32", "bfloat16", "float16", "float64")]
@@ -107,7 +107,7 @@ def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: We
     native = NativeLayout(dp=3) if to is TargetFormat.ZERO else None
     request = ConvertRequest(source=source, target="/nowhere/out", to=to, dtype=dtype, layout=native)
     checkpoint = read_checkpoint(open_location(source.url), None, OpaqueLedger(OpaquePolicy.REFUSE))
-    layout = WRITERS[to].lay_out(checkpoint, request, name="out")
+    layout = writer_of(to).lay_out(checkpoint, request, name="out")
     for file in layout.files[:12]:
         whole = np.zeros(file.size_bytes, dtype=np.uint8)
         ChunkFiller(checkpoint, NumpyCast()).fill(file, begin=0, buffer=whole)
@@ -125,7 +125,7 @@ def test_units_tile_every_file_exactly_once(part_bytes: int) -> None:
     source = SourceSpec(url=str(DATA / "zero3_tiny"))
     checkpoint = read_checkpoint(open_location(source.url), None, OpaqueLedger(OpaquePolicy.REFUSE))
     request = ConvertRequest(source=source, target="/nowhere/out", to=TargetFormat.UNIVERSAL, part_bytes=part_bytes)
-    layout = WRITERS[request.to].lay_out(checkpoint, request, name="out")
+    layout = writer_of(request.to).lay_out(checkpoint, request, name="out")
     plan = plan_conversion(checkpoint, layout, request, min_part_bytes=None)
     assert plan.digest == plan_conversion(checkpoint, layout, request, min_part_bytes=None).digest
     spans: dict[int, list[tuple[int, int]]] = {}

@@ -23,7 +23,7 @@ from reshard_engine.execute.device.kernel import DeviceCast
 from reshard_engine.execute.device.lanes import LANE_FACTOR, Station
 from reshard_engine.execute.device.program import Outcome, run
 from reshard_engine.execute.device.sums import ROW_BYTES, padded_bytes, position_sum
-from reshard_engine.execute.stretches import Kind, Rows, cast_stretches
+from reshard_engine.execute.rows import Kind, Rows
 
 FP32, BF16, FP16 = BY_NAME["float32"], BY_NAME["bfloat16"], BY_NAME["float16"]
 
@@ -82,7 +82,7 @@ def test_scattered_rows_land_where_they_belong(pair: Pair, data: st.DataObject, 
     staged = KERNEL.staging(source_bytes) if data.draw(st.booleans()) else np.empty(source_bytes, dtype=np.uint8)
     staged[:] = source
     pairs = ((KERNEL, staged, ours), (NumpyCast(), source, theirs))
-    counts = [cast_stretches(k, rows, s, t, Kind(*pair)) for k, s, t in pairs]
+    counts = [k.cast_rows(rows, s, t, Kind(*pair)) for k, s, t in pairs]
     assert ours.tobytes() == theirs.tobytes()
     assert counts[0] == counts[1]
     assert not KERNEL.take_warnings()

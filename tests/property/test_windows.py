@@ -18,7 +18,7 @@ from reshard_engine.digests import BLOCK_BYTES
 from reshard_engine.dtypes import BY_NAME, FLOAT32
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.gather import STRAIGHT_BYTES, ChunkFiller
-from reshard_engine.execute.stretches import INDEXED_BYTES, copy_stretches
+from reshard_engine.execute.rows import INDEXED_BYTES, copy_rows
 from reshard_engine.execute.windows import steps_of
 from reshard_engine.layout import Body, FileTemplate, TargetFile
 from reshard_engine.plan.model import Chunk, Unit
@@ -91,7 +91,7 @@ def test_stretches_land_where_they_belong(lengths: list[int], grain: int, shift:
     at = np.empty_like(sizes)
     at[order] = np.cumsum(sizes[order]) - sizes[order]
     target = np.full(int(sizes.sum()) + 3, 0xEE, dtype=np.uint8)
-    copy_stretches(source, begin, target, at, sizes)
+    copy_rows(source, begin, target, at, sizes)
     expected = np.full_like(target, 0xEE)
     for low, to, size in zip(begin.tolist(), at.tolist(), sizes.tolist(), strict=True):
         expected[to : to + size] = source[low : low + size]

@@ -19,6 +19,7 @@ from reshard.models import (
     VerifyLevel,
 )
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.deepspeed_names import POINTERS
 from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.full_verification import FullVerification
@@ -43,7 +44,7 @@ from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name
 from reshard_engine.storage.urls import is_within, scheme_of
 from reshard_engine.verification import verify_target
-from reshard_engine.writers.registry import POINTER_NAMES, WRITERS
+from reshard_engine.writers.registry import writer_of
 
 REMOTE_THREADS = 8
 """Units in flight where latency, not the processor, is what they wait for."""
@@ -56,9 +57,9 @@ def sink_for(target: Location) -> LocalSink | ObjectSink | None:
             "request.invalid", f"{printable(target.url)} is no directory that can be created", fix="name one below it"
         )
     if target.store.scheme == "file":
-        return LocalSink(target.path, pointer_names=POINTER_NAMES)
+        return LocalSink(target.path, pointer_names=POINTERS)
     if isinstance(target.store, ObjectStore):
-        return ObjectSink(target.store, target.path, pointer_names=POINTER_NAMES)
+        return ObjectSink(target.store, target.path, pointer_names=POINTERS)
     return None
 
 
@@ -138,7 +139,7 @@ class Conversion:
         checkpoint = relabelled(checkpoint, request)
         _refuse_overlap(target, checkpoint, wanted=request.to.value)
         name = parent_and_name(target.path)[1]
-        layout = WRITERS[request.to].lay_out(checkpoint, request, name=name)
+        layout = writer_of(request.to).lay_out(checkpoint, request, name=name)
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
         copied_from = _copied_from(target, checkpoint, request)

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import re
 
+LATEST, LATEST_UNIVERSAL = POINTERS = ("latest", "latest_universal")
+"""Files beside tag directories that name one of them; the training run's own comes first."""
+
 INFO = "universal_checkpoint_info"
 PARALLEL_DIMENSIONS = "checkpoint_parallel_dimensions"
 LAYOUT_NOTES = "reshard_layout"

@@ -22,7 +22,6 @@ from reshard.models import (
     VerifyReport,
 )
 from reshard.pictures import LayoutPicture
-from reshard_engine.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
@@ -33,6 +32,8 @@ class LocalEngine:
 
     def inspect(self, source: SourceSpec) -> Inspection:
         """What the checkpoint is. Foreign objects are listed, never refused: nothing is written."""
+        from reshard_engine.inspection import describe
+
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger))
 

@@ -127,6 +127,8 @@ def _run(arguments: Sequence[str], *, as_json: bool) -> int:
 
 def main() -> None:
     """Entry point of the console script."""
+    # Nothing here multiplies matrices, but numpy starts a thread per core for that, which spins for a while.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -35,7 +35,7 @@ from reshard_engine.readers.registry import find_checkpoint, read_checkpoint
 from reshard_engine.readers.weights.index import read_index
 from reshard_engine.storage.locations import Location
 from reshard_engine.testing.memory_store import MemoryStore
-from reshard_engine.writers.registry import WRITERS
+from reshard_engine.writers.registry import writer_of
 
 DATA = Path(__file__).parents[2] / "data"
 LIMITS = PickleLimits(opcodes=100_000, node_bytes=16 << 20, stream_bytes=1 << 20)
@@ -102,7 +102,7 @@ def fuzz_checkpoint(data: bytes) -> None:
     describe(checkpoint).model_dump_json()
     request = ConvertRequest(source=SourceSpec(url="/data/in"), target="/data/out", to=TargetFormat.UNIVERSAL)
     request = request.model_copy(update={"opaque": OpaquePolicy.DROP})
-    WRITERS[TargetFormat.UNIVERSAL].lay_out(checkpoint, request, name="out")
+    writer_of(TargetFormat.UNIVERSAL).lay_out(checkpoint, request, name="out")
 
 
 def fuzz_manifest(data: bytes) -> None:

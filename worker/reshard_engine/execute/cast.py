@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from reshard.errors import RequestError, SourceError
 from reshard_engine.dtypes import Dtype
+from reshard_engine.execute.rows import Buffer, Kind, Rows, copy_rows, starts_of
 from reshard_engine.execute.tiles import (
     TILE_ELEMS,
     Scratch,
@@ -22,7 +23,8 @@ from reshard_engine.execute.tiles import (
     widen_float16,
 )
 
-Bytes = npt.NDArray[np.uint8]
+CAST_BYTES = 32 << 10
+"""Mean length from which stretches are cast one by one: shorter ones cost more as calls than as copies."""
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 _NATIVE = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 
@@ -30,12 +32,20 @@ _NATIVE = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 class CastKernel(Protocol):
     """Casts packed elements."""
 
-    def cast(self, data: Bytes, source: Dtype, target: Dtype) -> Bytes:
+    def cast(self, data: Buffer, source: Dtype, target: Dtype) -> Buffer:
         """The elements in the target's type, little-endian."""
         ...
 
-    def cast_into(self, data: Bytes, source: Dtype, target: Dtype, out: Bytes) -> int:
+    def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
         """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
+        ...
+
+    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+        """Cast rows of one memory into another; returns how many finite elements became infinite."""
+        ...
+
+    def staging(self, length_bytes: int) -> Buffer:
+        """Memory to read a batch into, this thread's until it asks again."""
         ...
 
     def take_warnings(self) -> list[str]:
@@ -50,13 +60,13 @@ class NumpyCast:
         """Threads share it."""
         self._scratch = Scratch()
 
-    def cast(self, data: Bytes, source: Dtype, target: Dtype) -> Bytes:
+    def cast(self, data: Buffer, source: Dtype, target: Dtype) -> Buffer:
         """The elements in the target's type, little-endian."""
         result = np.empty(len(data) // source.itemsize_bytes * target.itemsize_bytes, dtype=np.uint8)
         self.cast_into(data, source, target, result)
         return result
 
-    def cast_into(self, data: Bytes, source: Dtype, target: Dtype, out: Bytes) -> int:
+    def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
         """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
         if source.name not in _FLOATS:
             raise SourceError("tensor.unsupported", f"cannot cast from {source.name}")
@@ -64,31 +74,53 @@ class NumpyCast:
             raise RequestError("request.unsatisfiable", f"cannot cast to {target.name}")
         wide, narrow = source.itemsize_bytes, target.itemsize_bytes
         scratch, lost = self._scratch.at_least(len(data) // wide), 0
+        # numpy views of wider elements want aligned memory; tiles are as aligned as what they are cut from.
+        odd_source, odd_target = data.ctypes.data % wide, out.ctypes.data % narrow
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for first in range(0, len(data) // wide, TILE_ELEMS):
                 tile = data[first * wide : (first + TILE_ELEMS) * wide]
                 result = out[first * narrow : (first + TILE_ELEMS) * narrow]
-                # numpy views of wider elements want aligned memory.
-                tile = _copied(tile, scratch.source) if tile.ctypes.data % wide else tile
-                place = scratch.target[: len(result)] if result.ctypes.data % narrow else result
+                tile = _copied(tile, scratch.source) if odd_source else tile
+                place = scratch.target[: len(result)] if odd_target else result
                 if _cast_tile(tile, source, target, place, scratch):
                     lost += overflowed(tile, place, source, target)
                 if place is not result:
                     result[:] = place
         return lost
 
+    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+        """Cast rows of one memory into another; returns how many finite elements became infinite."""
+        wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
+        begin, length, at = rows.begin, rows.length, rows.at
+        total, shorter = int(length.sum()), length // wide * narrow
+        if len(length) == 1 or total >= len(length) * CAST_BYTES:
+            each = zip(begin.tolist(), length.tolist(), at.tolist(), shorter.tolist(), strict=True)
+            return sum(
+                self.cast_into(source[low : low + count], kind.source, kind.target, target[to : to + less])
+                for low, count, to, less in each
+            )
+        packed, result = np.empty(total, dtype=np.uint8), np.empty(total // wide * narrow, dtype=np.uint8)
+        copy_rows(source, begin, packed, starts_of(length), length)
+        lost = self.cast_into(packed, kind.source, kind.target, result)
+        copy_rows(result, starts_of(shorter), target, at, shorter)
+        return lost
+
+    def staging(self, length_bytes: int) -> Buffer:
+        """New memory: measured, it costs no more than memory that is kept."""
+        return np.empty(length_bytes, dtype=np.uint8)
+
     def take_warnings(self) -> list[str]:
         """Nothing: it does what it is asked for."""
         return []
 
 
-def _copied(data: Bytes, memory: Bytes) -> Bytes:
+def _copied(data: Buffer, memory: Buffer) -> Buffer:
     copy = memory[: len(data)]
     copy[:] = data
     return copy
 
 
-def _cast_tile(tile: Bytes, source: Dtype, target: Dtype, out: Bytes, scratch: Scratch) -> bool:
+def _cast_tile(tile: Buffer, source: Dtype, target: Dtype, out: Buffer, scratch: Scratch) -> bool:
     """Cast one tile; returns whether any of it may have become infinite."""
     count = len(tile) // source.itemsize_bytes
     direct = target.name == "float32"
@@ -107,11 +139,12 @@ def _cast_tile(tile: Bytes, source: Dtype, target: Dtype, out: Bytes, scratch: S
         widen_float16(tile.view(np.uint16), values.view(np.uint32))
     if direct:
         return False
-    narrowed = narrow_to_bfloat16 if target.name == "bfloat16" else narrow_to_float16
-    return narrowed(values, out.view(np.uint16), scratch)
+    if target.name == "bfloat16":
+        return narrow_to_bfloat16(values, out.view(np.uint16))
+    return narrow_to_float16(values, out.view(np.uint16), scratch)
 
 
-def overflowed(before: Bytes, after: Bytes, source: Dtype, target: Dtype) -> int:
+def overflowed(before: Buffer, after: Buffer, source: Dtype, target: Dtype) -> int:
     """How many finite elements became infinite."""
     if target.itemsize_bytes >= source.itemsize_bytes and (source.name, target.name) != ("bfloat16", "float16"):
         return 0
@@ -121,13 +154,13 @@ def overflowed(before: Bytes, after: Bytes, source: Dtype, target: Dtype) -> int
     return int((inf_after & _finite(before, source)).sum())
 
 
-def _infinite(data: Bytes, dtype: Dtype) -> npt.NDArray[np.bool_]:
+def _infinite(data: Buffer, dtype: Dtype) -> npt.NDArray[np.bool_]:
     if dtype.name == "bfloat16":
         return (data.view(np.uint16) & 0x7FFF) == 0x7F80
     return np.isinf(data.view(_NATIVE[dtype.name]))
 
 
-def _finite(data: Bytes, dtype: Dtype) -> npt.NDArray[np.bool_]:
+def _finite(data: Buffer, dtype: Dtype) -> npt.NDArray[np.bool_]:
     # In its own type: a large float64 is infinite once it is widened to float32.
     if dtype.name == "bfloat16":
         return (data.view(np.uint16) & 0x7F80) != 0x7F80

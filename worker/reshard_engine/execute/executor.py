@@ -28,8 +28,8 @@ from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
+from reshard_engine.execute.rows import Buffer
 from reshard_engine.execute.sink import StreamSink, WholeSink
-from reshard_engine.execute.stretches import Buffer
 from reshard_engine.execute.windows import CACHED_BYTES, steps_of
 from reshard_engine.layout import TargetLayout
 from reshard_engine.plan.budget import READ_BATCH_BYTES

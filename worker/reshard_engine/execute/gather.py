@@ -13,7 +13,8 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.means import mean_of
-from reshard_engine.execute.stretches import Buffer, Column, Kind, Mover, Stretches
+from reshard_engine.execute.rows import Buffer, Column, Kind
+from reshard_engine.execute.stretches import Mover, Stretches
 from reshard_engine.execute.strided import STRIDED_ELEMS, read_strided
 from reshard_engine.layout import ZEROS, Body, TargetFile
 from reshard_engine.shardmap import Piece

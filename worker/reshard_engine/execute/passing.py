@@ -12,7 +12,7 @@ from reshard_engine.digests import BLOCK_BYTES, BlockRun, TensorStream, block_di
 from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.execute.kernels import default_kernel
-from reshard_engine.execute.stretches import Buffer
+from reshard_engine.execute.rows import Buffer
 from reshard_engine.layout import ZEROS, Body, TargetFile
 from reshard_engine.manifest import Manifest, ManifestTensor
 from reshard_engine.plan.model import Chunk

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,53 +18,11 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import CastKernel, overflowed
 from reshard_engine.execute.flights import Flights
+from reshard_engine.execute.rows import Buffer, Column, Kind, Rows, copy_rows
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 
 GAP_BYTES = 64 << 10
 """Unwanted bytes between two stretches that are still cheaper to read than to skip."""
-INDEXED_BYTES = 2 << 10
-"""Mean length below which stretches are moved by index: a copy of its own costs about as much as this many bytes."""
-CAST_BYTES = 32 << 10
-"""Mean length from which stretches are cast one by one: shorter ones cost more as calls than as copies."""
-Buffer = npt.NDArray[np.uint8]
-Column = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What happens to the bytes of a stretch on their way."""
-
-    source: Dtype
-    target: Dtype
-    counted: bool = True
-    """Whether what its cast loses counts: an element that two chunks share counts where it begins."""
-
-    @property
-    def casts(self) -> bool:
-        """Whether the bytes change."""
-        return self.source is not self.target
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Where runs of bytes begin in one memory, how long they are there, and where they go in another."""
-
-    begin: Column
-    length: Column
-    at: Column
-
-
-@runtime_checkable
-class RowsKernel(Protocol):
-    """A kernel that gathers what it casts."""
-
-    def staging(self, length_bytes: int) -> Buffer:
-        """Memory to read a batch into, this thread's until it asks again."""
-        ...
-
-    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
-        """What `cast_stretches` does."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +150,7 @@ class Mover:
             at = int(batch.at[0])
             self.read(file, start, memory[at : at + int(batch.length[0])])
             return
-        staging = self._staging(_extent(batch))
+        staging = self.kernel.staging(_extent(batch))
         self.read(file, start, staging)
         self._place_all(batch, staging, memory)
 
@@ -222,17 +179,12 @@ class Mover:
             some = batch if len(kinds) == 1 else batch.rows(np.flatnonzero(batch.kind == number))
             self._place(some, staging, start, self._kinds[number], memory)
 
-    def _staging(self, length_bytes: int) -> Buffer:
-        if isinstance(self.kernel, RowsKernel):
-            return self.kernel.staging(length_bytes)
-        return np.empty(length_bytes, dtype=np.uint8)
-
     def _place(self, some: Stretches, staging: Buffer, start: int, kind: Kind, memory: Buffer) -> None:
         if not kind.casts:
-            copy_stretches(staging, some.offset - start, memory, some.at, some.length)
+            copy_rows(staging, some.offset - start, memory, some.at, some.length)
             return
         rows = Rows(some.offset - start, some.length, some.at)
-        if cast_stretches(self.kernel, rows, staging, memory, kind) and kind.counted:
+        if self.kernel.cast_rows(rows, staging, memory, kind) and kind.counted:
             self._count(some.tensor, rows, staging, memory, kind)
 
     def _count(self, tensors: Column, rows: Rows, staging: Buffer, memory: Buffer, kind: Kind) -> None:
@@ -262,56 +214,6 @@ def _positions(marks: npt.NDArray[np.bool_]) -> list[int]:
     return np.flatnonzero(marks).tolist()
 
 
-def _starts(lengths: Column) -> Column:
-    return np.cumsum(lengths) - lengths
-
-
 def _aligned(data: Buffer) -> Buffer:
     """The bytes where elements of any type may begin: numpy's views of wider elements want that."""
     return data.copy() if data.ctypes.data % 8 else data
-
-
-def cast_stretches(kernel: CastKernel, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
-    """Cast `source[begin : begin + length]` to `target[at : ]`, for every row.
-
-    Returns:
-        How many finite elements became infinite.
-    """
-    if isinstance(kernel, RowsKernel):
-        return kernel.cast_rows(rows, source, target, kind)
-    wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
-    begin, length, at = rows.begin, rows.length, rows.at
-    total, shorter = int(length.sum()), length // wide * narrow
-    if len(length) == 1 or total >= len(length) * CAST_BYTES:
-        each = zip(begin.tolist(), length.tolist(), at.tolist(), shorter.tolist(), strict=True)
-        return sum(
-            kernel.cast_into(source[low : low + count], kind.source, kind.target, target[to : to + less])
-            for low, count, to, less in each
-        )
-    packed, result = np.empty(total, dtype=np.uint8), np.empty(total // wide * narrow, dtype=np.uint8)
-    copy_stretches(source, begin, packed, _starts(length), length)
-    lost = kernel.cast_into(packed, kind.source, kind.target, result)
-    copy_stretches(result, _starts(shorter), target, at, shorter)
-    return lost
-
-
-def copy_stretches(source: Buffer, begin: Column, target: Buffer, at: Column, length: Column) -> None:
-    """Copy `source[begin : begin + length]` to `target[at : at + length]`, for every row."""
-    total = int(length.sum())
-    if total >= len(length) * INDEXED_BYTES:
-        for low, to, count in zip(begin.tolist(), at.tolist(), length.tolist(), strict=True):
-            target[to : to + count] = source[low : low + count]
-        return
-    grain = 4
-    marks = int(np.bitwise_or.reduce(begin | at | length))
-    while marks % grain:
-        grain //= 2
-    wide = {4: np.uint32, 2: np.uint16, 1: np.uint8}[grain]
-    if (source.ctypes.data | target.ctypes.data) % grain:
-        grain, wide = 1, np.uint8
-    count = length // grain
-    steps = np.arange(total // grain, dtype=np.int64)
-    first = _starts(count)
-    into = np.repeat(at // grain - first, count) + steps
-    outof = np.repeat(begin // grain - first, count) + steps
-    target[: len(target) // grain * grain].view(wide)[into] = source[: len(source) // grain * grain].view(wide)[outof]

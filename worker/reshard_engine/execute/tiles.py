@@ -1,9 +1,10 @@
-"""Casts of one tile: a few whole-array steps of integer arithmetic over memory that stays in a core's cache.
+"""Casts of one tile, over memory that stays in a core's cache.
 
-numpy has no bfloat16, and converts float16 one element at a time; both are put together here from steps that it does
-at the speed of vector registers. Whether anything in a tile needs care (a NaN, an infinity, an element that becomes
-one) is read off two maxima: bits of floats are ordered like integers, the positive ones as signed, the negative ones
-as unsigned.
+`ml_dtypes` rounds to bfloat16 in one pass of vector registers. numpy converts float16 one element at a time, so that is
+put together here from whole-array steps of integer arithmetic, which numpy does fast: 1.4 (narrowing) and 2.5 times
+(widening) its own speed with numpy 2.4. Whether anything in a tile needs care (a NaN, an infinity, an element that
+becomes one) is read off two maxima: bits of floats are ordered like integers, the positive ones as signed, the negative
+ones as unsigned.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 from typing import Self
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -21,12 +23,13 @@ Bytes = npt.NDArray[np.uint8]
 Bits16 = npt.NDArray[np.uint16]
 Bits32 = npt.NDArray[np.uint32]
 
-_INF32, _INF16 = 0x7F800000, 0x7C00
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_INF32, _INF_BFLOAT16, _INF16 = 0x7F800000, 0x7F80, 0x7C00
 _SIGN32, _SIGN16 = 0x80000000, 0x8000
-_LEAST_LOST = {"bfloat16": 0x7F7F8000, "float16": 0x477FF000}
-"""Bits of the smallest float32 that rounds to infinity."""
+_LEAST_LOST = 0x477FF000
+"""Bits of the smallest float32 that rounds to an infinity of float16."""
 # Scalars with a type: plain ones are converted in each call, for about a microsecond.
-_ODD, _HALF, _SIXTEEN = np.uint32(1), np.uint32(0x7FFF), np.uint32(16)
+_SIXTEEN = np.uint32(16)
 _ABS, _EXPONENT, _TOP_BIT = np.uint32(0x7FFFFFFF), np.uint32(_INF32), np.uint32(_SIGN16)
 _CLAMP = np.uint32(0x47800000)
 _LEAST_NORMAL = np.uint32(113 << 23)
@@ -66,22 +69,16 @@ def holds_infinite(values: npt.NDArray[np.float32]) -> bool:
     return max(_maxima(values.view(np.uint32))) >= _INF32
 
 
-def narrow_to_bfloat16(values: npt.NDArray[np.float32], out: Bits16, scratch: Scratch) -> bool:
+def narrow_to_bfloat16(values: npt.NDArray[np.float32], out: Bits16) -> bool:
     """Round a tile; returns whether it holds anything that is infinite now or is a NaN."""
-    bits, rounded = values.view(np.uint32), scratch.first[: len(values)]
-    # Adding half of the dropped part, plus one if the kept part is odd, rounds ties to even.
-    np.right_shift(bits, _SIXTEEN, out=rounded)
-    rounded &= _ODD
-    rounded += _HALF
-    rounded += bits
-    rounded >>= _SIXTEEN
-    np.copyto(out, rounded, casting="unsafe")
-    largest = max(_maxima(bits))
-    if largest > _INF32:
+    np.copyto(out.view(_BFLOAT16), values, casting="unsafe")
+    # Looked for in the result, which has half the bytes: infinities and NaNs are still that, and others have become so.
+    largest = max(int(out.view(np.int16).max()), int(out.max()) - _SIGN16)
+    if largest > _INF_BFLOAT16:
         nan = np.isnan(values)
-        # Keep sign and payload, and set the quiet bit: rounding would carry some NaNs into infinity.
-        out[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x40
-    return largest >= _LEAST_LOST["bfloat16"]
+        # Sign and payload stay, and the quiet bit is set; ml_dtypes makes one NaN of all.
+        out[nan] = (values.view(np.uint32)[nan] >> 16).astype(np.uint16) | 0x40
+    return largest >= _INF_BFLOAT16
 
 
 def narrow_to_float16(values: npt.NDArray[np.float32], out: Bits16, scratch: Scratch) -> bool:
@@ -96,7 +93,7 @@ def narrow_to_float16(values: npt.NDArray[np.float32], out: Bits16, scratch: Scr
     digits, power = scratch.first[:count], scratch.second[:count]
     largest = max(_maxima(bits))
     np.bitwise_and(bits, _ABS, out=digits)
-    if largest >= _LEAST_LOST["float16"]:
+    if largest >= _LEAST_LOST:
         np.minimum(digits, _CLAMP, out=digits)
     np.bitwise_and(digits, _EXPONENT, out=power)
     # As signed numbers, for which numpy's maximum is vectorised; none is negative here.
@@ -117,7 +114,7 @@ def narrow_to_float16(values: npt.NDArray[np.float32], out: Bits16, scratch: Scr
         # Sign and payload stay; a payload that would vanish leaves one bit, or the NaN became an infinity.
         kept = (bits[nan] >> 13 & 0x3FF).astype(np.uint16)
         out[nan] = (bits[nan] >> 16 & _SIGN16).astype(np.uint16) | _INF16 | np.maximum(kept, 1)
-    return largest >= _LEAST_LOST["float16"]
+    return largest >= _LEAST_LOST
 
 
 def widen_bfloat16(data: Bits16, out: Bits32) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.deepspeed_names import POINTERS
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.reader import DeepSpeedReader
@@ -28,8 +29,6 @@ from reshard_engine.storage.urls import canonical_url, is_within
 TRAINING_READERS: tuple[Reader, ...] = (UniversalReader(), DeepSpeedReader())
 WEIGHTS_READERS: tuple[Reader, ...] = (SafetensorsReader(), TorchWeightsReader())
 READERS = TRAINING_READERS + WEIGHTS_READERS
-POINTERS = ("latest", "latest_universal")
-"""Files that name a tag; the training run's own comes first."""
 _POINTER_LIMIT_BYTES = 1_024
 
 

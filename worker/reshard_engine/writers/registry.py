@@ -1,22 +1,31 @@
-"""Which writers there are."""
+"""Which writers there are. Each is imported when it is asked for: a command waits for one of them, not for all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import assert_never
 
 from reshard.models import TargetFormat
 from reshard_engine.writers.protocol import Writer
-from reshard_engine.writers.safetensors import SafetensorsWriter
-from reshard_engine.writers.torch_weights import TorchWeightsWriter
-from reshard_engine.writers.universal import LATEST as LATEST_UNIVERSAL, UniversalWriter
-from reshard_engine.writers.zero.writer import LATEST, ZeroWriter
 
-POINTER_NAMES = (LATEST, LATEST_UNIVERSAL)
-"""Files beside a target that name it: an overwritten target must not stay named."""
 
-WRITERS: Mapping[TargetFormat, Writer] = {
-    TargetFormat.UNIVERSAL: UniversalWriter(),
-    TargetFormat.SAFETENSORS: SafetensorsWriter(),
-    TargetFormat.TORCH: TorchWeightsWriter(),
-    TargetFormat.ZERO: ZeroWriter(),
-}
+def writer_of(target: TargetFormat) -> Writer:
+    """The writer of a target format."""
+    match target:
+        case TargetFormat.UNIVERSAL:
+            from reshard_engine.writers.universal import UniversalWriter
+
+            return UniversalWriter()
+        case TargetFormat.SAFETENSORS:
+            from reshard_engine.writers.safetensors import SafetensorsWriter
+
+            return SafetensorsWriter()
+        case TargetFormat.TORCH:
+            from reshard_engine.writers.torch_weights import TorchWeightsWriter
+
+            return TorchWeightsWriter()
+        case TargetFormat.ZERO:
+            from reshard_engine.writers.zero.writer import ZeroWriter
+
+            return ZeroWriter()
+        case _:
+            assert_never(target)

@@ -18,7 +18,7 @@ from collections.abc import Container, Mapping
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
-from reshard_engine.deepspeed_names import LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
+from reshard_engine.deepspeed_names import LATEST_UNIVERSAL, LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
 from reshard_engine.dtypes import FLOAT32, Dtype
 from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import (
@@ -45,7 +45,6 @@ from reshard_engine.writers.trees import scalar_node, single_tensor_template, tr
 from reshard_engine.writers.zero.autoep import expert_keys, fused_experts
 
 PARAM_KEY = "param"
-LATEST = "latest_universal"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
@@ -67,7 +66,7 @@ class UniversalWriter:
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
-        return TargetLayout(tuple(files), Pointer(LATEST, name.encode()), tuple(warnings))
+        return TargetLayout(tuple(files), Pointer(LATEST_UNIVERSAL, name.encode()), tuple(warnings))
 
 
 def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:

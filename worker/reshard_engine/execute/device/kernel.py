@@ -14,7 +14,7 @@ import numpy as np
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.device.cost import CostModel, Pair
-from reshard_engine.execute.stretches import Buffer, Kind, Rows, cast_stretches
+from reshard_engine.execute.rows import Buffer, Kind, Rows
 
 if TYPE_CHECKING:
     from reshard_engine.execute.device.lanes import Stations
@@ -101,7 +101,7 @@ class DeviceCast:
                 return lost
         with self._lock:
             self._count["cpu_bytes"] += total
-        return cast_stretches(self._reference, rows, source, target, kind)
+        return self._reference.cast_rows(rows, source, target, kind)
 
     def start(self) -> Stations:
         """The stations of the device.

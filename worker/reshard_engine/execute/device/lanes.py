@@ -21,7 +21,7 @@ from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.device.program import run
 from reshard_engine.execute.device.sums import ROW_BYTES, padded_bytes, position_sum
-from reshard_engine.execute.stretches import INDEXED_BYTES, Buffer, Column, Rows, copy_stretches
+from reshard_engine.execute.rows import INDEXED_BYTES, Buffer, Rows, copy_rows, starts_of
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 
 LANES = 2
@@ -102,8 +102,8 @@ class _Lane:
                 held, begin = high - low, rows.begin - low
                 self._in.numpy()[:held] = source.memory[low:high]
             else:
-                gathers, held, begin = False, total, _starts(rows.length)
-                copy_stretches(source.memory, rows.begin, self._in.numpy(), begin, rows.length)
+                gathers, held, begin = False, total, starts_of(rows.length)
+                copy_rows(source.memory, rows.begin, self._in.numpy(), begin, rows.length)
             staged = self._in[: padded_bytes(held)]
             staged.numpy()[held:] = 0
         sums, moved = position_sum(staged.numpy()), Rows(begin, rows.length, rows.at)
@@ -146,14 +146,14 @@ class _Lane:
             raise IntegrityError("integrity.mismatch", f"what came back from {self._device} is not what it made")
         self._check_sample(job, result)
         length = job.rows.length // wide * narrow
-        copy_stretches(result, _starts(length), target, job.rows.at, length)
+        copy_rows(result, starts_of(length), target, job.rows.at, length)
         return facts
 
     def _check_sample(self, job: _Job, result: Buffer) -> None:
         """Some elements cast once more by the reference: a device that computes wrongly does so more than once."""
         wide, narrow = (k.itemsize_bytes for k in job.kinds)
         number = np.unique(np.linspace(0, job.count - 1, _SAMPLE_ELEMS).astype(np.int64))
-        starts = _starts(job.rows.length) // wide
+        starts = starts_of(job.rows.length) // wide
         row = np.searchsorted(starts, number, side="right") - 1
         place = job.rows.begin[row] // wide + number - starts[row]
         staged = job.staged.numpy()
@@ -208,7 +208,7 @@ def slices(rows: Rows, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> Iterator
     parts = -(-rows.length // slice_bytes)
     if int(parts.max()) > 1:
         owner = np.repeat(np.arange(len(parts)), parts)
-        shift = (np.arange(len(owner)) - _starts(parts)[owner]) * slice_bytes
+        shift = (np.arange(len(owner)) - starts_of(parts)[owner]) * slice_bytes
         rows = Rows(
             rows.begin[owner] + shift,
             np.minimum(rows.length[owner] - shift, slice_bytes),
@@ -286,7 +286,3 @@ class Stations:
         """Give back what torch keeps of the device's memory."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _starts(lengths: Column) -> Column:
-    return np.cumsum(lengths) - lengths

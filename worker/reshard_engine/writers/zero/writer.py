@@ -15,7 +15,7 @@ from itertools import count
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, RngPolicy
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
-from reshard_engine.deepspeed_names import TIED
+from reshard_engine.deepspeed_names import LATEST, TIED
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of, ordered_dict
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
@@ -33,8 +33,6 @@ from reshard_engine.writers.zero.regrouping import regrouped
 from reshard_engine.writers.zero.sharded import ShardedStates
 from reshard_engine.writers.zero.target import Target, resolve
 from reshard_engine.writers.zero.whole import whole_optimizer
-
-LATEST = "latest"
 
 
 class ZeroWriter:
