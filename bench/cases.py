@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from checkpoints import gpt_parameters, many_small_parameters, write_zero_checkpoint
+from checkpoints import (
+    gpt_parameters,
+    many_small_parameters,
+    write_tensor_parallel_checkpoint,
+    write_zero_checkpoint,
+)
 from compare import same_files, same_universal, same_weights
 
 PYTHON = sys.executable
@@ -77,6 +82,11 @@ def widened(megabytes: int, layers: int = 24) -> list[tuple[str, tuple[int, ...]
 def _written(source: Path, parameters: list[tuple[str, tuple[int, ...]]], *, stage: int, ranks: int) -> None:
     if not source.exists():
         write_zero_checkpoint(source, parameters, stage=stage, ranks=ranks)
+
+
+def _tensor_parallel(source: Path, parameters: list[tuple[str, tuple[int, ...]]]) -> None:
+    if not source.exists():
+        write_tensor_parallel_checkpoint(source, parameters, tp=4, ranks=2)
 
 
 def _convert(source: Path, target: Path, *options: str) -> list[str]:
@@ -182,13 +192,16 @@ def small_cases(root: Path, ranks: int = 64) -> Iterator[Case]:
 
 
 def wide_cases(root: Path, megabytes: int) -> Iterator[Case]:
-    """Stages and rank counts, universal back to native."""
+    """Stages and rank counts, slices of tensor parallelism put together along both dimensions, universal to native."""
     parameters = sized(megabytes)
     for stage in (1, 2, 3):
         for ranks in (2, 8, 64):
             name = f"ZeRO-{stage}, {ranks} ranks, {megabytes / 1000:g} GB"
             make = partial(_written, parameters=parameters, stage=stage, ranks=ranks)
             yield _universal(root, name, make, (Limit("ds_to_universal", 1),))
+    name = f"ZeRO-1, tensor-parallel 4, 2 ranks, {megabytes / 1000:g} GB"
+    make = partial(_tensor_parallel, parameters=parameters)
+    yield _universal(root, name, make, (Limit("ds_to_universal", 1),))
     name = f"universal of ZeRO-2, {megabytes / 1000:g} GB"
     yield _native(root, name, partial(_universal_source, parameters=parameters), 3, ())
 

@@ -99,9 +99,6 @@ def write_zero_checkpoint(
 
     Masters and moments of each rank are random; at stage 2 `module` holds the cast masters.
     """
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-
     tag = directory / "global_step7"
     tag.mkdir(parents=True)
     shapes = OrderedDict((name, torch.Size(shape)) for name, shape in parameters)
@@ -119,48 +116,157 @@ def write_zero_checkpoint(
     for rank in range(ranks):
         flats = {key: torch.randn(length, generator=generator) for key in ("fp32", *STATES)}
         flats["exp_avg_sq"].square_()
-        state = {0: {"step": torch.tensor(7.0), **{k: flats[k] for k in STATES}}}
-        base = {"state": state, "param_groups": [group_entry([0])]}
         if stage == 3:
             inner: dict[str, Any] = {
-                "zero_stage": ZeroStageEnum(stage),
-                "loss_scaler": LossScaler(scale=1.0),
+                "zero_stage": _stage(stage),
+                "loss_scaler": _loss_scaler(),
                 "dynamic_loss_scale": False,
                 "overflow": False,
                 "partition_count": ranks,
-                "optimizer_state_dict": base,
+                "optimizer_state_dict": _base_state(flats),
                 "fp32_flat_groups": [flats["fp32"]],
             }
             torch.save(
                 common_entries(stage, ranks, shapes, module), tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
             )
+            outer = {"optimizer_state_dict": inner, "ds_config": config_of(stage), "ds_version": "0.19.8"}
+            torch.save(outer, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         else:
-            padding = max(0, (rank + 1) * length - sum(numels))
-            master = flats["fp32"][: length - padding]
-            masters.append(master.to(torch.bfloat16))
-            inner = {
-                "loss_scaler": LossScaler(scale=1.0),
-                "dynamic_loss_scale": False,
-                "overflow": False,
-                "clip_grad": 1.0,
-                "base_optimizer_state": base,
-                "single_partition_of_fp32_groups": [master],
-                "zero_stage": ZeroStageEnum(stage),
-                "group_paddings": [padding],
-                "param_alignment_paddings": [[0] * len(parameters)],
-                "partition_count": [ranks],
-                "ds_version": "0.19.8",
-                "param_slice_mappings": [_slices(parameters, numels, rank, length)],
-            }
-        outer = {"optimizer_state_dict": inner, "ds_config": config_of(stage), "ds_version": "0.19.8"}
-        torch.save(outer, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            masters.append(_write_partition(tag, parameters, flats, stage=stage, rank=rank, ranks=ranks))
     if stage != 3:
-        flat = torch.cat(masters)
-        views = flat.split(numels)
-        weights = OrderedDict((n, v.view(s)) for (n, s), v in zip(parameters, views, strict=True))
-        torch.save(common_entries(stage, ranks, shapes, weights), tag / "mp_rank_00_model_states.pt")
+        torch.save(
+            common_entries(stage, ranks, shapes, _views(parameters, masters)), tag / "mp_rank_00_model_states.pt"
+        )
     (directory / "latest").write_text("global_step7")
     return tag
+
+
+def is_row_parallel(name: str) -> bool:
+    """Whether tensor parallelism cuts it along its second dimension."""
+    return name.endswith("c_proj.weight")
+
+
+def is_replicated(name: str) -> bool:
+    """Whether every tensor-parallel rank has all of it."""
+    return ".ln_" in name or name.startswith("ln_") or name.endswith("c_proj.bias") or name == "wpe.weight"
+
+
+def write_tensor_parallel_checkpoint(
+    directory: Path, parameters: list[tuple[str, tuple[int, ...]]], *, tp: int, ranks: int, seed: int = 0
+) -> Path:
+    """The same at stage 1 for `tp` tensor-parallel times `ranks` data-parallel ranks; returns the tag directory.
+
+    The output projections are cut along their second dimension, embeddings and input projections along their first,
+    the rest is on every rank. `universal_checkpoint_info` says so, as Megatron-DeepSpeed writes it.
+    """
+    tag = directory / "global_step7"
+    tag.mkdir(parents=True)
+    generator, common = torch.Generator().manual_seed(seed), torch.Generator()
+    info = {
+        "universal_checkpoint_version": 0.2,
+        "parameter_with_row_parallelism_patterns": [r".*c_proj\.weight"],
+        "tp_replicated_parameter_patterns": [r".*ln_.*", r".*c_proj\.bias", r"wpe\.weight"],
+    }
+    for model_rank in range(tp):
+        local: list[tuple[str, tuple[int, ...]]] = []
+        for name, shape in parameters:
+            if is_replicated(name):
+                local.append((name, shape))
+            elif is_row_parallel(name):
+                local.append((name, (shape[0], shape[1] // tp)))
+            else:
+                local.append((name, (shape[0] // tp, *shape[1:])))
+        total = sum(math.prod(shape) for _, shape in local)
+        length = 2 * math.ceil(total / (2 * ranks))
+        whole: dict[str, torch.Tensor] = {}
+        for number, key in enumerate(("fp32", *STATES)):
+            flat = torch.randn(length * ranks, generator=generator)
+            common.manual_seed(seed + 1 + number)
+            at = 0
+            for name, shape in local:
+                if is_replicated(name):  # equal on every rank, as training keeps them
+                    flat[at : at + math.prod(shape)] = torch.randn(math.prod(shape), generator=common)
+                at += math.prod(shape)
+            whole[key] = flat.square_() if key == "exp_avg_sq" else flat
+        masters = [
+            _write_partition(
+                tag,
+                local,
+                {key: flat[rank * length : (rank + 1) * length].clone() for key, flat in whole.items()},
+                stage=1,
+                rank=rank,
+                ranks=ranks,
+                model_rank=model_rank,
+            )
+            for rank in range(ranks)
+        ]
+        shapes = OrderedDict((name, torch.Size(shape)) for name, shape in local)
+        entries = common_entries(1, ranks, shapes, _views(local, masters)) | {
+            "mp_world_size": tp,
+            "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": tp},
+            "universal_checkpoint_info": info,
+        }
+        torch.save(entries, tag / f"mp_rank_{model_rank:02d}_model_states.pt")
+    (directory / "latest").write_text("global_step7")
+    return tag
+
+
+def _base_state(flats: dict[str, torch.Tensor]) -> dict[str, Any]:
+    state = {0: {"step": torch.tensor(7.0), **{k: flats[k] for k in STATES}}}
+    return {"state": state, "param_groups": [group_entry([0])]}
+
+
+def _write_partition(
+    tag: Path,
+    parameters: list[tuple[str, tuple[int, ...]]],
+    flats: dict[str, torch.Tensor],
+    *,
+    stage: int,
+    rank: int,
+    ranks: int,
+    model_rank: int = 0,
+) -> torch.Tensor:
+    """Write the optimizer file of one rank of stage 1 or 2; returns its masters in the module's type."""
+    numels, length = [math.prod(shape) for _, shape in parameters], len(flats["fp32"])
+    padding = max(0, (rank + 1) * length - sum(numels))
+    master = flats["fp32"][: length - padding]
+    inner: dict[str, Any] = {
+        "loss_scaler": _loss_scaler(),
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": 1.0,
+        "base_optimizer_state": _base_state(flats),
+        "single_partition_of_fp32_groups": [master],
+        "zero_stage": _stage(stage),
+        "group_paddings": [padding],
+        "param_alignment_paddings": [[0] * len(parameters)],
+        "partition_count": [ranks],
+        "ds_version": "0.19.8",
+        "param_slice_mappings": [_slices(parameters, numels, rank, length)],
+    }
+    outer = {"optimizer_state_dict": inner, "ds_config": config_of(stage), "ds_version": "0.19.8"}
+    torch.save(outer, tag / f"bf16_zero_pp_rank_{rank}_mp_rank_{model_rank:02d}_optim_states.pt")
+    return master.to(torch.bfloat16)
+
+
+def _views(
+    parameters: list[tuple[str, tuple[int, ...]]], masters: list[torch.Tensor]
+) -> OrderedDict[str, torch.Tensor]:
+    numels = [math.prod(shape) for _, shape in parameters]
+    views = torch.cat(masters)[: sum(numels)].split(numels)
+    return OrderedDict((n, v.view(s)) for (n, s), v in zip(parameters, views, strict=True))
+
+
+def _loss_scaler() -> object:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+
+    return LossScaler(scale=1.0)
+
+
+def _stage(number: int) -> object:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return ZeroStageEnum(number)
 
 
 def _slices(

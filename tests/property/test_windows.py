@@ -98,6 +98,48 @@ def test_stretches_land_where_they_belong(lengths: list[int], grain: int, shift:
     assert (target == expected).all()
 
 
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 70), st.integers(0, 40), st.integers(0, 40)),
+        min_size=1,
+        max_size=6,
+    ),
+    backwards=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=300, deadline=None)
+def test_slices_of_matrices_land_where_they_belong(
+    groups: list[tuple[int, int, int, int]], backwards: bool, seed: int
+) -> None:
+    """Groups of rows of one length at equal steps, one behind another, in ascending order or not."""
+    begin: list[int] = []
+    at: list[int] = []
+    length: list[int] = []
+    low = to = 0
+    for rows, size, gap, space in groups:
+        for _ in range(rows):
+            begin.append(low)
+            at.append(to)
+            length.append(size)
+            low += size + gap
+            to += size + space
+    order = slice(None, None, -1) if backwards else slice(None)
+    columns = [np.array(c, dtype=np.int64)[order] for c in (begin, at, length)]
+    source = np.random.default_rng(seed).integers(0, 256, low, dtype=np.uint8)
+    target, expected = np.full(to, 0xEE, dtype=np.uint8), np.full(to, 0xEE, dtype=np.uint8)
+    copy_rows(source, columns[0], target, columns[1], columns[2])
+    for first, place, size in zip(begin, at, length, strict=True):
+        expected[place : place + size] = source[first : first + size]
+    assert (target == expected).all()
+
+
+def test_a_matrix_beyond_its_memory_is_refused() -> None:
+    rows = np.arange(20, dtype=np.int64) * 8
+    size = np.full(20, 8, dtype=np.int64)
+    with pytest.raises((TypeError, ValueError)):
+        copy_rows(np.zeros(19 * 8 + 4, dtype=np.uint8), rows, np.zeros(400, dtype=np.uint8), rows * 2, size)
+
+
 class _Memory:
     """A source file in memory."""
 

@@ -119,7 +119,10 @@ def _box_runs(box: Box, grid: tuple[int, ...], begin: int, end: int) -> tuple[Co
         dim -= 1
     starts, sources = np.array([first], dtype=np.int64), np.array([source], dtype=np.int64)
     for d in range(dim):
-        steps = np.arange(box.lengths[d], dtype=np.int64)
+        # Only steps that can reach the interval: a tall tensor has thousands of them, a window few.
+        least, most = (int(starts.min()), int(starts.max())) if len(starts) else (0, 0)
+        reach = range(max(0, (begin - most) // here[d]), min(box.lengths[d], -(-(end - least) // here[d])))
+        steps = np.arange(reach.start, reach.stop, dtype=np.int64)
         starts = (starts[:, None] + steps * here[d]).reshape(-1)
         sources = (sources[:, None] + steps * there[d]).reshape(-1)
         # Everything below lies within one step of this dimension: what cannot reach the interval goes early.

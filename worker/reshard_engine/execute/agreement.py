@@ -7,6 +7,7 @@ and at places spread over them where they are large.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -38,7 +39,9 @@ def check_agreements(checkpoint: Checkpoint, policy: ReplicaPolicy, should_stop:
         should_stop()
         return _difference(checkpoint, agreement, kernel)
 
-    with ThreadPoolExecutor(_THREADS) as pool:
+    # Beyond a store's waits, more threads than cores only hand Python's lock to one another: 2.2 s instead of 1.9.
+    local = all(f.store.scheme == "file" for f in checkpoint.files)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1) if local else _THREADS) as pool:
         found = list(zip(checkpoint.agreements, pool.map(compare, checkpoint.agreements), strict=True))
     wrong = [(a, text) for a, text in found if text is not None]
     if not wrong:
@@ -77,10 +80,13 @@ def _difference(checkpoint: Checkpoint, agreement: Agreement, kernel: CastKernel
     filler = ChunkFiller(checkpoint, kernel)
     size, differing, at = other.dtype.itemsize_bytes, 0, -1
     for begin, end in _blocks(agreement, other.numel):
-        ours = filler.elements(agreement.first, other.dtype, begin, end).reshape(-1, size)
-        theirs = filler.elements(agreement.other, other.dtype, begin, end).reshape(-1, size)
-        rows = np.flatnonzero((ours != theirs).any(axis=1))
-        if len(rows) and at < 0:
+        ours = filler.elements(agreement.first, other.dtype, begin, end)
+        theirs = filler.elements(agreement.other, other.dtype, begin, end)
+        wide = np.uint64 if len(ours) % 8 == 0 else np.uint8
+        if np.array_equal(ours.view(wide), theirs.view(wide)):
+            continue
+        rows = np.flatnonzero((ours.reshape(-1, size) != theirs.reshape(-1, size)).any(axis=1))
+        if at < 0:
             at = begin + int(rows[0])
         differing += len(rows)
     return f"{what}: {differing} of {other.numel} elements differ, the first is {at}" if differing else None
