@@ -72,7 +72,7 @@ docs: $(READY) ## write the generated pages again (docs/errors.md, the module li
 golden: $(READY) ## accept the command line's help as it is now
 	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py
 
-bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|scale|all")
+bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|functions|scale|all")
 	@$(BIN)/python bench/run.py $(ARGS)
 
 bench-device: $(READY) ## casts on a GPU beside those of the processor, and whole conversions

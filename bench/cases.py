@@ -79,7 +79,8 @@ def widened(megabytes: int, layers: int = 24) -> list[tuple[str, tuple[int, ...]
     return gpt_parameters(hidden, layers, 2_000)
 
 
-def _written(source: Path, parameters: list[tuple[str, tuple[int, ...]]], *, stage: int, ranks: int) -> None:
+def written(source: Path, parameters: list[tuple[str, tuple[int, ...]]], *, stage: int, ranks: int) -> None:
+    """Write a checkpoint unless it is there."""
     if not source.exists():
         write_zero_checkpoint(source, parameters, stage=stage, ranks=ranks)
 
@@ -176,7 +177,7 @@ def main_cases(root: Path, megabytes: int) -> Iterator[Case]:
     parameters = sized(megabytes)
     for stage in (2, 3):
         name = f"ZeRO-{stage}, 4 ranks, {megabytes / 1000:g} GB"
-        make = partial(_written, parameters=parameters, stage=stage, ranks=4)
+        make = partial(written, parameters=parameters, stage=stage, ranks=4)
         yield _universal(root, name, make, (Limit("ds_to_universal", 8), Limit(COPY, 1 / 1.25)))
         yield _weights(root, name, make, "fp32", (Limit("zero_to_fp32 --safe_serialization", 5),))
         yield _weights(root, name, make, "bf16", (Limit("zero_to_fp32's functions, then bf16", 4),))
@@ -187,7 +188,7 @@ def small_cases(root: Path, ranks: int = 64) -> Iterator[Case]:
     """Many small tensors on many ranks; fewer at stage 3: the peer writes a file per parameter, state and rank."""
     for stage, count in ((2, 20_000), (3, 5_000)):
         name = f"ZeRO-{stage}, {ranks} ranks, {count} small tensors"
-        make = partial(_written, parameters=many_small_parameters(count), stage=stage, ranks=ranks)
+        make = partial(written, parameters=many_small_parameters(count), stage=stage, ranks=ranks)
         yield _universal(root, name, make, (Limit("ds_to_universal", 20),), peer_rounds=1)
 
 
@@ -197,7 +198,7 @@ def wide_cases(root: Path, megabytes: int) -> Iterator[Case]:
     for stage in (1, 2, 3):
         for ranks in (2, 8, 64):
             name = f"ZeRO-{stage}, {ranks} ranks, {megabytes / 1000:g} GB"
-            make = partial(_written, parameters=parameters, stage=stage, ranks=ranks)
+            make = partial(written, parameters=parameters, stage=stage, ranks=ranks)
             yield _universal(root, name, make, (Limit("ds_to_universal", 1),))
     name = f"ZeRO-1, tensor-parallel 4, 2 ranks, {megabytes / 1000:g} GB"
     make = partial(_tensor_parallel, parameters=parameters)
@@ -210,5 +211,5 @@ def _universal_source(source: Path, parameters: list[tuple[str, tuple[int, ...]]
     if source.exists():
         return
     before = source.with_name(f"{source.name} before")
-    _written(before, parameters, stage=2, ranks=4)
+    written(before, parameters, stage=2, ranks=4)
     subprocess.run(_convert(before, source, "--to", "universal"), check=True, env=environment())

@@ -1,6 +1,6 @@
 """Our CLI beside DeepSpeed's converters and a plain copy, on the same checkpoints, in one run.
 
-    python bench/run.py [--suite main|small|wide|scale|all] [--megabytes 4000] [--rounds 3] [--out DIR] [--data DIR]
+    python bench/run.py [--suite main|small|wide|functions|scale|all] [--megabytes 4000] [--rounds 3] [--only TEXT] ...
 
 Commands alternate; medians and ratios are printed, with peak memory of the process tree and the bytes that it read and
 wrote. Outputs are compared with the peer's, tensor by tensor, before a ratio is. Exit status 1 if a stated ratio is
@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cases import OURS, Case, environment, main_cases, small_cases, wide_cases
+from functions import function_cases
 from measure import Measured, measure
 from scale import memory_rows, plan_rows, thread_rows
 from tables import draw, markdown
@@ -106,7 +107,7 @@ def _accept(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     """Run the suites; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=("main", "small", "wide", "scale", "all"), default="main")
+    parser.add_argument("--suite", choices=("main", "small", "wide", "functions", "scale", "all"), default="main")
     parser.add_argument("--megabytes", type=int, default=4_000, help="masters and moments of the checkpoint")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -125,6 +126,7 @@ def main() -> int:
         suites = {
             "main": main_cases(root, arguments.megabytes),
             "small": small_cases(Path(small)),
+            "functions": function_cases(root, min(arguments.megabytes, 4_000)),
             "wide": wide_cases(root, min(arguments.megabytes, 1_000)),
         }
         for suite, cases in suites.items():

@@ -17,6 +17,7 @@ from reshard.models import (
     NameScheme,
     NativeLayout,
     OpaquePolicy,
+    OverflowPolicy,
     ReplicaPolicy,
     SourceSpec,
     TargetFormat,
@@ -41,6 +42,7 @@ class ConvertOptions(TypedDict, total=False):
     names: NameScheme | str | None
     replicas: ReplicaPolicy | str
     exclude_frozen: bool
+    on_overflow: OverflowPolicy | str
     opaque: OpaquePolicy | str
     verify: VerifyLevel | str
     overwrite: bool

@@ -20,6 +20,8 @@ class TargetFormat(StrEnum):
     """Consolidated weights, `pytorch_model.bin` with a Hugging Face index."""
     ZERO = "zero"
     """DeepSpeed's own files for a given layout: plain `engine.load_checkpoint` resumes."""
+    SLIM = "slim"
+    """The same files, torch's without the parts of storages that no tensor of theirs uses."""
 
 
 class WeightDtype(StrEnum):
@@ -63,6 +65,17 @@ class VerifyLevel(StrEnum):
     """Checksums taken as the bytes pass, checked by the store where it can; structure and sizes read again."""
     FULL = "full"
     """And the whole source compared with its own checksums, and every byte of the output read back."""
+
+
+class OverflowPolicy(StrEnum):
+    """What becomes of finite elements that are too large for the type that was asked for."""
+
+    INF = "inf"
+    """Infinity, as torch's own cast does; counted and reported."""
+    SATURATE = "saturate"
+    """The largest finite number of their sign; counted and reported."""
+    ERROR = "error"
+    """The conversion stops and writes nothing."""
 
 
 class ZeroStage(StrEnum):

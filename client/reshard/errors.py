@@ -108,6 +108,7 @@ CODES: Mapping[str, CodeEntry] = {
     "pickle.ambiguous_key": _source("Dictionary keys that Python would merge."),
     "tensor.bad_extent": _source("A tensor reaches outside its storage."),
     "tensor.amplification": _source("Tensors repeat a storage far beyond its size."),
+    "tensor.overflow": CodeEntry(422, ExitCode.REFUSED, "Elements are too large for the type that was asked for."),
     "tensor.unsupported": CodeEntry(422, ExitCode.REFUSED, "A tensor kind that is not supported."),
     "zip.bad_directory": _source("The zip directory does not describe the file."),
     "zip.bad_record": _source("A record of the archive is not what torch writes."),

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from reshard.errors import RequestError
 
@@ -19,12 +19,34 @@ if TYPE_CHECKING:
         Inspection,
         PlanSummary,
         Progress,
+        SlimResult,
         SourceSpec,
         VerifyReport,
+        WeightDtype,
     )
     from reshard.pictures import LayoutPicture
 
 ENTRY_POINT_GROUP = "reshard.engine"
+
+
+class StateDicts(Protocol):
+    """Weights of checkpoints as torch tensors, which have no type here: the slim package knows no torch."""
+
+    def lazy(self, source: SourceSpec, *, exclude_frozen: bool) -> dict[str, Any]:
+        """The fp32 weights by name, as objects that read their bytes on `contiguous()`."""
+        ...
+
+    def whole(self, tensors: Mapping[str, Any], *, dtype: WeightDtype | None = None, empty: bool = False) -> Any:
+        """All of them, read; floating ones cast if a type is given, or only allocated."""
+        ...
+
+    def load(self, model: Any, tensors: Mapping[str, Any]) -> None:
+        """Load them into a model on the CPU, a bounded part at a time."""
+        ...
+
+    def cloned(self, item: Any, device: Any) -> Any:
+        """A copy of nested containers whose tensors have storages of their own."""
+        ...
 
 
 class Engine(Protocol):
@@ -53,6 +75,37 @@ class Engine(Protocol):
 
         `on_progress` is called from one thread at a time; `should_stop` is polled between units and
         ends the run with `job.cancelled`, leaving the journal for a later resume.
+        """
+        ...
+
+    def convert_into(
+        self,
+        request: ConvertRequest,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> ConvertResult:
+        """The same; files of the same names in a local directory that exists are replaced, the rest is kept."""
+        ...
+
+    def slim(
+        self,
+        source: SourceSpec,
+        target: str,
+        *,
+        overwrite: bool = False,
+        target_profile: str | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> SlimResult:
+        """Write a torch file, or all files of a directory, anew, each storage as long as its tensors."""
+        ...
+
+    def state_dicts(self) -> StateDicts:
+        """Weights as torch tensors.
+
+        Raises:
+            RequestError: `request.engine_missing` without torch.
         """
         ...
 

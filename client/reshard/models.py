@@ -16,6 +16,7 @@ from reshard.choices import (
     NameScheme as NameScheme,
     OffloadPolicy as OffloadPolicy,
     OpaquePolicy as OpaquePolicy,
+    OverflowPolicy as OverflowPolicy,
     ReplicaPolicy as ReplicaPolicy,
     RngPolicy as RngPolicy,
     TargetFormat as TargetFormat,
@@ -91,6 +92,8 @@ class ConvertRequest(WireModel):
     exclude_frozen: bool = False
     opaque: OpaquePolicy = OpaquePolicy.REFUSE
     overwrite: bool = False
+    on_overflow: OverflowPolicy = OverflowPolicy.INF
+    """Finite elements that a narrower type cannot hold; what was lost is counted whatever it says."""
     verify: VerifyLevel = VerifyLevel.DEFAULT
     memory_limit_bytes: int = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1)
     part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10)
@@ -183,6 +186,19 @@ class Inspection(WireModel):
     tensors: tuple[TensorInfo, ...]
 
 
+class CastLoss(WireModel):
+    """What the cast of one parameter to a narrower type lost, in elements."""
+
+    fqn: str
+    overflowed: int = 0
+    """Finite, and too large: infinite now, or the largest finite number under `on_overflow: saturate`."""
+    underflowed: int = 0
+    """Not zero before, zero now."""
+    nan: int = 0
+    infinite: int = 0
+    """Infinite before."""
+
+
 class ConvertResult(WireModel):
     """What a finished conversion did."""
 
@@ -201,6 +217,19 @@ class ConvertResult(WireModel):
     already_done: bool = False
     verification: VerifyLevel = VerifyLevel.DEFAULT
     warnings: tuple[str, ...] = ()
+    casts: tuple[CastLoss, ...] = ()
+    """Parameters of which casts lost something, or that held NaNs or infinities; the others are left out."""
+
+
+class SlimResult(WireModel):
+    """What writing torch files anew saved."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    files: int
+    source_bytes: int
+    target_bytes: int
+    already_done: bool = False
 
 
 class VerifyProblem(WireModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import warnings
 import zlib
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.dtypes import BY_NAME
-from reshard_engine.execute.cast import NumpyCast, overflowed
+from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.crc import combine
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -84,19 +83,7 @@ def test_widening_is_exact(values: list[int]) -> None:
         assert (back[~nan] == np.array(values, np.uint16)[~nan]).all()
 
 
-def test_overflow_is_counted() -> None:
-    values = np.array([1.0, 70000.0, -1e30, np.inf, np.nan], dtype=np.float32).view(np.uint8)
-    fp32, fp16, bf16 = BY_NAME["float32"], BY_NAME["float16"], BY_NAME["bfloat16"]
-    assert overflowed(values, NumpyCast().cast(values, fp32, fp16), fp32, fp16) == 2
-    assert overflowed(values, NumpyCast().cast(values, fp32, bf16), fp32, bf16) == 0
-    wide = np.array([1e300, 1.0, np.inf], dtype=np.float64).view(np.uint8)
-    for narrow in (fp32, bf16, fp16):
-        assert overflowed(wide, NumpyCast().cast(wide, BY_NAME["float64"], narrow), BY_NAME["float64"], narrow) == 1
-    largest = np.array([struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]], dtype=np.float32).view(np.uint8)
-    assert overflowed(largest, NumpyCast().cast(largest, fp32, bf16), fp32, bf16) == 1
-
-
-@pytest.mark.parametrize("to", list(TargetFormat))
+@pytest.mark.parametrize("to", [t for t in TargetFormat if t is not TargetFormat.SLIM])
 @pytest.mark.parametrize("dtype", [None, WeightDtype.BF16])
 @pytest.mark.parametrize("name", ["zero2_tiny", "zero3_tiny"])
 def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: WeightDtype | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from house.casts import BITS, PAIRS, by_the_rule, elements, hold, lost, weights
+from house.casts import BITS, PAIRS, by_the_rule, elements, hold, special, weights
 from reshard.errors import IntegrityError
 from reshard_engine.dtypes import BY_NAME, Dtype
 from reshard_engine.execute.cast import NumpyCast
@@ -339,6 +339,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_rule_itself_counts_what_is_lost() -> None:
-    values = np.array([1.0, 70000.0, -1e30, np.inf, np.nan], dtype=np.float32).view(np.uint8)
-    assert lost(values, by_the_rule(values, FP32, FP16), FP32, FP16) == 2
+def test_the_rule_itself_counts_what_is_special() -> None:
+    values = np.array([1.0, 70000.0, -1e30, np.inf, np.nan, 0.0, -0.0, 1e-9], dtype=np.float32).view(np.uint8)
+    assert special(by_the_rule(values, FP32, FP16), FP32, FP16) == 7
+    assert special(by_the_rule(values, FP32, BF16), FP32, BF16) == 4

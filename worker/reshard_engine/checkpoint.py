@@ -17,6 +17,8 @@ from reshard_engine.shardmap import ShardMap
 
 RNG_KEYS = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 """Entries of model states that hold random states: Megatron's, and the names of its members."""
+FILE_STATE = "file"
+"""State of a tensor that is all bytes of a file."""
 MAX_AMPLIFICATION = 16
 """Bytes of all tensors for one byte of the files: views and tied tensors share bytes, a few times at most."""
 

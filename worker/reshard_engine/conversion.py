@@ -14,6 +14,7 @@ from reshard.models import (
     ConvertResult,
     FileEntry,
     OffloadPolicy,
+    OverflowPolicy,
     Progress,
     TargetFormat,
     VerifyLevel,
@@ -27,7 +28,7 @@ from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.local_sink import LocalSink
 from reshard_engine.execute.object_sink import ObjectSink
 from reshard_engine.execute.offload import CopyingSink, Offloader
-from reshard_engine.execute.receipt import build_manifest, with_pins
+from reshard_engine.execute.receipt import build_manifest, casts_of, with_pins
 from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
 from reshard_engine.execute.source_check import check_source
 from reshard_engine.layout import TargetLayout
@@ -38,6 +39,7 @@ from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.readers.torch_files import read_torch_files
 from reshard_engine.relabel import relabelled
 from reshard_engine.rules.request import requested_rules
 from reshard_engine.storage.locations import Location, open_location
@@ -66,7 +68,8 @@ def sink_for(target: Location) -> LocalSink | ObjectSink | None:
 def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) -> None:
     """Refuse a target that is, holds, or lies in the checkpoint; local links are resolved on both sides."""
     places = {checkpoint.url}
-    if target.store.scheme == "file":
+    single = len(checkpoint.files) == 1 and checkpoint.url == checkpoint.files[0].objects[0].path
+    if target.store.scheme == "file" and not single:
         paths = [i.path for f in checkpoint.files if f.store.scheme == "file" for i in f.objects]
         places |= {os.path.realpath(os.path.dirname(p)) for p in paths} | {
             os.path.dirname(os.path.realpath(p)) for p in paths
@@ -80,7 +83,12 @@ def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) ->
             )
 
 
-def _refuse_unexplained(checkpoint: Checkpoint) -> None:
+def refuse_unexplained(checkpoint: Checkpoint) -> None:
+    """Refuse slices of tensor parallelism of which nothing says how they were cut.
+
+    Raises:
+        SourceError: `checkpoint.unexplained`.
+    """
     names = checkpoint.unexplained
     if not names:
         return
@@ -92,6 +100,16 @@ def _refuse_unexplained(checkpoint: Checkpoint) -> None:
         fix="say it: --rules FILE (docs/rules.md), or --family gpt-megatron|llama-megatron|bloom",
         details={"parameters": [printable(n) for n in names[:256]]},
     )
+
+
+def _read(source: Location, request: ConvertRequest) -> Checkpoint:
+    if request.to is not TargetFormat.SLIM:
+        return read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque), requested_rules(request))
+    if request.source.tag is not None:
+        raise RequestError(
+            "request.invalid", "--to slim takes files as they are: no tag", fix="name the tag's directory"
+        )
+    return read_torch_files(source, OpaqueLedger(request.opaque))
 
 
 def _copied_from(target: Location, checkpoint: Checkpoint, request: ConvertRequest) -> set[int]:
@@ -134,8 +152,8 @@ class Conversion:
                 f"{scheme_of(request.target)}:// can be read, not written",
                 fix="write to a local path or to s3://",
             )
-        checkpoint = read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque), requested_rules(request))
-        _refuse_unexplained(checkpoint)
+        checkpoint = _read(source, request)
+        refuse_unexplained(checkpoint)
         checkpoint = relabelled(checkpoint, request)
         _refuse_overlap(target, checkpoint, wanted=request.to.value)
         name = parent_and_name(target.path)[1]
@@ -219,7 +237,8 @@ class Conversion:
         self.sink.seal(executor.records)
         full = None
         if self.request.verify is VerifyLevel.FULL:
-            full = FullVerification(self.layout, self.sink, stop_check(should_stop))
+            saturate = plan.on_overflow is OverflowPolicy.SATURATE
+            full = FullVerification(self.layout, self.sink, stop_check(should_stop), saturate=saturate)
             full.read_source(self.checkpoint)
             full.read_back(self._manifest(executor, disagreements), commit=False)
         self._prove_structure(executor)
@@ -250,6 +269,7 @@ class Conversion:
             plan_digest=plan.digest,
             # What a device could not do is no property of the target, so it is not in the manifest.
             warnings=(*manifest.warnings, *default_kernel().take_warnings()),
+            casts=manifest.casts,
             verification=manifest.verification,
         )
 
@@ -260,6 +280,11 @@ class Conversion:
             self.sink.withdraw(error.details["paths"])
             raise
 
+    def _overflows(self, executor: Executor) -> list[str]:
+        became = "the largest number of" if self.plan.on_overflow is OverflowPolicy.SATURATE else "infinite in"
+        lost = {c.fqn: c.overflowed for c in casts_of(executor.records) if c.overflowed}
+        return [f"{count} elements of {fqn} became {became} the narrower type" for fqn, count in lost.items()]
+
     def _manifest(self, executor: Executor, disagreements: Sequence[str]) -> Manifest:
         return build_manifest(
             self.checkpoint,
@@ -267,7 +292,7 @@ class Conversion:
             self.layout.files,
             executor.records,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            warnings=(*self.plan.warnings, *disagreements, *_overflow_warnings(executor)),
+            warnings=(*self.plan.warnings, *disagreements, *self._overflows(executor)),
         )
 
     def _finished(self) -> Manifest | None:
@@ -329,6 +354,7 @@ class Conversion:
             plan_digest=self.plan.digest,
             already_done=True,
             warnings=manifest.warnings,
+            casts=manifest.casts,
             verification=self.request.verify if self.request.verify is VerifyLevel.FULL else manifest.verification,
         )
 
@@ -337,14 +363,3 @@ def _lap(seconds: dict[str, float], phase: str, clock: float) -> float:
     now = time.monotonic()
     seconds[phase] = now - clock
     return now
-
-
-def _overflow_warnings(executor: Executor) -> list[str]:
-    lost: dict[str, int] = {}
-    for record in executor.records.values():
-        for fqn, count in record.overflows.items():
-            lost[fqn] = lost.get(fqn, 0) + count
-    return [
-        f"{count} elements of {printable(fqn)} became infinite in the narrower type"
-        for fqn, count in sorted(lost.items())
-    ]

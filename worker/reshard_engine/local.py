@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, printable
+from reshard.local import StateDicts
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
@@ -18,7 +19,9 @@ from reshard.models import (
     OpaquePolicy,
     PlanSummary,
     Progress,
+    SlimResult,
     SourceSpec,
+    TargetFormat,
     VerifyReport,
 )
 from reshard.pictures import LayoutPicture
@@ -79,6 +82,54 @@ class LocalEngine:
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
         return Conversion.prepare(request).run(on_progress=on_progress, should_stop=should_stop)
+
+    def convert_into(
+        self,
+        request: ConvertRequest,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> ConvertResult:
+        """Convert; files of the same names in a local directory that exists are replaced."""
+        from reshard_engine.into_directory import convert_into
+
+        return convert_into(request, on_progress=on_progress, should_stop=should_stop)
+
+    def slim(
+        self,
+        source: SourceSpec,
+        target: str,
+        *,
+        overwrite: bool = False,
+        target_profile: str | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> SlimResult:
+        """Write a torch file, or all files of a directory, anew, each storage as long as its tensors."""
+        from reshard_engine.slimming import slim
+
+        request = ConvertRequest(
+            source=source,
+            target=target,
+            to=TargetFormat.SLIM,
+            target_profile=target_profile,
+            overwrite=overwrite,
+            # Whoever has the file has its objects: they stay what they are, data that is never executed.
+            opaque=OpaquePolicy.KEEP,
+        )
+        return slim(request, on_progress=on_progress, should_stop=should_stop)
+
+    def state_dicts(self) -> StateDicts:
+        """Weights as torch tensors."""
+        try:
+            from reshard_engine import state_dicts
+        except ModuleNotFoundError as error:
+            raise RequestError(
+                "request.engine_missing",
+                f"tensors need {error.name!r}, which is not installed",
+                fix="pip install torch",
+            ) from error
+        return state_dicts
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
         """Re-read a target against its manifest; with `sample` only a random fraction of its bytes."""

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard.errors import IntegrityError, printable
-from reshard.models import VerifyLevel
+from reshard.models import CastLoss, VerifyLevel
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
 
@@ -103,6 +103,8 @@ class Manifest(_Facts):
     tensors: tuple[ManifestTensor, ...]
     offloaded: tuple[ManifestOffload, ...] = ()
     """Left out of the file where there is none, so that versions that do not know it read what they can."""
+    casts: tuple[CastLoss, ...] = ()
+    """What casts lost, by parameter. Left out where there is nothing, for the same reason."""
     uncovered: tuple[tuple[str, int, int], ...] = ()
     """(path, offset, length) of bytes of the target that no checksum covers. The writer leaves none."""
     read_bytes: int
@@ -112,7 +114,7 @@ class Manifest(_Facts):
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored, sealed with its own SHA-256."""
-        absent = None if self.offloaded else {"offloaded"}
+        absent = {name for name in ("offloaded", "casts") if not getattr(self, name)}
         head = self.model_dump_json(exclude=absent).encode().removesuffix(b"}")
         digest = hashlib.sha256(head + _TAIL % _NO_DIGEST).hexdigest()
         return head + _TAIL % digest.encode()

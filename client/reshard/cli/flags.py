@@ -18,6 +18,7 @@ from reshard.choices import (
     NameScheme,
     OffloadPolicy,
     OpaquePolicy,
+    OverflowPolicy,
     ReplicaPolicy,
     RngPolicy,
     TargetFormat,
@@ -114,6 +115,9 @@ class ConversionFlags:
         ReplicaPolicy,
         typer.Option(help="When copies that must agree do not: stop, or take the first.", rich_help_panel=_CUTS),
     ] = ReplicaPolicy.ERROR
+    on_overflow: Annotated[
+        OverflowPolicy, typer.Option(help="Elements too large for --dtype: infinite, the largest number, or stop.")
+    ] = OverflowPolicy.INF
     opaque: Annotated[OpaquePolicy, typer.Option(help="Objects of classes that are not on the allow-list.")] = (
         OpaquePolicy.REFUSE
     )
@@ -191,6 +195,7 @@ class ConversionFlags:
                 replicas=self.replicas,
                 max_shard_bytes=parse_size(self.max_shard_size) if self.max_shard_size else None,
                 exclude_frozen=self.exclude_frozen,
+                on_overflow=self.on_overflow,
                 opaque=self.opaque,
                 overwrite=self.overwrite,
                 verify=self.verify,

@@ -18,12 +18,12 @@ from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.picture import html_of, picture_lines, svg_of
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
-from reshard.cli.tables import inspection_lines, plan_lines
+from reshard.cli.tables import cast_line, inspection_lines, plan_lines
 from reshard.errors import ExitCode, JobError, RequestError, printable
 from reshard.local import load_engine
 
 if TYPE_CHECKING:
-    from reshard.models import VerifyReport
+    from reshard.models import ConvertRequest, VerifyReport
     from reshard.pictures import LayoutPicture
 
 Source = Annotated[
@@ -108,11 +108,23 @@ def convert(
 
     An interrupted run resumes when the same command runs again; a finished one is recognised.
     """
-    request = flags.request(source, target)
+    run_conversion(flags.request(source, target), as_json=as_json, quiet=quiet)
+
+
+def run_conversion(request: ConvertRequest, *, into: bool = False, as_json: bool = False, quiet: bool = False) -> None:
+    """Run a conversion in this process and say what became of it.
+
+    Args:
+        request: What to convert.
+        into: Whether a directory that is there is written into.
+        as_json: Whether the result goes to stdout, not the path alone.
+        quiet: Whether nothing but that is said.
+    """
     engine = load_engine()
+    call = engine.convert_into if into else engine.convert
     try:
-        with _stoppable() as stop, progress_shown(quiet=quiet) as show:
-            result = engine.convert(request, on_progress=show, should_stop=stop.is_set)
+        with stoppable() as stop, progress_shown(quiet=quiet) as show:
+            result = call(request, on_progress=show, should_stop=stop.is_set)
     except JobError as error:
         if error.code != "job.cancelled":
             raise
@@ -123,6 +135,8 @@ def convert(
         ) from None
     for warning in result.warnings:
         _hint(f"warning: {warning}")
+    if result.casts and not quiet:
+        _hint(cast_line(result.casts))
     if as_json:
         _say(result.model_dump_json())
         return
@@ -138,7 +152,7 @@ def convert(
 
 
 @contextmanager
-def _stoppable() -> Generator[threading.Event]:
+def stoppable() -> Generator[threading.Event]:
     """The first Ctrl-C lets units in flight end, the second one does not."""
     stop = threading.Event()
 

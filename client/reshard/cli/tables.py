@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.cli.sizes import format_size
 from reshard.errors import printable
 
 if TYPE_CHECKING:
-    from reshard.models import Inspection, PlanSummary, TensorInfo
+    from reshard.models import CastLoss, Inspection, PlanSummary, TensorInfo
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 
@@ -31,6 +31,19 @@ def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
     if found.foreign_globals:
         yield f"  foreign names, never executed: {', '.join(found.foreign_globals)}"
     yield from (_tensor_line(t, 1) for t in found.tensors) if every_tensor else _digest_lines(found.tensors)
+
+
+def cast_line(casts: Sequence[CastLoss]) -> str:
+    """What casts lost, in one line; `--json` has it by parameter."""
+    facts = (
+        (sum(c.overflowed for c in casts), "too large"),
+        (sum(c.underflowed for c in casts), "now zero"),
+        (sum(c.nan for c in casts), "NaN"),
+        (sum(c.infinite for c in casts), "infinite before"),
+    )
+    listed = ", ".join(f"{count:,} elements {what}" for count, what in facts if count)
+    names = ", ".join(c.fqn for c in casts[:3]) + (", ..." if len(casts) > 3 else "")
+    return f"casts: {listed}, in {len(casts)} parameters: {names}"
 
 
 def _tensor_line(tensor: TensorInfo, count: int, name: str | None = None) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from reshard.errors import RequestError, SourceError
 from reshard_engine.dtypes import Dtype
+from reshard_engine.execute.losses import special
 from reshard_engine.execute.rows import Buffer, Kind, Rows, copy_rows, starts_of
 from reshard_engine.execute.tiles import (
     TILE_ELEMS,
     Scratch,
-    holds_infinite,
+    holds_special,
     narrow_to_bfloat16,
     narrow_to_float16,
     widen_bfloat16,
@@ -26,7 +26,6 @@ from reshard_engine.execute.tiles import (
 CAST_BYTES = 32 << 10
 """Mean length from which stretches are cast one by one: shorter ones cost more as calls than as copies."""
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
-_NATIVE = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 
 
 class CastKernel(Protocol):
@@ -37,11 +36,11 @@ class CastKernel(Protocol):
         ...
 
     def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
-        """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
+        """Put the elements in the target's type into memory; returns how many results are zero, infinite or NaN."""
         ...
 
     def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
-        """Cast rows of one memory into another; returns how many finite elements became infinite."""
+        """Cast rows of one memory into another; returns how many results are zero, infinite or NaN."""
         ...
 
     def staging(self, length_bytes: int) -> Buffer:
@@ -67,13 +66,13 @@ class NumpyCast:
         return result
 
     def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
-        """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
+        """Put the elements in the target's type into memory; returns how many results are zero, infinite or NaN."""
         if source.name not in _FLOATS:
             raise SourceError("tensor.unsupported", f"cannot cast from {source.name}")
         if target.name not in _FLOATS or target.name == "float64":
             raise RequestError("request.unsatisfiable", f"cannot cast to {target.name}")
         wide, narrow = source.itemsize_bytes, target.itemsize_bytes
-        scratch, lost = self._scratch.at_least(len(data) // wide), 0
+        scratch, found = self._scratch.at_least(len(data) // wide), 0
         # numpy views of wider elements want aligned memory; tiles are as aligned as what they are cut from.
         odd_source, odd_target = data.ctypes.data % wide, out.ctypes.data % narrow
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -83,13 +82,13 @@ class NumpyCast:
                 tile = _copied(tile, scratch.source) if odd_source else tile
                 place = scratch.target[: len(result)] if odd_target else result
                 if _cast_tile(tile, source, target, place, scratch):
-                    lost += overflowed(tile, place, source, target)
+                    found += special(place, target)
                 if place is not result:
                     result[:] = place
-        return lost
+        return found
 
     def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
-        """Cast rows of one memory into another; returns how many finite elements became infinite."""
+        """Cast rows of one memory into another; returns how many results are zero, infinite or NaN."""
         wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
         begin, length, at = rows.begin, rows.length, rows.at
         total, shorter = int(length.sum()), length // wide * narrow
@@ -101,9 +100,9 @@ class NumpyCast:
             )
         packed, result = np.empty(total, dtype=np.uint8), np.empty(total // wide * narrow, dtype=np.uint8)
         copy_rows(source, begin, packed, starts_of(length), length)
-        lost = self.cast_into(packed, kind.source, kind.target, result)
+        found = self.cast_into(packed, kind.source, kind.target, result)
         copy_rows(result, starts_of(shorter), target, at, shorter)
-        return lost
+        return found
 
     def staging(self, length_bytes: int) -> Buffer:
         """New memory: measured, it costs no more than memory that is kept."""
@@ -121,7 +120,7 @@ def _copied(data: Buffer, memory: Buffer) -> Buffer:
 
 
 def _cast_tile(tile: Buffer, source: Dtype, target: Dtype, out: Buffer, scratch: Scratch) -> bool:
-    """Cast one tile; returns whether any of it may have become infinite."""
+    """Cast one tile; returns whether the result holds a zero, an infinity or a NaN; none counts in a wider type."""
     count = len(tile) // source.itemsize_bytes
     direct = target.name == "float32"
     values = out.view(np.float32) if direct else scratch.values[:count]
@@ -132,7 +131,7 @@ def _cast_tile(tile: Buffer, source: Dtype, target: Dtype, out: Buffer, scratch:
     elif source.name == "float64":
         np.copyto(values, tile.view(np.float64), casting="same_kind")
         if direct:
-            return holds_infinite(values)
+            return holds_special(values)
     elif source.name == "bfloat16":
         widen_bfloat16(tile.view(np.uint16), values.view(np.uint32))
     else:
@@ -142,26 +141,3 @@ def _cast_tile(tile: Buffer, source: Dtype, target: Dtype, out: Buffer, scratch:
     if target.name == "bfloat16":
         return narrow_to_bfloat16(values, out.view(np.uint16))
     return narrow_to_float16(values, out.view(np.uint16), scratch)
-
-
-def overflowed(before: Buffer, after: Buffer, source: Dtype, target: Dtype) -> int:
-    """How many finite elements became infinite."""
-    if target.itemsize_bytes >= source.itemsize_bytes and (source.name, target.name) != ("bfloat16", "float16"):
-        return 0
-    inf_after = _infinite(after, target)
-    if not inf_after.any():
-        return 0
-    return int((inf_after & _finite(before, source)).sum())
-
-
-def _infinite(data: Buffer, dtype: Dtype) -> npt.NDArray[np.bool_]:
-    if dtype.name == "bfloat16":
-        return (data.view(np.uint16) & 0x7FFF) == 0x7F80
-    return np.isinf(data.view(_NATIVE[dtype.name]))
-
-
-def _finite(data: Buffer, dtype: Dtype) -> npt.NDArray[np.bool_]:
-    # In its own type: a large float64 is infinite once it is widened to float32.
-    if dtype.name == "bfloat16":
-        return (data.view(np.uint16) & 0x7F80) != 0x7F80
-    return np.isfinite(data.view(_NATIVE[dtype.name]))

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from reshard.errors import JobError
-from reshard.models import Progress
+from reshard.errors import JobError, SourceError, printable
+from reshard.models import OverflowPolicy, Progress
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.checksums import crc32
 from reshard_engine.digests import DIGEST_BYTES, BlockRun
@@ -25,6 +25,7 @@ from reshard_engine.execute.flights import CALLS_AT_ONCE
 from reshard_engine.execute.gather import ChunkFiller, Part
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
 from reshard_engine.execute.kernels import default_kernel
+from reshard_engine.execute.losses import Losses
 from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
@@ -115,6 +116,24 @@ def _merged(runs: Iterable[BlockRun]) -> list[BlockRun]:
     return found
 
 
+def _refuse_overflow(losses: Mapping[str, Losses]) -> None:
+    """Stop at the first unit in which elements are too large for their new type: others may take hours.
+
+    Raises:
+        SourceError: `tensor.overflow`.
+    """
+    lost = {fqn: found.overflowed for fqn, found in losses.items() if found.overflowed}
+    if lost:
+        fqn, count = next(iter(lost.items()))
+        raise SourceError(
+            "tensor.overflow",
+            f"{count} finite elements of {printable(fqn)} are too large for the type that was asked for"
+            + (f", and some of {len(lost) - 1} more parameters in the same unit of work" if len(lost) > 1 else ""),
+            fix="--on-overflow saturate (the largest number) or inf, or a wider --dtype: bf16 has fp32's range",
+            details={"parameters": [printable(n) for n in list(lost)[:64]]},
+        )
+
+
 class Executor:
     """Runs the units of one plan into one sink."""
 
@@ -136,6 +155,7 @@ class Executor:
         self._plan = plan
         self._sink = sink
         self._offloader = offloader
+        self._on_overflow = plan.on_overflow
         self._kernel: CastKernel = default_kernel()
         self._on_progress = on_progress
         self._should_stop = should_stop or (lambda: False)
@@ -212,8 +232,9 @@ class Executor:
             self._put_up(copied.spans)
             self._finish(unit, copied, phase)
             return
-        filler = ChunkFiller(self._checkpoint, self._kernel, pool=None if self._local else self._calls)
-        passing = PassingDigests(self._checkpoint, self._kernel)
+        saturate, calls = self._on_overflow is OverflowPolicy.SATURATE, None if self._local else self._calls
+        filler = ChunkFiller(self._checkpoint, self._kernel, saturate=saturate, pool=calls)
+        passing = PassingDigests(self._checkpoint, self._kernel, saturate=saturate)
         sums = _RecordSums(self._board)
         proven: list[RecordSpan] = []
         blocks: list[BlockRun] = []
@@ -230,13 +251,15 @@ class Executor:
                     blocks += passing.of_chunk(part.file, Chunk(chunk.file, part.begin, part.length_bytes), buffer)
                     outlet.take(chunk, part.begin, buffer.data)
             written = outlet.records()
+        if self._on_overflow is OverflowPolicy.ERROR:
+            _refuse_overflow(filler.losses)
         record = UnitRecord(
             unit.index,
             tuple(written),
             (*proven, *sums.spans()),
             tuple(_merged(blocks)),
             read_bytes=filler.read_bytes + passing.read_bytes,
-            overflows=filler.overflows,
+            losses=filler.losses,
         )
         self._finish(unit, record, phase)
 

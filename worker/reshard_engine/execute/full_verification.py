@@ -19,8 +19,11 @@ from reshard_engine.manifest import Manifest
 class FullVerification:
     """Reads everything once more. Methods are called in the order in which they stand here."""
 
-    def __init__(self, layout: TargetLayout, sink: Sink, should_stop: Callable[[], None]) -> None:
-        """`should_stop` raises when the caller wants the run to end."""
+    def __init__(
+        self, layout: TargetLayout, sink: Sink, should_stop: Callable[[], None], *, saturate: bool = False
+    ) -> None:
+        """`should_stop` raises when the caller wants the run to end; `saturate` as in `ChunkFiller`."""
+        self._saturate = saturate
         self._layout = layout
         self._sink = sink
         self._should_stop = should_stop
@@ -62,7 +65,8 @@ class FullVerification:
             IntegrityError: `integrity.mismatch`; the files that hold such tensors were withdrawn.
         """
         whole = self._with_digests(manifest)
-        wrong = differing_tensors(checkpoint, self._layout.files, whole, self._should_stop)
+        files, stop = self._layout.files, self._should_stop
+        wrong = differing_tensors(checkpoint, files, whole, stop, saturate=self._saturate)
         if wrong:
             paths = {manifest.files[file].path for tensor in wrong for file, _, _, _ in tensor.extents}
             self._sink.withdraw(sorted(paths))

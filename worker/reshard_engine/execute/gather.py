@@ -12,6 +12,7 @@ from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import CastKernel
+from reshard_engine.execute.losses import Losses
 from reshard_engine.execute.means import mean_of
 from reshard_engine.execute.rows import Buffer, Column, Kind
 from reshard_engine.execute.stretches import Mover, Stretches
@@ -49,12 +50,21 @@ class _Wanted:
 class ChunkFiller:
     """Fills parts of files from a checkpoint; counts what it read and what casts lost."""
 
-    def __init__(self, checkpoint: Checkpoint, kernel: CastKernel, *, pool: Executor | None = None) -> None:
-        """Nothing is read yet; reads run in the pool, beside one another, if there is one."""
+    def __init__(
+        self, checkpoint: Checkpoint, kernel: CastKernel, *, saturate: bool = False, pool: Executor | None = None
+    ) -> None:
+        """Nothing is read yet.
+
+        Args:
+            checkpoint: Where elements come from.
+            kernel: What casts them.
+            saturate: Whether finite elements that become infinite are to be the largest number of their sign.
+            pool: Where reads run beside one another, if there is one.
+        """
         self._checkpoint = checkpoint
         self._map = checkpoint.shard_map
         self._kernel = kernel
-        self._mover = Mover(checkpoint.files, kernel, pool)
+        self._mover = Mover(checkpoint.files, kernel, saturate, pool)
         self._piece: Piece | None = None
 
     @property
@@ -63,12 +73,12 @@ class ChunkFiller:
         return self._mover.read_bytes
 
     @property
-    def overflows(self) -> dict[str, int]:
-        """Elements per parameter that were finite and became infinite."""
-        found: dict[str, int] = {}
-        for tensor, count in self._mover.overflows.items():
+    def losses(self) -> dict[str, Losses]:
+        """What casts lost, per parameter."""
+        found: dict[str, Losses] = {}
+        for tensor, lost in self._mover.losses.items():
             fqn = self._map.tensors[tensor].fqn
-            found[fqn] = found.get(fqn, 0) + count
+            found[fqn] = found.get(fqn, Losses()) + lost
         return found
 
     def fill(self, file: TargetFile, *, begin: int, buffer: Buffer) -> None:
@@ -132,6 +142,11 @@ class ChunkFiller:
     def elements(self, tensor: int, dtype: Dtype, begin: int, end: int) -> Buffer:
         """The elements `[begin, end)` of a tensor, in row-major order, as `dtype`."""
         return self._elements(tensor, dtype, begin, end - begin, counted=True)
+
+    def elements_into(self, tensor: int, dtype: Dtype, begin: int, memory: Buffer) -> None:
+        """Fill memory with the elements of a tensor from `begin` on, in row-major order, as `dtype`."""
+        count = len(memory) // dtype.itemsize_bytes
+        self._gather([_Wanted(tensor, dtype, begin, begin + count, 0)], memory)
 
     def _elements(self, tensor: int, dtype: Dtype, begin: int, count: int, *, counted: bool) -> Buffer:
         memory = np.empty(count * dtype.itemsize_bytes, dtype=np.uint8)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard_engine.digests import BlockRun
+from reshard_engine.execute.losses import Losses
 from reshard_engine.plan.model import Chunk, Plan
 
 RecordSpan = tuple[int, int, int, int, int]
@@ -36,7 +37,8 @@ class UnitRecord:
     blocks: tuple[BlockRun, ...] = ()
     """Digests of the blocks of tensors that begin in the unit."""
     read_bytes: int = 0
-    overflows: dict[str, int] = field(default_factory=dict[str, int])
+    losses: dict[str, Losses] = field(default_factory=dict[str, Losses])
+    """What casts lost, by parameter."""
 
     def belongs_to(self, plan: Plan) -> bool:
         """Whether it tells of a unit of this plan: what lies beside a target may be anyone's."""
@@ -51,7 +53,7 @@ class UnitRecord:
                 "spans": [list(s) for s in self.spans],
                 "blocks": [[b.tensor, b.dtype, b.first, b64encode(b.digests).decode()] for b in self.blocks],
                 "read_bytes": self.read_bytes,
-                "overflows": self.overflows,
+                "losses": {fqn: lost.columns() for fqn, lost in self.losses.items()},
             },
             separators=(",", ":"),
         ).encode()
@@ -68,7 +70,7 @@ class UnitRecord:
             chunks = tuple(ChunkRecord(Chunk(f, o, n), crc, etag) for f, o, n, crc, etag in facts["chunks"])
             spans = tuple((f, r, o, n, c) for f, r, o, n, c in facts["spans"])
             blocks = tuple(BlockRun(t, d, n, b64decode(x, validate=True)) for t, d, n, x in facts["blocks"])
-            read_bytes, overflows = int(facts["read_bytes"]), dict(facts["overflows"])
-            return UnitRecord(int(facts["unit"]), chunks, spans, blocks, read_bytes, overflows)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            losses = {fqn: Losses(*map(int, columns)) for fqn, columns in facts["losses"].items()}
+            return UnitRecord(int(facts["unit"]), chunks, spans, blocks, int(facts["read_bytes"]), losses)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None

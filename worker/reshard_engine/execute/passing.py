@@ -29,11 +29,11 @@ class PassingDigests:
     block per tensor and unit read twice.
     """
 
-    def __init__(self, checkpoint: Checkpoint, kernel: CastKernel) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernel: CastKernel, *, saturate: bool = False) -> None:
         """For the chunks of one unit."""
         self._checkpoint = checkpoint
         # A filler of its own: what it fetches again must not be counted as lost in casts again.
-        self._beyond = ChunkFiller(checkpoint, kernel)
+        self._beyond = ChunkFiller(checkpoint, kernel, saturate=saturate)
 
     @property
     def read_bytes(self) -> int:
@@ -77,7 +77,12 @@ class PassingDigests:
 
 
 def differing_tensors(
-    checkpoint: Checkpoint, files: Sequence[TargetFile], manifest: Manifest, should_stop: Callable[[], None]
+    checkpoint: Checkpoint,
+    files: Sequence[TargetFile],
+    manifest: Manifest,
+    should_stop: Callable[[], None],
+    *,
+    saturate: bool,
 ) -> list[ManifestTensor]:
     """The tensors of a manifest that have another digest when they are gathered from the source once more."""
     numbers = {
@@ -91,7 +96,11 @@ def differing_tensors(
     def differs(entry: ManifestTensor) -> bool:
         file, offset, _, _ = entry.extents[0]
         tensor, body = numbers[file, offset]
-        filler, stream, size = ChunkFiller(checkpoint, kernel), TensorStream(), body.dtype.itemsize_bytes
+        filler, stream, size = (
+            ChunkFiller(checkpoint, kernel, saturate=saturate),
+            TensorStream(),
+            body.dtype.itemsize_bytes,
+        )
         numel = checkpoint.shard_map.tensors[tensor].numel
         step = max(1, _AGAIN_BYTES // size)
         for first in range(0, numel, step):

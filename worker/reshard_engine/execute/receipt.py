@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from reshard.errors import IntegrityError, printable
-from reshard.models import VerifyLevel
+from reshard.models import CastLoss, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.digests import TensorDigests
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.losses import Losses
 from reshard_engine.execute.offload_receipt import chunk_sums, offloaded_ranges, undigested
 from reshard_engine.execute.source_check import SourceSums
 from reshard_engine.layout import ZEROS, TargetFile
@@ -64,12 +66,22 @@ def build_manifest(
         files=written,
         uncovered=tuple(gap for file in written for gap in _gaps(file)),
         tensors=tensors,
+        casts=casts_of(records),
         offloaded=offloaded_ranges(checkpoint, plan, records, tensors),
         read_bytes=sum(r.read_bytes for r in records.values()),
         write_bytes=plan.write_bytes,
         foreign_globals=checkpoint.foreign_globals,
         warnings=warnings,
     )
+
+
+def casts_of(records: Mapping[int, UnitRecord]) -> tuple[CastLoss, ...]:
+    """What the casts of these units lost, by parameter."""
+    lost: dict[str, Losses] = {}
+    for record in records.values():
+        for fqn, found in record.losses.items():
+            lost[fqn] = lost.get(fqn, Losses()) + found
+    return tuple(CastLoss(fqn=printable(fqn), **asdict(found)) for fqn, found in sorted(lost.items()))
 
 
 def _gaps(file: ManifestFile) -> list[tuple[str, int, int]]:

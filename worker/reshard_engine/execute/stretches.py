@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import Dtype
-from reshard_engine.execute.cast import CastKernel, overflowed
+from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.flights import Flights
+from reshard_engine.execute.losses import Losses, losses_of, may_lose
 from reshard_engine.execute.rows import Buffer, Column, Kind, Rows, copy_rows
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 
@@ -67,11 +68,13 @@ class Mover:
 
     files: Sequence[SourceFile]
     kernel: CastKernel
+    saturate: bool = False
+    """Whether finite elements that become infinite are to be the largest number of their sign."""
     pool: Executor | None = None
     """Where reads run beside one another, if each waits for a network; else they are made one after another."""
     read_bytes: int = 0
-    overflows: dict[int, int] = field(default_factory=dict[int, int])
-    """Elements per tensor that were finite and became infinite."""
+    losses: dict[int, Losses] = field(default_factory=dict[int, Losses])
+    """What casts lost, per tensor."""
     _kinds: list[Kind] = field(default_factory=list[Kind])
     _numbers: dict[Kind, int] = field(default_factory=dict[Kind, int])
 
@@ -184,16 +187,20 @@ class Mover:
             copy_rows(staging, some.offset - start, memory, some.at, some.length)
             return
         rows = Rows(some.offset - start, some.length, some.at)
-        if self.kernel.cast_rows(rows, staging, memory, kind) and kind.counted:
-            self._count(some.tensor, rows, staging, memory, kind)
+        if self.kernel.cast_rows(rows, staging, memory, kind) and may_lose(kind.source, kind.target):
+            self._look_at(some.tensor, rows, staging, memory, kind)
 
-    def _count(self, tensors: Column, rows: Rows, staging: Buffer, memory: Buffer, kind: Kind) -> None:
+    def _look_at(self, tensors: Column, rows: Rows, staging: Buffer, memory: Buffer, kind: Kind) -> None:
         narrow = rows.length // kind.source.itemsize_bytes * kind.target.itemsize_bytes
         columns = tensors, rows.begin, rows.length, rows.at, narrow
         for tensor, low, length, at, count in zip(*(c.tolist() for c in columns), strict=True):
-            before, after = _aligned(staging[low : low + length]), _aligned(memory[at : at + count])
-            if lost := overflowed(before, after, kind.source, kind.target):
-                self.overflows[tensor] = self.overflows.get(tensor, 0) + lost
+            place = memory[at : at + count]
+            before, after = _aligned(staging[low : low + length]), _aligned(place)
+            lost = losses_of(before, after, kind.source, kind.target, saturate=self.saturate)
+            if lost.overflowed and after is not place:
+                place[:] = after
+            if lost and kind.counted:
+                self.losses[tensor] = self.losses.get(tensor, Losses()) + lost
 
     def place_one(self, tensor: int, data: Buffer, target: Buffer, kind: Kind) -> None:
         """Put the elements of one stretch that are in memory already."""

@@ -64,25 +64,34 @@ def _maxima(bits: Bits32) -> tuple[int, int]:
     return max(int(bits.view(np.int32).max()), 0), max(int(bits.max()), _SIGN32) - _SIGN32
 
 
-def holds_infinite(values: npt.NDArray[np.float32]) -> bool:
-    """Whether a tile holds an infinity or a NaN."""
-    return max(_maxima(values.view(np.uint32))) >= _INF32
+def holds_special(values: npt.NDArray[np.float32]) -> bool:
+    """Whether a tile holds a zero, an infinity or a NaN."""
+    bits = values.view(np.uint32)
+    return max(_maxima(bits)) >= _INF32 or int(bits.min()) == 0 or int(bits.view(np.int32).min()) == -_SIGN32
+
+
+def _holds_special(out: Bits16, infinity: int) -> bool:
+    """The same of 16-bit elements: their largest and smallest bits tell, as signed and as unsigned numbers."""
+    signed = out.view(np.int16)
+    if max(int(signed.max()), int(out.max()) - _SIGN16) >= infinity:
+        return True
+    return int(out.min()) == 0 or int(signed.min()) == -_SIGN16
 
 
 def narrow_to_bfloat16(values: npt.NDArray[np.float32], out: Bits16) -> bool:
-    """Round a tile; returns whether it holds anything that is infinite now or is a NaN."""
+    """Round a tile; returns whether the result holds a zero, an infinity or a NaN."""
     np.copyto(out.view(_BFLOAT16), values, casting="unsafe")
-    # Looked for in the result, which has half the bytes: infinities and NaNs are still that, and others have become so.
-    largest = max(int(out.view(np.int16).max()), int(out.max()) - _SIGN16)
-    if largest > _INF_BFLOAT16:
+    # Looked for in the result, which has half the bytes.
+    found = _holds_special(out, _INF_BFLOAT16)
+    if found:
         nan = np.isnan(values)
         # Sign and payload stay, and the quiet bit is set; ml_dtypes makes one NaN of all.
         out[nan] = (values.view(np.uint32)[nan] >> 16).astype(np.uint16) | 0x40
-    return largest >= _INF_BFLOAT16
+    return found
 
 
 def narrow_to_float16(values: npt.NDArray[np.float32], out: Bits16, scratch: Scratch) -> bool:
-    """Round a tile; returns whether it holds anything that is infinite now or is a NaN.
+    """Round a tile; returns whether the result holds a zero, an infinity or a NaN.
 
     An element plus 2**13 times its own power of two is rounded, by the addition itself, to the eleven digits that
     float16 keeps; they are then the low bits of the sum. With the power held at that of the least normal number
@@ -114,7 +123,7 @@ def narrow_to_float16(values: npt.NDArray[np.float32], out: Bits16, scratch: Scr
         # Sign and payload stay; a payload that would vanish leaves one bit, or the NaN became an infinity.
         kept = (bits[nan] >> 13 & 0x3FF).astype(np.uint16)
         out[nan] = (bits[nan] >> 16 & _SIGN16).astype(np.uint16) | _INF16 | np.maximum(kept, 1)
-    return largest >= _LEAST_LOST
+    return _holds_special(out, _INF16)
 
 
 def widen_bfloat16(data: Bits16, out: Bits32) -> None:

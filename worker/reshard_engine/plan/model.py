@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.models import OverflowPolicy
+
 PLAN_SCHEMA_VERSION = 1
 
 
@@ -117,6 +119,11 @@ class Plan:
         object.__setattr__(self, "digest", _digest(facts))
         how = {"units", "chunk_bytes", "offloads"}
         object.__setattr__(self, "content_digest", _digest({k: v for k, v in facts.items() if k not in how}))
+
+    @property
+    def on_overflow(self) -> OverflowPolicy:
+        """What becomes of elements that are too large for their new type."""
+        return OverflowPolicy(self.target.get("on_overflow", OverflowPolicy.INF))
 
     def to_json(self, *, with_digest: bool = True) -> dict[str, Any]:
         """The plan as JSON values. Units are (file, offset, file, end, commit) of their first and last chunk."""

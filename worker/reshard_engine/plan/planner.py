@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest
+from reshard.models import ConvertRequest, OverflowPolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.layout import ZEROS, TargetFile, TargetLayout
 from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
@@ -96,6 +96,8 @@ def _target(request: ConvertRequest) -> dict[str, object]:
         "family": request.family,
         "names": request.names.value if request.names else None,
         "replicas": request.replicas.value,
+        # Not said where it is as it always was: what was converted before is still recognised.
+        **({"on_overflow": request.on_overflow.value} if request.on_overflow is not OverflowPolicy.INF else {}),
     }
 
 

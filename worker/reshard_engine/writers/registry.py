@@ -27,5 +27,9 @@ def writer_of(target: TargetFormat) -> Writer:
             from reshard_engine.writers.zero.writer import ZeroWriter
 
             return ZeroWriter()
+        case TargetFormat.SLIM:
+            from reshard_engine.writers.slim import SlimWriter
+
+            return SlimWriter()
         case _:
             assert_never(target)

@@ -14,6 +14,7 @@ import numpy as np
 from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.device.cost import CostModel, Pair
+from reshard_engine.execute.losses import may_lose
 from reshard_engine.execute.rows import Buffer, Kind, Rows
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class DeviceCast:
         return result
 
     def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
-        """Put the elements in the target's type into memory; returns how many finite ones became infinite."""
+        """Put the elements in the target's type into memory; returns how many results are zero, infinite or NaN."""
         zero = np.zeros(1, dtype=np.int64)
         return self.cast_rows(Rows(zero, np.array([len(data)], dtype=np.int64), zero), data, out, Kind(source, target))
 
@@ -89,16 +90,16 @@ class DeviceCast:
         return self._stations.staging(length_bytes)
 
     def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
-        """Cast rows of one memory into another; returns how many finite elements became infinite.
+        """Cast rows of one memory into another; returns how many results are zero, infinite or NaN.
 
         Raises:
             IntegrityError: `integrity.mismatch` if the device or the way to it damages bytes.
         """
         total, pair = int(rows.length.sum()), (kind.source, kind.target)
         if self._wants(pair, total):
-            lost = self._on_device(rows, source, target, kind, total)
-            if lost is not None:
-                return lost
+            special = self._on_device(rows, source, target, kind, total)
+            if special is not None:
+                return special if may_lose(*pair) else 0
         with self._lock:
             self._count["cpu_bytes"] += total
         return self._reference.cast_rows(rows, source, target, kind)

@@ -26,7 +26,7 @@ class Outcome:
     data: Tensor
     """The elements as bytes, in whole rows of `sums`."""
     facts: Tensor
-    """Sum of what arrived, sum of what leaves, elements that became infinite, elements that were not finite."""
+    """Sums of what arrived and what leaves, results that are zero, infinite or NaN, elements that were not finite."""
 
 
 def run(data: Tensor, rows: Tensor | int, count: int, kinds: tuple[Dtype, Dtype], padded: int) -> Outcome:
@@ -47,11 +47,9 @@ def run(data: Tensor, rows: Tensor | int, count: int, kinds: tuple[Dtype, Dtype]
     result = torch.zeros(padded, dtype=torch.uint8, device=data.device)
     result.view(after.dtype)[:count] = after
     values, cast = before.view(getattr(torch, source.name)), after.view(getattr(torch, target.name))
-    infinite = torch.count_nonzero(torch.isinf(values))
-    # What is infinite stays so and a NaN stays one: what is more afterwards was finite.
-    lost = torch.count_nonzero(torch.isinf(cast)) - infinite
-    odd = infinite + torch.count_nonzero(torch.isnan(values))
-    return Outcome(result, torch.stack([_position_sum(data), _position_sum(result), lost, odd]))
+    special = count - torch.count_nonzero(torch.isfinite(cast) & (cast != 0))
+    odd = count - torch.count_nonzero(torch.isfinite(values))
+    return Outcome(result, torch.stack([_position_sum(data), _position_sum(result), special, odd]))
 
 
 def _places(rows: Tensor, count: int) -> Tensor:

@@ -1,0 +1,123 @@
+"""DeepSpeed's conversion scripts as commands: a script changes one word. Every flag of the originals is taken.
+
+Source: deepspeed 0.19.8 `utils/zero_to_fp32.py`, `utils/zero_to_torch.py`, `checkpoint/ds_to_universal.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reshard.cli.local import run_conversion
+from reshard.cli.sizes import parse_size
+
+if TYPE_CHECKING:
+    from reshard.models import ConvertRequest
+
+Checkpoint = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT_DIR", help="Directory with the tag in it, or the tag; a path or a URL.")
+]
+Output = Annotated[str, typer.Argument(metavar="OUTPUT_DIR", help="Directory for the weights; other files in it stay.")]
+MaxShardSize = Annotated[str, typer.Option("--max_shard_size", "--max-shard-size", help="Largest file, such as 5GB.")]
+Safe = Annotated[
+    bool, typer.Option("--safe_serialization", "--safe-serialization", help="safetensors instead of torch files.")
+]
+Tag = Annotated[str | None, typer.Option("-t", "--tag", help="Such as global_step14; default: what `latest` names.")]
+NoFrozen = Annotated[
+    bool, typer.Option("--exclude_frozen_parameters", "--exclude-frozen-parameters", help="Leave frozen ones out.")
+]
+Debug = Annotated[bool, typer.Option("-d", "--debug", help="Taken and passed over: errors say what is wrong.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the commands of this module."""
+    for command in (zero_to_fp32, zero_to_torch, ds_to_universal):
+        app.command()(command)
+
+
+def zero_to_fp32(
+    checkpoint_dir: Checkpoint,
+    output_dir: Output,
+    *,
+    max_shard_size: MaxShardSize = "5GB",
+    safe_serialization: Safe = False,
+    tag: Tag = None,
+    exclude_frozen_parameters: NoFrozen = False,
+    debug: Debug = False,
+) -> None:
+    """Instead of DeepSpeed's `zero_to_fp32.py`: the same arguments, the same names of files."""
+    del debug
+    options = {"max_shard_bytes": parse_size(max_shard_size), "exclude_frozen": exclude_frozen_parameters}
+    to = "safetensors" if safe_serialization else "torch"
+    run_conversion(_request(checkpoint_dir, output_dir, tag=tag, to=to, dtype="fp32", **options), into=True)
+
+
+def zero_to_torch(
+    checkpoint_dir: Checkpoint,
+    output_dir: Output,
+    *,
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16, also float32, float16, bfloat16.")],
+    max_shard_size: MaxShardSize = "5GB",
+    safe_serialization: Safe = False,
+    tag: Tag = None,
+    exclude_frozen_parameters: NoFrozen = False,
+    debug: Debug = False,
+) -> None:
+    """Instead of DeepSpeed's `zero_to_torch.py`: the same arguments, the same names of files."""
+    del debug
+    from reshard.deepspeed import weight_dtype
+
+    options = {"max_shard_bytes": parse_size(max_shard_size), "exclude_frozen": exclude_frozen_parameters}
+    to = "safetensors" if safe_serialization else "torch"
+    run_conversion(
+        _request(checkpoint_dir, output_dir, tag=tag, to=to, dtype=weight_dtype(dtype), **options), into=True
+    )
+
+
+def ds_to_universal(
+    *,
+    input_folder: Annotated[str, typer.Option("--input_folder", "--input-folder", help="The tag directory, or a URL.")],
+    output_folder: Annotated[
+        str, typer.Option("--output_folder", "--output-folder", help="The universal tag directory to create.")
+    ],
+    num_extract_workers: Annotated[
+        int | None, typer.Option("--num_extract_workers", "--num-extract-workers", min=1, help="Not needed.")
+    ] = None,
+    num_merge_workers: Annotated[
+        int | None, typer.Option("--num_merge_workers", "--num-merge-workers", min=1, help="Not needed.")
+    ] = None,
+    keep_temp_folder: Annotated[
+        bool, typer.Option("--keep_temp_folder", "--keep-temp-folder", help="Not needed: there is none.")
+    ] = False,
+    no_strict: Annotated[bool, typer.Option("--no_strict", "--no-strict", help="Not needed.")] = False,
+    inject_missing_state: Annotated[
+        bool, typer.Option("--inject_missing_state", "--inject-missing-state", help="Not needed: it is done.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at the output folder.")] = False,
+) -> None:
+    """Instead of DeepSpeed's `ds_to_universal.py`: the same arguments, the same files, one pass."""
+    notes = {
+        "--num_extract_workers": (num_extract_workers, "bytes are moved once, by as many threads as there are cores"),
+        "--num_merge_workers": (num_merge_workers, "there is nothing to merge: bytes are moved once"),
+        "--keep_temp_folder": (keep_temp_folder, "there is no temporary folder"),
+        "--no_strict": (no_strict, "what is missing or contradicts itself is always an error"),
+        "--inject_missing_state": (inject_missing_state, "checkpoints without that state are read as they are"),
+    }
+    for flag, (given, why) in notes.items():
+        if given:
+            sys.stderr.write(f"note: {flag} is not needed: {why}\n")
+    run_conversion(_request(input_folder, output_folder, to="universal", overwrite=overwrite))
+
+
+def _request(source: str, target: str, *, tag: str | None = None, **options: Any) -> ConvertRequest:
+    from pydantic import ValidationError
+
+    from reshard._wire import invalid
+    from reshard.models import ConvertRequest, SourceSpec
+
+    try:
+        return ConvertRequest(source=SourceSpec(url=source, tag=tag), target=target, **options)
+    except ValidationError as error:
+        raise invalid(error) from None

@@ -1,0 +1,56 @@
+"""`reshard slim`: torch files without the storages that their tensors dragged along."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from reshard.cli.flags import source_spec
+from reshard.cli.local import JsonFlag, Profile, QuietFlag, TargetProfile, stoppable
+from reshard.cli.progress import progress_shown
+from reshard.cli.sizes import format_size
+from reshard.local import load_engine
+
+
+def register(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command()(slim)
+
+
+def slim(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A torch file, or a directory with some in it.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The file, or the directory, to create.")],
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")] = False,
+    profile: Profile = None,
+    target_profile: TargetProfile = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Write torch files anew, each storage as long as its tensors; other files are copied. Nothing is executed.
+
+    Views of a large buffer (flat groups of ZeRO, slices) drag all of it into a file. What DeepSpeed's
+    `clone_tensors_for_torch_save` avoids when a file is saved, this mends afterwards.
+    """
+    engine = load_engine()
+    with stoppable() as stop, progress_shown(quiet=quiet) as show:
+        done = engine.slim(
+            source_spec(source, None, profile),
+            target,
+            overwrite=overwrite,
+            target_profile=target_profile,
+            on_progress=show,
+            should_stop=stop.is_set,
+        )
+    if as_json:
+        sys.stdout.write(done.model_dump_json() + "\n")
+        return
+    saved = done.source_bytes - done.target_bytes
+    share = f" ({saved / done.source_bytes:.1%})" if done.source_bytes else ""
+    if not quiet:
+        sys.stderr.write(
+            f"{format_size(done.source_bytes)} -> {format_size(done.target_bytes)}, {format_size(saved)} saved{share}\n"
+        )
+    sys.stdout.write(f"{done.target}\n")

@@ -1,0 +1,56 @@
+"""`reshard slim`: torch files written anew with nothing but their tensors, and how much that saved."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+
+from reshard.errors import RequestError, printable
+from reshard.models import ConvertRequest, Progress, SlimResult
+from reshard_engine.conversion import Conversion
+from reshard_engine.execute.local_sink import writing
+from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.protocol import parent_and_name
+
+
+def slim(
+    request: ConvertRequest,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> SlimResult:
+    """Run a conversion to `slim`. Of a local file the target is a file, of a directory a directory.
+
+    Raises:
+        RequestError: `request.target_exists` if something is at the target and may not be overwritten.
+        ReshardError: As `Conversion`.
+    """
+    source = open_location(request.source.url, request.source.profile)
+    target = open_location(request.target, request.target_profile)
+    one_file = source.store.stat(source.path) is not None and target.store.scheme == "file"
+    place = target.path
+    if one_file:
+        parent, name = parent_and_name(target.path)
+        if os.path.isdir(place):
+            place = os.path.join(place, parent_and_name(source.path)[1])
+            parent, name = parent_and_name(place)
+        if os.path.realpath(place) == os.path.realpath(source.path):
+            raise RequestError("request.overlap", f"{printable(place)} is the source", fix="write beside it")
+        if os.path.lexists(place) and not request.overwrite:
+            raise RequestError("request.target_exists", f"{printable(place)} exists", fix="--overwrite replaces it")
+        request = request.model_copy(update={"target": os.path.join(parent, f".{name}.slim"), "overwrite": True})
+    conversion = Conversion.prepare(request)
+    before = sum(f.size_bytes for f in conversion.checkpoint.files)
+    result = conversion.run(on_progress=on_progress, should_stop=should_stop)
+    if one_file:
+        with writing(place):
+            os.replace(os.path.join(request.target, result.files[0].path), place)
+            shutil.rmtree(request.target, ignore_errors=True)
+    return SlimResult(
+        target=place if one_file else result.target,
+        files=len(result.files),
+        source_bytes=before,
+        target_bytes=sum(f.size_bytes for f in result.files),
+        already_done=result.already_done,
+    )
