@@ -42,6 +42,10 @@ class ConvertOptions(TypedDict, total=False):
     names: NameScheme | str | None
     replicas: ReplicaPolicy | str
     exclude_frozen: bool
+    model_files: str | None
+    merge_adapter: bool
+    adapter: str | None
+    lora_alpha: float | None
     on_overflow: OverflowPolicy | str
     opaque: OpaquePolicy | str
     verify: VerifyLevel | str

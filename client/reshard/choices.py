@@ -20,6 +20,8 @@ class TargetFormat(StrEnum):
     """Consolidated weights, `pytorch_model.bin` with a Hugging Face index."""
     ZERO = "zero"
     """DeepSpeed's own files for a given layout: plain `engine.load_checkpoint` resumes."""
+    PEFT = "peft"
+    """One LoRA adapter as PEFT saves it: `adapter_model.safetensors` and `adapter_config.json`."""
     SLIM = "slim"
     """The same files, torch's without the parts of storages that no tensor of theirs uses."""
 

@@ -90,6 +90,16 @@ class ConvertRequest(WireModel):
     max_shard_bytes: int | None = Field(default=None, ge=1)
     """Consolidated weights only: largest size of one weights file; default one file per 5 GB."""
     exclude_frozen: bool = False
+    merge_adapter: bool = False
+    """Consolidated weights only: the model without PEFT, with an adapter merged into its weights."""
+    adapter: str | None = Field(default=None, min_length=1, max_length=256)
+    """Which LoRA adapter to write or to merge, where there are several."""
+    lora_alpha: float | None = Field(default=None, gt=0, lt=1e9)
+    """The scale of an adapter without `adapter_config.json`."""
+    model_files: str | None = Field(default=None, min_length=1, max_length=4096)
+    """Consolidated weights: a directory whose configuration, tokenizer and generation files go beside them, so that
+    `from_pretrained` opens the target. PEFT: one with `adapter_config.json`, by default looked for beside the source.
+    The source's storage profile serves it."""
     opaque: OpaquePolicy = OpaquePolicy.REFUSE
     overwrite: bool = False
     on_overflow: OverflowPolicy = OverflowPolicy.INF

@@ -75,7 +75,8 @@ class Roots:
         if target in {place_of(root) for root in self.urls}:
             # A conversion also writes beside its target: `latest_universal`, its journal.
             raise _forbidden(request.target)
-        return request.model_copy(update={"source": source, "target": target})
+        beside = None if request.model_files is None else self.allowed(request.model_files)
+        return request.model_copy(update={"source": source, "target": target, "model_files": beside})
 
 
 def _forbidden(url: str) -> RequestError:

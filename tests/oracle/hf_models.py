@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, PretrainedConfig
 
 from oracle.gather import gather_states
 from oracle.train import start_world
@@ -18,7 +18,7 @@ _IDS = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def config_of(kind: str) -> PretrainedConfig:
-    """``gpt2`` has a tied head and Conv1D matrices, ``llama`` an untied head and grouped-query attention."""
+    """``gpt2`` has a tied head and Conv1D matrices, ``opt`` a tied one; ``llama`` an untied one and grouped queries."""
     if kind == "gpt2":
         return GPT2Config(
             vocab_size=VOCAB,
@@ -28,6 +28,20 @@ def config_of(kind: str) -> PretrainedConfig:
             n_head=2,
             tie_word_embeddings=True,
             **_NO_DROPOUT,
+            **_IDS,
+        )
+    if kind == "opt":
+        return OPTConfig(
+            vocab_size=VOCAB,
+            hidden_size=20,
+            word_embed_proj_dim=20,
+            ffn_dim=28,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=24,
+            tie_word_embeddings=True,
+            dropout=0.0,
+            pad_token_id=0,
             **_IDS,
         )
     return LlamaConfig(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from oracle.hf_models import config_of, tokens
 from oracle.launcher import Worlds
@@ -68,6 +69,37 @@ def test_from_pretrained_gives_the_trained_model(
     assert torch.equal(logits_of(model), logits_of(rebuilt))
     # The engine's own forward pass at stage 3 uses other kernels, hence no bits here.
     assert torch.allclose(logits_of(model), tensor_of(truth.tensors["logits"]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_directory_opens_by_itself(
+    stage: int, dtype: str, hf_run: Callable[[str, int], Path], tmp_path: Path
+) -> None:
+    """OPT with its tied head: nothing but the target's path, and the trained model's logits."""
+    folder = hf_run("opt", stage)
+    files = tmp_path / "files"
+    config_of("opt").save_pretrained(files)
+    config = json.loads((files / "config.json").read_text())
+    (files / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    GenerationConfig(max_new_tokens=7).save_pretrained(files)
+    (files / "training_args.bin").write_bytes(b"not carried")
+    convert(folder / "ckpt", tmp_path / "out", "safetensors", dtype=dtype, model_files=str(files))
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+    masters = Truth(folder / "truth.safetensors", folder / "none").kind("fp32")
+    wanted = torch.bfloat16 if dtype == "bf16" else torch.float32
+    assert weights_of(model) == {name: raw(tensor_of(value).to(wanted)) for name, value in masters.items()}
+    assert model.lm_head.weight is model.model.decoder.embed_tokens.weight
+    assert model.generation_config.max_new_tokens == 7
+    rebuilt = AutoModelForCausalLM.from_config(config_of("opt"), dtype=wanted)
+    rebuilt.load_state_dict({name: tensor_of(value).to(wanted) for name, value in masters.items()}, strict=False)
+    rebuilt.tie_weights()
+    assert torch.equal(logits_of(model), logits_of(rebuilt))
+    truth = tensor_of(Truth(folder / "truth.safetensors", folder / "none").tensors["logits"])
+    assert torch.allclose(logits_of(model).float(), truth, rtol=0, atol=1e-5 if dtype == "fp32" else 0.05)
+    assert not (tmp_path / "out" / "training_args.bin").exists()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

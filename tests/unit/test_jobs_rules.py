@@ -114,6 +114,10 @@ def test_a_request_is_rewritten_to_what_was_judged(tmp_path: Path) -> None:
     for target in ("s3://bucket/team", f"{tmp_path}/in/"):
         with pytest.raises(RequestError, match="root_forbidden"):
             roots.allowed_request(request.model_copy(update={"target": target}))
+    weights = request.model_copy(update={"to": TargetFormat.SAFETENSORS, "model_files": f"{tmp_path}/link/model/"})
+    assert roots.allowed_request(weights).model_files == f"{tmp_path}/in/model"
+    with pytest.raises(RequestError, match="root_forbidden"):
+        roots.allowed_request(weights.model_copy(update={"model_files": str(tmp_path)}))
     with pytest.raises(RequestError, match=r"request\.invalid"):
         Roots.parse("data,s3://bucket")
 

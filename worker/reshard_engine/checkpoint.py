@@ -127,6 +127,8 @@ class Checkpoint:
     """Vocabularies are padded to a multiple of this times the tensor-parallel ranks; None where nothing says."""
     vocab_rows: int | None = None
     """Rows of the vocabulary in the source, with padding."""
+    model_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    """Configuration, tokenizer and the like by file name, where they are to lie beside the weights."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
 
@@ -137,7 +139,8 @@ class Checkpoint:
             SourceError: `checkpoint.malformed`, `tensor.amplification`.
         """
         tensors = self.shard_map.tensors
-        stored = (t for i, t in enumerate(tensors) if i not in self.shard_map.views and i not in self.shard_map.means)
+        computed = {*self.shard_map.views, *self.shard_map.means, *self.shard_map.merges}
+        stored = (t for i, t in enumerate(tensors) if i not in computed)
         wanted, there = sum(t.size_bytes for t in stored), sum(f.size_bytes for f in self.files)
         if wanted > MAX_AMPLIFICATION * there:
             raise SourceError(

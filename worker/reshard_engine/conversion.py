@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -18,6 +18,7 @@ from reshard.models import (
     Progress,
     TargetFormat,
     VerifyLevel,
+    WeightDtype,
 )
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.deepspeed_names import POINTERS
@@ -112,6 +113,51 @@ def _read(source: Location, request: ConvertRequest) -> Checkpoint:
     return read_torch_files(source, OpaqueLedger(request.opaque))
 
 
+def _with_model_files(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """The checkpoint with the files that are to lie beside its weights, its adapter merged if that is asked."""
+    weights = request.to in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
+    adapts = request.to is TargetFormat.PEFT or request.merge_adapter
+    if request.merge_adapter and not weights:
+        raise RequestError("request.invalid", "an adapter is merged into consolidated weights", fix="--to safetensors")
+    if not adapts and (request.adapter is not None or request.lora_alpha is not None):
+        raise RequestError(
+            "request.invalid", "adapter and lora_alpha are for adapters", fix="--to peft, or --merge-adapter"
+        )
+    if adapts:
+        checkpoint = replace(checkpoint, model_files=_adapter_files(checkpoint, request))
+    if request.merge_adapter:
+        from reshard_engine.adapters import merged
+
+        checkpoint = replace(merged(checkpoint, request), model_files={})
+    if request.model_files is None or request.to is TargetFormat.PEFT:
+        return checkpoint
+    if not weights:
+        raise RequestError("request.invalid", f"model files lie beside weights, not in {request.to.value}")
+    from reshard_engine.readers.model_files import read_model_files
+
+    location = open_location(request.model_files, request.source.profile)
+    dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
+    try:
+        return replace(checkpoint, model_files=read_model_files(location, dtype))
+    except SourceError as error:
+        if request.merge_adapter and error.code == "source.not_found":
+            return checkpoint  # it was named for the adapter's configuration alone
+        raise
+
+
+def _adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[str, bytes]:
+    from reshard_engine.readers.model_files import read_adapter_config
+
+    profile = request.source.profile
+    if request.lora_alpha is not None:
+        return {}
+    if request.model_files is not None:
+        return read_adapter_config([open_location(request.model_files, profile)], required=True)
+    # Trainers leave it in their own directory, above the tag's.
+    places = dict.fromkeys((request.source.url, parent_and_name(checkpoint.url)[0]))
+    return read_adapter_config([open_location(url, profile) for url in places], required=False)
+
+
 def _copied_from(target: Location, checkpoint: Checkpoint, request: ConvertRequest) -> set[int]:
     """Numbers of the source files that the target's store can copy from itself."""
     store = target.store
@@ -156,6 +202,7 @@ class Conversion:
         refuse_unexplained(checkpoint)
         checkpoint = relabelled(checkpoint, request)
         _refuse_overlap(target, checkpoint, wanted=request.to.value)
+        checkpoint = _with_model_files(checkpoint, request)
         name = parent_and_name(target.path)[1]
         layout = writer_of(request.to).lay_out(checkpoint, request, name=name)
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))

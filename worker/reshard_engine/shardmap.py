@@ -59,6 +59,21 @@ class Strides:
 
 
 @dataclass(frozen=True, slots=True)
+class Merge:
+    """How a tensor comes about from a weight and its LoRA factors, by numbers of tensors; see `execute.merges`."""
+
+    base: int
+    left: int
+    """`[rows, rank]`, or `[rank, rows]` where `transposed`."""
+    right: int
+    """`[rank, columns]`, or `[columns, rank]` where `transposed`."""
+    scale: float
+    transposed: bool
+    magnitude: int | None
+    """DoRA's; None without."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pieces:
     """Rows of the map for one interval of one tensor, clipped to it, in order."""
 
@@ -103,6 +118,8 @@ class ShardMap:
     """Tensors that are made of others, by number; views of what pieces hold and of means, never of views."""
     means: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """Tensors that are the mean of others of their shape, by number; no bytes of a file are theirs."""
+    merges: Mapping[int, Merge] = field(default_factory=dict[int, Merge])
+    """Tensors that are weights with an adapter merged, by number; no bytes of a file are theirs."""
     _first: Column = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +146,7 @@ class ShardMap:
         numel = np.array([t.numel for t in self.tensors], dtype=np.int64)
         count = np.diff(self._first)
         bad = (count == 0) & (numel > 0)
-        bad[[*self.views, *self.means]] = False
+        bad[[*self.views, *self.means, *self.merges]] = False
         if len(self.tensor):
             starts = self._first[:-1][count > 0]
             ends = self._first[1:][count > 0] - 1
@@ -216,6 +233,12 @@ class ShardMap:
         first = len(self.tensors)
         added = {first + i: composed(view, self.views) for i, view in enumerate(views)}
         return replace(self, tensors=(*self.tensors, *tensors), views={**self.views, **added})
+
+    def with_merges(self, tensors: Sequence[StoredTensor], merges: Sequence[Merge]) -> ShardMap:
+        """The map with further tensors, numbered on from its last one, that are merged weights."""
+        first = len(self.tensors)
+        added = {first + i: merge for i, merge in enumerate(merges)}
+        return replace(self, tensors=(*self.tensors, *tensors), merges={**self.merges, **added})
 
     @property
     def piece_count(self) -> int:

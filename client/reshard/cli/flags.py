@@ -115,6 +115,17 @@ class ConversionFlags:
         ReplicaPolicy,
         typer.Option(help="When copies that must agree do not: stop, or take the first.", rich_help_panel=_CUTS),
     ] = ReplicaPolicy.ERROR
+    model_files: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Its config.json, tokenizer and generation files go beside the weights."),
+    ] = None
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge-adapter", help="Merge a LoRA adapter into the weights; names without PEFT's.")
+    ] = False
+    adapter: Annotated[str | None, typer.Option(help="Of --to peft and --merge-adapter, if there are several.")] = None
+    lora_alpha: Annotated[
+        float | None, typer.Option(min=0.0, help="Scale of an adapter that has no adapter_config.json.")
+    ] = None
     on_overflow: Annotated[
         OverflowPolicy, typer.Option(help="Elements too large for --dtype: infinite, the largest number, or stop.")
     ] = OverflowPolicy.INF
@@ -195,6 +206,10 @@ class ConversionFlags:
                 replicas=self.replicas,
                 max_shard_bytes=parse_size(self.max_shard_size) if self.max_shard_size else None,
                 exclude_frozen=self.exclude_frozen,
+                model_files=self.model_files,
+                merge_adapter=self.merge_adapter,
+                adapter=self.adapter,
+                lora_alpha=self.lora_alpha,
                 on_overflow=self.on_overflow,
                 opaque=self.opaque,
                 overwrite=self.overwrite,

@@ -7,13 +7,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.dtypes import Dtype
+from reshard_engine.dtypes import FLOAT32, Dtype
 from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.losses import Losses
 from reshard_engine.execute.means import mean_of
+from reshard_engine.execute.merges import ROW_BLOCK_ELEMS, merged_rows
 from reshard_engine.execute.rows import Buffer, Column, Kind
 from reshard_engine.execute.stretches import Mover, Stretches
 from reshard_engine.execute.strided import STRIDED_ELEMS, read_strided
@@ -22,6 +24,8 @@ from reshard_engine.shardmap import Piece
 
 STRAIGHT_BYTES = 128 << 10
 """Of elements in one piece that are worth a read of their own: shorter ones are read together with their neighbours."""
+_MATRICES = 3
+"""Factors of an adapter that are kept: those of one weight."""
 MEAN_ELEMS = 1 << 18
 """Elements of a mean that are computed at once."""
 
@@ -66,6 +70,7 @@ class ChunkFiller:
         self._kernel = kernel
         self._mover = Mover(checkpoint.files, kernel, saturate, pool)
         self._piece: Piece | None = None
+        self._matrices: dict[int, npt.NDArray[np.float32]] = {}
 
     @property
     def read_bytes(self) -> int:
@@ -159,7 +164,9 @@ class ChunkFiller:
         for one in wanted:
             if one.begin == one.end or self._read_straight(one, memory):
                 continue
-            if self._map.means and self._map.averages(one.tensor):
+            if one.tensor in self._map.merges:
+                self._merged(one, memory, counted=counted)
+            elif self._map.means and self._map.averages(one.tensor):
                 self._averaged(one, memory, counted=counted)
             elif one.tensor in self._map.views or one.end - one.begin < self._map.tensors[one.tensor].numel:
                 found += self._some(one, memory, counted=counted)
@@ -277,6 +284,36 @@ class ChunkFiller:
                 mean = self._kernel.cast(mean, own, stored.dtype)
             part = memory[one.at + (low - one.begin) * size : one.at + (high - one.begin) * size]
             self._mover.place_one(one.tensor, mean, part, Kind(stored.dtype, one.dtype, counted))
+
+    def _merged(self, one: _Wanted, memory: Buffer, *, counted: bool) -> None:
+        """Elements of a weight with its adapter merged: the rows that hold them, a block at a time."""
+        merge, stored = self._map.merges[one.tensor], self._map.tensors[one.tensor]
+        columns, size = stored.shape[1], one.dtype.itemsize_bytes
+        step = max(1, ROW_BLOCK_ELEMS // columns)
+        left, right = self._matrix(merge.left), self._matrix(merge.right)
+        if merge.transposed:
+            left, right = left.T, right.T
+        lengths = None if merge.magnitude is None else self._matrix(merge.magnitude)
+        for row in range(one.begin // columns, -(-one.end // columns), step):
+            last = min(row + step, -(-one.end // columns))
+            base = self.elements(merge.base, FLOAT32, row * columns, last * columns).view(np.float32)
+            some = None if lengths is None else lengths.reshape(-1)[row:last]
+            rows = merged_rows(base.reshape(-1, columns), left[row:last], right, merge.scale, some)
+            low, high = max(row * columns, one.begin), min(last * columns, one.end)
+            packed = rows.reshape(-1)[low - row * columns : high - row * columns].view(np.uint8)
+            target = memory[one.at + (low - one.begin) * size : one.at + (high - one.begin) * size]
+            self._mover.place_one(one.tensor, packed, target, Kind(stored.dtype, one.dtype, counted))
+
+    def _matrix(self, tensor: int) -> npt.NDArray[np.float32]:
+        """A factor in fp32, kept while the weight is the same."""
+        if tensor not in self._matrices:
+            stored = self._map.tensors[tensor]
+            while len(self._matrices) >= _MATRICES:
+                self._matrices.pop(next(iter(self._matrices)))
+            self._matrices[tensor] = (
+                self.elements(tensor, FLOAT32, 0, stored.numel).view(np.float32).reshape(stored.shape)
+            )
+        return self._matrices[tensor]
 
 
 def _all_elements(part: Part) -> list[_Wanted]:

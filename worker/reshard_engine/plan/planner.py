@@ -53,7 +53,7 @@ def plan_conversion(
         units = tuple(_units(layout.files, chunk_bytes, cuts))
     return Plan(
         source=_source(checkpoint),
-        target=_target(request),
+        target=_target(request) | _merged(checkpoint),
         files=tuple(PlannedFile(f.path, f.size_bytes, f.commit, f.template.digest) for f in layout.files),
         units=units,
         chunk_bytes=chunk_bytes,
@@ -97,8 +97,15 @@ def _target(request: ConvertRequest) -> dict[str, object]:
         "names": request.names.value if request.names else None,
         "replicas": request.replicas.value,
         # Not said where it is as it always was: what was converted before is still recognised.
+        **({"adapter": request.adapter} if request.adapter else {}),
         **({"on_overflow": request.on_overflow.value} if request.on_overflow is not OverflowPolicy.INF else {}),
     }
+
+
+def _merged(checkpoint: Checkpoint) -> dict[str, object]:
+    """What decides the bytes of merged weights beside their factors."""
+    merges = checkpoint.shard_map.merges
+    return {"merged": [[m.base, m.left, m.right, m.scale, m.transposed] for m in merges.values()]} if merges else {}
 
 
 def _read_bytes(checkpoint: Checkpoint, files: Sequence[TargetFile]) -> int:

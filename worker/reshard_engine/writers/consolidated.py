@@ -95,7 +95,7 @@ def lay_out_weights(
     aliases = {a: o for a, o in sorted(checkpoint.shared.items()) if o in written and a not in written}
     shards = _shards(weights, request.max_shard_bytes or DEFAULT_SHARD_BYTES)
     count = len(shards)
-    files: list[TargetFile] = []
+    files = [TargetFile(name, literal_template(data), ()) for name, data in checkpoint.model_files.items()]
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"{stem}.{suffix}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{suffix}"

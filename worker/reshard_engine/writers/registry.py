@@ -27,6 +27,10 @@ def writer_of(target: TargetFormat) -> Writer:
             from reshard_engine.writers.zero.writer import ZeroWriter
 
             return ZeroWriter()
+        case TargetFormat.PEFT:
+            from reshard_engine.writers.peft import PeftWriter
+
+            return PeftWriter()
         case TargetFormat.SLIM:
             from reshard_engine.writers.slim import SlimWriter
 

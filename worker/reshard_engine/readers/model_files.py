@@ -1,0 +1,118 @@
+"""What lies beside a model's weights and makes them one that opens by itself: configuration, tokenizer, generation.
+
+Source: transformers 5.23.0 `utils/__init__.py` (`CONFIG_NAME`, `GENERATION_CONFIG_NAME`, ...) and
+`tokenization_utils_base.py` (names of tokenizer files).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from reshard.errors import SourceError, printable
+from reshard.models import WeightDtype
+from reshard_engine.dtypes import SHORT_NAMES
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import read_bytes
+from reshard_engine.storage.urls import canonical_url, is_within
+
+_NAMES = re.compile(
+    r"config\.json|generation_config\.json"
+    r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"
+    r"|vocab\.(json|txt)|merges\.txt|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model"
+    r"|chat_template\.(jinja|json)|(pre)?processor_config\.json|video_preprocessor_config\.json"
+)
+"""Data only: code that a repository may have beside them is not carried."""
+_MAX_BYTES = 128 << 20
+"""Of all of them: they are in memory while a conversion runs. A large tokenizer has 30 MB."""
+_ADAPTER_CONFIG = "adapter_config.json"
+_MAX_CONFIG_BYTES = 1 << 20
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def read_model_files(location: Location, dtype: WeightDtype | None) -> Mapping[str, bytes]:
+    """The files of a directory by their names, `config.json` with the type that the weights get.
+
+    Args:
+        location: A directory that `save_pretrained` wrote, or a trainer's checkpoint.
+        dtype: The type of the weights that will lie beside them; None leaves the configuration as it is.
+
+    Raises:
+        SourceError: `source.not_found` if there is no `config.json`, `checkpoint.too_large`, `checkpoint.malformed`.
+    """
+    listed = {i.path.rpartition("/")[2]: i for i in location.store.list_directory(location.path).files}
+    found = {name: info for name, info in listed.items() if _NAMES.fullmatch(name)}
+    if "config.json" not in found:
+        raise SourceError(
+            "source.not_found",
+            f"{printable(location.url)} has no config.json",
+            fix="--model-files names the directory that `save_pretrained` wrote, or the trainer's checkpoint",
+        )
+    for info in found.values():
+        _refuse_link_elsewhere(location, info.path)
+    total = sum(i.size_bytes for i in found.values())
+    if total > _MAX_BYTES:
+        raise SourceError(
+            "checkpoint.too_large", f"configuration and tokenizer have {total} bytes, the limit is {_MAX_BYTES}"
+        )
+    files = {name: read_bytes(location.store, info) for name, info in sorted(found.items())}
+    return files | {"config.json": _with_dtype(files["config.json"], dtype)}
+
+
+def read_adapter_config(locations: Sequence[Location], *, required: bool) -> Mapping[str, bytes]:
+    """`adapter_config.json` of the first of some directories that has one; nothing if none does.
+
+    Raises:
+        SourceError: `source.not_found` if it is required and not there, `checkpoint.too_large`.
+    """
+    for location in locations:
+        for info in location.store.list_directory(location.path).files:
+            if info.path.rpartition("/")[2] != _ADAPTER_CONFIG:
+                continue
+            _refuse_link_elsewhere(location, info.path)
+            if info.size_bytes > _MAX_CONFIG_BYTES:
+                raise SourceError("checkpoint.too_large", f"{_ADAPTER_CONFIG} has {info.size_bytes} bytes")
+            return {_ADAPTER_CONFIG: read_bytes(location.store, info)}
+    if required:
+        raise SourceError(
+            "source.not_found",
+            f"{printable(locations[0].url)} has no {_ADAPTER_CONFIG}",
+            fix="name the directory that PEFT's save_pretrained wrote, or give --lora-alpha instead",
+        )
+    return {}
+
+
+def _refuse_link_elsewhere(location: Location, path: str) -> None:
+    """What these files say is written out as it is: a link must not carry another file's content there.
+
+    Links into the cache of huggingface_hub are what that cache is made of (`snapshots/REVISION` beside `blobs`).
+    """
+    if location.store.scheme != "file":
+        return
+    snapshots = os.path.dirname(location.url)
+    allowed = [location.url]
+    if os.path.basename(snapshots) == "snapshots":
+        allowed.append(os.path.join(os.path.dirname(snapshots), "blobs"))
+    if not any(is_within(canonical_url(path), place) for place in allowed):
+        raise SourceError(
+            "name.invalid", f"{printable(path)} is a link to a file elsewhere", fix="copy the file itself there"
+        )
+
+
+def _with_dtype(data: bytes, dtype: WeightDtype | None) -> bytes:
+    """A configuration that says another type than the weights have would have them cast when they are loaded."""
+    try:
+        config: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise SourceError("checkpoint.malformed", "config.json is no JSON object", fix="copy it again")
+    facts = cast("dict[str, Any]", config)
+    keys = [k for k in _DTYPE_KEYS if isinstance(facts.get(k), str)]
+    if dtype is None or not keys:
+        return data
+    said = facts | dict.fromkeys(keys, SHORT_NAMES[dtype.value])
+    return json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,123 @@
+"""LoRA adapters as PEFT saves them: `adapter_model.safetensors` and `adapter_config.json`.
+
+Source: peft 0.21.2 `utils/save_and_load.py` (`get_peft_model_state_dict`: which entries, names without the adapter's),
+`tuners/lora/model.py` (DoRA's magnitudes without `.weight`), `utils/other.py` (`ModulesToSaveWrapper`),
+`tuners/tuners_utils.py` (`_get_learnable_bias_state_dict`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from reshard.errors import RequestError, SourceError, printable
+from reshard.models import ConvertRequest
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.safetensors_layout import safetensors_template
+from reshard_engine.layout import TargetFile, TargetLayout, literal_template
+from reshard_engine.peft_names import CONFIG, SHOWN_NAMES, WRAPPED, AdapterPart, adapter_part, chosen_adapter
+from reshard_engine.writers.consolidated import Weight, weights_of
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+class PeftWriter:
+    """Lays out one adapter."""
+
+    def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
+        """The adapter's weights and its configuration.
+
+        Raises:
+            RequestError: `request.unsatisfiable` if there is no LoRA adapter, or several and none was named, or trained
+                parameters that are no part of it, or nothing says what its scale is.
+        """
+        if request.max_shard_bytes is not None or request.exclude_frozen:
+            raise RequestError("request.invalid", "an adapter is one file of all that it has")
+        parts = [p for p in map(adapter_part, (p.fqn for p in checkpoint.parameters)) if p is not None]
+        adapter = chosen_adapter([p.fqn for p in checkpoint.parameters], parts, request.adapter)
+        mine = [p for p in parts if p.adapter == adapter]
+        text, config = _config(checkpoint, request, mine)
+        names = {p.fqn: p.saved_as for p in mine} | _biases(checkpoint, mine, str(config.get("bias", "none")))
+        _refuse_rest(checkpoint, {p.fqn for p in parts} | set(names))
+        weights = [replace(w, fqn=names[w.fqn]) for w in weights_of(checkpoint, request) if w.fqn in names]
+        weights.sort(key=lambda w: w.fqn)
+        return TargetLayout((_weights_file(weights), TargetFile(CONFIG, literal_template(text), (), commit=True)), None)
+
+
+def _weights_file(weights: Sequence[Weight]) -> TargetFile:
+    template = safetensors_template([(w.fqn, w.dtype, w.shape, w.numel) for w in weights], {"format": "pt"})
+    return TargetFile(WEIGHTS, template, tuple(w.tensor for w in weights))
+
+
+def _config(
+    checkpoint: Checkpoint, request: ConvertRequest, mine: Sequence[AdapterPart]
+) -> tuple[bytes, Mapping[str, Any]]:
+    """The configuration that lies beside the source or was named, or one made from the tensors and `--lora-alpha`."""
+    data = checkpoint.model_files.get(CONFIG)
+    if data is None and request.lora_alpha is None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"nothing says how the adapter is scaled: there is no {CONFIG}, and the checkpoint does not say",
+            fix=f"--model-files DIR (with {CONFIG}, as PEFT's save_pretrained wrote it), or --lora-alpha N",
+        )
+    if data is None:
+        config = _made(checkpoint, mine, request.lora_alpha or 0.0)
+        return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n", config
+    try:
+        found: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("peft_type") != "LORA":  # pyright: ignore[reportUnknownMemberType]
+        raise SourceError("checkpoint.malformed", f"{CONFIG} describes no LoRA adapter", fix="name the run's own")
+    return data, found  # pyright: ignore[reportUnknownVariableType]
+
+
+def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> dict[str, Any]:
+    shapes = {p.fqn: p.shape for p in checkpoint.parameters}
+    # The rank is the first length of A, of embeddings too.
+    ranks = {p.module: shapes[p.fqn][0] for p in mine if p.kind in ("lora_A", "lora_embedding_A")}
+    usual = Counter(ranks.values()).most_common(1)[0][0]
+    saved = sorted({p.module.rpartition(".")[2] for p in mine if p.kind == "modules_to_save"})
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": usual,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_dora": any(p.kind == "lora_magnitude_vector" for p in mine),
+        "rank_pattern": {m.removeprefix(WRAPPED): r for m, r in sorted(ranks.items()) if r != usual},
+        # Whole names: the last parts alone could mean modules that were not adapted.
+        "target_modules": sorted(m.removeprefix(WRAPPED) for m in ranks),
+        "modules_to_save": saved or None,
+    }
+
+
+def _biases(checkpoint: Checkpoint, mine: Sequence[AdapterPart], which: str) -> dict[str, str]:
+    """Biases that were trained beside the adapter, under their own names."""
+    names = [p.fqn for p in checkpoint.parameters]
+    if which == "all":
+        return {n: n for n in names if (n == "bias" or n.endswith(".bias")) and adapter_part(n) is None}
+    if which == "lora_only":
+        modules = {p.module for p in mine if p.kind != "modules_to_save"}
+        held = {f"{m}{inner}.bias" for m in modules for inner in ("", ".base_layer")}
+        return {n: n for n in names if n in held}
+    return {}
+
+
+def _refuse_rest(checkpoint: Checkpoint, taken: set[str]) -> None:
+    """Nothing that was trained is left behind without a word."""
+    rest = [p.fqn for p in checkpoint.trained if p.fqn not in taken]
+    if rest:
+        listed = ", ".join(printable(n) for n in rest[:SHOWN_NAMES]) + (", ..." if len(rest) > SHOWN_NAMES else "")
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{len(rest)} trained parameters are no part of a LoRA adapter: {listed}",
+            fix="--to safetensors writes them all; biases go along if adapter_config.json says so (`bias`)",
+            details={"parameters": [printable(n) for n in rest[:64]]},
+        )
