@@ -22,6 +22,8 @@ from oracle.launcher import Worlds
 from oracle.outputs import cast, convert, raw, read_safetensors, tensor_of
 from oracle.truth import Truth
 from reshard.errors import ReshardError
+from reshard.local import load_engine
+from reshard.models import SourceSpec
 
 Run = Callable[..., Path]
 pytestmark = [
@@ -102,6 +104,14 @@ def test_a_configuration_beside_the_tag_is_found(run: Run, tmp_path: Path) -> No
             _agrees(folder, tmp_path / str(number))
     finally:
         place.unlink()
+
+
+def test_inspection_says_that_there_are_adapters(run: Run, trained: TrainedFactory) -> None:
+    def named(source: Path) -> dict[str, str]:
+        return {t.name: t.detail for t in load_engine().inspect(SourceSpec(url=str(source))).targets}
+
+    assert named(run(3, more=("other",)) / "state")["peft"].startswith("default, other; merged: ")
+    assert "peft" not in named(trained("z2_bf16").dir)
 
 
 def test_sixteen_bits(run: Run, tmp_path: Path) -> None:

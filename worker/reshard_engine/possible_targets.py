@@ -8,6 +8,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, PossibleTarget, SourceSpec, TargetFormat, ZeroStage
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.cuts import Cut, CutError, taken
+from reshard_engine.peft_names import adapter_part
 from reshard_engine.writers.optimizer_states import group_nodes, states_to_write
 from reshard_engine.writers.zero.autoep import fused_experts
 from reshard_engine.writers.zero.cutting import Cutter
@@ -16,6 +17,7 @@ from reshard_engine.writers.zero.local import is_pipeline, local_models
 from reshard_engine.writers.zero.target import resolve
 from reshard_engine.writers.zero.writer import refuse_empty_groups, refuse_impossible_layout
 
+_SHOWN_ADAPTERS = 8
 _SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of tensor-parallel ranks that are tried."""
 _STAGES = (2, 3, 4, 6, 8, 12, 16)
@@ -29,6 +31,7 @@ def possible_targets(checkpoint: Checkpoint) -> tuple[PossibleTarget, ...]:
         reason = f"nothing says how {count} parameters were cut: --rules FILE or --family NAME"
         return tuple(_no(name, reason) for name in ("zero", "universal", "safetensors", "torch"))
     weights = [PossibleTarget(name=name, possible=True, detail="any type") for name in ("safetensors", "torch")]
+    weights += _adapters(checkpoint)
     if checkpoint.optimizer is None:
         reason = "the source has weights only"
         return (_no("zero", reason), _no("universal", reason), *weights)
@@ -37,6 +40,16 @@ def possible_targets(checkpoint: Checkpoint) -> tuple[PossibleTarget, ...]:
         return (_no("zero", refusal), _no("universal", refusal), *weights)
     universal = PossibleTarget(name="universal", possible=True, detail="one directory for every stage and world")
     return (*_native(checkpoint), universal, *weights)
+
+
+def _adapters(checkpoint: Checkpoint) -> list[PossibleTarget]:
+    """Nothing for runs without LoRA: nobody would ask."""
+    parts = [p for p in (adapter_part(p.fqn) for p in checkpoint.parameters) if p is not None]
+    names = sorted({p.adapter for p in parts if p.kind != "modules_to_save"})
+    if not names:
+        return []
+    listed = ", ".join(names[:_SHOWN_ADAPTERS]) + (", ..." if len(names) > _SHOWN_ADAPTERS else "")
+    return [PossibleTarget(name="peft", possible=True, detail=f"{listed}; merged: safetensors --merge-adapter")]
 
 
 def _refusal(check: Callable[[], object]) -> str | None:
