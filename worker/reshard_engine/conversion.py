@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from reshard.errors import IntegrityError, RequestError, SourceError, printable
+from reshard.errors import IntegrityError, RequestError, printable
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
@@ -18,7 +18,6 @@ from reshard.models import (
     Progress,
     TargetFormat,
     VerifyLevel,
-    WeightDtype,
 )
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.deepspeed_names import POINTERS
@@ -35,14 +34,10 @@ from reshard_engine.execute.source_check import check_source
 from reshard_engine.layout import TargetLayout
 from reshard_engine.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.collector import collector_paused
-from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
-from reshard_engine.readers.registry import read_checkpoint
-from reshard_engine.readers.torch_files import read_torch_files
-from reshard_engine.relabel import relabelled
-from reshard_engine.rules.request import requested_rules
+from reshard_engine.requested import requested_checkpoint
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name
 from reshard_engine.storage.urls import is_within, scheme_of
@@ -82,80 +77,6 @@ def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) ->
                 f"the target {printable(target.url)} overlaps the checkpoint {printable(place)}",
                 fix=f"write beside it, such as {printable(checkpoint.url)}_{wanted}",
             )
-
-
-def refuse_unexplained(checkpoint: Checkpoint) -> None:
-    """Refuse slices of tensor parallelism of which nothing says how they were cut.
-
-    Raises:
-        SourceError: `checkpoint.unexplained`.
-    """
-    names = checkpoint.unexplained
-    if not names:
-        return
-    listed = ", ".join(printable(n) for n in names[:8]) + (", ..." if len(names) > 8 else "")
-    raise SourceError(
-        "checkpoint.unexplained",
-        f"nothing says how {len(names)} of {len(checkpoint.parameters)} parameters were cut over "
-        f"{checkpoint.world.get('tp', 1)} tensor-parallel ranks: {listed}",
-        fix="say it: --rules FILE (docs/rules.md), or --family gpt-megatron|llama-megatron|bloom",
-        details={"parameters": [printable(n) for n in names[:256]]},
-    )
-
-
-def _read(source: Location, request: ConvertRequest) -> Checkpoint:
-    if request.to is not TargetFormat.SLIM:
-        return read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque), requested_rules(request))
-    if request.source.tag is not None:
-        raise RequestError(
-            "request.invalid", "--to slim takes files as they are: no tag", fix="name the tag's directory"
-        )
-    return read_torch_files(source, OpaqueLedger(request.opaque))
-
-
-def _with_model_files(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
-    """The checkpoint with the files that are to lie beside its weights, its adapter merged if that is asked."""
-    weights = request.to in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
-    adapts = request.to is TargetFormat.PEFT or request.merge_adapter
-    if request.merge_adapter and not weights:
-        raise RequestError("request.invalid", "an adapter is merged into consolidated weights", fix="--to safetensors")
-    if not adapts and (request.adapter is not None or request.lora_alpha is not None):
-        raise RequestError(
-            "request.invalid", "adapter and lora_alpha are for adapters", fix="--to peft, or --merge-adapter"
-        )
-    if adapts:
-        checkpoint = replace(checkpoint, model_files=_adapter_files(checkpoint, request))
-    if request.merge_adapter:
-        from reshard_engine.adapters import merged
-
-        checkpoint = replace(merged(checkpoint, request), model_files={})
-    if request.model_files is None or request.to is TargetFormat.PEFT:
-        return checkpoint
-    if not weights:
-        raise RequestError("request.invalid", f"model files lie beside weights, not in {request.to.value}")
-    from reshard_engine.readers.model_files import read_model_files
-
-    location = open_location(request.model_files, request.source.profile)
-    dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
-    try:
-        return replace(checkpoint, model_files=read_model_files(location, dtype))
-    except SourceError as error:
-        if request.merge_adapter and error.code == "source.not_found":
-            return checkpoint  # it was named for the adapter's configuration alone
-        raise
-
-
-def _adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[str, bytes]:
-    from reshard_engine.readers.model_files import read_adapter_config
-
-    profile = request.source.profile
-    if request.lora_alpha is not None:
-        return {}
-    if request.model_files is not None:
-        return read_adapter_config([open_location(request.model_files, profile)], required=True)
-    # Trainers leave it in their own directory, above the tag's.
-    places = dict.fromkeys((request.source.url, parent_and_name(checkpoint.url)[0]))
-    return read_adapter_config([open_location(url, profile) for url in places], required=False)
 
 
 def _copied_from(target: Location, checkpoint: Checkpoint, request: ConvertRequest) -> set[int]:
@@ -198,11 +119,8 @@ class Conversion:
                 f"{scheme_of(request.target)}:// can be read, not written",
                 fix="write to a local path or to s3://",
             )
-        checkpoint = _read(source, request)
-        refuse_unexplained(checkpoint)
-        checkpoint = relabelled(checkpoint, request)
+        checkpoint = requested_checkpoint(request, source)
         _refuse_overlap(target, checkpoint, wanted=request.to.value)
-        checkpoint = _with_model_files(checkpoint, request)
         name = parent_and_name(target.path)[1]
         layout = writer_of(request.to).lay_out(checkpoint, request, name=name)
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))

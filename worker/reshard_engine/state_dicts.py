@@ -12,7 +12,7 @@ import torch
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy, ReplicaPolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.conversion import REMOTE_THREADS, refuse_unexplained
+from reshard_engine.conversion import REMOTE_THREADS
 from reshard_engine.dtypes import SHORT_NAMES
 from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.executor import stop_check
@@ -20,6 +20,7 @@ from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.requested import refuse_unexplained
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
 from reshard_engine.writers.consolidated import Weight, weights_of

@@ -1,0 +1,103 @@
+"""The checkpoint that a request means: read, under the names that it asks for, with what it adds to the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from reshard.errors import RequestError, SourceError, printable
+from reshard.models import ConvertRequest, TargetFormat, WeightDtype
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.readers.torch_files import read_torch_files
+from reshard_engine.relabel import relabelled
+from reshard_engine.rules.request import requested_rules
+from reshard_engine.storage.locations import Location, open_location
+from reshard_engine.storage.protocol import parent_and_name
+
+
+def requested_checkpoint(request: ConvertRequest, source: Location) -> Checkpoint:
+    """The source's checkpoint as a writer is to see it.
+
+    Raises:
+        SourceError: Everything that can be wrong with the source.
+        RequestError: `request.invalid` and `request.unsatisfiable`: it asks for what does not go together.
+    """
+    checkpoint = _read(source, request)
+    refuse_unexplained(checkpoint)
+    return _with_model_files(relabelled(checkpoint, request), request)
+
+
+def refuse_unexplained(checkpoint: Checkpoint) -> None:
+    """Refuse slices of tensor parallelism of which nothing says how they were cut.
+
+    Raises:
+        SourceError: `checkpoint.unexplained`.
+    """
+    names = checkpoint.unexplained
+    if not names:
+        return
+    listed = ", ".join(printable(n) for n in names[:8]) + (", ..." if len(names) > 8 else "")
+    raise SourceError(
+        "checkpoint.unexplained",
+        f"nothing says how {len(names)} of {len(checkpoint.parameters)} parameters were cut over "
+        f"{checkpoint.world.get('tp', 1)} tensor-parallel ranks: {listed}",
+        fix="say it: --rules FILE (docs/rules.md), or --family gpt-megatron|llama-megatron|bloom",
+        details={"parameters": [printable(n) for n in names[:256]]},
+    )
+
+
+def _read(source: Location, request: ConvertRequest) -> Checkpoint:
+    if request.to is not TargetFormat.SLIM:
+        return read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque), requested_rules(request))
+    if request.source.tag is not None:
+        raise RequestError(
+            "request.invalid", "--to slim takes files as they are: no tag", fix="name the tag's directory"
+        )
+    return read_torch_files(source, OpaqueLedger(request.opaque))
+
+
+def _with_model_files(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """The checkpoint with the files that are to lie beside its weights, its adapter merged if that is asked."""
+    weights = request.to in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
+    adapts = request.to is TargetFormat.PEFT or request.merge_adapter
+    if request.merge_adapter and not weights:
+        raise RequestError("request.invalid", "an adapter is merged into consolidated weights", fix="--to safetensors")
+    if not adapts and (request.adapter is not None or request.lora_alpha is not None):
+        raise RequestError(
+            "request.invalid", "adapter and lora_alpha are for adapters", fix="--to peft, or --merge-adapter"
+        )
+    if adapts:
+        checkpoint = replace(checkpoint, model_files=_adapter_files(checkpoint, request))
+    if request.merge_adapter:
+        from reshard_engine.adapters import merged
+
+        checkpoint = replace(merged(checkpoint, request), model_files={})
+    if request.model_files is None or request.to is TargetFormat.PEFT:
+        return checkpoint
+    if not weights:
+        raise RequestError("request.invalid", f"model files lie beside weights, not in {request.to.value}")
+    from reshard_engine.readers.model_files import read_model_files
+
+    location = open_location(request.model_files, request.source.profile)
+    dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
+    try:
+        return replace(checkpoint, model_files=read_model_files(location, dtype))
+    except SourceError as error:
+        if request.merge_adapter and error.code == "source.not_found":
+            return checkpoint  # it was named for the adapter's configuration alone
+        raise
+
+
+def _adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[str, bytes]:
+    from reshard_engine.readers.model_files import read_adapter_config
+
+    profile = request.source.profile
+    if request.lora_alpha is not None:
+        return {}
+    if request.model_files is not None:
+        return read_adapter_config([open_location(request.model_files, profile)], required=True)
+    # Trainers leave it in their own directory, above the tag's.
+    places = dict.fromkeys((request.source.url, parent_and_name(checkpoint.url)[0]))
+    return read_adapter_config([open_location(url, profile) for url in places], required=False)
