@@ -26,8 +26,6 @@ class Window:
     chunk: int
     """Number of the chunk in its unit."""
     part: Part
-    last: bool
-    """Whether the chunk ends with it."""
 
 
 def steps_of(unit: Unit, files: Sequence[TargetFile], window_bytes: int) -> Iterator[list[Window]]:
@@ -45,7 +43,7 @@ def steps_of(unit: Unit, files: Sequence[TargetFile], window_bytes: int) -> Iter
             if group and held + stop - begin > window_bytes:
                 yield group
                 group, held = [], 0
-            group.append(Window(number, Part(file, begin, held, stop - begin), stop == end))
+            group.append(Window(number, Part(file, begin, held, stop - begin)))
             held += stop - begin
             if begin == stop:
                 break
