@@ -50,7 +50,8 @@ def function_cases(root: Path, megabytes: int) -> Iterator[Case]:
                 Contender(OURS, _call(_MINE, text, source), root / "nothing"),
                 Contender(what, _call(_THEIRS, text, source), root / "nothing"),
             )
-            yield Case(f"{name}: {what}", make, pair, partial(_differences, source))
+            # What is returned whole is in memory whole.
+            yield Case(f"{name}: {what}", make, pair, partial(_differences, source), anonymous_mib=2 * megabytes + 512)
         ours, peer = root / "ours" / "f", root / "peer" / "f"
         folders, tag = [str(source), str(peer)], str(source / "global_step7")
         scripts: dict[str, tuple[list[str], list[str], Callable[[], list[str]]]] = {
