@@ -17,9 +17,9 @@ from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models import CastLoss, ConvertRequest, ConvertResult, SourceSpec, TargetFormat
-from reshard_engine.dtypes import Dtype
+from reshard_engine.dtypes import BY_NAME, Dtype
 from reshard_engine.execute.cast import NumpyCast
-from reshard_engine.execute.losses import Losses, losses_of
+from reshard_engine.execute.losses import Losses, are_nan, losses_of
 
 _LARGEST = {"float32": torch.finfo(torch.float32).max, "bfloat16": torch.finfo(torch.bfloat16).max, "float16": 65504.0}
 
@@ -52,6 +52,15 @@ def test_losses_are_what_the_numbers_say(source: Dtype, target: Dtype, data: st.
     for i, (value, (x, y)) in enumerate(zip(_numbers(limited, target), pairs, strict=True)):
         wanted = math.copysign(largest, x) if i in over else y
         assert value == wanted or (math.isnan(value) and math.isnan(wanted))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_nans_are_found(dtype: str, data: st.DataObject) -> None:
+    source = BY_NAME[dtype]
+    values = np.array(data.draw(elements(source)), dtype=BITS[source.itemsize_bytes]).view(np.uint8)
+    assert are_nan(values, source).tolist() == [math.isnan(x) for x in _numbers(values, source)]
 
 
 def test_sums_add_up() -> None:

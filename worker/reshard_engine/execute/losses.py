@@ -86,6 +86,11 @@ def _magnitude(data: Buffer, dtype: Dtype) -> npt.NDArray[np.unsignedinteger]:
     return bits & np.array((1 << size * 8 - 1) - 1, dtype=_BITS[size])
 
 
+def are_nan(data: Buffer, dtype: Dtype) -> npt.NDArray[np.bool_]:
+    """Which elements of a floating type are no numbers."""
+    return _magnitude(data, dtype) > np.array(_INFINITY[dtype.name], dtype=_BITS[dtype.itemsize_bytes])
+
+
 def special(data: Buffer, dtype: Dtype) -> int:
     """How many elements are zero, infinite or NaN: nothing else can have lost anything in a cast to this type."""
     bits = _magnitude(data, dtype)
