@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from reshard._wire import ConvertOptions, convert_request
 from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, printable
 from reshard.local import load_engine
@@ -53,6 +54,35 @@ def weight_dtype(dtype: object) -> WeightDtype:
             "request.invalid", f"dtype {printable(str(dtype))} is not supported", fix=f"one of {', '.join(_DTYPES)}"
         )
     return found
+
+
+def weights_request(
+    checkpoint_dir: str,
+    output_dir: str,
+    dtype: object,
+    *,
+    max_shard_size: str | int | None,
+    safe_serialization: bool,
+    tag: str | None,
+    exclude_frozen_parameters: bool,
+) -> ConvertRequest:
+    """What `convert_zero_checkpoint_to_state_dict` asks of the engine, and the commands of the same names do.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    if max_shard_size is None:
+        limit = _ONE_FILE_BYTES
+    else:
+        limit = max_shard_size if isinstance(max_shard_size, int) else parse_size(max_shard_size)
+    options: ConvertOptions = {
+        "tag": tag,
+        "dtype": weight_dtype(dtype),
+        "max_shard_bytes": limit,
+        "exclude_frozen": exclude_frozen_parameters,
+    }
+    to = TargetFormat.SAFETENSORS if safe_serialization else TargetFormat.TORCH
+    return convert_request(checkpoint_dir, output_dir, to, options)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -134,17 +164,14 @@ def convert_zero_checkpoint_to_state_dict(
         tag: As above.
         exclude_frozen_parameters: As above.
     """
-    if max_shard_size is None:
-        limit = _ONE_FILE_BYTES
-    else:
-        limit = max_shard_size if isinstance(max_shard_size, int) else parse_size(max_shard_size)
-    request = ConvertRequest(
-        source=_source(checkpoint_dir, tag),
-        target=os.fspath(output_dir),
-        to=TargetFormat.SAFETENSORS if safe_serialization else TargetFormat.TORCH,
-        dtype=weight_dtype(dtype),
-        max_shard_bytes=limit,
-        exclude_frozen=exclude_frozen_parameters,
+    request = weights_request(
+        os.fspath(checkpoint_dir),
+        os.fspath(output_dir),
+        dtype,
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
+        tag=tag,
+        exclude_frozen_parameters=exclude_frozen_parameters,
     )
     load_engine().convert_into(request)
 

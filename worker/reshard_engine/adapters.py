@@ -19,7 +19,7 @@ from reshard.errors import RequestError, SourceError, printable
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
 from reshard_engine.dtypes import FLOAT32
-from reshard_engine.peft_names import CONFIG, WRAPPED, AdapterPart, adapter_part, chosen_adapter
+from reshard_engine.peft_names import CONFIG, WRAPPED, AdapterPart, adapter_parts, chosen_adapter
 from reshard_engine.shardmap import Merge, StoredTensor
 
 _NO_RULE = ("use_qalora", "arrow_config", "corda_config", "layer_replication", "alora_invocation_tokens", "use_bdlora")
@@ -55,7 +55,7 @@ def merged(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         SourceError: `checkpoint.malformed` if shapes or the configuration contradict one another.
     """
     names = [p.fqn for p in checkpoint.parameters]
-    parts = {p.fqn: p for p in map(adapter_part, names) if p is not None}
+    parts = {p.fqn: p for p in adapter_parts(names)}
     adapter = chosen_adapter(names, parts.values(), request.adapter)
     mine = [p for p in parts.values() if p.adapter == adapter]
     scaling = _scaling(checkpoint, request)
@@ -81,8 +81,7 @@ def merged(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
             held = {kind: by_name[fqn] for kind, fqn in factors[module].items()}
             merges.append(_merge(parameter, held, scaling, module=module.removeprefix(WRAPPED)))
             continue
-        best = parameter.states.get("fp32", parameter.weight)
-        found.append(Parameter(name, parameter.shape, 0, best))
+        found.append(Parameter(name, parameter.shape, 0, parameter.best))
     if len(merges) != len(factors):
         raise SourceError(
             "checkpoint.malformed", f"{len(factors)} modules are adapted, {len(merges)} of them have a weight"
@@ -155,10 +154,9 @@ def _merge(parameter: Parameter, factors: Mapping[str, Parameter], scaling: _Sca
 
 
 def _number(parameter: Parameter) -> int:
-    best = parameter.states.get("fp32", parameter.weight)
-    if best is None:
+    if parameter.best is None:
         raise RequestError("request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}")
-    return best
+    return parameter.best
 
 
 def _unmergeable(fqn: str, why: str) -> RequestError:

@@ -59,6 +59,11 @@ class Parameter:
         """Whether the optimizer owns it."""
         return self.group is not None
 
+    @property
+    def best(self) -> int | None:
+        """The tensor that says its value: the master is the truth, the 16-bit weight is its rounding."""
+        return self.states.get("fp32", self.weight)
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
@@ -155,6 +160,11 @@ class Checkpoint:
                         f"{printable(stored.state)} of {printable(parameter.fqn)} is {stored.shape}, "
                         f"the parameter is {parameter.shape}",
                     )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all its files are on this machine: nothing waits for a network."""
+        return all(f.store.scheme == "file" for f in self.files)
 
     @property
     def trained(self) -> tuple[Parameter, ...]:

@@ -134,7 +134,7 @@ class Conversion:
         """Units to run at once if memory allows."""
         if self.request.threads is not None:
             return self.request.threads
-        local = self.target.store.scheme == "file" and all(f.store.scheme == "file" for f in self.checkpoint.files)
+        local = self.target.store.scheme == "file" and self.checkpoint.is_local
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return cores if local else max(cores, REMOTE_THREADS)
 

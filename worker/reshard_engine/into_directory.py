@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, Progress
@@ -22,15 +21,6 @@ from reshard_engine.storage.locations import Location, open_location
 
 _INNER = ".reshard-into"
 _IN_THE_WAY = frozenset({"request.target_exists", "request.overlap"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Watch:
-    on_progress: Callable[[Progress], None] | None
-    should_stop: Callable[[], bool] | None
-
-    def run(self, request: ConvertRequest) -> ConvertResult:
-        return Conversion.prepare(request).run(on_progress=self.on_progress, should_stop=self.should_stop)
 
 
 def convert_into(
@@ -48,15 +38,15 @@ def convert_into(
     Raises:
         ReshardError: As `Conversion`; `request.target_exists` if a directory is where a file is to go.
     """
-    watch = _Watch(on_progress, should_stop)
     try:
-        return watch.run(request)
+        return Conversion.prepare(request).run(on_progress=on_progress, should_stop=should_stop)
     except RequestError as error:
         target = open_location(request.target, request.target_profile)
         if error.code not in _IN_THE_WAY or target.store.scheme != "file" or not os.path.isdir(target.path):
             raise
     inner = os.path.join(target.path, _INNER)
-    result = watch.run(request.model_copy(update={"target": inner, "overwrite": True}))
+    hidden = request.model_copy(update={"target": inner, "overwrite": True})
+    result = Conversion.prepare(hidden).run(on_progress=on_progress, should_stop=should_stop)
     names = [f.path for f in result.files]
     _move(inner, target, sorted(names, key=lambda name: name.endswith(".index.json")))
     stale = _stale(target.path, names)
@@ -69,14 +59,27 @@ def _move(inner: str, target: Location, names: list[str]) -> None:
         place = os.path.join(target.path, name)
         if os.path.isdir(place):
             raise RequestError("request.target_exists", f"{printable(place)} is a directory", fix="remove it")
-    with writing(target.path):
-        for name in names:
-            os.replace(os.path.join(inner, name), os.path.join(target.path, name))
-        # A manifest lists all of a directory: one of an earlier conversion would be wrong from now on.
-        with suppress(FileNotFoundError):
-            os.remove(os.path.join(target.path, MANIFEST_NAME))
+    # A manifest lists all of a directory: one of an earlier conversion would be wrong from now on.
+    moved_out(inner, {name: name for name in names}, target.path, without=MANIFEST_NAME)
+
+
+def moved_out(inner: str, names: Mapping[str, str], directory: str, *, without: str | None = None) -> None:
+    """Rename files of a finished conversion into a directory, in order, and remove what is left of it.
+
+    Args:
+        inner: The conversion's target.
+        names: Its files, and what each is to be called.
+        directory: Where they go; synced.
+        without: A file that must not be there any more.
+    """
+    with writing(directory):
+        for name, new in names.items():
+            os.replace(os.path.join(inner, name), os.path.join(directory, new))
+        if without is not None:
+            with suppress(FileNotFoundError):
+                os.remove(os.path.join(directory, without))
         shutil.rmtree(inner, ignore_errors=True)
-        descriptor = os.open(target.path, os.O_RDONLY)
+        descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:

@@ -50,13 +50,23 @@ def adapter_part(fqn: str) -> AdapterPart | None:
     return None
 
 
+def adapter_parts(names: Iterable[str]) -> list[AdapterPart]:
+    """Those of some parameters that belong to adapters."""
+    return [p for p in map(adapter_part, names) if p is not None]
+
+
+def adapter_names(parts: Iterable[AdapterPart]) -> list[str]:
+    """The LoRA adapters that they belong to, sorted."""
+    return sorted({p.adapter for p in parts if p.kind != "modules_to_save"})
+
+
 def chosen_adapter(names: Sequence[str], parts: Iterable[AdapterPart], wanted: str | None) -> str:
     """The adapter that is meant.
 
     Raises:
         RequestError: `request.unsatisfiable` if there is none, or several and none of them was named.
     """
-    adapters = sorted({p.adapter for p in parts if p.kind != "modules_to_save"})
+    adapters = adapter_names(parts)
     listed = ", ".join(printable(a) for a in adapters[:SHOWN_NAMES])
     if not adapters:
         shown = ", ".join(printable(n) for n in names[:SHOWN_NAMES])

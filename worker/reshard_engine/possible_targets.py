@@ -8,7 +8,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, PossibleTarget, SourceSpec, TargetFormat, ZeroStage
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.cuts import Cut, CutError, taken
-from reshard_engine.peft_names import adapter_part
+from reshard_engine.peft_names import adapter_names, adapter_parts
 from reshard_engine.writers.optimizer_states import group_nodes, states_to_write
 from reshard_engine.writers.zero.autoep import fused_experts
 from reshard_engine.writers.zero.cutting import Cutter
@@ -44,8 +44,7 @@ def possible_targets(checkpoint: Checkpoint) -> tuple[PossibleTarget, ...]:
 
 def _adapters(checkpoint: Checkpoint) -> list[PossibleTarget]:
     """Nothing for runs without LoRA: nobody would ask."""
-    parts = [p for p in (adapter_part(p.fqn) for p in checkpoint.parameters) if p is not None]
-    names = sorted({p.adapter for p in parts if p.kind != "modules_to_save"})
+    names = adapter_names(adapter_parts(p.fqn for p in checkpoint.parameters))
     if not names:
         return []
     listed = ", ".join(names[:_SHOWN_ADAPTERS]) + (", ..." if len(names) > _SHOWN_ADAPTERS else "")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, Progress, SlimResult
 from reshard_engine.conversion import Conversion
-from reshard_engine.execute.local_sink import writing
+from reshard_engine.into_directory import moved_out
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import parent_and_name
 
@@ -44,9 +43,8 @@ def slim(
     before = sum(f.size_bytes for f in conversion.checkpoint.files)
     result = conversion.run(on_progress=on_progress, should_stop=should_stop)
     if one_file:
-        with writing(place):
-            os.replace(os.path.join(request.target, result.files[0].path), place)
-            shutil.rmtree(request.target, ignore_errors=True)
+        directory, name = parent_and_name(place)
+        moved_out(request.target, {result.files[0].path: name}, directory)
     return SlimResult(
         target=place if one_file else result.target,
         files=len(result.files),

@@ -93,8 +93,7 @@ class LazyTensor:
     @property
     def threads(self) -> int:
         """How many reads at once are worth while."""
-        local = all(f.store.scheme == "file" for f in self._checkpoint.files)
-        return (os.cpu_count() or 1) if local else REMOTE_THREADS
+        return (os.cpu_count() or 1) if self._checkpoint.is_local else REMOTE_THREADS
 
 
 def _fill(pairs: list[tuple[LazyTensor, torch.Tensor]]) -> None:

@@ -6,15 +6,11 @@ Source: deepspeed 0.19.8 `utils/zero_to_fp32.py`, `utils/zero_to_torch.py`, `che
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from reshard.cli.local import run_conversion
-from reshard.cli.sizes import parse_size
-
-if TYPE_CHECKING:
-    from reshard.models import ConvertRequest
 
 Checkpoint = Annotated[
     str, typer.Argument(metavar="CHECKPOINT_DIR", help="Directory with the tag in it, or the tag; a path or a URL.")
@@ -49,9 +45,15 @@ def zero_to_fp32(
 ) -> None:
     """Instead of DeepSpeed's `zero_to_fp32.py`: the same arguments, the same names of files."""
     del debug
-    options = {"max_shard_bytes": parse_size(max_shard_size), "exclude_frozen": exclude_frozen_parameters}
-    to = "safetensors" if safe_serialization else "torch"
-    run_conversion(_request(checkpoint_dir, output_dir, tag=tag, to=to, dtype="fp32", **options), into=True)
+    zero_to_torch(
+        checkpoint_dir,
+        output_dir,
+        dtype="fp32",
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
+        tag=tag,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+    )
 
 
 def zero_to_torch(
@@ -67,13 +69,18 @@ def zero_to_torch(
 ) -> None:
     """Instead of DeepSpeed's `zero_to_torch.py`: the same arguments, the same names of files."""
     del debug
-    from reshard.deepspeed import weight_dtype
+    from reshard.deepspeed import weights_request
 
-    options = {"max_shard_bytes": parse_size(max_shard_size), "exclude_frozen": exclude_frozen_parameters}
-    to = "safetensors" if safe_serialization else "torch"
-    run_conversion(
-        _request(checkpoint_dir, output_dir, tag=tag, to=to, dtype=weight_dtype(dtype), **options), into=True
+    request = weights_request(
+        checkpoint_dir,
+        output_dir,
+        dtype,
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
+        tag=tag,
+        exclude_frozen_parameters=exclude_frozen_parameters,
     )
+    run_conversion(request, into=True)
 
 
 def ds_to_universal(
@@ -108,16 +115,6 @@ def ds_to_universal(
     for flag, (given, why) in notes.items():
         if given:
             sys.stderr.write(f"note: {flag} is not needed: {why}\n")
-    run_conversion(_request(input_folder, output_folder, to="universal", overwrite=overwrite))
+    from reshard._wire import convert_request
 
-
-def _request(source: str, target: str, *, tag: str | None = None, **options: Any) -> ConvertRequest:
-    from pydantic import ValidationError
-
-    from reshard._wire import invalid
-    from reshard.models import ConvertRequest, SourceSpec
-
-    try:
-        return ConvertRequest(source=SourceSpec(url=source, tag=tag), target=target, **options)
-    except ValidationError as error:
-        raise invalid(error) from None
+    run_conversion(convert_request(input_folder, output_folder, "universal", {"overwrite": overwrite}))

@@ -163,7 +163,7 @@ class Executor:
         self._lock = threading.Lock()
         self._memory = _Memory()
         # Reads over a network want to be long; local ones want to stay in the cache.
-        local = all(f.store.scheme == "file" for f in checkpoint.files)
+        local = checkpoint.is_local
         self._window_bytes = CACHED_BYTES if local else READ_BATCH_BYTES
         self._local = local
         self._calls: ThreadPoolExecutor | None = None

@@ -65,7 +65,7 @@ def losses_of(before: Buffer, after: Buffer, source: Dtype, target: Dtype, *, sa
     if not may_lose(source, target):
         return _NOTHING
     old, new = _magnitude(before, source), _magnitude(after, target)
-    old_limit, new_limit = (np.array(_INFINITY[d.name], dtype=_BITS[d.itemsize_bytes]) for d in (source, target))
+    old_limit, new_limit = _infinity(source), _infinity(target)
     overflowed = (old < old_limit) & (new == new_limit)
     count = int(np.count_nonzero(overflowed))
     if saturate and count:
@@ -86,13 +86,16 @@ def _magnitude(data: Buffer, dtype: Dtype) -> npt.NDArray[np.unsignedinteger]:
     return bits & np.array((1 << size * 8 - 1) - 1, dtype=_BITS[size])
 
 
+def _infinity(dtype: Dtype) -> npt.NDArray[np.unsignedinteger]:
+    return np.array(_INFINITY[dtype.name], dtype=_BITS[dtype.itemsize_bytes])
+
+
 def are_nan(data: Buffer, dtype: Dtype) -> npt.NDArray[np.bool_]:
     """Which elements of a floating type are no numbers."""
-    return _magnitude(data, dtype) > np.array(_INFINITY[dtype.name], dtype=_BITS[dtype.itemsize_bytes])
+    return _magnitude(data, dtype) > _infinity(dtype)
 
 
 def special(data: Buffer, dtype: Dtype) -> int:
     """How many elements are zero, infinite or NaN: nothing else can have lost anything in a cast to this type."""
     bits = _magnitude(data, dtype)
-    limit = np.array(_INFINITY[dtype.name], dtype=bits.dtype)
-    return int(np.count_nonzero((bits == 0) | (bits >= limit)))
+    return int(np.count_nonzero((bits == 0) | (bits >= _infinity(dtype))))

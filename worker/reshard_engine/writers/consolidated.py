@@ -67,11 +67,9 @@ def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
 
 
 def _best(parameter: Parameter) -> int:
-    # The master is the truth; the 16-bit weight is its rounding.
-    best = parameter.states.get("fp32", parameter.weight)
-    if best is None:
+    if parameter.best is None:
         raise RequestError("request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}")
-    return best
+    return parameter.best
 
 
 def _weight(checkpoint: Checkpoint, fqn: str, index: int, wanted: Dtype | None) -> Weight:

@@ -18,7 +18,15 @@ from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.layout import TargetFile, TargetLayout, literal_template
-from reshard_engine.peft_names import CONFIG, SHOWN_NAMES, WRAPPED, AdapterPart, adapter_part, chosen_adapter
+from reshard_engine.peft_names import (
+    CONFIG,
+    SHOWN_NAMES,
+    WRAPPED,
+    AdapterPart,
+    adapter_part,
+    adapter_parts,
+    chosen_adapter,
+)
 from reshard_engine.writers.consolidated import Weight, weights_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -36,7 +44,7 @@ class PeftWriter:
         """
         if request.max_shard_bytes is not None or request.exclude_frozen:
             raise RequestError("request.invalid", "an adapter is one file of all that it has")
-        parts = [p for p in map(adapter_part, (p.fqn for p in checkpoint.parameters)) if p is not None]
+        parts = adapter_parts(p.fqn for p in checkpoint.parameters)
         adapter = chosen_adapter([p.fqn for p in checkpoint.parameters], parts, request.adapter)
         mine = [p for p in parts if p.adapter == adapter]
         text, config = _config(checkpoint, request, mine)
