@@ -20,9 +20,10 @@ import yaml
 from hypothesis import given, seed, settings, strategies as st
 
 from laws import deepspeed_files
+from laws.deepspeed_files import Layout
 from laws.deepspeed_source import DeepSpeedSource, cases_of, rules_of as held_by
 from laws.layout_cases import Drawn, configured, models, native, ranks_of
-from laws.pipeline_source import Model, ParallelWriter, Ranks
+from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, rules_of
 from laws.profiles import laws_profile, laws_seed
 from laws.torch_values import Fragment, load, tree_of
 from reshard.diffs import DiffOptions
@@ -32,7 +33,7 @@ from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.local import LocalEngine
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.formats import Case
-from reshard_engine.testing.logical import MASTER, Bits, tree_difference
+from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState, tree_difference
 from reshard_engine.testing.memory_store import MemoryStore
 from reshard_engine.testing.strategies import evenly
 from reshard_engine.testing.trial import SCHEME, TARGET_NAME, convert, left_by
@@ -205,6 +206,29 @@ def test_the_way_over_another_layout_does_not_matter(case: tuple[Drawn, Ranks, R
 @given(case=_three())
 def test_the_way_over_another_layout_does_not_matter_long(case: tuple[Drawn, Ranks, Ranks, Ranks]) -> None:
     _check_model(*case)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_whose_part_is_all_padding_has_the_types_of_the_others(stage: int) -> None:
+    """Found by the law: such a master was written as fp32, beside fp16 ones, and could not be read again."""
+    values = Bits("float16", (1, 3), np.float16([1.5, -2.0, 0.25]).tobytes())
+    name = "embed.tokens.weight"
+    state = LogicalState(
+        "float16",
+        (LogicalParameter(name, (1, 3), 0, values, dict.fromkeys((MASTER, "exp_avg", "exp_avg_sq"), values)),),
+        buffers={},
+        aliases={},
+        order=(name,),
+        groups=({"lr": 0.25, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0},),
+        steps=(Bits("float32", (), np.float32(3).tobytes()),),
+        values={"lr_scheduler": None, "skipped_steps": 0, "global_steps": 3, "global_samples": 24},
+        optimizer_values={},
+    )
+    parts = {name: Part("vocabulary", 0)}
+    model = Model(state, parts, piped=False, layers=4, pad_to=1, told=True, rules=rules_of(parts, {name: (1, 3)}, 4))
+    one, two = Ranks(1, (0,), Layout(stage, 2)), Ranks(2, (0,), Layout(stage, 2))
+    _check_model(Drawn(model, (1, 2), 1), one, two, one)
+    _check_model(Drawn(model, (1, 2), 1), two, one, two)
 
 
 # -- the zoo of data parallelism, grown by rules of the request -------------------------------------------------------

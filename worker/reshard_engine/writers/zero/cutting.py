@@ -47,7 +47,17 @@ class Cutter:
                 f"{printable(parameter.fqn)} {parameter.shape} cannot be cut over {self._tp} ranks: {error}",
                 fix=f"--tp {self._largest(cut, parameter.shape)}",
             ) from None
-        return LocalParameter(parameter.fqn, shape, parameter.group, states, weight, parameter.scalars)
+        tensors = self._checkpoint.shard_map.tensors
+        return LocalParameter(
+            parameter.fqn,
+            shape,
+            parameter.group,
+            states=states,
+            weight=weight,
+            dtypes={s: tensors[n].dtype for s, n in parameter.states.items()},
+            weight_dtype=tensors[best].dtype,
+            scalars=parameter.scalars,
+        )
 
     def _weight_of(self, parameter: Parameter) -> int | None:
         """What a weight is made of: the stored one where it is of the model's type, else the master, rounded.

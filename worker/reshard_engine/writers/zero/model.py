@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reshard_engine.checkpoint import Scalar
+from reshard_engine.dtypes import Dtype
 from reshard_engine.writers.zero.partitions import Run
 
 
@@ -21,6 +22,10 @@ class LocalParameter:
     """`fp32` and the optimizer's per-element states."""
     weight: tuple[Run, ...]
     """What its weight in the model's dtype is made of: the stored one, or the master."""
+    dtypes: Mapping[str, Dtype]
+    """Element types of the states: a part that is all padding holds nothing that would say."""
+    weight_dtype: Dtype
+    """Element type of what the weight is made of."""
     scalars: Mapping[str, Scalar]
 
     @property

@@ -141,9 +141,9 @@ class ModelStatesFiles:
 
     def _weight_dtype(self, parameter: LocalParameter) -> str:
         # Frozen integers and 8-bit weights stay what they are: a cast of the model leaves them alone.
-        stored = [self._checkpoint.shard_map.tensors[t].dtype for t, _, _ in parameter.weight if t >= 0]
-        if parameter.group is None and stored and not (stored[0].floating and stored[0].itemsize_bytes > 1):
-            return stored[0].name
+        stored = parameter.weight_dtype
+        if parameter.group is None and not (stored.floating and stored.itemsize_bytes > 1):
+            return stored.name
         return self._target.dtype.name
 
     def _fragments(self, rank: int) -> Node:

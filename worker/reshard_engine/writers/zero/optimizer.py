@@ -28,7 +28,6 @@ class Groups:
         """For the given per-element states, `fp32` first."""
         self.nodes = group_nodes(checkpoint)
         self.states = tuple(states)
-        self._map = checkpoint.shard_map
 
     @property
     def count(self) -> int:
@@ -44,14 +43,14 @@ class Groups:
             found.append(mapping_of(renamed_group(entries, ep)))
         return PList(found)
 
-    def dtype_of(self, state: str, parameters: Sequence[LocalParameter]) -> Dtype:
+    @staticmethod
+    def dtype_of(state: str, parameters: Sequence[LocalParameter]) -> Dtype:
         """The one element type of a state in a group.
 
         Raises:
             RequestError: `request.unsatisfiable` if its parameters have several: one flat tensor has one.
         """
-        numbers = {r[0] for p in parameters for r in p.states.get(state, ()) if r[0] != ZEROS}
-        dtypes = {self._map.tensors[n].dtype for n in numbers}
+        dtypes = {p.dtypes[state] for p in parameters if state in p.dtypes}
         if len(dtypes) > 1:
             raise RequestError(
                 "request.unsatisfiable",
