@@ -123,11 +123,6 @@ def test_a_stray_model_parallel_rank(source: Path, tmp_path: Path, name: str) ->
     assert _refused(source, tmp_path / "out").code == "checkpoint.incomplete"
 
 
-def test_nvme_offloaded_states_are_not_supported_yet(source: Path, tmp_path: Path) -> None:
-    (source / "global_step3" / "offloaded_tensors").mkdir()
-    assert _refused(source, tmp_path / "out").code == "source.unsupported"
-
-
 def test_target_exists(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()

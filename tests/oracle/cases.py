@@ -37,6 +37,7 @@ class Case:
         steps: steps trained before the save.
         loss_scale_power: fp16's initial loss scale is 2 to this; a large one overflows and skips the first steps.
         writer: ``checkpoint.writer.type``; torch.save straight into the file if None.
+        nvme: offload the optimizer's states to files, sub-groups of some size: DeepSpeed leaves small ones in memory.
         tiny: one narrow layer, for frozen test data.
     """
 
@@ -60,6 +61,7 @@ class Case:
     steps: int = 3
     loss_scale_power: int = 4
     writer: Literal["python", "fast"] | None = None
+    nvme: bool = False
     tiny: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -100,6 +102,9 @@ def ds_config(case: Case, world: int, *, load_universal: bool = False) -> dict[s
         }
     if case.stage == "bf16opt":
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if case.nvme:
+        config["zero_force_ds_cpu_optimizer"] = False
+        config["aio"] = {"block_size": 512}
     return config
 
 
@@ -115,6 +120,8 @@ def _zero_section(case: Case) -> dict[str, Any]:
         zero["sub_group_size"] = case.sub_group_size
     if case.stage == 3:
         zero["stage3_param_persistence_threshold"] = 0  # else tiny models are never really gathered
+    if case.nvme:
+        zero["offload_optimizer"] = {"device": "nvme", "pin_memory": False, "buffer_count": 4}
     return zero
 
 
@@ -160,6 +167,8 @@ def _zoo() -> dict[str, Case]:
         Case("z3_two_groups", 3, "bf16", two_groups=True),
         Case("z3_sub_groups", 3, "bf16", sub_group_size=150),
         Case("z3_sub_groups_two_groups", 3, "bf16", sub_group_size=150, two_groups=True),
+        Case("z3_nvme", 3, "fp32", sub_group_size=150, nvme=True, scheduler=True),
+        Case("z3_nvme_two_groups", 3, "bf16", sub_group_size=150, two_groups=True, nvme=True),
         Case("z1_elastic", 1, "bf16", elastic=True),
         Case("z2_sgd", 2, "bf16", optimizer="sgd"),
         Case("z3_sgd", 3, "bf16", optimizer="sgd"),

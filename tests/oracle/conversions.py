@@ -88,7 +88,9 @@ def target_of(case: Case, stage: Stage | None = None) -> Case:
     DeepSpeed 0.19.8 loads no universal checkpoint at stage 0; at stage 3 it knows Adam's states only; and it permutes
     the weights of a target with ``round_robin_gradients``.  How the source's files were written is over.
     """
-    target = replace(case, round_robin=False, elastic=False, zip_files=True, writer=None, sub_group_size=None)
+    target = replace(
+        case, round_robin=False, elastic=False, zip_files=True, writer=None, sub_group_size=None, nvme=False
+    )
     if stage is not None:
         return replace(target, stage=stage)
     if case.stage == 0:

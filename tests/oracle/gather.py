@@ -143,10 +143,21 @@ def _zero3(optimizer: Any, names: dict[Any, str]) -> list[FlatGroup]:
             Slot(names[p], tuple(p.ds_shape), offset, p.ds_numel, piece)
             for p, offset, piece in zip(params, _running(pieces), pieces, strict=True)
         )
-        master = optimizer.fp32_partitioned_groups_flat[k]
-        state = optimizer.optimizer.state.get(master, {})
+        master, state = _swapped_in(optimizer, optimizer.fp32_partitioned_groups_flat[k])
         groups.append(FlatGroup("split", optimizer.sub_group_to_group_id[k], slots, master, state))
     return groups
+
+
+def _swapped_in(optimizer: Any, master: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """A sub-group's master and states; copies of what DeepSpeed itself reads back where they are on NVMe."""
+    state = optimizer.optimizer.state.get(master, {})
+    if not optimizer.swap_optimizer or master.numel():
+        return master, state
+    optimizer.optimizer_swapper.swap_in_optimizer_state(master)
+    copies = {key: value.detach().clone() if torch.is_tensor(value) else value for key, value in state.items()}
+    whole = master.detach().clone()
+    optimizer.optimizer_swapper.release_swap_buffers(master)
+    return whole, copies
 
 
 def _all_ranks(local: Tensor) -> list[Tensor]:

@@ -51,6 +51,8 @@ ALWAYS = (
     ("z1_adagrad", 4),
     ("z2_empty_param", 3),
     ("z3_fast_writer", 3),
+    ("z3_nvme", 3),
+    ("z3_nvme_two_groups", 1),
     ("z2_legacy_stream", 3),
 )
 # The files of an elastic save have no hyper-parameters, and those of a nameless stage 0 no states to write.
@@ -119,7 +121,7 @@ def test_plain_load_checkpoint_resumes_on_another_world(
     name: str, world: int, trained: TrainedFactory, oracle: Oracle, tmp_path: Path, bf16_spread: float
 ) -> None:
     run = trained(name)
-    case = replace(run.case, elastic=False, zip_files=True, writer=None)
+    case = replace(run.case, elastic=False, zip_files=True, writer=None, nvme=False)
     folder = _native(run, tmp_path / "out", world, case)
     resumed = oracle.resume_native(case, folder, tmp_path / "state", world=world)
     _assert_continues(run, resumed, case, bf16_spread)

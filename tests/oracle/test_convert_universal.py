@@ -51,6 +51,7 @@ RESUMED_ALWAYS = (
     "z2_lion",
     "z2_fast_writer",
     "z3_legacy_stream",
+    "z3_nvme",
     "z2_empty_param",
 )
 SOURCES_ON_OTHER_WORLDS = (

@@ -34,6 +34,8 @@ PEER_REFUSES = {
     "z2_legacy_stream": "mmap",
     "z3_legacy_stream": "mmap",
     "z2_fast_writer": "can't find",
+    "z3_nvme": "something is wrong",
+    "z3_nvme_two_groups": "something is wrong",
 }
 _zero = [name for name, case in CASES.items() if case.stage in (1, 2, 3) and name not in PEER_REFUSES]
 _ALWAYS = (

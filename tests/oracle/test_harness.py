@@ -22,12 +22,18 @@ NATIVELY_UNLOADABLE = {
     "z3_fast_writer": "weights_only",
     "z2_fast_writer": "check_ckpt_list",  # it writes <name>-<rank>.<writers> and looks for <name>
 }
+# Here it starts with weights that are right but for those of sub-groups under the threshold, and without moments and
+# steps: `load_checkpoint` skips the optimizer files, and the swapper does not know the states that it copies in.
+NATIVELY_FORGOTTEN = ("z3_nvme", "z3_nvme_two_groups")
 # Not z1 and z2 with two groups: there the API loses the second group's moments, because DeepSpeed links optimizer
 # states once, after the first group's step (0.19.8, stage_1_and_2.py `_optimizer_step`).
 API_CASES = ["z1_fp32", "z2_bf16", "z2_alignment", "z3_bf16", "z3_sub_groups_two_groups", "bf16opt_two_groups"]
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in NATIVELY_UNLOADABLE])
+_RELOADED = [name for name in CASES if name not in NATIVELY_UNLOADABLE and name not in NATIVELY_FORGOTTEN]
+
+
+@pytest.mark.parametrize("name", _RELOADED)
 def test_truth_equals_what_deepspeed_reloads(
     name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path
 ) -> None:
@@ -47,6 +53,20 @@ def test_what_deepspeed_cannot_reload_itself(
     with pytest.raises(WorldError) as caught:
         oracle.resume_native(run.case, run.dir, tmp_path, world=run.world)
     assert NATIVELY_UNLOADABLE[name].lower() in str(caught.value).lower()
+
+
+@pytest.mark.parametrize("name", NATIVELY_FORGOTTEN)
+def test_what_deepspeed_forgets_when_it_reloads(
+    name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path
+) -> None:
+    # Why a conversion of such a run says that it is to be resumed with another device.
+    run = trained(name)
+    resumed = oracle.resume_native(run.case, run.dir, tmp_path, world=run.world)
+    assert run.truth.kind("exp_avg")
+    assert not resumed.state.kind("exp_avg")
+    assert run.truth.step
+    assert not resumed.state.step
+    assert resumed.losses != run.losses_after
 
 
 @pytest.mark.parametrize("name", API_CASES)

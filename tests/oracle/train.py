@@ -20,6 +20,7 @@ from oracle.cases import Case, ds_config
 from oracle.fastio import enable_fast_writer
 from oracle.gather import gather_module, gather_states
 from oracle.models import batch, build_model, client_optimizer, param_groups
+from oracle.nvme import enable_swapping, swap_folder
 
 SOURCE_SEED = 1234
 RESUME_SEED = 98765  # other weights than the source's: what a loader does not load shows
@@ -49,6 +50,10 @@ def build_engine(case: Case, world: int, *, seed: int, load_universal: bool = Fa
         _allow_fp16()
     if case.writer == "fast":
         enable_fast_writer()
+    config = ds_config(case, world, load_universal=load_universal)
+    if case.nvme:
+        enable_swapping()
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swap_folder()
     model = build_model(case, seed)
     groups = param_groups(case, model)
     initialize: Any = deepspeed.initialize
@@ -56,7 +61,7 @@ def build_engine(case: Case, world: int, *, seed: int, load_universal: bool = Fa
         model=model,
         model_parameters=groups,
         optimizer=client_optimizer(case, groups),
-        config=ds_config(case, world, load_universal=load_universal),
+        config=config,
     )
     return engine
 

@@ -261,3 +261,22 @@ def test_interpreted_mappings_refuse_keys_that_python_would_merge() -> None:
     assert caught.value.code == "checkpoint.malformed"
     with pytest.raises(ReshardError):
         mapping_items(PList([1]), what="it")
+
+
+def _with_attributes(attributes: dict[Any, Any]) -> PTensor:
+    tensor = torch.zeros(0)
+    tensor.__dict__.update(attributes)
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        found = _parse(archive.read("archive/data.pkl"))
+    assert isinstance(found, PTensor)
+    return found
+
+
+def test_short_texts_that_were_set_on_a_tensor_are_kept() -> None:
+    assert _with_attributes({"ds_id": "0_7"}).attributes == (("ds_id", "0_7"),)
+    assert _with_attributes({}).attributes == ()
+    kept = _with_attributes({"number": 3, "list": ["x"], "long": "x" * 65, "ds_id": "0_7"})
+    assert kept.attributes == (("ds_id", "0_7"),)
+    assert len(_with_attributes({f"name{i}": "x" for i in range(100)}).attributes) == 4

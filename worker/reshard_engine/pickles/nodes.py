@@ -116,6 +116,8 @@ class PTensor:
     stride: tuple[int, ...]
     requires_grad: bool = False
     parameter: bool = False
+    attributes: tuple[tuple[str, str], ...] = ()
+    """Short texts that were set on it; none of its data."""
 
     @property
     def numel(self) -> int:

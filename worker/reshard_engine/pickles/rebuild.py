@@ -7,15 +7,30 @@ Source: torch 2.13.0 `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild_paramete
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
 from reshard_engine.pickles import arrays, calls
 from reshard_engine.pickles.limits import PickleLimits
-from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PDict,
+    PList,
+    PObject,
+    PSet,
+    PStorage,
+    PTensor,
+    PTuple,
+    is_mapping,
+    mapping_items,
+)
 
 MAX_ELEMS = 1 << 62
+_ATTRIBUTES, _ATTRIBUTE_CHARS = 4, 64
 _KEY = re.compile(r"(?!.*\.\.)[0-9A-Za-z_.-]{1,64}")
 _STORAGES = {name: dtype.name for name, dtype in BY_STORAGE_CLASS.items()} | {"UntypedStorage": "uint8"}
 """Element types of storages by the class that a persistent id names."""
@@ -151,8 +166,16 @@ def _from_type(items: tuple[Node, ...], limits: PickleLimits) -> PTensor:
         raise SourceError("pickle.forbidden_call", f"_rebuild_from_type_v2 of {printable(func.dotted)}")
     if not isinstance(kind, Global) or kind.dotted not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         raise SourceError("pickle.forbidden_call", "_rebuild_from_type_v2 of a type that is no torch tensor")
-    # The state holds attributes such as ZeRO-3's `ds_id`; they are not data of the tensor.
-    return apply(func, items[2], limits)
+    tensor = apply(func, items[2], limits)
+    assert isinstance(tensor, PTensor)
+    return replace(tensor, attributes=_texts(items[3]))
+
+
+def _texts(state: Node) -> tuple[tuple[str, str], ...]:
+    """The attributes of a tensor that are short texts, such as the name of what it is a part of."""
+    entries = mapping_items(state, what="a tensor's attributes") if is_mapping(state) else {}
+    texts = ((k, v) for k, v in entries.items() if type(k) is str and type(v) is str and len(v) <= _ATTRIBUTE_CHARS)
+    return tuple(islice(texts, _ATTRIBUTES))
 
 
 def _set(items: tuple[Node, ...], *, frozen: bool) -> PSet:

@@ -41,7 +41,9 @@ class ParsedRun:
     def files(self) -> tuple[SourceFile, ...]:
         """Every file, once."""
         parsed = [f.torch_file for group in (*self.states, *self.models) for f in group]
-        return tuple(dict.fromkeys(f.file for f in (*parsed, *self.layers.values(), *self.experts.values())))
+        opened = (f.file for f in (*parsed, *self.layers.values(), *self.experts.values()))
+        swapped = (f for group in self.states for s in group for f in s.swapped.values())
+        return tuple(dict.fromkeys((*opened, *swapped)))
 
 
 def assemble(
@@ -153,6 +155,11 @@ class _Assembly:
             found.append(
                 "elastic (list-form) optimizer states carry no hyper-parameters: they come from ds_config, "
                 "so the learning rate is the configured one until a scheduler sets it at its next step"
+            )
+        if first.swapped:
+            found.append(
+                "the run kept optimizer states on NVMe: DeepSpeed restores neither moments nor steps from any "
+                "checkpoint where offload_optimizer.device is nvme (0.19.8); resume with cpu or none"
             )
         if not any(first.states):
             found.append("the checkpoint has no optimizer states: it was saved before the first step")

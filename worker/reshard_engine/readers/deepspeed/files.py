@@ -47,8 +47,6 @@ class RankFiles:
     """Stage 0 with experts: optimizer files of their own."""
     layers: Mapping[tuple[int, int], SourceFile]
     """Weights of pipeline layers by layer and tensor-parallel rank."""
-    swapped: bool
-    """Whether a folder of NVMe-offloaded tensors is there."""
 
     @property
     def model_parallel(self) -> int:
@@ -113,7 +111,6 @@ def sort_files(store: Store, listing: Listing) -> RankFiles:
         dict(sorted(experts.items())),
         tuple(expert_optim),
         dict(sorted(layers.items())),
-        "offloaded_tensors" in listing.directories,
     )
 
 

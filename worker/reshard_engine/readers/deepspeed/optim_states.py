@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import (
@@ -50,6 +51,8 @@ class RankStates:
     elastic: bool
     legacy_param_shapes: Node
     """`param_shapes` of checkpoints before 0.6.0."""
+    swapped: Mapping[str, SourceFile] = field(default_factory=dict[str, SourceFile])
+    """Files of what the rank kept on NVMe, by the name that the rank's empty tensors say."""
 
     @property
     def partition_count(self) -> int | None:

@@ -18,6 +18,7 @@ from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener, States
 from reshard_engine.readers.deepspeed.run_config import zero_options
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
+from reshard_engine.readers.deepspeed.swapped import FOLDER, swap_files, with_swapped
 from reshard_engine.readers.opening import open_all
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
@@ -49,11 +50,12 @@ class DeepSpeedReader:
             SourceError: As the modules of this package say.
         """
         files = sort_files(location.store, listing)
-        refuse_unsupported(files)
         if not files.optim:
             return self._read_stage0(location, files, tag=tag, ledger=ledger, rules=rules)
         opener = RankOpener(ledger)
         states, models = _read_ranks(files, opener)
+        if states[0][0].stage == 3 and FOLDER in listing.directories:
+            states = _with_swapped(states, swap_files(location))
         pp, tp = degrees(models[0][0], files.model_parallel, 1 + max((t for _, t in files.layers), default=-1))
         run = ParsedRun(
             states,
@@ -142,17 +144,18 @@ def _open_table(files: Mapping[_K, SourceFile], opener: RankOpener) -> dict[_K, 
     return dict(zip(files, open_all(list(files.values()), opener.open), strict=True))
 
 
-def refuse_unsupported(files: RankFiles) -> None:
-    """Refuse what file names show that this package does not read.
-
-    Raises:
-        SourceError: `source.unsupported`.
-    """
-    if files.swapped:
+def _with_swapped(
+    states: Sequence[Sequence[RankStates]], files: Mapping[int, Mapping[str, SourceFile]]
+) -> list[list[RankStates]]:
+    """All ranks with what they kept on NVMe."""
+    if len(states) > 1:
         raise SourceError(
             "source.unsupported",
-            "the optimizer states were offloaded to NVMe (offloaded_tensors/), which this version does not read",
+            f"optimizer states were offloaded to NVMe under model parallelism ({len(states)} model-parallel ranks): "
+            f"the folders in {FOLDER}/ are of global ranks, and nothing says which model-parallel rank each is",
+            fix="save with offload_optimizer.device cpu",
         )
+    return [[with_swapped(s, files.get(rank, {})) for rank, s in enumerate(states[0])]]
 
 
 def refuse_by_config(model: ModelStates) -> None:

@@ -6,25 +6,26 @@ the rank knows them by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.readers.deepspeed.autoep import FusedExperts, fused_experts
 from reshard_engine.readers.deepspeed.experts import ExpertGroup, data_before_experts, expert_groups, in_model_order
 from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
-from reshard_engine.readers.deepspeed.model_states import ModelStates
+from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.optim_states import RankStates, read_scalar
 from reshard_engine.readers.deepspeed.order import undealt
 from reshard_engine.readers.deepspeed.run_config import uses_round_robin
 from reshard_engine.readers.deepspeed.shapes import shapes_by_group
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
+from reshard_engine.readers.deepspeed.swapped import swapped_partition
 from reshard_engine.shardmap import ShardMapBuilder
 
 
@@ -114,8 +115,18 @@ def group_of_subgroup(param_groups: Sequence[Mapping[str | int, Node]], count: i
     return [found[i] for i in range(count)]
 
 
-def _flat(torch_file: TorchFile, tensor: PTensor, number: Mapping[SourceFile, int]) -> Partition:
-    return Partition(number[torch_file.file], torch_file.tensor_offset(tensor), tensor.numel)
+def _flats(
+    states: Sequence[RankStates], tensors: Sequence[PTensor], shapes: Shapes, number: Mapping[SourceFile, int]
+) -> Iterator[Partition]:
+    """Where each rank's flat tensor of one (sub-)group is."""
+    elsewhere = states[0].stage == 3 and not all(t.numel for t in tensors)
+    # Of a rank's own, padding included; looked at only where something is missing.
+    numel = sum(-(-prod(shape) // len(states)) for _, shape in shapes) if elsewhere else 0
+    for rank, tensor in zip(states, tensors, strict=True):
+        if numel and not tensor.numel:
+            yield swapped_partition(rank, tensor, numel, number)
+        else:
+            yield Partition(number[rank.torch_file.file], rank.torch_file.tensor_offset(tensor), tensor.numel)
 
 
 def _positional_keys(states: Sequence[RankStates]) -> list[str]:
@@ -165,7 +176,7 @@ def _add_state(
         tensors = [builder.tensor(name, key, dtype, shape) for name, shape in group]
         for (name, _), tensor in zip(group, tensors, strict=True):
             by_name.setdefault(name, {})[key] = tensor
-        partitions = [_flat(s.torch_file, f, number) for s, f in zip(ranks, found, strict=True)]
+        partitions = list(_flats(ranks, found, group, number))
         what = f"group {index}, {printable(key)}"
         if states[0].stage != 3:
             pads = states[0].alignment_paddings[index] if index < len(states[0].alignment_paddings) else ()

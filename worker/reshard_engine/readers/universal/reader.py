@@ -19,7 +19,7 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_mod
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD
 from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener
-from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config, refuse_unsupported
+from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config
 from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.assembly import Assembly
 from reshard_engine.readers.universal.atoms import FOLDER, OPTIMIZER_FILE, list_atoms
@@ -57,7 +57,6 @@ class UniversalReader:
             SourceError: As the modules of this package and of the model states say.
         """
         files = sort_files(location.store, listing)
-        refuse_unsupported(files)
         atoms = list_atoms(location)
         if atoms.optimizer is None:
             raise SourceError(

@@ -1,0 +1,85 @@
+"""Optimizer states that a ZeRO-3 run kept on NVMe: raw files beside the rank files, one per sub-group and state.
+
+A swapped sub-group's tensors are empty in the rank file; what identifies them is an attribute of theirs, `ds_id`, which
+names the file in the rank's folder: `0_7.tensor.swp` for the masters of the sub-group of parameters 0 to 7,
+`exp_avg-0_7.tensor.swp` for a state. The file holds the rank's flat tensor from its first byte on, in the tensor's
+type, and is padded to the alignment of asynchronous I/O; it stays longer where an earlier run left a longer one.
+Sub-groups under 1 MiB stay in the rank file.
+
+Source: deepspeed 0.19.8 `runtime/engine.py` (`save_checkpoint`: the swap folder is copied without gradients),
+`runtime/swap_tensor/optimizer_utils.py` (`SwapTensorContext`, `_get_state_tensors`, `_io_aligned_numel`),
+`runtime/zero/stage3.py` (`_create_fp32_partitions`); verified by running, with libaio and without.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from reshard.errors import SourceError, printable
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.dtypes import BY_NAME
+from reshard_engine.pickles.nodes import PTensor
+from reshard_engine.readers.deepspeed.flat_groups import Partition
+from reshard_engine.readers.deepspeed.optim_states import RankStates
+from reshard_engine.storage.locations import Location
+
+FOLDER = "offloaded_tensors"
+_ATTRIBUTE = "ds_id"
+_SUFFIX = ".tensor.swp"
+_FILE = re.compile(rf"rank(?P<rank>[0-9]{{2,9}})/(?P<name>[^/]+){re.escape(_SUFFIX)}")
+
+
+def swap_files(location: Location) -> dict[int, dict[str, SourceFile]]:
+    """The files of a tag directory's swap folders, by rank and by the name of what is swapped."""
+    found: dict[int, dict[str, SourceFile]] = {}
+    for path, info in location.child(FOLDER).files().items():
+        if named := _FILE.fullmatch(path):
+            file = SourceFile(location.store, f"{FOLDER}/{path}", (info,))
+            found.setdefault(int(named["rank"]), {})[named["name"]] = file
+    return found
+
+
+def with_swapped(states: RankStates, files: Mapping[str, SourceFile]) -> RankStates:
+    """A rank's states with those of its swap files that they name."""
+    named = (name for tensor in _tensors(states) if (name := _name_of(tensor)) is not None)
+    return replace(states, swapped={name: files[name] for name in named if name in files})
+
+
+def swapped_partition(states: RankStates, tensor: PTensor, numel: int, number: Mapping[SourceFile, int]) -> Partition:
+    """Where a rank's flat tensor of so many elements is, of which the rank file has none.
+
+    Raises:
+        SourceError: `checkpoint.incomplete` if the file is missing or too short.
+    """
+    name = _name_of(tensor)
+    if name is None:
+        # Nothing says that it was swapped: whoever adds up the elements will miss them.
+        return Partition(number[states.torch_file.file], 0, 0)
+    file = states.swapped.get(name)
+    if file is None:
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{printable(states.torch_file.file.name)} says that {printable(name)}{_SUFFIX} has {numel} elements that "
+            f"were offloaded to NVMe, and {FOLDER}/ has no such file for its rank",
+            fix=f"copy {FOLDER}/ of the same tag, of every node where each has its own",
+        )
+    wanted = numel * BY_NAME[tensor.dtype].itemsize_bytes
+    if file.size_bytes < wanted:
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{printable(file.name)} has {file.size_bytes} bytes, its sub-group takes {wanted}",
+            fix="the file is truncated, or of another save: copy the checkpoint again",
+        )
+    return Partition(number[file], 0, numel)
+
+
+def _tensors(states: RankStates) -> Iterator[PTensor]:
+    yield from states.fp32
+    for group in states.states:
+        yield from (value for value in group.values() if isinstance(value, PTensor))
+
+
+def _name_of(tensor: PTensor) -> str | None:
+    return None if tensor.numel else dict(tensor.attributes).get(_ATTRIBUTE)
