@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -65,6 +66,8 @@ def test_kinds_of_sources(checkpoint: Path) -> None:
         (lambda p: (p / "latest").write_text("../checkpoint-3/global_step3"), "checkpoint.bad_latest"),
         (lambda p: (p / "latest").write_text("x" * 5000), "checkpoint.bad_latest"),
         (shutil.rmtree, "source.not_found"),
+        (lambda p: [shutil.rmtree(p), p.mkdir()], "source.not_found"),
+        (lambda p: [shutil.rmtree(p), p.write_text("")], "source.not_found"),
         (lambda p: next((p / "global_step3").glob("*_1_*")).unlink(), "checkpoint.incomplete"),
     ],
 )
@@ -74,6 +77,19 @@ def test_sources_that_are_none(spoil: Callable[[Path], Any], code: str, checkpoi
         reshard.ensure(checkpoint, dp=3)
     assert caught.value.code == code
     assert list(checkpoint.glob(".reshard/global_step3*")) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, "storage.unavailable"), (errno.EACCES, "storage.denied")])
+def test_a_file_system_that_does_not_answer_is_not_an_empty_one(
+    number: int, code: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: str) -> list[str]:
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(os, "listdir", refused)
+    with pytest.raises(StorageError) as caught:
+        reshard.ensure(checkpoint, dp=3)
+    assert caught.value.code == code
 
 
 @pytest.mark.parametrize("name", ["checkpoint-3", "checkpoint-3/global_step3"])

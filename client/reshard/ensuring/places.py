@@ -73,10 +73,14 @@ def find_source(src: str, tag: str | None) -> LocalSource:
     """The checkpoint that a path and a tag name: a save directory, a Trainer's `checkpoint-N`, or a tag directory.
 
     Raises:
-        SourceError: `source.not_found`, `source.unknown_kind`, `checkpoint.bad_latest`, `checkpoint.incomplete`.
+        SourceError: `source.not_found` (also for an empty directory), `source.unknown_kind`, `checkpoint.bad_latest`,
+            `checkpoint.incomplete`.
+        StorageError: `storage.denied`, `storage.unavailable`: whether anything is there cannot be seen.
     """
-    if not os.path.isdir(src):
-        raise SourceError("source.not_found", f"no directory is at {printable(src)}", fix="check the path")
+    if not _names_in(src):
+        raise SourceError(
+            "source.not_found", f"no directory is at {printable(src)}, or an empty one", fix="check the path"
+        )
     _refuse_incomplete(src)
     if tag is None and (tag := _pointed(src)) is None:
         if not _holds_tag(src):
@@ -91,6 +95,20 @@ def find_source(src: str, tag: str | None) -> LocalSource:
     if not _is_name(tag) or not os.path.isdir(os.path.join(src, tag)):
         raise SourceError("checkpoint.bad_latest", f"{printable(tag)!r} is no directory in {printable(src)}")
     return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
+
+
+def _names_in(directory: str) -> list[str]:
+    """What is in a directory; nothing if there is no directory.
+
+    Job scripts start from scratch when nothing is there: a file system that does not answer must not look like that.
+    """
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        code = "storage.denied" if isinstance(error, PermissionError) else "storage.unavailable"
+        raise StorageError(code, f"{printable(directory)} cannot be read: {error.strerror or error}") from error
 
 
 def _refuse_incomplete(directory: str) -> None:
