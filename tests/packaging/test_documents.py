@@ -83,13 +83,15 @@ def command_lines() -> Iterator[tuple[str, list[str]]]:
     for page in pages():
         for code in code_blocks(page, "sh", "bash"):
             yield from ((str(page.relative_to(ROOT)), words) for words in commands_in(code))
-    script = ROOT / "deploy" / "slurm" / "train.sbatch"
-    yield from ((script.name, words) for words in commands_in(script.read_text(encoding="utf-8")))
+    for script in (ROOT / "deploy" / "slurm" / "train.sbatch", *(ROOT / "deploy").rglob("training/*job*.yaml")):
+        found = list(commands_in(script.read_text(encoding="utf-8")))
+        assert found, f"{script.name} runs no command of ours"
+        yield from ((script.name, words) for words in found)
 
 
 def commands_in(code: str) -> Iterator[list[str]]:
     for line in code.replace("\\\n", " ").splitlines():
-        for found in re.findall(r"(?:^|\$\()\s*(reshard [^|)#]*)", line):
+        for found in re.findall(r"(?:^|\$\()\s*(?:srun\s+(?:-\S+\s+)*)?(reshard [^|)#]*)", line):
             words = shlex.split(found)
             end = next((i for i, word in enumerate(words) if word in {"||", "&&", ";"}), len(words))
             yield words[1:end]
