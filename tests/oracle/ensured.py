@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import reshard
 from oracle.hf_models import config_of, tokens
+from oracle.nvme import enable_swapping, swap_folder
 from oracle.train import start_world
 
 GLOBAL_ROWS = 6
@@ -99,8 +100,14 @@ def trainer(
     return {"path": path, "losses": {str(e["step"]): [e["loss"], e["learning_rate"]] for e in log}}
 
 
-def accelerate(folder: str, stage: int, source: str | None = None) -> dict[str, Any]:
+def accelerate(folder: str, stage: int, source: str | None = None, device: str | None = None) -> dict[str, Any]:
     """Trains to the end under ``Accelerator``, from the start or from ``load_state(reshard.ensure(source))``.
+
+    Args:
+        folder: where states are saved.
+        stage: ZeRO stage.
+        source: a state of a run on another number of ranks.
+        device: where the optimizer's states are offloaded to; nowhere if None.
 
     Returns:
         ``losses`` (mean over ranks) and learning rates by step, the ``path`` that was resumed from, and ``drawn``: a
@@ -110,6 +117,12 @@ def accelerate(folder: str, stage: int, source: str | None = None) -> dict[str, 
     torch.manual_seed(4321)
     mine = GLOBAL_ROWS // world
     config = _config(stage) | {"train_micro_batch_size_per_gpu": mine}
+    if device is not None:
+        config |= {"zero_force_ds_cpu_optimizer": False, "aio": {"block_size": 512}}
+        config["zero_optimization"] |= {"sub_group_size": 500, "offload_optimizer": {"device": device}}
+    if device == "nvme":
+        enable_swapping()
+        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swap_folder()
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), step_scheduler_with_optimizer=False
     )

@@ -59,6 +59,27 @@ def accelerate_save(folder: str, stage: int) -> str:
     return type(engine).__name__
 
 
+def gathered_16bit(folder: str) -> str:
+    """One step at stage 3 in bf16, then ``save_state`` into ``folder/state`` and ``save_model`` into ``folder/model``.
+
+    The latter gathers 16-bit weights, as ``zero3_save_16bit_model: true`` of Accelerate's configuration has it.
+    """
+    rank, _ = start_world()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    torch.manual_seed(4321)
+    config = _config(3) | {"bf16": {"enabled": True}}
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = AutoModelForCausalLM.from_config(config_of("gpt2"))
+    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    ids = tokens(2, rank)
+    accelerator.backward(engine(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    accelerator.save_state(str(Path(folder, "state")))
+    accelerator.save_model(engine, str(Path(folder, "model")))
+    return type(engine).__name__
+
+
 class _Rows(Dataset[dict[str, torch.Tensor]]):
     """Sixteen times one sequence: the trainer deals rows out in an order that depends on the number of ranks."""
 

@@ -26,6 +26,18 @@ def test_accelerate_save_state(stage: int, worlds: Worlds, tmp_path: Path) -> No
     assert read_universal(tmp_path / "universal").atoms == truth_of(tmp_path)
 
 
+def test_weights_that_were_gathered_at_the_save_are_those_of_the_sharded_save(worlds: Worlds, tmp_path: Path) -> None:
+    """`zero3_save_16bit_model`: what rank 0 collected is what comes out of the shards, and can be a source."""
+    worlds.run("oracle.frameworks:gathered_16bit", world=2, folder=str(tmp_path))
+    gathered = read_safetensors(tmp_path / "model")
+    for source in ("state", "model"):
+        convert(tmp_path / source, tmp_path / "out" / source, "safetensors", dtype="bf16")
+        ours = read_safetensors(tmp_path / "out" / source)
+        assert ours.tensors == gathered.tensors
+    assert {value.dtype for value in gathered.tensors.values()} == {"BF16"}
+    assert read_safetensors(tmp_path / "out" / "state").aliases == {"lm_head.weight": "transformer.wte.weight"}
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_trainer_resumes_on_another_world(stage: int, worlds: Worlds, tmp_path: Path) -> None:
     through, resumed = tmp_path / "through", tmp_path / "resumed"

@@ -78,14 +78,21 @@ def test_the_trainer_resumes_by_one_call(stage: int, worlds: Worlds, tmp_path: P
         worlds.run("oracle.ensured:trainer", world=NEW, **plain)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_accelerate_resumes_by_one_call(stage: int, worlds: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "device", "then"),
+    [(1, None, None), (2, None, None), (3, None, None), (3, "nvme", "cpu")],
+)
+def test_accelerate_resumes_by_one_call(
+    stage: int, device: str | None, then: str | None, worlds: Worlds, tmp_path: Path
+) -> None:
     through, resumed = tmp_path / "through", tmp_path / "resumed"
-    saved = worlds.run("oracle.ensured:accelerate", world=OLD, folder=str(through), stage=stage, timeout_s=240)
+    options: dict[str, Any] = {"stage": stage, "timeout_s": 240}
+    saved = worlds.run("oracle.ensured:accelerate", world=OLD, folder=str(through), device=device, **options)
     state = through / "state"
+    assert (state / "pytorch_model" / "offloaded_tensors").exists() == (device == "nvme")
 
     results = worlds.run(
-        "oracle.ensured:accelerate", world=NEW, folder=str(resumed), stage=stage, source=str(state), timeout_s=240
+        "oracle.ensured:accelerate", world=NEW, folder=str(resumed), source=str(state), device=then, **options
     )
 
     path = one_path(results)

@@ -7,10 +7,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import reshard
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
@@ -101,6 +103,23 @@ def test_a_save_that_did_not_finish_is_refused_even_if_it_fits(name: str, checkp
         reshard.ensure(checkpoint.parent / name, dp=2)
     assert caught.value.code == "checkpoint.incomplete"
     assert caught.value.fix.endswith("checkpoint-2")
+
+
+def test_objects_of_other_classes_are_refused_until_it_is_said_what_to_do_with_them(checkpoint: Path) -> None:
+    """Client states hold them: `hyper_parameters` of Lightning, for one."""
+    states = checkpoint / "global_step3" / "mp_rank_00_model_states.pt"
+    model = torch.load(states, weights_only=False)
+    torch.save(model | {"ratio": Fraction(1, 3)}, states)
+    with pytest.raises(SourceError) as caught:
+        reshard.ensure(checkpoint, dp=3)
+    assert caught.value.code == "pickle.forbidden_call"
+    assert "keep" in caught.value.fix
+    kept, dropped = (Path(reshard.ensure(checkpoint, dp=3, opaque=policy)) for policy in ("keep", "drop"))
+    assert kept != dropped
+    found = [torch.load(p / states.relative_to(checkpoint), weights_only=False)["ratio"] for p in (kept, dropped)]
+    assert found == [Fraction(1, 3), None]
+    with pytest.raises(RequestError, match="ignore"):
+        reshard.ensure(checkpoint, dp=3, opaque="ignore")
 
 
 # -- the result -----------------------------------------------------------------------------------------

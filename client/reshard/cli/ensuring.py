@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from reshard.choices import WeightDtype, ZeroStage
+from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
 from reshard.cli.flags import read_rules
 from reshard.cli.progress import progress_shown
 
@@ -37,6 +37,9 @@ def ensure(
     ] = None,
     rules: Annotated[Path | None, typer.Option(metavar="FILE", help="How parameters are cut (YAML).")] = None,
     family: Annotated[str | None, typer.Option(help="A named pack of such rules, such as gpt-megatron.")] = None,
+    opaque: Annotated[OpaquePolicy, typer.Option(help="Objects of classes that are not on the allow-list.")] = (
+        OpaquePolicy.REFUSE
+    ),
     url: Annotated[str | None, typer.Option(help="Service that converts; default: RESHARD_URL, else here.")] = None,
     timeout_s: Annotated[
         float | None,
@@ -63,6 +66,7 @@ def ensure(
         dtype=dtype,
         rules=None if rules is None else read_rules(rules),
         family=family,
+        opaque=opaque,
         environ=os.environ,
     )
     with progress_shown(quiet=quiet) as show:

@@ -35,6 +35,7 @@ from reshard.models import (
     ConvertRequest,
     Inspection,
     NativeLayout,
+    OpaquePolicy,
     Progress,
     SourceSpec,
     TargetFormat,
@@ -76,6 +77,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     out: str | os.PathLike[str] | None = None,
     rules: str | None = None,
     family: str | None = None,
+    opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     url: str | None = None,
     timeout_s: float | None = None,
 ) -> str:
@@ -94,6 +96,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         out: Save directory to create; by default one below `.reshard` in the source's.
         rules: How parameters are cut, as YAML, where the source does not say.
         family: A named pack of such rules.
+        opaque: Objects of other classes than DeepSpeed and torch write are refused by default; `keep` writes them out
+            again, unexecuted, `drop` None in their place.
         url: A service that converts; by default `RESHARD_URL`, and this process if there is none.
         timeout_s: For how long to wait, for others or for the conversion; for ever by default.
 
@@ -107,7 +111,9 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         JobError: `job.wait_timeout`.
     """
     axes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
-    wanted = Wanted.of(axes, zero_stage=zero_stage, dtype=dtype, rules=rules, family=family, environ=os.environ)
+    wanted = Wanted.of(
+        axes, zero_stage=zero_stage, dtype=dtype, rules=rules, family=family, opaque=opaque, environ=os.environ
+    )
     return ensured(src, wanted, tag=tag, out=out, url=url, timeout_s=timeout_s).path
 
 
@@ -151,6 +157,7 @@ class _Task:
             dtype=self.wanted.dtype,
             rules=self.wanted.rules,
             family=self.wanted.family,
+            opaque=self.wanted.opaque,
         )
 
     def remote(self, source: str, tag: str | None, out: str | None) -> Ensured:
@@ -251,7 +258,8 @@ class _Local:
             return Ensured(self._src, Outcome.SOURCE)
         layout = wanted.layout(found[-1])
         # Calls in other words may mean this result too: `--dp 4`, or a world of four processes.
-        key = _key(layout.model_dump_json(), wanted.dtype or "", wanted.rules or "", wanted.family or "", *self._facts)
+        wishes = (wanted.dtype or "", wanted.rules or "", wanted.family or "", wanted.opaque)
+        key = _key(layout.model_dump_json(), *wishes, *self._facts)
         name = name_of(self._source.tag, layout, wanted.dtype, key)
         target = self._out or os.path.join(self._records.folder, name)
         made = self._known(key)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pydantic import ValidationError
 
 from reshard.errors import RequestError, printable
-from reshard.models import Inspection, NativeLayout, WeightDtype, ZeroStage
+from reshard.models import Inspection, NativeLayout, OpaquePolicy, WeightDtype, ZeroStage
 
 _BF16_OPTIMIZER = "deepspeed-bf16-optimizer"
 _DTYPES = {WeightDtype.FP32: "float32", WeightDtype.BF16: "bfloat16", WeightDtype.FP16: "float16"}
@@ -49,6 +49,8 @@ class Wanted:
     rules: str | None = None
     """How parameters are cut, as YAML, where the source does not say."""
     family: str | None = None
+    opaque: OpaquePolicy = OpaquePolicy.REFUSE
+    """What happens to objects of classes that are not on the allow-list."""
     processes: int | None = None
     """Of the visible world; asked for where `dp` is None."""
 
@@ -61,6 +63,7 @@ class Wanted:
         dtype: WeightDtype | str | None,
         rules: str | None = None,
         family: str | None = None,
+        opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
         environ: Mapping[str, str],
     ) -> Wanted:
         """What was asked for, checked.
@@ -71,6 +74,7 @@ class Wanted:
             dtype: The model's element type.
             rules: How parameters are cut, as YAML.
             family: A named pack of such rules.
+            opaque: `refuse`, `keep` or `drop`.
             environ: Where launchers leave the size of the world.
 
         Raises:
@@ -82,6 +86,7 @@ class Wanted:
         try:
             stage = None if zero_stage is None else ZeroStage(str(zero_stage))
             chosen = None if dtype is None else WeightDtype(dtype)
+            policy = OpaquePolicy(opaque)
         except ValueError as error:
             raise RequestError("request.invalid", str(error), fix="see reshard ensure --help") from None
         processes = visible_processes(environ) if axes.get("dp") is None else None
@@ -91,7 +96,15 @@ class Wanted:
                 f"no launcher says how many processes there are (none of {', '.join(_LAUNCHERS)}), and no dp was given",
                 fix="say how many data-parallel ranks the run will have: --dp N, or reshard.ensure(src, dp=N)",
             )
-        return cls(**axes, zero_stage=stage, dtype=chosen, rules=rules, family=family, processes=processes)
+        return cls(
+            **axes,
+            zero_stage=stage,
+            dtype=chosen,
+            rules=rules,
+            family=family,
+            opaque=policy,
+            processes=processes,
+        )
 
     def key(self) -> str:
         """A text that is the same for equal wishes."""

@@ -1,0 +1,86 @@
+"""A DeepSpeed run that survives its processes' deaths and other numbers of them: `torchrun` starts it again.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 train_torchrun.py runs/one
+
+The model and the data are as small as they can be; what matters is `resume`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import reshard
+
+GLOBAL_BATCH = 12  # of all processes together: steps stay the same steps on any number of them
+WIDTH, STEPS, SAVE_EVERY = 16, 6, 2
+
+
+def rows(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Stands for your data: this process's rows of a step."""
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
+    labels = torch.randint(WIDTH, (GLOBAL_BATCH,), generator=generator)
+    mine = slice(rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world)
+    return inputs[mine], labels[mine]
+
+
+def resume(engine: Any, output: Path) -> None:
+    """Loads the newest checkpoint, in this world's layout.
+
+    Rank 0 works, the others wait: if it fails, its error is everybody's, and no process trains from nothing.
+    """
+    if not (output / "latest").exists():
+        return
+    found: list[str | Exception] = [""]
+    if dist.get_rank() == 0:
+        try:
+            found = [reshard.ensure(str(output))]
+        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks raise it
+            found = [error]
+    dist.broadcast_object_list(found)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    engine.load_checkpoint(found[0])
+
+
+def main(output: Path) -> None:
+    """Trains to the end, from the newest checkpoint in `output` if there is one."""
+    deepspeed.init_distributed()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        },
+    )
+    resume(engine, output)
+    while engine.global_steps < STEPS:
+        inputs, labels = rows(engine.global_steps, rank, world)
+        loss = nn.functional.cross_entropy(engine(inputs.to(engine.device)), labels.to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        if rank == 0:
+            line = {"step": engine.global_steps, "loss": float(mean) / world, "world": world}
+            sys.stdout.write(json.dumps(line) + "\n")
+            sys.stdout.flush()
+        if engine.global_steps % SAVE_EVERY == 0:
+            engine.save_checkpoint(str(output))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

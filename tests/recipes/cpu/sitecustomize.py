@@ -1,0 +1,80 @@
+"""What a machine without a GPU lacks for these recipes, put in when the libraries are imported; on PYTHONPATH of tests.
+
+- DeepSpeed's shared-memory op would be compiled, and leaves 64 MiB for each rank and run in /dev/shm: gloo works too.
+- Accelerate 1.15.0 (`state.py`, `_prepare_backend`) finds no backend for DeepSpeed on a CPU, and takes each process for
+  a world of its own.
+- Lightning 2.6.6 refuses DeepSpeed without CUDA, by the class of its accelerator, and wants devices with numbers.
+- ``DIE_AT=N``: rank 0 kills itself when it has saved step N and was not restarted yet.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+
+def _without_op(module: Any) -> None:
+    module.build_shm_op = lambda: None
+
+
+def _with_backend(module: Any) -> None:
+    from accelerate.utils import DistributedType
+
+    module.PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+
+
+def _with_cpu(module: Any) -> None:
+    import torch
+    from pytorch_lightning.accelerators import CPUAccelerator
+
+    module.CUDAAccelerator = CPUAccelerator
+    CPUAccelerator.get_parallel_devices = staticmethod(lambda count: [torch.device("cpu", i) for i in range(count)])
+
+
+def _mortal(module: Any) -> None:
+    save = module.DeepSpeedEngine.save_checkpoint
+
+    def save_and_die(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        done = save(engine, *args, **kwargs)
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if first and engine.global_rank == 0 and str(engine.global_steps) == os.environ.get("DIE_AT"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+    module.DeepSpeedEngine.save_checkpoint = save_and_die
+
+
+_PATCHES: dict[str, Callable[[Any], None]] = {
+    "deepspeed.comm.torch": _without_op,
+    "deepspeed.runtime.engine": _mortal,
+    "accelerate.state": _with_backend,
+    "pytorch_lightning.strategies.deepspeed": _with_cpu,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _PATCHES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        loader, execute, patch = spec.loader, spec.loader.exec_module, _PATCHES.pop(name)
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            patch(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,187 @@
+"""The training recipes as they stand in docs/recipes, under their real launchers, on CPUs.
+
+Each is run to its end on one number of processes, and again on another from a checkpoint of that run: the steps that
+both have must be the same steps. `cpu/sitecustomize.py` puts in what a machine without a GPU lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from house.repository import ROOT
+from oracle.conversions import agree
+from servers.process import free_port
+
+RECIPES = ROOT / "docs" / "recipes"
+_HERE = Path(__file__).parent
+_TIMEOUT_S = 200.0
+
+
+class LaunchError(RuntimeError):
+    """A launcher that did not end well; what it printed is the message."""
+
+
+def launch(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """What a launcher's processes print, together; none of them is left behind."""
+    variables = {
+        **os.environ,
+        **(environment or {}),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_HERE / "cpu"), os.environ.get("PYTHONPATH")))),
+    }
+    with subprocess.Popen(
+        command,
+        env=variables,
+        cwd=RECIPES,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=_TIMEOUT_S)
+        finally:
+            # Launchers end their processes; one that was killed, or is late, does not.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise LaunchError(said[-8000:])
+    return said
+
+
+def torchrun(script: str, output: Path, processes: int, *options: str, **variables: str) -> str:
+    """A recipe under torchrun."""
+    command = ("torchrun", "--standalone", f"--nproc-per-node={processes}", *options)
+    return launch(*command, script, str(output), environment=variables)
+
+
+def records(said: str) -> dict[int, dict[str, Any]]:
+    """Lines of JSON by step."""
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith('{"step"')]
+    return {line["step"]: line for line in lines}
+
+
+def losses(found: Mapping[int, Mapping[str, Any]], *steps: int) -> tuple[float, ...]:
+    """The losses of some steps."""
+    return tuple(found[step]["loss"] for step in steps)
+
+
+def different(values: tuple[float, ...]) -> bool:
+    """Whether losses can show anything: those of different steps are not the same."""
+    return len(set(values)) == len(values)
+
+
+def trainer_log(output: Path) -> dict[int, dict[str, Any]]:
+    """What a Trainer logged, by step."""
+    state = json.loads((output / "checkpoint-6" / "trainer_state.json").read_text())
+    return {entry["step"]: entry for entry in state["log_history"] if "loss" in entry}
+
+
+def test_the_trainer_goes_on_on_two_processes_and_then_on_three(tmp_path: Path) -> None:
+    four, two, three = (tmp_path / name for name in ("four", "two", "three"))
+    torchrun("train_trainer.py", four, 4)
+    shutil.copytree(four / "checkpoint-2", two / "checkpoint-2")
+    torchrun("train_trainer.py", two, 2)
+    shutil.copytree(two / "checkpoint-4", three / "checkpoint-4")
+    torchrun("train_trainer.py", three, 3)
+
+    through, last = trainer_log(four), trainer_log(three)
+    assert list(last) == list(through) == [1, 2, 3, 4, 5, 6]
+    assert agree(losses(last, 5, 6), losses(through, 5, 6), significant=6)
+    assert agree(losses(trainer_log(two), 3, 4, 5, 6), losses(through, 3, 4, 5, 6), significant=6)
+    assert [last[step]["learning_rate"] for step in last] == [through[step]["learning_rate"] for step in through]
+    assert different(losses(through, 1, 2, 3, 4, 5, 6))
+    assert [p.name.rpartition("-")[0] for p in (two / "checkpoint-2" / ".reshard").glob("global_step2*")] == [
+        "global_step2-dp2"
+    ]
+
+
+def test_accelerate_launch_goes_on_on_three_processes(tmp_path: Path) -> None:
+    def start(processes: int) -> dict[int, dict[str, Any]]:
+        options = ["--num_processes", str(processes), "--main_process_port", str(free_port())]
+        deepspeed = ["--use_deepspeed", "--zero_stage", "2"]
+        return records(launch("accelerate", "launch", *options, *deepspeed, "train_accelerate.py", str(tmp_path)))
+
+    through = start(2)
+    resumed = start(3)
+    assert list(through) == [1, 2, 3, 4, 5, 6]
+    assert list(resumed) == [4, 5, 6]
+    assert agree(losses(resumed, 4, 5, 6), losses(through, 4, 5, 6), significant=6)
+    assert [resumed[step]["rate"] for step in resumed] == [through[step]["rate"] for step in resumed]
+    assert different(losses(through, 1, 2, 3, 4, 5, 6))
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
+    """The torchrun recipe without any accident: its output, and what it printed."""
+    output = tmp_path_factory.mktemp("through") / "run"
+    return output, records(torchrun("train_torchrun.py", output, 2))
+
+
+def save_of(output: Path, step: int, folder: Path) -> Path:
+    """A save directory that ends with a step."""
+    shutil.copytree(output / f"global_step{step}", folder / f"global_step{step}")
+    (folder / "latest").write_text(f"global_step{step}")
+    return folder
+
+
+def test_torchrun_starts_a_killed_run_again(through: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
+    """Rank 0 is killed by SIGKILL when it has saved step 4; nothing is done again, and nothing was converted."""
+    variables = {"DIE_AT": "4", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    said = torchrun("train_torchrun.py", tmp_path / "run", 2, "--max-restarts", "3", **variables)
+    steps = [json.loads(line)["step"] for line in said.splitlines() if line.startswith('{"step"')]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert losses(records(said), 5, 6) == losses(through[1], 5, 6)
+    assert "Signal 9 (SIGKILL)" in said or "exitcode: -9" in said or "exitcode  : -9" in said
+    assert not list((tmp_path / "run" / ".reshard").glob("global_step*"))
+
+
+def test_torchrun_goes_on_on_three_processes(through: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
+    save = save_of(through[0], 4, tmp_path / "run")
+    found = records(torchrun("train_torchrun.py", save, 3))
+    assert list(found) == [5, 6]
+    assert {line["world"] for line in found.values()} == {3}
+    assert agree(losses(found, 5, 6), losses(through[1], 5, 6), significant=6)
+    assert different(losses(through[1], 1, 2, 3, 4, 5, 6))
+
+
+def test_no_process_trains_from_nothing_when_the_checkpoint_is_spoilt(
+    through: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    save = save_of(through[0], 4, tmp_path / "run")
+    (save / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(LaunchError) as caught:
+        torchrun("train_torchrun.py", save, 2)
+    said = str(caught.value)
+    assert "checkpoint.incomplete" in said
+    assert records(said) == {}
+
+
+def test_lightning_goes_on_on_three_devices(tmp_path: Path) -> None:
+    def start(output: Path, processes: int) -> dict[int, dict[str, Any]]:
+        lines = [line.split() for line in torchrun("train_lightning.py", output, processes).splitlines()]
+        found = [words for words in lines if words[:1] == ["step"]]
+        return {int(words[1]): {"loss": float(words[3])} for words in found}
+
+    two, three = tmp_path / "two", tmp_path / "three"
+    through = start(two, 2)
+    saved = "epoch=0-step=3.ckpt"
+    shutil.copytree(two / saved, three / saved)
+    resumed = start(three, 3)
+    assert list(through) == [1, 2, 3, 4, 5, 6]
+    assert list(resumed) == [4, 5, 6]
+    assert agree(losses(resumed, 4, 5, 6), losses(through, 4, 5, 6), significant=6)
+    assert different(losses(through, 1, 2, 3, 4, 5, 6))
+    assert [p.name.rpartition("-")[0] for p in (three / saved / ".reshard").glob("checkpoint*")] == ["checkpoint-dp3"]
