@@ -7,19 +7,19 @@ Source: peft 0.21.2 `tuners/lora/layer.py` (`scaling`, `get_delta_weight`, `tran
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
-from typing import Any, cast
+from typing import Any
 
 import re2
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models import ConvertRequest
+from reshard_engine.adapter_config import CONFIG, adapter_config, not_lora
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
 from reshard_engine.dtypes import FLOAT32
-from reshard_engine.peft_names import CONFIG, WRAPPED, AdapterPart, adapter_parts, chosen_adapter
+from reshard_engine.peft_names import WRAPPED, AdapterPart, adapter_parts, chosen_adapter
 from reshard_engine.shardmap import Merge, StoredTensor
 
 _NO_RULE = ("use_qalora", "arrow_config", "corda_config", "layer_replication", "alora_invocation_tokens", "use_bdlora")
@@ -168,34 +168,24 @@ def _unmergeable(fqn: str, why: str) -> RequestError:
 
 
 def _scaling(checkpoint: Checkpoint, request: ConvertRequest) -> _Scaling:
-    data = checkpoint.model_files.get(CONFIG)
-    if data is None:
-        if request.lora_alpha is None:
-            raise RequestError(
-                "request.unsatisfiable",
-                f"nothing says how the adapter is scaled: there is no {CONFIG}, and the checkpoint does not say",
-                fix=f"--model-files DIR (with {CONFIG}), or --lora-alpha N",
-            )
-        return _Scaling(request.lora_alpha, {}, by_root=False, transposed=False)
+    config = adapter_config(checkpoint, request)
+    if config is None:
+        return _Scaling(request.lora_alpha or 0.0, {}, by_root=False, transposed=False)
     try:
-        config, scaling = _parsed(data)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, _RE2.error) as error:
-        what = f"{CONFIG} describes no LoRA adapter ({type(error).__name__})"
-        raise SourceError("checkpoint.malformed", what, fix="name the run's own") from None
-    if others := [k for k in _NO_RULE if config.get(k)]:
+        scaling = _parsed(config.facts)
+    except (ValueError, KeyError, TypeError, _RE2.error) as error:
+        raise not_lora(f"`lora_alpha` or `alpha_pattern` ({type(error).__name__})") from None
+    if others := [k for k in _NO_RULE if config.facts.get(k)]:
         raise _unmergeable(CONFIG, f"of an adapter with {', '.join(others)}")
     return scaling
 
 
-def _parsed(data: bytes) -> tuple[Mapping[str, Any], _Scaling]:
-    config = cast("dict[str, Any]", json.loads(data))
-    if config["peft_type"] != "LORA":
-        raise ValueError(config["peft_type"])
-    by_module = {str(k): float(v) for k, v in dict(config.get("alpha_pattern") or {}).items()}
+def _parsed(facts: Mapping[str, Any]) -> _Scaling:
+    by_module = {str(k): float(v) for k, v in dict(facts.get("alpha_pattern") or {}).items()}
     for pattern in by_module:
         _RE2.compile(pattern)
-    alpha = float(config["lora_alpha"])
+    alpha = float(facts["lora_alpha"])
     if not all(map(isfinite, (alpha, *by_module.values()))):
         raise ValueError(alpha)
-    by_root, transposed = (bool(config.get(k)) for k in ("use_rslora", "fan_in_fan_out"))
-    return config, _Scaling(alpha, by_module, by_root=by_root, transposed=transposed)
+    by_root, transposed = (bool(facts.get(k)) for k in ("use_rslora", "fan_in_fan_out"))
+    return _Scaling(alpha, by_module, by_root=by_root, transposed=transposed)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from reshard.errors import RequestError, printable
 
-CONFIG = "adapter_config.json"
 WRAPPED = "base_model.model."
 """What PEFT puts before every name of the model."""
 _LORA = re.compile(

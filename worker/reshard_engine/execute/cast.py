@@ -14,6 +14,7 @@ from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.losses import special
 from reshard_engine.execute.rows import Buffer, Kind, Rows, copy_rows, starts_of
 from reshard_engine.execute.tiles import (
+    INF32,
     TILE_ELEMS,
     Scratch,
     holds_special,
@@ -131,7 +132,7 @@ def _cast_tile(tile: Buffer, source: Dtype, target: Dtype, out: Buffer, scratch:
     elif source.name == "float64":
         np.copyto(values, tile.view(np.float64), casting="same_kind")
         if direct:
-            return holds_special(values)
+            return holds_special(values.view(np.uint32), INF32)
     elif source.name == "bfloat16":
         widen_bfloat16(tile.view(np.uint16), values.view(np.uint32))
     else:

@@ -24,13 +24,13 @@ Bits16 = npt.NDArray[np.uint16]
 Bits32 = npt.NDArray[np.uint32]
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_INF32, _INF_BFLOAT16, _INF16 = 0x7F800000, 0x7F80, 0x7C00
+INF32, _INF_BFLOAT16, _INF16 = 0x7F800000, 0x7F80, 0x7C00
 _SIGN32, _SIGN16 = 0x80000000, 0x8000
 _LEAST_LOST = 0x477FF000
 """Bits of the smallest float32 that rounds to an infinity of float16."""
 # Scalars with a type: plain ones are converted in each call, for about a microsecond.
 _SIXTEEN = np.uint32(16)
-_ABS, _EXPONENT, _TOP_BIT = np.uint32(0x7FFFFFFF), np.uint32(_INF32), np.uint32(_SIGN16)
+_ABS, _EXPONENT, _TOP_BIT = np.uint32(0x7FFFFFFF), np.uint32(INF32), np.uint32(_SIGN16)
 _CLAMP = np.uint32(0x47800000)
 _LEAST_NORMAL = np.uint32(113 << 23)
 """2**-14: below it float16 has one spacing."""
@@ -64,25 +64,23 @@ def _maxima(bits: Bits32) -> tuple[int, int]:
     return max(int(bits.view(np.int32).max()), 0), max(int(bits.max()), _SIGN32) - _SIGN32
 
 
-def holds_special(values: npt.NDArray[np.float32]) -> bool:
-    """Whether a tile holds a zero, an infinity or a NaN."""
-    bits = values.view(np.uint32)
-    return max(_maxima(bits)) >= _INF32 or int(bits.min()) == 0 or int(bits.view(np.int32).min()) == -_SIGN32
+def holds_special(bits: Bits16 | Bits32, infinity: int) -> bool:
+    """Whether a tile holds a zero, an infinity or a NaN; `infinity` is how its type writes the positive one.
 
-
-def _holds_special(out: Bits16, infinity: int) -> bool:
-    """The same of 16-bit elements: their largest and smallest bits tell, as signed and as unsigned numbers."""
-    signed = out.view(np.int16)
-    if max(int(signed.max()), int(out.max()) - _SIGN16) >= infinity:
+    The largest and the smallest bits tell, as signed and as unsigned numbers.
+    """
+    signed = bits.view(f"i{bits.itemsize}")
+    sign = 1 << 8 * bits.itemsize - 1
+    if max(int(signed.max()), int(bits.max()) - sign) >= infinity:
         return True
-    return int(out.min()) == 0 or int(signed.min()) == -_SIGN16
+    return int(bits.min()) == 0 or int(signed.min()) == -sign
 
 
 def narrow_to_bfloat16(values: npt.NDArray[np.float32], out: Bits16) -> bool:
     """Round a tile; returns whether the result holds a zero, an infinity or a NaN."""
     np.copyto(out.view(_BFLOAT16), values, casting="unsafe")
     # Looked for in the result, which has half the bytes.
-    found = _holds_special(out, _INF_BFLOAT16)
+    found = holds_special(out, _INF_BFLOAT16)
     if found:
         nan = np.isnan(values)
         # Sign and payload stay, and the quiet bit is set; ml_dtypes makes one NaN of all.
@@ -118,12 +116,12 @@ def narrow_to_float16(values: npt.NDArray[np.float32], out: Bits16, scratch: Scr
     np.copyto(out, digits, casting="unsafe")
     # The exponent's bias is off by 126 in the sum: with sixteen bits, by 2 once it has wrapped.
     out += _REBIAS
-    if largest > _INF32:
+    if largest > INF32:
         nan = np.isnan(values)
         # Sign and payload stay; a payload that would vanish leaves one bit, or the NaN became an infinity.
         kept = (bits[nan] >> 13 & 0x3FF).astype(np.uint16)
         out[nan] = (bits[nan] >> 16 & _SIGN16).astype(np.uint16) | _INF16 | np.maximum(kept, 1)
-    return _holds_special(out, _INF16)
+    return holds_special(out, _INF16)
 
 
 def widen_bfloat16(data: Bits16, out: Bits32) -> None:
@@ -147,7 +145,7 @@ def widen_float16(data: Bits16, out: Bits32) -> None:
     if max(int(data.view(np.int16).max()), int(data.max()) - _SIGN16) >= _INF16:
         special = (data & _INF16) == _INF16
         kept = data[special].astype(np.uint32)
-        out[special] = (kept & _SIGN16) << 16 | _INF32 | (kept & 0x3FF) << 13
+        out[special] = (kept & _SIGN16) << 16 | INF32 | (kept & 0x3FF) << 13
 
 
 def _flushes_subnormals() -> bool:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from reshard.errors import SourceError, printable
 from reshard.models import WeightDtype
+from reshard_engine.adapter_config import CONFIG as ADAPTER_CONFIG
 from reshard_engine.dtypes import SHORT_NAMES
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
@@ -28,7 +29,6 @@ _NAMES = re.compile(
 """Data only: code that a repository may have beside them is not carried."""
 _MAX_BYTES = 128 << 20
 """Of all of them: they are in memory while a conversion runs. A large tokenizer has 30 MB."""
-_ADAPTER_CONFIG = "adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
@@ -70,16 +70,16 @@ def read_adapter_config(locations: Sequence[Location], *, required: bool) -> Map
     """
     for location in locations:
         for info in location.store.list_directory(location.path).files:
-            if info.path.rpartition("/")[2] != _ADAPTER_CONFIG:
+            if info.path.rpartition("/")[2] != ADAPTER_CONFIG:
                 continue
             _refuse_link_elsewhere(location, info.path)
             if info.size_bytes > _MAX_CONFIG_BYTES:
-                raise SourceError("checkpoint.too_large", f"{_ADAPTER_CONFIG} has {info.size_bytes} bytes")
-            return {_ADAPTER_CONFIG: read_bytes(location.store, info)}
+                raise SourceError("checkpoint.too_large", f"{ADAPTER_CONFIG} has {info.size_bytes} bytes")
+            return {ADAPTER_CONFIG: read_bytes(location.store, info)}
     if required:
         raise SourceError(
             "source.not_found",
-            f"{printable(locations[0].url)} has no {_ADAPTER_CONFIG}",
+            f"{printable(locations[0].url)} has no {ADAPTER_CONFIG}",
             fix="name the directory that PEFT's save_pretrained wrote, or give --lora-alpha instead",
         )
     return {}

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.errors import RequestError, SourceError, printable
+from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest
+from reshard_engine.adapter_config import CONFIG, adapter_config
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.layout import TargetFile, TargetLayout, literal_template
 from reshard_engine.peft_names import (
-    CONFIG,
     SHOWN_NAMES,
     WRAPPED,
     AdapterPart,
@@ -64,23 +64,11 @@ def _config(
     checkpoint: Checkpoint, request: ConvertRequest, mine: Sequence[AdapterPart]
 ) -> tuple[bytes, Mapping[str, Any]]:
     """The configuration that lies beside the source or was named, or one made from the tensors and `--lora-alpha`."""
-    data = checkpoint.model_files.get(CONFIG)
-    if data is None and request.lora_alpha is None:
-        raise RequestError(
-            "request.unsatisfiable",
-            f"nothing says how the adapter is scaled: there is no {CONFIG}, and the checkpoint does not say",
-            fix=f"--model-files DIR (with {CONFIG}, as PEFT's save_pretrained wrote it), or --lora-alpha N",
-        )
-    if data is None:
-        config = _made(checkpoint, mine, request.lora_alpha or 0.0)
-        return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n", config
-    try:
-        found: Any = json.loads(data)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or found.get("peft_type") != "LORA":  # pyright: ignore[reportUnknownMemberType]
-        raise SourceError("checkpoint.malformed", f"{CONFIG} describes no LoRA adapter", fix="name the run's own")
-    return data, found  # pyright: ignore[reportUnknownVariableType]
+    found = adapter_config(checkpoint, request)
+    if found is not None:
+        return found.data, found.facts
+    config = _made(checkpoint, mine, request.lora_alpha or 0.0)
+    return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n", config
 
 
 def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> dict[str, Any]:
