@@ -14,6 +14,7 @@ from adversarial.corpus.entry import OK, Entry
 from adversarial.corpus.pickle_code import CANARY
 from adversarial.corpus.table import ENTRIES, NUMBERS_ELSEWHERE
 from adversarial.corpus.write import write_entry
+from house.speed import slowness
 from reshard.errors import CODES, ReshardError
 from reshard.models import OpaquePolicy
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -25,7 +26,7 @@ SCALED = {
     "RESHARD_PICKLE_STREAM_BYTES": str(128 << 20),
 }
 MAX_CPU_S = 2.0
-"""Processor time: what the clock says depends on who else is running."""
+"""Processor time, which depends less than the clock on who else is running; on a slow machine as many times more."""
 MAX_RSS_BYTES = 256 << 20
 BITES = [e for e in ENTRIES if e.runs is not None]
 
@@ -81,7 +82,7 @@ def test_entry(entry: Entry, ordinary: Children, scaled: Children, tmp_path: Pat
         outcome = _run(entry, op, place, children)
         assert outcome.code == expected, (op, outcome.message)
         _harmless(outcome)
-        assert outcome.cpu_s <= MAX_CPU_S, op
+        assert outcome.cpu_s <= MAX_CPU_S * slowness(), op
         assert outcome.rss_bytes <= MAX_RSS_BYTES, op
         if outcome.code != OK or op == "inspect":
             # What is refused after the first unit leaves a journal behind, to resume from, and nothing to load.

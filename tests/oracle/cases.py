@@ -37,7 +37,7 @@ class Case:
         steps: steps trained before the save.
         loss_scale_power: fp16's initial loss scale is 2 to this; a large one overflows and skips the first steps.
         writer: ``checkpoint.writer.type``; torch.save straight into the file if None.
-        nvme: offload the optimizer's states to files, sub-groups of some size: DeepSpeed leaves small ones in memory.
+        nvme: offload the optimizer's states to files, or the parameters too: those of some size, small ones stay.
         tiny: one narrow layer, for frozen test data.
     """
 
@@ -61,7 +61,7 @@ class Case:
     steps: int = 3
     loss_scale_power: int = 4
     writer: Literal["python", "fast"] | None = None
-    nvme: bool = False
+    nvme: Literal["optimizer", "parameters"] | None = None
     tiny: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -122,6 +122,9 @@ def _zero_section(case: Case) -> dict[str, Any]:
         zero["stage3_param_persistence_threshold"] = 0  # else tiny models are never really gathered
     if case.nvme:
         zero["offload_optimizer"] = {"device": "nvme", "pin_memory": False, "buffer_count": 4}
+    if case.nvme == "parameters":
+        buffers = {"buffer_count": 40, "buffer_size": 400}
+        zero["offload_param"] = {"device": "nvme", "pin_memory": False, "max_in_cpu": 0, **buffers}
     return zero
 
 
@@ -167,8 +170,8 @@ def _zoo() -> dict[str, Case]:
         Case("z3_two_groups", 3, "bf16", two_groups=True),
         Case("z3_sub_groups", 3, "bf16", sub_group_size=150),
         Case("z3_sub_groups_two_groups", 3, "bf16", sub_group_size=150, two_groups=True),
-        Case("z3_nvme", 3, "fp32", sub_group_size=150, nvme=True, scheduler=True),
-        Case("z3_nvme_two_groups", 3, "bf16", sub_group_size=150, two_groups=True, nvme=True),
+        Case("z3_nvme", 3, "fp32", sub_group_size=150, nvme="optimizer", scheduler=True),
+        Case("z3_nvme_two_groups", 3, "bf16", sub_group_size=150, two_groups=True, nvme="parameters"),
         Case("z1_elastic", 1, "bf16", elastic=True),
         Case("z2_sgd", 2, "bf16", optimizer="sgd"),
         Case("z3_sgd", 3, "bf16", optimizer="sgd"),

@@ -89,7 +89,7 @@ def target_of(case: Case, stage: Stage | None = None) -> Case:
     the weights of a target with ``round_robin_gradients``.  How the source's files were written is over.
     """
     target = replace(
-        case, round_robin=False, elastic=False, zip_files=True, writer=None, sub_group_size=None, nvme=False
+        case, round_robin=False, elastic=False, zip_files=True, writer=None, sub_group_size=None, nvme=None
     )
     if stage is not None:
         return replace(target, stage=stage)

@@ -15,33 +15,18 @@ from deepspeed.io import fast_file_writer
 from deepspeed.runtime.model_checkpointing import writer_factory
 from torch import Tensor
 
+from oracle.aio import Builder, Handle
+
 _ALIGNMENT_BYTES = 4096
 
 
-class _Handle:
-    """Stands for ``aio_handle``: writes at once, and counts what ``wait`` shall report."""
-
-    def __init__(self, **_: Any) -> None:
-        self._pending = 0
-
+class _Handle(Handle):
     def get_alignment(self) -> int:
         return _ALIGNMENT_BYTES
 
     def async_pwrite(self, buffer: Tensor, fd: int, file_offset: int) -> int:
         os.pwrite(fd, buffer.numpy().tobytes(), file_offset)
-        self._pending += 1
-        return 0
-
-    def wait(self) -> int:
-        done, self._pending = self._pending, 0
-        return done
-
-
-class _AioBuilder:
-    def load(self) -> _AioBuilder:
-        return self
-
-    aio_handle = _Handle
+        return self.submitted()
 
 
 class _UtilsBuilder:
@@ -55,7 +40,7 @@ class _UtilsBuilder:
 
 def enable_fast_writer() -> None:
     """Patches this rank; O_DIRECT goes too, because Python's buffers are not aligned to disk blocks."""
-    writer_factory.AsyncIOBuilder = _AioBuilder
+    writer_factory.AsyncIOBuilder = Builder(_Handle)
     fast_file_writer.UtilsBuilder = _UtilsBuilder
     accelerator: Any = get_accelerator()
     accelerator.is_pinned = lambda _tensor: True

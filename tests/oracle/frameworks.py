@@ -43,32 +43,11 @@ def _dump(engine: Any, folder: Path) -> None:
     dist.barrier()
 
 
-def accelerate_save(folder: str, stage: int) -> str:
-    """One step under ``Accelerator``, then ``save_state`` into ``folder/state``; returns the engine's class."""
+def _one_step(folder: str, config: dict[str, Any]) -> tuple[Accelerator, Any]:
+    """One step under ``Accelerator``, then ``save_state`` into ``folder/state``; the accelerator and the engine."""
     rank, _ = start_world()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     torch.manual_seed(4321)
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=_config(stage)))
-    model = AutoModelForCausalLM.from_config(config_of("gpt2"))
-    engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    ids = tokens(2, rank)
-    accelerator.backward(engine(input_ids=ids, labels=ids).loss)
-    optimizer.step()
-    accelerator.save_state(str(Path(folder, "state")))
-    _dump(engine, Path(folder))
-    return type(engine).__name__
-
-
-def gathered_16bit(folder: str) -> str:
-    """One step at stage 3 in bf16, then ``save_state`` into ``folder/state`` and ``save_model`` into ``folder/model``.
-
-    The latter gathers 16-bit weights, as ``zero3_save_16bit_model: true`` of Accelerate's configuration has it.
-    """
-    rank, _ = start_world()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    torch.manual_seed(4321)
-    config = _config(3) | {"bf16": {"enabled": True}}
-    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     model = AutoModelForCausalLM.from_config(config_of("gpt2"))
     engine, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -76,6 +55,24 @@ def gathered_16bit(folder: str) -> str:
     accelerator.backward(engine(input_ids=ids, labels=ids).loss)
     optimizer.step()
     accelerator.save_state(str(Path(folder, "state")))
+    return accelerator, engine
+
+
+def accelerate_save(folder: str, stage: int) -> str:
+    """One step and ``save_state`` into ``folder/state``; returns the engine's class."""
+    _, engine = _one_step(folder, _config(stage))
+    _dump(engine, Path(folder))
+    return type(engine).__name__
+
+
+def gathered_16bit(folder: str) -> str:
+    """One step at stage 3 in bf16, ``save_state`` into ``folder/state`` and ``save_model`` into ``folder/model``.
+
+    The latter gathers 16-bit weights, as ``zero3_save_16bit_model: true`` of Accelerate's configuration has it.
+    """
+    config = _config(3) | {"bf16": {"enabled": True}}
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    accelerator, engine = _one_step(folder, config)
     accelerator.save_model(engine, str(Path(folder, "model")))
     return type(engine).__name__
 

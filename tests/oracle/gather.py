@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -207,6 +208,10 @@ def names_of(groups: list[FlatGroup], index: int) -> list[str]:
 
 
 def _whole_param(param: Any) -> Tensor:
+    if hasattr(param, "ds_id") and not param.ds_tensor.dim():
+        # Its piece is on NVMe, where DeepSpeed's own gathering fetches it from.
+        with deepspeed.zero.GatheredParameters([param]):
+            return param.detach().clone()
     if hasattr(param, "ds_id"):
         joined = torch.cat(_all_ranks(param.ds_tensor))
         return joined[: param.ds_numel].view(param.ds_shape).clone()

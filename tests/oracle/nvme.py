@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper
+from deepspeed.runtime.swap_tensor import optimizer_utils, partitioned_optimizer_swapper, partitioned_param_swapper
 from torch import Tensor
+
+from oracle.aio import Builder, Handle
 
 SWAPPABLE_BYTES = 512
 """In place of DeepSpeed's 1 MiB, under which it leaves a sub-group in memory."""
 
 
-class _Handle:
-    """Stands for ``aio_handle``: reads and writes at once, and counts what ``wait`` shall report."""
-
-    def __init__(self, **_: Any) -> None:
-        self._pending = 0
+class _Handle(Handle):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._locked: dict[int, int] = {}
 
     def new_cpu_locked_tensor(self, numel: int, example: Tensor) -> Tensor:
@@ -45,8 +45,7 @@ class _Handle:
         if len(data) != buffer.nbytes:
             raise OSError(f"{path} ends {buffer.nbytes - len(data)} bytes early")
         buffer.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
-        self._pending += 1
-        return 0
+        return self.submitted()
 
     def async_pwrite(self, buffer: Tensor, path: str, offset: int) -> int:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -54,26 +53,16 @@ class _Handle:
             os.pwrite(descriptor, buffer.view(torch.uint8).numpy().tobytes(), offset)
         finally:
             os.close(descriptor)
-        self._pending += 1
-        return 0
-
-    def wait(self) -> int:
-        done, self._pending = self._pending, 0
-        return done
-
-
-class _AioBuilder:
-    def load(self) -> _AioBuilder:
-        return self
-
-    aio_handle = _Handle
+        return self.submitted()
 
 
 def enable_swapping() -> None:
     """Patches this rank."""
-    optimizer_utils.MIN_AIO_BYTES = SWAPPABLE_BYTES
+    for module in (optimizer_utils, partitioned_param_swapper):
+        module.MIN_AIO_BYTES = SWAPPABLE_BYTES
     if os.environ.get("REAL_AIO") != "1":
-        partitioned_optimizer_swapper.AsyncIOBuilder = _AioBuilder
+        for module in (partitioned_optimizer_swapper, partitioned_param_swapper):
+            module.AsyncIOBuilder = Builder(_Handle)
 
 
 def swap_folder() -> str:

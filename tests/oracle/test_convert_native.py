@@ -121,7 +121,7 @@ def test_plain_load_checkpoint_resumes_on_another_world(
     name: str, world: int, trained: TrainedFactory, oracle: Oracle, tmp_path: Path, bf16_spread: float
 ) -> None:
     run = trained(name)
-    case = replace(run.case, elastic=False, zip_files=True, writer=None, nvme=False)
+    case = replace(run.case, elastic=False, zip_files=True, writer=None, nvme=None)
     folder = _native(run, tmp_path / "out", world, case)
     resumed = oracle.resume_native(case, folder, tmp_path / "state", world=world)
     _assert_continues(run, resumed, case, bf16_spread)

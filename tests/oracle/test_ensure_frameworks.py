@@ -5,6 +5,7 @@ The issue's own words: `trainer.train(resume_from_checkpoint=reshard.ensure(dir,
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from oracle.conversions import agree
 from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError, Worlds
+from oracle.outputs import convert
 from oracle.truth import differences
 from reshard.diffs import DifferenceKind, DiffOptions, DiffReport
 from reshard.local import load_engine
@@ -105,6 +107,23 @@ def test_accelerate_resumes_by_one_call(
     assert [run["drawn"] for run in results] == [saved[rank % OLD]["drawn"] for rank in range(NEW)]
     assert saved[0]["drawn"] != saved[1]["drawn"]
     went_on_alike(resumed / "last", through / "last")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_resumes_a_universal_directory(stage: int, worlds: Worlds, tmp_path: Path) -> None:
+    """One directory for any number of ranks, as docs/recipes/accelerate.md makes it: the rest is copied beside it."""
+    through, resumed, state = tmp_path / "through", tmp_path / "resumed", tmp_path / "any"
+    options: dict[str, Any] = {"stage": stage, "timeout_s": 240}
+    saved = worlds.run("oracle.ensured:accelerate", world=OLD, folder=str(through), **options)
+    shutil.copytree(through / "state", state, ignore=shutil.ignore_patterns("pytorch_model"))
+    convert(through / "state", state / "pytorch_model", "universal")
+
+    results = worlds.run(
+        "oracle.ensured:accelerate", world=NEW, folder=str(resumed), source=str(state), universal=True, **options
+    )
+
+    assert rates(results[0]) == rates(saved[0])
+    assert agree(losses(results[0]), losses(saved[0]), significant=6)
 
 
 @pytest.mark.parametrize("name", ["z0_fp32", "z2_fp32", "z3_fp32"])

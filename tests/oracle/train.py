@@ -53,7 +53,9 @@ def build_engine(case: Case, world: int, *, seed: int, load_universal: bool = Fa
     config = ds_config(case, world, load_universal=load_universal)
     if case.nvme:
         enable_swapping()
-        config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swap_folder()
+        for section in config["zero_optimization"].values():
+            if isinstance(section, dict):
+                section["nvme_path"] = swap_folder()
     model = build_model(case, seed)
     groups = param_groups(case, model)
     initialize: Any = deepspeed.initialize
