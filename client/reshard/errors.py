@@ -198,6 +198,10 @@ class ReshardError(Exception):
         self.fix = (fix or _DEFAULT_FIXES[code.partition(".")[0]])[:MAX_TEXT_CHARS]
         self.details: dict[str, Any] = dict(details or {})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How the error goes to another process: ranks tell one another, and pools of processes do."""
+        return _again, (type(self), self.code, self.message, self.fix, self.details)
+
     @property
     def entry(self) -> CodeEntry:
         """The row of the table for this code."""
@@ -229,6 +233,13 @@ class ReshardError(Exception):
     def __str__(self) -> str:
         """Message with its code, one line."""
         return f"{self.code}: {self.message}"
+
+
+def _again(kind: type[ReshardError], code: str, message: str, fix: str, details: dict[str, Any]) -> ReshardError:
+    error = kind.__new__(kind)
+    # Not by its own constructor, whose arguments are its own.
+    ReshardError.__init__(error, code, message, fix=fix, details=details)
+    return error
 
 
 class RequestError(ReshardError):

@@ -35,20 +35,22 @@ def rows(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
 def resume(engine: Any, output: Path) -> None:
     """Loads the newest checkpoint, in this world's layout.
 
-    Rank 0 works, the others wait: if it fails, its error is everybody's, and no process trains from nothing.
+    Rank 0 looks and works, the others wait for its answer: all load the same, and if it fails, nobody trains.
     """
-    if not (output / "latest").exists():
-        return
-    found: list[str | Exception] = [""]
+    path: str | None = None
+    problem: str | None = None
     if dist.get_rank() == 0:
         try:
-            found = [reshard.ensure(str(output))]
-        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks raise it
-            found = [error]
-    dist.broadcast_object_list(found)
-    if isinstance(found[0], Exception):
-        raise found[0]
-    engine.load_checkpoint(found[0])
+            path = reshard.ensure(str(output)) if (output / "latest").exists() else None
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others have to hear of it
+            problem = str(error)
+    said = [path, problem]
+    dist.broadcast_object_list(said)
+    path, problem = said
+    if problem is not None:
+        raise RuntimeError(problem)
+    if path is not None:
+        engine.load_checkpoint(path)
 
 
 def main(output: Path) -> None:

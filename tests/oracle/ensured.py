@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +65,25 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def script(path: str, arguments: list[str]) -> None:
-    """Runs a training script as it stands in this world, which spares the launcher's imports."""
+def script(path: str, arguments: list[str], environment: dict[str, str], without_gpu: str) -> str:
+    """Runs a training script as it stands in this world, which spares a launcher and the imports of its processes.
+
+    Args:
+        path: the script.
+        arguments: its own.
+        environment: variables that a launcher sets.
+        without_gpu: a module that puts in what this machine lacks.
+
+    Returns:
+        What this rank printed.
+    """
     _start()
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    os.environ |= environment | {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    runpy.run_path(without_gpu)
     sys.argv = [path, *arguments]
-    runpy.run_path(path, run_name="__main__")
+    with redirect_stdout(StringIO()) as said:
+        runpy.run_path(path, run_name="__main__")
+    return said.getvalue()
 
 
 def trainer(

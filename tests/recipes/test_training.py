@@ -1,7 +1,8 @@
-"""The training recipes as they stand in docs/recipes, under their real launchers, on CPUs.
+"""The training recipes as they stand in docs/recipes, resumed under their real launchers, on CPUs.
 
 Each is run to its end on one number of processes, and again on another from a checkpoint of that run: the steps that
-both have must be the same steps. `cpu/sitecustomize.py` puts in what a machine without a GPU lacks.
+both have must be the same steps. First runs are made without a launcher, which spares the imports of all processes.
+`cpu/sitecustomize.py` puts in what a machine without a GPU lacks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -49,9 +51,11 @@ class LaunchError(RuntimeError):
 def launch(launcher: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Said:
     """Runs a launcher to its end; none of its processes is left behind."""
     command = (str(Path(sys.executable).with_name(launcher)), *arguments)
+    mark = uuid4().hex
     variables = {
         **os.environ,
         **(environment or {}),
+        "RECIPE_RUN": mark,
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -68,11 +72,10 @@ def launch(launcher: str, *arguments: str, environment: Mapping[str, str] | None
         try:
             said = Said(*process.communicate(timeout=_TIMEOUT_S))
         finally:
-            # Launchers end their processes, which are in sessions of their own; one that is late does not.
-            with suppress(psutil.NoSuchProcess):
-                left = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-                for each in left:
-                    with suppress(psutil.NoSuchProcess):
+            # Launchers end their processes, which are in sessions of their own; a launcher that is late does not.
+            for each in psutil.process_iter():
+                with suppress(psutil.Error):
+                    if each.environ().get("RECIPE_RUN") == mark:
                         each.kill()
     if process.returncode:
         raise LaunchError(said)
@@ -83,6 +86,14 @@ def torchrun(script: str, output: Path, processes: int, *options: str, **variabl
     """A recipe under torchrun."""
     command = ("torchrun", "--standalone", f"--nproc-per-node={processes}", *options)
     return launch(*command, script, str(output), environment=variables)
+
+
+def first_run(worlds: Worlds, name: str, output: Path, processes: int, **variables: str) -> Said:
+    """A recipe from its start, on a warmed world; what rank 0 printed."""
+    without_gpu = str(_HERE / "cpu" / "sitecustomize.py")
+    options = {"arguments": [str(output)], "environment": variables, "without_gpu": without_gpu}
+    said = worlds.run("oracle.ensured:script", world=processes, path=str(RECIPES / name), **options)
+    return Said(said[0], "")
 
 
 def lines_of(said: Said) -> list[dict[str, Any]]:
@@ -113,8 +124,7 @@ def trainer_log(output: Path) -> dict[int, dict[str, Any]]:
 
 def test_the_trainer_goes_on_on_two_processes_and_then_on_three(worlds: Worlds, tmp_path: Path) -> None:
     four, two, three = (tmp_path / name for name in ("four", "two", "three"))
-    recipe = str(RECIPES / "train_trainer.py")
-    worlds.run("oracle.ensured:script", world=4, path=recipe, arguments=[str(four)])
+    first_run(worlds, "train_trainer.py", four, 4)
     shutil.copytree(four / "checkpoint-2", two / "checkpoint-2")
     torchrun("train_trainer.py", two, 2)
     shutil.copytree(two / "checkpoint-4", three / "checkpoint-4")
@@ -131,14 +141,11 @@ def test_the_trainer_goes_on_on_two_processes_and_then_on_three(worlds: Worlds, 
     ]
 
 
-def test_accelerate_launch_goes_on_on_three_processes(tmp_path: Path) -> None:
-    def start(processes: int) -> dict[int, dict[str, Any]]:
-        options = ["--num_processes", str(processes), "--main_process_port", str(free_port())]
-        deepspeed = ["--use_deepspeed", "--zero_stage", "2"]
-        return records(launch("accelerate", "launch", *options, *deepspeed, "train_accelerate.py", str(tmp_path)))
-
-    through = start(2)
-    resumed = start(3)
+def test_accelerate_launch_goes_on_on_three_processes(worlds: Worlds, tmp_path: Path) -> None:
+    told = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
+    through = records(first_run(worlds, "train_accelerate.py", tmp_path, 2, **told))
+    options = ["--num_processes", "3", "--main_process_port", str(free_port()), "--use_deepspeed", "--zero_stage", "2"]
+    resumed = records(launch("accelerate", "launch", *options, "train_accelerate.py", str(tmp_path)))
     assert list(through) == [1, 2, 3, 4, 5, 6]
     assert list(resumed) == [4, 5, 6]
     assert agree(losses(resumed, 4, 5, 6), losses(through, 4, 5, 6), significant=6)
@@ -147,10 +154,10 @@ def test_accelerate_launch_goes_on_on_three_processes(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def through(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
+def through(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
     """The torchrun recipe without any accident: its output, and what it printed."""
     output = tmp_path_factory.mktemp("through") / "run"
-    return output, records(torchrun("train_torchrun.py", output, 2))
+    return output, records(first_run(worlds, "train_torchrun.py", output, 2))
 
 
 def save_of(output: Path, step: int, folder: Path) -> Path:
@@ -190,17 +197,18 @@ def test_no_process_trains_from_nothing_when_the_checkpoint_is_spoilt(
     assert records(caught.value.said) == {}
 
 
-def test_lightning_goes_on_on_three_devices(tmp_path: Path) -> None:
-    def start(output: Path, processes: int) -> dict[int, dict[str, Any]]:
-        lines = [line.split() for line in torchrun("train_lightning.py", output, processes).out.splitlines()]
-        found = [words for words in lines if words[:1] == ["step"]]
+def test_lightning_goes_on_on_three_devices(worlds: Worlds, tmp_path: Path) -> None:
+    def steps(said: Said) -> dict[int, dict[str, Any]]:
+        found = [words for line in said.out.splitlines() if (words := line.split())[:1] == ["step"]]
         return {int(words[1]): {"loss": float(words[3])} for words in found}
 
     two, three = tmp_path / "two", tmp_path / "three"
-    through = start(two, 2)
+    # Said to Lightning by torchrun, and how it knows that it was started by it.
+    told = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+    through = steps(first_run(worlds, "train_lightning.py", two, 2, **told))
     saved = "epoch=0-step=3.ckpt"
     shutil.copytree(two / saved, three / saved)
-    resumed = start(three, 3)
+    resumed = steps(torchrun("train_lightning.py", three, 3))
     assert list(through) == [1, 2, 3, 4, 5, 6]
     assert list(resumed) == [4, 5, 6]
     assert agree(losses(resumed, 4, 5, 6), losses(through, 4, 5, 6), significant=6)

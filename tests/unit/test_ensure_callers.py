@@ -21,7 +21,7 @@ from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same
 from reshard.ensuring import makers as _makers
 from reshard.ensuring.election import Election
 from reshard.ensuring.places import finished
-from reshard.errors import JobError, RequestError, ReshardError, StorageError, from_problem
+from reshard.errors import JobError, RequestError, ReshardError, SourceError, StorageError, from_problem
 from reshard.local import load_engine
 from reshard.models import (
     ConvertRequest,
@@ -29,8 +29,10 @@ from reshard.models import (
     Job,
     JobState,
     NativeLayout,
+    OpaquePolicy,
     Problem,
     SourceSpec,
+    WeightDtype,
 )
 
 
@@ -213,10 +215,9 @@ class Service:
     def inspect(self, url: str, *, tag: str | None) -> Inspection:
         return load_engine().inspect(SourceSpec(url=url, tag=tag))
 
-    def submit(self, source: SourceSpec, target: str, *, idempotency_key: str, **options: Any) -> Job:
-        options.pop("labels")
+    def submit_request(self, request: ConvertRequest, *, labels: dict[str, str], idempotency_key: str) -> Job:
+        assert labels == {"made-by": "ensure"}
         if idempotency_key not in self.jobs:
-            request = ConvertRequest(source=source, target=target, **options)
             self.jobs[idempotency_key] = Job(
                 id=idempotency_key,
                 state=JobState.QUEUED,
@@ -264,6 +265,28 @@ def test_a_service_makes_one_job(checkpoint: Path, service: Service) -> None:
     assert reshard.ensure(checkpoint, dp=3) == str(result)
     assert len(service.jobs) == 2
     assert len({k.rpartition("-")[0] for k in service.jobs}) == 1
+
+
+def test_a_service_is_told_every_wish(checkpoint: Path, service: Service) -> None:
+    reshard.ensure(checkpoint, dp=3, dtype="fp32", opaque="keep")
+    (job,) = service.jobs.values()
+    assert job.request.opaque is OpaquePolicy.KEEP
+    assert job.request.dtype is WeightDtype.FP32
+
+
+def test_a_service_that_does_not_see_the_checkpoint_is_no_first_start(
+    checkpoint: Path, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Job scripts start from nothing at `source.not_found`: only a look from here may say that."""
+
+    def blind(url: str, *, tag: str | None) -> Inspection:
+        raise SourceError("source.not_found", f"nothing is at {url}")
+
+    monkeypatch.setattr(service, "inspect", blind)
+    with pytest.raises(StorageError) as caught:
+        reshard.ensure(checkpoint, dp=3)
+    assert caught.value.code == "storage.unavailable"
+    assert service.jobs == {}
 
 
 def test_a_failed_job_is_told_and_then_tried_again(checkpoint: Path, service: Service) -> None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 
 import reshard
-from reshard.errors import CODES, ExitCode, JobError, ReshardError, class_of, from_problem, printable
+from reshard.errors import (
+    CODES,
+    ExitCode,
+    JobError,
+    RequestError,
+    ReshardError,
+    SourceError,
+    StorageError,
+    class_of,
+    from_problem,
+    printable,
+)
+from reshard_engine.execute.executor import StoppedError
 
 ROOTS = [Path(reshard.__file__).parent, *(Path(__file__).parents[2] / d for d in ("worker", "service"))]
 
@@ -59,3 +72,20 @@ def test_names_from_checkpoints_cannot_steer_a_terminal(text: str, shown: str) -
 
 def test_long_names_are_cut() -> None:
     assert printable("x" * 1_000_000) == "x" * 256 + "... (1000000 characters)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError("request.invalid", "no", fix="yes", details={"tag": "a"}),
+        SourceError("source.not_found", "nothing"),
+        StorageError("storage.no_space", "full"),
+        StoppedError(),
+    ],
+)
+def test_errors_go_to_other_processes_whole(error: ReshardError) -> None:
+    """Ranks tell one another, and pools of processes do: an error that cannot be read there hides what happened."""
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert again.to_problem() == error.to_problem()
+    assert str(again) == str(error)

@@ -30,7 +30,14 @@ from reshard.ensuring.places import (
 )
 from reshard.ensuring.records import Records
 from reshard.ensuring.world import Wanted, fits, name_of
-from reshard.errors import IntegrityError, RequestError, ReshardError, printable
+from reshard.errors import (
+    IntegrityError,
+    RequestError,
+    ReshardError,
+    SourceError,
+    StorageError,
+    printable,
+)
 from reshard.models import (
     ConvertRequest,
     Inspection,
@@ -236,7 +243,22 @@ class _Local:
         raise error
 
     def _inspected(self) -> list[Inspection]:
-        return [self._task.maker.inspect(SourceSpec(url=self._source.home, tag=tag)) for tag in self._source.tags]
+        """What the tags are.
+
+        Raises:
+            StorageError: `storage.unavailable` if whoever looks does not see what this process sees.
+        """
+        try:
+            return [self._task.maker.inspect(SourceSpec(url=self._source.home, tag=tag)) for tag in self._source.tags]
+        except SourceError as error:
+            if error.code != "source.not_found":
+                raise
+            # Job scripts start from nothing at that code, and here something is.
+            raise StorageError(
+                "storage.unavailable",
+                f"{printable(self._source.home)} is here, and not where it would be converted: {error.message}",
+                fix="check that the service sees the same file system, or convert here: unset RESHARD_URL",
+            ) from error
 
     def _known(self, key: str) -> Ensured | None:
         """What an earlier call found or made, if it is still there."""

@@ -121,14 +121,4 @@ class Service:
         raise JobError("job.attempts_exhausted", f"{_MAX_SUBMISSIONS} jobs for this conversion have ended without it")
 
     def _submit(self, request: ConvertRequest, key: str) -> Job:
-        return self._client.submit(
-            request.source,
-            request.target,
-            to=request.to,
-            labels={"made-by": "ensure"},
-            idempotency_key=key,
-            dtype=request.dtype,
-            layout=request.layout,
-            rules=request.rules,
-            family=request.family,
-        )
+        return self._client.submit_request(request, labels={"made-by": "ensure"}, idempotency_key=key)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 from reshard.errors import SourceError, printable
@@ -25,12 +24,10 @@ from reshard_engine.pickles.nodes import (
     PStorage,
     PTensor,
     PTuple,
-    is_mapping,
-    mapping_items,
 )
 
 MAX_ELEMS = 1 << 62
-_ATTRIBUTES, _ATTRIBUTE_CHARS = 4, 64
+_ATTRIBUTES, _ATTRIBUTE_CHARS = 8, 64
 _KEY = re.compile(r"(?!.*\.\.)[0-9A-Za-z_.-]{1,64}")
 _STORAGES = {name: dtype.name for name, dtype in BY_STORAGE_CLASS.items()} | {"UntypedStorage": "uint8"}
 """Element types of storages by the class that a persistent id names."""
@@ -167,15 +164,17 @@ def _from_type(items: tuple[Node, ...], limits: PickleLimits) -> PTensor:
     if not isinstance(kind, Global) or kind.dotted not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         raise SourceError("pickle.forbidden_call", "_rebuild_from_type_v2 of a type that is no torch tensor")
     tensor = apply(func, items[2], limits)
-    assert isinstance(tensor, PTensor)
+    if not isinstance(tensor, PTensor):
+        raise SourceError("pickle.forbidden_call", f"_rebuild_from_type_v2 of {printable(func.dotted)}")
     return replace(tensor, attributes=_texts(items[3]))
 
 
 def _texts(state: Node) -> tuple[tuple[str, str], ...]:
-    """The attributes of a tensor that are short texts, such as the name of what it is a part of."""
-    entries = mapping_items(state, what="a tensor's attributes") if is_mapping(state) else {}
-    texts = ((k, v) for k, v in entries.items() if type(k) is str and type(v) is str and len(v) <= _ATTRIBUTE_CHARS)
-    return tuple(islice(texts, _ATTRIBUTES))
+    """Of the first attributes of a tensor those that are short texts, such as the name of what it is a part of."""
+    # No more than the first: a state may be long, and of many tensors.
+    pairs = state.pairs[: 2 * _ATTRIBUTES] if isinstance(state, PDict) else []
+    entries = zip(pairs[::2], pairs[1::2], strict=True)
+    return tuple((k, v) for k, v in entries if type(k) is str and type(v) is str and len(v) <= _ATTRIBUTE_CHARS)
 
 
 def _set(items: tuple[Node, ...], *, frozen: bool) -> PSet:

@@ -16,9 +16,9 @@ from reshard.errors import SourceError, printable
 from reshard.models import WeightDtype
 from reshard_engine.adapter_config import CONFIG as ADAPTER_CONFIG
 from reshard_engine.dtypes import SHORT_NAMES
+from reshard_engine.readers.links import refuse_link_elsewhere
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
-from reshard_engine.storage.urls import canonical_url, is_within
 
 _NAMES = re.compile(
     r"config\.json|generation_config\.json"
@@ -90,16 +90,10 @@ def _refuse_link_elsewhere(location: Location, path: str) -> None:
 
     Links into the cache of huggingface_hub are what that cache is made of (`snapshots/REVISION` beside `blobs`).
     """
-    if location.store.scheme != "file":
-        return
     snapshots = os.path.dirname(location.url)
-    allowed = [location.url]
-    if os.path.basename(snapshots) == "snapshots":
-        allowed.append(os.path.join(os.path.dirname(snapshots), "blobs"))
-    if not any(is_within(canonical_url(path), place) for place in allowed):
-        raise SourceError(
-            "name.invalid", f"{printable(path)} is a link to a file elsewhere", fix="copy the file itself there"
-        )
+    cached = os.path.basename(snapshots) == "snapshots"
+    blobs = [os.path.join(os.path.dirname(snapshots), "blobs")] if cached else []
+    refuse_link_elsewhere(location, path, also=blobs)
 
 
 def _with_dtype(data: bytes, dtype: WeightDtype | None) -> bytes:

@@ -89,6 +89,13 @@ class ModuleTensors:
             dtypes: set[str] = set()
             for rank, model in enumerate(models):
                 share = model.frozen_fragments.get(name)
+                if share is not None and not share.shape and shape:
+                    raise SourceError(
+                        "source.unsupported",
+                        f"frozen {printable(name)} was on NVMe (offload_param): DeepSpeed did not save it",
+                        fix="save with offload_param.device cpu, or with exclude_frozen_parameters=True and take the "
+                        "frozen weights from the base model",
+                    )
                 if share is None or len(share.shape) != 1:
                     raise SourceError(
                         "checkpoint.incomplete", f"rank {rank} holds no share of frozen {printable(name)}"

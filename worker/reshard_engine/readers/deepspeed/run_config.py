@@ -17,6 +17,15 @@ def zero_options(model: ModelStates) -> Mapping[str | int, Node] | None:
     return mapping_items(zero, what="zero_optimization") if is_mapping(zero) else {}
 
 
+def has_16bit_masters(model: ModelStates) -> bool:
+    """Whether the run kept masters in the model's 16 bits (`*_master_weights_and_grads`)."""
+    config = model.entries.get("ds_config")
+    entries = mapping_items(config, what="ds_config") if is_mapping(config) else {}
+    sections = ((name, entries.get(name)) for name in ("bf16", "fp16"))
+    options = (mapping_items(s, what=n).get(f"{n}_master_weights_and_grads") for n, s in sections if is_mapping(s))
+    return any(option is True for option in options)
+
+
 def uses_round_robin(model: ModelStates) -> bool:
     """Whether gradients were dealt out over the ranks (`round_robin_gradients`)."""
     return (zero_options(model) or {}).get("round_robin_gradients") is True

@@ -2,9 +2,9 @@
 
 A swapped sub-group's tensors are empty in the rank file; what identifies them is an attribute of theirs, `ds_id`, which
 names the file in the rank's folder: `0_7.tensor.swp` for the masters of the sub-group of parameters 0 to 7,
-`exp_avg-0_7.tensor.swp` for a state. The file holds the rank's flat tensor from its first byte on, in the tensor's
-type, and is padded to the alignment of asynchronous I/O; it stays longer where an earlier run left a longer one.
-Sub-groups under 1 MiB stay in the rank file.
+`exp_avg-0_7.tensor.swp` for a state. The file holds the rank's flat tensor from its first byte on, in fp32, and is
+padded to the alignment of asynchronous I/O; it stays longer where an earlier run left a longer one. Sub-groups under
+1 MiB stay in the rank file. Masters of 16 bits have files of 16 bits, and empty tensors that say fp32: refused.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`save_checkpoint`: the swap folder is copied without gradients),
 `runtime/swap_tensor/optimizer_utils.py` (`SwapTensorContext`, `_get_state_tensors`, `_io_aligned_numel`),
@@ -19,23 +19,31 @@ from dataclasses import replace
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.dtypes import BY_NAME
+from reshard_engine.dtypes import FLOAT32 as MASTER
 from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.optim_states import RankStates
+from reshard_engine.readers.links import refuse_link_elsewhere
 from reshard_engine.storage.locations import Location
 
 FOLDER = "offloaded_tensors"
+CPU_FIX = "save with offload_optimizer.device cpu"
 _ATTRIBUTE = "ds_id"
 _SUFFIX = ".tensor.swp"
 _FILE = re.compile(rf"rank(?P<rank>[0-9]{{2,9}})/(?P<name>[^/]+){re.escape(_SUFFIX)}")
 
 
 def swap_files(location: Location) -> dict[int, dict[str, SourceFile]]:
-    """The files of a tag directory's swap folders, by rank and by the name of what is swapped."""
+    """The files of a tag directory's swap folders, by rank and by the name of what is swapped.
+
+    Raises:
+        SourceError: `name.invalid` for a link to a file elsewhere.
+    """
     found: dict[int, dict[str, SourceFile]] = {}
     for path, info in location.child(FOLDER).files().items():
         if named := _FILE.fullmatch(path):
+            # Their bytes go out as they are, and nothing in them says what they are.
+            refuse_link_elsewhere(location, info.path)
             file = SourceFile(location.store, f"{FOLDER}/{path}", (info,))
             found.setdefault(int(named["rank"]), {})[named["name"]] = file
     return found
@@ -51,7 +59,8 @@ def swapped_partition(states: RankStates, tensor: PTensor, numel: int, number: M
     """Where a rank's flat tensor of so many elements is, of which the rank file has none.
 
     Raises:
-        SourceError: `checkpoint.incomplete` if the file is missing or too short.
+        SourceError: `checkpoint.incomplete` if the file is missing or too short, `source.unsupported` if it may be of
+            another type than fp32.
     """
     name = _name_of(tensor)
     if name is None:
@@ -63,9 +72,17 @@ def swapped_partition(states: RankStates, tensor: PTensor, numel: int, number: M
             "checkpoint.incomplete",
             f"{printable(states.torch_file.file.name)} says that {printable(name)}{_SUFFIX} has {numel} elements that "
             f"were offloaded to NVMe, and {FOLDER}/ has no such file for its rank",
-            fix=f"copy {FOLDER}/ of the same tag, of every node where each has its own",
+            fix=f"copy {FOLDER}/ of the same tag; where nodes kept it for themselves (use_node_local_storage), their "
+            "folders have the same names, and are not read",
         )
-    wanted = numel * BY_NAME[tensor.dtype].itemsize_bytes
+    if tensor.dtype != MASTER.name:
+        raise SourceError(
+            "source.unsupported",
+            f"{printable(states.torch_file.file.name)} says that {printable(name)}{_SUFFIX} is {tensor.dtype}: what "
+            "type its file has nothing says",
+            fix=CPU_FIX,
+        )
+    wanted = numel * MASTER.itemsize_bytes
     if file.size_bytes < wanted:
         raise SourceError(
             "checkpoint.incomplete",

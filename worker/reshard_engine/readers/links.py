@@ -1,0 +1,28 @@
+"""Links inside a checkpoint's directory whose content would be written out, or shown, as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.errors import SourceError, printable
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.urls import canonical_url, is_within
+
+
+def refuse_link_elsewhere(location: Location, path: str, *, also: Sequence[str] = ()) -> None:
+    """Refuse a file below a location that is a link to a file elsewhere: it must not carry that file's content out.
+
+    Args:
+        location: The directory.
+        path: The file's, in its store.
+        also: Directories that the file may be in too.
+
+    Raises:
+        SourceError: `name.invalid`.
+    """
+    if location.store.scheme != "file":
+        return
+    if not any(is_within(canonical_url(path), place) for place in (location.url, *also)):
+        raise SourceError(
+            "name.invalid", f"{printable(path)} is a link to a file elsewhere", fix="copy the file itself there"
+        )
