@@ -1,7 +1,8 @@
-"""The training recipes as they stand in docs/recipes, resumed under their real launchers, on CPUs.
+"""The training recipes as they stand in docs/recipes, on CPUs.
 
 Each is run to its end on one number of processes, and again on another from a checkpoint of that run: the steps that
-both have must be the same steps. First runs are made without a launcher, which spares the imports of all processes.
+both have must be the same steps. torchrun and `accelerate launch` are real in one resumed run each, and torchrun in the
+restart; the others run the same script on a warmed world, which spares the imports of all processes.
 `cpu/sitecustomize.py` puts in what a machine without a GPU lacks.
 """
 
@@ -88,8 +89,8 @@ def torchrun(script: str, output: Path, processes: int, *options: str, **variabl
     return launch(*command, script, str(output), environment=variables)
 
 
-def first_run(worlds: Worlds, name: str, output: Path, processes: int, **variables: str) -> Said:
-    """A recipe from its start, on a warmed world; what rank 0 printed."""
+def warm(worlds: Worlds, name: str, output: Path, processes: int, **variables: str) -> Said:
+    """A recipe on a warmed world, without a launcher; what rank 0 printed."""
     without_gpu = str(_HERE / "cpu" / "sitecustomize.py")
     options = {"arguments": [str(output)], "environment": variables, "without_gpu": without_gpu}
     said = worlds.run("oracle.ensured:script", world=processes, path=str(RECIPES / name), **options)
@@ -124,11 +125,11 @@ def trainer_log(output: Path) -> dict[int, dict[str, Any]]:
 
 def test_the_trainer_goes_on_on_two_processes_and_then_on_three(worlds: Worlds, tmp_path: Path) -> None:
     four, two, three = (tmp_path / name for name in ("four", "two", "three"))
-    first_run(worlds, "train_trainer.py", four, 4)
+    warm(worlds, "train_trainer.py", four, 4)
     shutil.copytree(four / "checkpoint-2", two / "checkpoint-2")
     torchrun("train_trainer.py", two, 2)
     shutil.copytree(two / "checkpoint-4", three / "checkpoint-4")
-    torchrun("train_trainer.py", three, 3)
+    warm(worlds, "train_trainer.py", three, 3)
 
     through, last = trainer_log(four), trainer_log(three)
     assert list(last) == list(through) == [1, 2, 3, 4, 5, 6]
@@ -143,7 +144,7 @@ def test_the_trainer_goes_on_on_two_processes_and_then_on_three(worlds: Worlds, 
 
 def test_accelerate_launch_goes_on_on_three_processes(worlds: Worlds, tmp_path: Path) -> None:
     told = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
-    through = records(first_run(worlds, "train_accelerate.py", tmp_path, 2, **told))
+    through = records(warm(worlds, "train_accelerate.py", tmp_path, 2, **told))
     options = ["--num_processes", "3", "--main_process_port", str(free_port()), "--use_deepspeed", "--zero_stage", "2"]
     resumed = records(launch("accelerate", "launch", *options, "train_accelerate.py", str(tmp_path)))
     assert list(through) == [1, 2, 3, 4, 5, 6]
@@ -157,7 +158,7 @@ def test_accelerate_launch_goes_on_on_three_processes(worlds: Worlds, tmp_path: 
 def through(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[str, Any]]]:
     """The torchrun recipe without any accident: its output, and what it printed."""
     output = tmp_path_factory.mktemp("through") / "run"
-    return output, records(first_run(worlds, "train_torchrun.py", output, 2))
+    return output, records(warm(worlds, "train_torchrun.py", output, 2))
 
 
 def save_of(output: Path, step: int, folder: Path) -> Path:
@@ -177,9 +178,11 @@ def test_torchrun_starts_a_killed_run_again(through: tuple[Path, dict[int, dict[
     assert not list((tmp_path / "run" / ".reshard").glob("global_step*"))
 
 
-def test_torchrun_goes_on_on_three_processes(through: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path) -> None:
+def test_it_goes_on_on_three_processes(
+    worlds: Worlds, through: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
     save = save_of(through[0], 4, tmp_path / "run")
-    found = records(torchrun("train_torchrun.py", save, 3))
+    found = records(warm(worlds, "train_torchrun.py", save, 3))
     assert list(found) == [5, 6]
     assert {line["world"] for line in found.values()} == {3}
     assert agree(losses(found, 5, 6), losses(through[1], 5, 6), significant=6)
@@ -205,10 +208,10 @@ def test_lightning_goes_on_on_three_devices(worlds: Worlds, tmp_path: Path) -> N
     two, three = tmp_path / "two", tmp_path / "three"
     # Said to Lightning by torchrun, and how it knows that it was started by it.
     told = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
-    through = steps(first_run(worlds, "train_lightning.py", two, 2, **told))
+    through = steps(warm(worlds, "train_lightning.py", two, 2, **told))
     saved = "epoch=0-step=3.ckpt"
     shutil.copytree(two / saved, three / saved)
-    resumed = steps(torchrun("train_lightning.py", three, 3))
+    resumed = steps(warm(worlds, "train_lightning.py", three, 3, **told))
     assert list(through) == [1, 2, 3, 4, 5, 6]
     assert list(resumed) == [4, 5, 6]
     assert agree(losses(resumed, 4, 5, 6), losses(through, 4, 5, 6), significant=6)
