@@ -13,7 +13,7 @@ what each code means to HTTP, to a shell and to a retry loop::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -177,6 +177,11 @@ def printable(text: object, *, max_chars: int = 256) -> str:
     cut = raw[:max_chars]
     safe = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in cut)
     return safe if len(raw) <= max_chars else f"{safe}... ({len(raw)} characters)"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first of some names, safe to show, and whether there are more."""
+    return ", ".join(printable(n) for n in names[:most]) + (", ..." if len(names) > most else "")
 
 
 class ReshardError(Exception):

@@ -144,19 +144,13 @@ def _merge(parameter: Parameter, factors: Mapping[str, Parameter], scaling: _Sca
         raise _unmergeable(parameter.fqn, "a weight whose magnitudes are not one for each row")
     left, right = (a, b) if transposed else (b, a)
     return Merge(
-        _number(parameter),
-        _number(left),
-        _number(right),
+        parameter.value(),
+        left.value(),
+        right.value(),
         scaling.of(module, rank),
         transposed,
-        None if magnitude is None else _number(magnitude),
+        None if magnitude is None else magnitude.value(),
     )
-
-
-def _number(parameter: Parameter) -> int:
-    if parameter.best is None:
-        raise RequestError("request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}")
-    return parameter.best
 
 
 def _unmergeable(fqn: str, why: str) -> RequestError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from reshard.errors import SourceError, printable
+from reshard.errors import RequestError, SourceError, printable
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.cuts import Cut
 from reshard_engine.dtypes import Dtype
@@ -63,6 +63,16 @@ class Parameter:
     def best(self) -> int | None:
         """The tensor that says its value: the master is the truth, the 16-bit weight is its rounding."""
         return self.states.get("fp32", self.weight)
+
+    def value(self) -> int:
+        """The same for who cannot do without.
+
+        Raises:
+            RequestError: `request.unsatisfiable` if the checkpoint stores none.
+        """
+        if self.best is None:
+            raise RequestError("request.unsatisfiable", f"the checkpoint stores no value for {printable(self.fqn)}")
+        return self.best
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from reshard.errors import printable
+from reshard.errors import listed
 from reshard.models import Inspection, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.possible_targets import possible_targets
@@ -64,5 +64,4 @@ def _unexplained(checkpoint: Checkpoint) -> list[str]:
     names = checkpoint.unexplained
     if not names:
         return []
-    listed = ", ".join(printable(n) for n in names[:20]) + (", ..." if len(names) > 20 else "")
-    return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed}"]
+    return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed(names, 20)}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, listed
 from reshard.models import ConvertRequest, NativeLayout, PossibleTarget, SourceSpec, TargetFormat, ZeroStage
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.cuts import Cut, CutError, taken
@@ -17,7 +17,6 @@ from reshard_engine.writers.zero.local import is_pipeline, local_models
 from reshard_engine.writers.zero.target import resolve
 from reshard_engine.writers.zero.writer import refuse_empty_groups, refuse_impossible_layout
 
-_SHOWN_ADAPTERS = 8
 _SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of tensor-parallel ranks that are tried."""
 _STAGES = (2, 3, 4, 6, 8, 12, 16)
@@ -47,8 +46,7 @@ def _adapters(checkpoint: Checkpoint) -> list[PossibleTarget]:
     names = adapter_names(adapter_parts(p.fqn for p in checkpoint.parameters))
     if not names:
         return []
-    listed = ", ".join(names[:_SHOWN_ADAPTERS]) + (", ..." if len(names) > _SHOWN_ADAPTERS else "")
-    return [PossibleTarget(name="peft", possible=True, detail=f"{listed}; merged: safetensors --merge-adapter")]
+    return [PossibleTarget(name="peft", possible=True, detail=f"{listed(names)}; merged: safetensors --merge-adapter")]
 
 
 def _refusal(check: Callable[[], object]) -> str | None:

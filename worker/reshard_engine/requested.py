@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reshard.errors import RequestError, SourceError, printable
+from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models import ConvertRequest, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -38,11 +38,10 @@ def refuse_unexplained(checkpoint: Checkpoint) -> None:
     names = checkpoint.unexplained
     if not names:
         return
-    listed = ", ".join(printable(n) for n in names[:8]) + (", ..." if len(names) > 8 else "")
     raise SourceError(
         "checkpoint.unexplained",
         f"nothing says how {len(names)} of {len(checkpoint.parameters)} parameters were cut over "
-        f"{checkpoint.world.get('tp', 1)} tensor-parallel ranks: {listed}",
+        f"{checkpoint.world.get('tp', 1)} tensor-parallel ranks: {listed(names)}",
         fix="say it: --rules FILE (docs/rules.md), or --family gpt-megatron|llama-megatron|bloom",
         details={"parameters": [printable(n) for n in names[:256]]},
     )

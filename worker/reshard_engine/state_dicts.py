@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest, OpaquePolicy, ReplicaPolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.conversion import REMOTE_THREADS
@@ -29,7 +29,6 @@ _BLOCK_BYTES = 16 << 20
 """Of a tensor: what one thread reads at once."""
 _LOADED_BYTES = 1 << 30
 """Tensors that are read together while a model is loaded: what it takes beside the model."""
-_SHOWN_NAMES = 8
 
 
 class LazyTensor:
@@ -162,8 +161,8 @@ def load(model: Any, tensors: Mapping[str, LazyTensor]) -> None:
     if missing and unexpected:
         raise RequestError(
             "request.unsatisfiable",
-            f"the model has {len(missing)} names that the checkpoint does not have ({_some(missing)}), and lacks "
-            f"{len(unexpected)} of the checkpoint's ({_some(unexpected)})",
+            f"the model has {len(missing)} names that the checkpoint does not have ({listed(missing)}), and lacks "
+            f"{len(unexpected)} of the checkpoint's ({listed(unexpected)})",
             fix="build the model that was trained, or rename: get_fp32_state_dict_from_zero_checkpoint returns a dict",
             details={"missing": missing[:64], "unexpected": unexpected[:64]},
         )
@@ -205,8 +204,3 @@ def cloned(item: Any, device: Any) -> Any:
         items = cast("dict[Any, Any]", item)
         return type(items)({k: cloned(v, device) for k, v in items.items()})
     return item
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(printable(n) for n in names[:_SHOWN_NAMES])
-    return shown + (", ..." if len(names) > _SHOWN_NAMES else "")

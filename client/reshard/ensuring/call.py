@@ -30,14 +30,7 @@ from reshard.ensuring.places import (
 )
 from reshard.ensuring.records import Records
 from reshard.ensuring.world import Wanted, fits, name_of
-from reshard.errors import (
-    IntegrityError,
-    RequestError,
-    ReshardError,
-    SourceError,
-    StorageError,
-    printable,
-)
+from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.models import (
     ConvertRequest,
     Inspection,

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from reshard.errors import JobError, RequestError, printable
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Inspection, Job, Progress, SourceSpec
+from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
@@ -110,7 +110,8 @@ class Service:
     def convert(self, request: ConvertRequest, key: str, done: Callable[[], bool]) -> None:
         """Submits until a job answers that had not ended: an ended one may have failed, or its result be gone."""
         for attempt in range(_MAX_SUBMISSIONS):
-            job = self._submit(request, f"ensure-{key[:40]}-{attempt}")
+            name = f"ensure-{key[:40]}-{attempt}"
+            job = self._client.submit_request(request, labels={"made-by": "ensure"}, idempotency_key=name)
             ended = job.state.terminal
             if not ended:
                 job = self._client.wait(job.id, timeout_s=self._deadline.left_s())
@@ -119,6 +120,3 @@ class Service:
             self._client.result(job.id)  # raises what the job ended with
             return
         raise JobError("job.attempts_exhausted", f"{_MAX_SUBMISSIONS} jobs for this conversion have ended without it")
-
-    def _submit(self, request: ConvertRequest, key: str) -> Job:
-        return self._client.submit_request(request, labels={"made-by": "ensure"}, idempotency_key=key)

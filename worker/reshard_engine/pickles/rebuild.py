@@ -14,17 +14,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
 from reshard_engine.pickles import arrays, calls
 from reshard_engine.pickles.limits import PickleLimits
-from reshard_engine.pickles.nodes import (
-    Global,
-    Node,
-    PDict,
-    PList,
-    PObject,
-    PSet,
-    PStorage,
-    PTensor,
-    PTuple,
-)
+from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
 
 MAX_ELEMS = 1 << 62
 _ATTRIBUTES, _ATTRIBUTE_CHARS = 8, 64
@@ -131,17 +121,8 @@ def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
     """
     name = func.dotted
     items = args.items
-    if name in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
-        low, high = (4, 4) if name.endswith("tensor") else (6, 7)
-        if not low <= len(items) <= high:
-            raise _confused(f"{name} with {len(items)} arguments")
-        return _tensor(items[0], items[1:], None, limits)
-    if name == "torch._utils._rebuild_tensor_v3":
-        if len(items) not in (7, 8) or not isinstance(items[6], Global) or items[6].module != "torch":
-            raise _confused(f"{name} with {len(items)} arguments")
-        if items[6].name not in BY_NAME:
-            raise SourceError("tensor.unsupported", f"element type {printable(items[6].name)}")
-        return _tensor(items[0], items[1:], items[6].name, limits)
+    if (tensor := _rebuilt(name, items, limits)) is not None:
+        return tensor
     if name == "torch._utils._rebuild_parameter":
         if len(items) != 3 or not isinstance(items[0], PTensor) or not isinstance(items[1], bool):
             raise _confused(f"{name} with unexpected arguments")
@@ -155,16 +136,30 @@ def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
     return PObject("reduce", func, args, depth=args.depth + 1)
 
 
+def _rebuilt(name: str, items: tuple[Node, ...], limits: PickleLimits) -> PTensor | None:
+    """The tensor that one of torch's functions for it makes; None for any other name."""
+    if name in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
+        low, high = (4, 4) if name.endswith("tensor") else (6, 7)
+        if not low <= len(items) <= high:
+            raise _confused(f"{name} with {len(items)} arguments")
+        return _tensor(items[0], items[1:], None, limits)
+    if name == "torch._utils._rebuild_tensor_v3":
+        if len(items) not in (7, 8) or not isinstance(items[6], Global) or items[6].module != "torch":
+            raise _confused(f"{name} with {len(items)} arguments")
+        if items[6].name not in BY_NAME:
+            raise SourceError("tensor.unsupported", f"element type {printable(items[6].name)}")
+        return _tensor(items[0], items[1:], items[6].name, limits)
+    return None
+
+
 def _from_type(items: tuple[Node, ...], limits: PickleLimits) -> PTensor:
     if len(items) != 4 or not isinstance(items[0], Global) or not isinstance(items[2], PTuple):
         raise _confused("_rebuild_from_type_v2 with unexpected arguments")
     func, kind = items[0], items[1]
-    if not func.dotted.startswith("torch._utils._rebuild_tensor"):
-        raise SourceError("pickle.forbidden_call", f"_rebuild_from_type_v2 of {printable(func.dotted)}")
     if not isinstance(kind, Global) or kind.dotted not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         raise SourceError("pickle.forbidden_call", "_rebuild_from_type_v2 of a type that is no torch tensor")
-    tensor = apply(func, items[2], limits)
-    if not isinstance(tensor, PTensor):
+    tensor = _rebuilt(func.dotted, items[2].items, limits)
+    if tensor is None:
         raise SourceError("pickle.forbidden_call", f"_rebuild_from_type_v2 of {printable(func.dotted)}")
     return replace(tensor, attributes=_texts(items[3]))
 

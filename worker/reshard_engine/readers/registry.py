@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.deepspeed_names import POINTERS
 from reshard_engine.pickles.collector import collector_paused
@@ -122,8 +122,7 @@ def _tag_fix(location: Location, listing: Listing) -> str:
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:
-    shown = ", ".join(printable(n) for n in names[:8])
-    return (shown + (", ..." if len(names) > 8 else "")) or "none"
+    return listed(names) or "none"
 
 
 def read_checkpoint(

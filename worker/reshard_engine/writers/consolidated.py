@@ -10,9 +10,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError
 from reshard.models import ConvertRequest, WeightDtype
-from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
 from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template
 
@@ -61,15 +61,9 @@ def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
     for parameter in checkpoint.parameters:
         if request.exclude_frozen and not parameter.trained:
             continue
-        found.append(_weight(checkpoint, parameter.fqn, _best(parameter), wanted))
+        found.append(_weight(checkpoint, parameter.fqn, parameter.value(), wanted))
     found += [_weight(checkpoint, b.fqn, b.tensor, wanted) for b in checkpoint.buffers]
     return found
-
-
-def _best(parameter: Parameter) -> int:
-    if parameter.best is None:
-        raise RequestError("request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}")
-    return parameter.best
 
 
 def _weight(checkpoint: Checkpoint, fqn: str, index: int, wanted: Dtype | None) -> Weight:

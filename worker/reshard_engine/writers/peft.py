@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest
 from reshard_engine.adapter_config import CONFIG, adapter_config
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.layout import TargetFile, TargetLayout, literal_template
 from reshard_engine.peft_names import (
-    SHOWN_NAMES,
     WRAPPED,
     AdapterPart,
     adapter_part,
@@ -110,10 +109,9 @@ def _refuse_rest(checkpoint: Checkpoint, taken: set[str]) -> None:
     """Nothing that was trained is left behind without a word."""
     rest = [p.fqn for p in checkpoint.trained if p.fqn not in taken]
     if rest:
-        listed = ", ".join(printable(n) for n in rest[:SHOWN_NAMES]) + (", ..." if len(rest) > SHOWN_NAMES else "")
         raise RequestError(
             "request.unsatisfiable",
-            f"{len(rest)} trained parameters are no part of a LoRA adapter: {listed}",
+            f"{len(rest)} trained parameters are no part of a LoRA adapter: {listed(rest)}",
             fix="--to safetensors writes them all; biases go along if adapter_config.json says so (`bias`)",
             details={"parameters": [printable(n) for n in rest[:64]]},
         )

@@ -16,9 +16,9 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_mod
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD, RankStates, parse_rank_states
 from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener, States
-from reshard_engine.readers.deepspeed.run_config import has_16bit_masters, zero_options
+from reshard_engine.readers.deepspeed.run_config import zero_options
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
-from reshard_engine.readers.deepspeed.swapped import CPU_FIX, FOLDER, swap_files, with_swapped
+from reshard_engine.readers.deepspeed.swapped import FOLDER, with_swapped
 from reshard_engine.readers.opening import open_all
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
@@ -55,7 +55,7 @@ class DeepSpeedReader:
         opener = RankOpener(ledger)
         states, models = _read_ranks(files, opener)
         if states[0][0].stage == 3 and FOLDER in listing.directories:
-            states = _with_swapped(states, models[0][0], swap_files(location))
+            states = with_swapped(states, models[0][0], location)
         pp, tp = degrees(models[0][0], files.model_parallel, 1 + max((t for _, t in files.layers), default=-1))
         run = ParsedRun(
             states,
@@ -142,31 +142,6 @@ def _read_models(files: RankFiles, mp: int, world: int, opener: RankOpener, *, s
 
 def _open_table(files: Mapping[_K, SourceFile], opener: RankOpener) -> dict[_K, TorchFile]:
     return dict(zip(files, open_all(list(files.values()), opener.open), strict=True))
-
-
-def _with_swapped(
-    states: Sequence[Sequence[RankStates]], model: ModelStates, files: Mapping[int, Mapping[str, SourceFile]]
-) -> list[list[RankStates]]:
-    """All ranks with what they kept on NVMe.
-
-    Raises:
-        SourceError: `source.unsupported` under model parallelism and for masters of 16 bits.
-    """
-    if len(states) > 1:
-        raise SourceError(
-            "source.unsupported",
-            f"optimizer states were offloaded to NVMe under model parallelism ({len(states)} model-parallel ranks): "
-            f"the folders in {FOLDER}/ are of global ranks, and nothing says which model-parallel rank each is",
-            fix=CPU_FIX,
-        )
-    if has_16bit_masters(model):
-        raise SourceError(
-            "source.unsupported",
-            "optimizer states were offloaded to NVMe with masters of 16 bits (master_weights_and_grads), of which the "
-            "rank files say the wrong type",
-            fix=CPU_FIX,
-        )
-    return [[with_swapped(s, files.get(rank, {})) for rank, s in enumerate(states[0])]]
 
 
 def refuse_by_config(model: ModelStates) -> None:

@@ -10,20 +10,21 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates
 
 def zero_options(model: ModelStates) -> Mapping[str | int, Node] | None:
     """The section `zero_optimization`; None where the config is a path or absent, so that nothing is known of it."""
-    config = model.entries.get("ds_config")
-    if not is_mapping(config):
-        return None
-    zero = mapping_items(config, what="ds_config").get("zero_optimization")
-    return mapping_items(zero, what="zero_optimization") if is_mapping(zero) else {}
+    return _section(model, "zero_optimization")
 
 
 def has_16bit_masters(model: ModelStates) -> bool:
     """Whether the run kept masters in the model's 16 bits (`*_master_weights_and_grads`)."""
+    types = ("bf16", "fp16")
+    return any((_section(model, t) or {}).get(f"{t}_master_weights_and_grads") is True for t in types)
+
+
+def _section(model: ModelStates, name: str) -> Mapping[str | int, Node] | None:
     config = model.entries.get("ds_config")
-    entries = mapping_items(config, what="ds_config") if is_mapping(config) else {}
-    sections = ((name, entries.get(name)) for name in ("bf16", "fp16"))
-    options = (mapping_items(s, what=n).get(f"{n}_master_weights_and_grads") for n, s in sections if is_mapping(s))
-    return any(option is True for option in options)
+    if not is_mapping(config):
+        return None
+    section = mapping_items(config, what="ds_config").get(name)
+    return mapping_items(section, what=name) if is_mapping(section) else {}
 
 
 def uses_round_robin(model: ModelStates) -> bool:

@@ -14,7 +14,7 @@ Source: deepspeed 0.19.8 `runtime/engine.py` (`save_checkpoint`: the swap folder
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from reshard.errors import SourceError, printable
@@ -22,23 +22,48 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import FLOAT32 as MASTER
 from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.readers.deepspeed.flat_groups import Partition
+from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.optim_states import RankStates
+from reshard_engine.readers.deepspeed.run_config import has_16bit_masters
 from reshard_engine.readers.links import refuse_link_elsewhere
 from reshard_engine.storage.locations import Location
 
 FOLDER = "offloaded_tensors"
-CPU_FIX = "save with offload_optimizer.device cpu"
+_CPU_FIX = "save with offload_optimizer.device cpu"
 _ATTRIBUTE = "ds_id"
 _SUFFIX = ".tensor.swp"
 _FILE = re.compile(rf"rank(?P<rank>[0-9]{{2,9}})/(?P<name>[^/]+){re.escape(_SUFFIX)}")
 
 
-def swap_files(location: Location) -> dict[int, dict[str, SourceFile]]:
-    """The files of a tag directory's swap folders, by rank and by the name of what is swapped.
+def with_swapped(
+    states: Sequence[Sequence[RankStates]], model: ModelStates, location: Location
+) -> list[list[RankStates]]:
+    """All ranks, by model-parallel rank, with what they kept in the swap folders of their tag directory.
 
     Raises:
-        SourceError: `name.invalid` for a link to a file elsewhere.
+        SourceError: `source.unsupported` under model parallelism and for masters of 16 bits, `name.invalid` for a link
+            to a file elsewhere.
     """
+    if len(states) > 1:
+        raise SourceError(
+            "source.unsupported",
+            f"optimizer states were offloaded to NVMe under model parallelism ({len(states)} model-parallel ranks): "
+            f"the folders in {FOLDER}/ are of global ranks, and nothing says which model-parallel rank each is",
+            fix=_CPU_FIX,
+        )
+    if has_16bit_masters(model):
+        raise SourceError(
+            "source.unsupported",
+            "optimizer states were offloaded to NVMe with masters of 16 bits (master_weights_and_grads), of which the "
+            "rank files say the wrong type",
+            fix=_CPU_FIX,
+        )
+    files = _swap_files(location)
+    return [[_with_its_own(s, files.get(rank, {})) for rank, s in enumerate(states[0])]]
+
+
+def _swap_files(location: Location) -> dict[int, dict[str, SourceFile]]:
+    """By rank and by the name of what is swapped."""
     found: dict[int, dict[str, SourceFile]] = {}
     for path, info in location.child(FOLDER).files().items():
         if named := _FILE.fullmatch(path):
@@ -49,7 +74,7 @@ def swap_files(location: Location) -> dict[int, dict[str, SourceFile]]:
     return found
 
 
-def with_swapped(states: RankStates, files: Mapping[str, SourceFile]) -> RankStates:
+def _with_its_own(states: RankStates, files: Mapping[str, SourceFile]) -> RankStates:
     """A rank's states with those of its swap files that they name."""
     named = (name for tensor in _tensors(states) if (name := _name_of(tensor)) is not None)
     return replace(states, swapped={name: files[name] for name in named if name in files})
@@ -80,7 +105,7 @@ def swapped_partition(states: RankStates, tensor: PTensor, numel: int, number: M
             "source.unsupported",
             f"{printable(states.torch_file.file.name)} says that {printable(name)}{_SUFFIX} is {tensor.dtype}: what "
             "type its file has nothing says",
-            fix=CPU_FIX,
+            fix=_CPU_FIX,
         )
     wanted = numel * MASTER.itemsize_bytes
     if file.size_bytes < wanted:

@@ -32,10 +32,6 @@ class Cutter:
             RequestError: `request.unsatisfiable` if it cannot be cut so, or nothing says how.
         """
         best = self._weight_of(parameter)
-        if best is None:
-            raise RequestError(
-                "request.unsatisfiable", f"the checkpoint stores no value for {printable(parameter.fqn)}"
-            )
         cut = self._cut_of(parameter)
         try:
             shape = self._shape(cut, parameter.shape, rank)
@@ -59,7 +55,7 @@ class Cutter:
             scalars=parameter.scalars,
         )
 
-    def _weight_of(self, parameter: Parameter) -> int | None:
+    def _weight_of(self, parameter: Parameter) -> int:
         """What a weight is made of: the stored one where it is of the model's type, else the master, rounded.
 
         A stored one moves as it is, half as many bytes are read, and a store can copy them itself.
@@ -67,7 +63,7 @@ class Cutter:
         stored = parameter.weight
         if stored is not None and self._checkpoint.shard_map.tensors[stored].dtype is self._dtype:
             return stored
-        return parameter.states.get("fp32", stored)
+        return parameter.value()
 
     def _cut_of(self, parameter: Parameter) -> Cut:
         cut = parameter.cut
