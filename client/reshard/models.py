@@ -132,6 +132,19 @@ class FileEntry(WireModel):
     size_bytes: int
 
 
+class NotCarried(WireModel):
+    """Something of the source that the target does not hold, or holds only as one rank had it."""
+
+    path: str
+    """The keys that lead to it, joined by dots: of model states from their top, of optimizer files from
+    `optimizer_state_dict`, `param_groups`, ...; or the name of a file."""
+    file: str = ""
+    """The source file that holds it, the first of several; empty where it is no one file's."""
+    files: int = 1
+    """Source files that hold it."""
+    reason: str
+
+
 class PlanSummary(WireModel):
     """What a conversion would do, before it does it."""
 
@@ -149,6 +162,8 @@ class PlanSummary(WireModel):
     write_bytes: int
     peak_memory_bytes: int
     warnings: tuple[str, ...] = ()
+    not_carried: tuple[NotCarried, ...] = ()
+    """As in the result of the conversion."""
 
 
 class TensorInfo(WireModel):
@@ -192,6 +207,8 @@ class Inspection(WireModel):
     total_bytes: int
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
+    not_carried: tuple[NotCarried, ...] = ()
+    """Keys of the files that no target would hold, whatever it is."""
     targets: tuple[PossibleTarget, ...] = ()
     tensors: tuple[TensorInfo, ...]
 
@@ -227,6 +244,8 @@ class ConvertResult(WireModel):
     already_done: bool = False
     verification: VerifyLevel = VerifyLevel.DEFAULT
     warnings: tuple[str, ...] = ()
+    not_carried: tuple[NotCarried, ...] = ()
+    """Every key of the source that the target neither holds nor states anew."""
     casts: tuple[CastLoss, ...] = ()
     """Parameters of which casts lost something, or that held NaNs or infinities; the others are left out."""
 

@@ -39,6 +39,8 @@ class Case:
         writer: ``checkpoint.writer.type``; torch.save straight into the file if None.
         nvme: offload the optimizer's states to files, or the parameters too: those of some size, small ones stay.
         tiny: one narrow layer, for frozen test data.
+        extra_states: modules whose extra states the loss depends on: a mapping and a tensor, or a file of bytes too.
+        nested: ``state_dict`` nests one dict per submodule, as Megatron's does, and loading wants it so.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Case:
     writer: Literal["python", "fast"] | None = None
     nvme: Literal["optimizer", "parameters"] | None = None
     tiny: bool = False
+    extra_states: Literal["values", "bytes"] | None = None
+    nested: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data from which ``Case(**data)`` is this case again, for the way into a rank."""
@@ -188,6 +192,11 @@ def _zoo() -> dict[str, Case]:
         Case("z2_empty_param", 2, "bf16", empty_param=True),
         Case("z2_plain", 2, "bf16", tied=False, frozen=False, unused=False, buffers=False),
         Case("z3_plain", 3, "bf16", tied=False, frozen=False, unused=False, buffers=False),
+        Case("z1_extra_states", 1, "fp32", extra_states="values"),
+        Case("z2_extra_states", 2, "fp32", extra_states="bytes"),
+        Case("z3_extra_states", 3, "fp32", extra_states="values"),
+        Case("z2_nested", 2, "fp32", nested=True, frozen=False, tied=False),
+        Case("z3_nested", 3, "fp32", nested=True, frozen=False, tied=False, extra_states="values"),
         Case("zero2_tiny", 2, "bf16", tiny=True, scheduler=True),
         Case("zero3_tiny", 3, "bf16", tiny=True, scheduler=True),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,6 +30,38 @@ class Block(nn.Module):
         return hidden + self.down(F.gelu(self.up(self.norm(hidden))))
 
 
+class Calibration(nn.Module):
+    """Scales by what only its extra state holds, in one of the forms that real modules give it.
+
+    A mapping with a tensor, a plain tensor (newer TransformerEngine), or a file of bytes (TransformerEngine before it).
+    """
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.seen = form, 0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Scaled, and counted in training."""
+        self.seen += self.training
+        return hidden * (1.0 + 0.05 * self.seen)
+
+    def get_extra_state(self) -> Any:
+        """What ``state_dict`` holds of it."""
+        if self.form == "mapping":
+            return {"scale": torch.full((2,), float(self.seen)), "seen": self.seen}
+        if self.form == "tensor":
+            return torch.tensor([self.seen], dtype=torch.uint8)
+        return io.BytesIO(str(self.seen).encode())
+
+    def set_extra_state(self, state: Any) -> None:
+        """Takes what ``get_extra_state`` gave."""
+        if self.form == "mapping":
+            assert torch.equal(state["scale"], torch.full((2,), float(state["seen"])))
+            self.seen = state["seen"]
+        else:
+            self.seen = int(state[0]) if self.form == "tensor" else int(state.getvalue())
+
+
 class TinyLM(nn.Module):
     """A language model of a couple of thousand parameters with the switches of ``Case``."""
 
@@ -52,6 +85,9 @@ class TinyLM(nn.Module):
             self.adapter.weight.requires_grad_(False)
         if case.unused:
             self.unused = nn.Parameter(torch.linspace(-1.0, 1.0, 7))
+        if case.extra_states:
+            forms = ("mapping", "tensor", "bytes")[: 2 if case.extra_states == "values" else 3]
+            self.calibrations = nn.ModuleList(Calibration(form) for form in forms)
         if case.empty_param:
             self.empty = nn.Parameter(torch.empty(0))
         if case.buffers:
@@ -67,6 +103,9 @@ class TinyLM(nn.Module):
             hidden = hidden + 0.1 * self.adapter(hidden)
         for layer in self.layers:
             hidden = layer(hidden)
+        if self.case.extra_states:
+            for calibration in self.calibrations:
+                hidden = calibration(hidden)
         logits = self.head(hidden).float() * self.gain.float()
         if self.case.buffers:
             self._advance_buffers()
@@ -85,6 +124,35 @@ class TinyLM(nn.Module):
             step = float(self.seen.item())
             phase = torch.arange(self.wave.numel(), dtype=torch.float32)
             self.wave.mul_(0.5).add_(torch.sin(phase + step).abs().to(self.wave.dtype), alpha=0.1)
+
+
+class NestedLM(TinyLM):
+    """A model whose state dict is nested, one dict per submodule.
+
+    Source: Megatron-DeepSpeed (July 2025) ``megatron/model/gpt_model.py`` (``state_dict_for_save_checkpoint``, and a
+    ``load_state_dict`` that looks for the same keys).
+    """
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Entries of submodules below the submodule's name."""
+        nested: dict[str, Any] = {}
+        for name, value in super().state_dict(*args, **kwargs).items():
+            head, dot, tail = name.partition(".")
+            if dot:
+                nested.setdefault(head, {})[tail] = value
+            else:
+                nested[name] = value
+        return nested
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Takes what ``state_dict`` gives; a dotted name at the top is nobody's."""
+        flat: dict[str, Any] = {}
+        for key, value in state_dict.items():
+            if isinstance(value, dict):
+                flat |= {f"{key}.{inner}": v for inner, v in value.items()}
+            elif "." not in key:
+                flat[key] = value
+        return super().load_state_dict(flat, strict=strict, assign=assign)
 
 
 class Lion(torch.optim.Optimizer):
@@ -111,7 +179,7 @@ class Lion(torch.optim.Optimizer):
 def build_model(case: Case, seed: int) -> TinyLM:
     """The model of ``case`` with weights drawn from ``seed``."""
     torch.manual_seed(seed)
-    return TinyLM(case)
+    return NestedLM(case) if case.nested else TinyLM(case)
 
 
 def param_groups(case: Case, model: nn.Module) -> list[Any]:

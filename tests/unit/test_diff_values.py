@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard_engine.diff.trees import TreeDifference, compare_trees, text_of
 from reshard_engine.diff.values import compare_elements
 from reshard_engine.dtypes import BY_NAME, FLOAT32
+from reshard_engine.pickles.differences import TreeDifference, compare_trees, text_of
 from reshard_engine.pickles.nodes import PDict, PList, PTuple
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reshard.errors import RequestError, SourceError, printable
+from reshard.models import NotCarried
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.cuts import Cut
 from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.nodes import Node
+from reshard_engine.pickles.state_dict import KeyPath
 from reshard_engine.shardmap import ShardMap
 
 RNG_KEYS = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
@@ -65,7 +67,7 @@ class Parameter:
         return self.states.get("fp32", self.weight)
 
     def value(self) -> int:
-        """The same for who cannot do without.
+        """Like `best`, but raises when no value is stored.
 
         Raises:
             RequestError: `request.unsatisfiable` if the checkpoint stores none.
@@ -77,10 +79,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A persistent buffer."""
+    """A persistent buffer, or another tensor of the state dict that is no parameter."""
 
     fqn: str
     tensor: int
+    registered: bool = True
+    """Whether the module calls it a buffer. Extra states and what hooks of the model add are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,12 @@ class Checkpoint:
     """Rows of the vocabulary in the source, with padding."""
     model_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Configuration, tokenizer and the like by file name, where they are to lie beside the weights."""
+    module_paths: tuple[KeyPath, ...] = ()
+    """Key paths of the entries of the model's state dict, in its order; empty where the source keeps none."""
+    extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
+    """Entries of the model's state dict that are no tensors, by name, such as torch's extra states of modules."""
+    not_carried: tuple[NotCarried, ...] = ()
+    """What the source holds and this checkpoint does not."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
 

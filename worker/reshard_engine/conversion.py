@@ -234,6 +234,7 @@ class Conversion:
             plan_digest=plan.digest,
             # What a device could not do is no property of the target, so it is not in the manifest.
             warnings=(*manifest.warnings, *default_kernel().take_warnings()),
+            not_carried=manifest.not_carried,
             casts=manifest.casts,
             verification=manifest.verification,
         )
@@ -319,6 +320,7 @@ class Conversion:
             plan_digest=self.plan.digest,
             already_done=True,
             warnings=manifest.warnings,
+            not_carried=manifest.not_carried,
             casts=manifest.casts,
             verification=self.request.verify if self.request.verify is VerifyLevel.FULL else manifest.verification,
         )

@@ -55,6 +55,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         total_bytes=sum(f.size_bytes for f in checkpoint.files),
         foreign_globals=checkpoint.foreign_globals,
         warnings=(*checkpoint.warnings, *_unexplained(checkpoint)),
+        not_carried=checkpoint.not_carried,
         targets=possible_targets(checkpoint),
         tensors=tuple(infos),
     )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from reshard.errors import SourceError, printable
+from reshard.models import NotCarried
 from reshard_engine.dtypes import Dtype
 from reshard_engine.shardmap import ShardMap, StoredTensor
 from reshard_engine.views import View
@@ -175,6 +176,8 @@ class TargetLayout:
     warnings: tuple[str, ...] = ()
     parts: tuple[tuple[StoredTensor, View], ...] = ()
     """Tensors of the target that are parts of the source's, numbered on from its last one."""
+    not_carried: tuple[NotCarried, ...] = ()
+    """What the checkpoint holds and these files do not."""
 
     def map_over(self, shard_map: ShardMap) -> ShardMap:
         """The source's map with the target's parts."""

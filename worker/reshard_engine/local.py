@@ -67,6 +67,7 @@ class LocalEngine:
             write_bytes=plan.write_bytes,
             peak_memory_bytes=conversion.peak_bytes,
             warnings=plan.warnings,
+            not_carried=plan.not_carried,
         )
 
     def convert(

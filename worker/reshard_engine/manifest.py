@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard.errors import IntegrityError, printable
-from reshard.models import CastLoss, VerifyLevel
+from reshard.models import CastLoss, NotCarried, VerifyLevel
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
 
@@ -111,10 +111,12 @@ class Manifest(_Facts):
     write_bytes: int
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
+    not_carried: tuple[NotCarried, ...] = ()
+    """What the source holds and the target does not. Left out where there is nothing."""
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored, sealed with its own SHA-256."""
-        absent = {name for name in ("offloaded", "casts") if not getattr(self, name)}
+        absent = {name for name in ("offloaded", "casts", "not_carried") if not getattr(self, name)}
         head = self.model_dump_json(exclude=absent).encode().removesuffix(b"}")
         digest = hashlib.sha256(head + _TAIL % _NO_DIGEST).hexdigest()
         return head + _TAIL % digest.encode()

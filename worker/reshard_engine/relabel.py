@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from reshard.models import ConvertRequest, NameScheme
-from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
+from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.deepspeed_names import INFO
 from reshard_engine.pickles.nodes import (
     Global,
@@ -19,9 +19,9 @@ from reshard_engine.pickles.nodes import (
     is_mapping,
     mapping_items,
     mapping_of,
-    ordered_dict,
 )
 from reshard_engine.pickles.plain import node_of
+from reshard_engine.pickles.state_dict import KeyPath, nested_dict
 from reshard_engine.rules.describe import info_of
 from reshard_engine.rules.names import Renamed, nesting_of, rename_all
 
@@ -46,21 +46,25 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
 
 
 def _renamed(checkpoint: Checkpoint, scheme: NameScheme) -> Checkpoint:
-    loose = [b.fqn for b in checkpoint.buffers]
+    loose = [*(b.fqn for b in checkpoint.buffers), *checkpoint.extra_states]
     names = rename_all([p.fqn for p in checkpoint.parameters] + loose, scheme)
     # A source that has these names already has its own layers too.
     unchanged = all(new.name == old for old, new in names.items())
     if unchanged:
         return checkpoint
     parameters = tuple(_parameter(p, names[p.fqn]) for p in checkpoint.parameters)
+    extra_states = {names[n].name: node for n, node in checkpoint.extra_states.items()}
+    paths = [_path(new.name, scheme) for new in names.values()]
     tensors = tuple(replace(t, fqn=names[t.fqn].name) if t.fqn in names else t for t in checkpoint.shard_map.tensors)
     return replace(
         checkpoint,
         parameters=parameters,
-        buffers=tuple(Buffer(names[b.fqn].name, b.tensor) for b in checkpoint.buffers),
+        buffers=tuple(replace(b, fqn=names[b.fqn].name) for b in checkpoint.buffers),
         shared={a: names[o].name for a, o in checkpoint.shared.items() if o in names},
         shard_map=replace(checkpoint.shard_map, tensors=tensors),
-        model_state=_state(checkpoint, parameters, scheme),
+        model_state=_state(checkpoint, parameters, extra_states, scheme),
+        module_paths=tuple(paths),
+        extra_states=extra_states,
         stage_layers=(),
     )
 
@@ -69,7 +73,13 @@ def _parameter(parameter: Parameter, new: Renamed) -> Parameter:
     return replace(parameter, fqn=new.name, layer=new.layer)
 
 
-def _state(checkpoint: Checkpoint, parameters: tuple[Parameter, ...], scheme: NameScheme) -> Node:
+def _path(name: str, scheme: NameScheme) -> KeyPath:
+    return nesting_of(name) if scheme is NameScheme.MEGATRON_PLAIN else (name,)
+
+
+def _state(
+    checkpoint: Checkpoint, parameters: tuple[Parameter, ...], extra_states: Mapping[str, Node], scheme: NameScheme
+) -> Node:
     if not is_mapping(checkpoint.model_state):
         return checkpoint.model_state
     entries = {
@@ -78,7 +88,7 @@ def _state(checkpoint: Checkpoint, parameters: tuple[Parameter, ...], scheme: Na
     weights = {p.fqn: p.weight if p.weight is not None else p.states.get("fp32") for p in parameters}
     refs = {name: PTensorRef(number) for name, number in weights.items() if number is not None}
     plain = scheme is NameScheme.MEGATRON_PLAIN
-    entries["module"] = _nested(refs) if plain else ordered_dict({**refs})
+    entries["module"] = nested_dict((_path(n, scheme), node) for n, node in {**refs, **extra_states}.items())
     args = entries.get("args")
     if isinstance(args, PObject) and isinstance(args.cls, Global) and is_mapping(args.state):
         facts = dict(mapping_items(args.state, what="args"))
@@ -86,17 +96,3 @@ def _state(checkpoint: Checkpoint, parameters: tuple[Parameter, ...], scheme: Na
             facts["no_pipeline_parallel"] = plain
         entries["args"] = replace(args, state=mapping_of(facts))
     return mapping_of(entries)
-
-
-def _nested(refs: Mapping[str, Node]) -> Node:
-    """Tensors by name as nested state dicts."""
-    tree = ordered_dict({})
-    levels: dict[tuple[str, ...], PObject] = {(): tree}
-    for name, ref in refs.items():
-        keys = nesting_of(name)
-        for depth in range(1, len(keys)):
-            if keys[:depth] not in levels:
-                levels[keys[:depth]] = ordered_dict({})
-                levels[keys[: depth - 1]].items += (keys[depth - 1], levels[keys[:depth]])
-        levels[keys[:-1]].items += (keys[-1], ref)
-    return tree

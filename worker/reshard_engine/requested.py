@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from reshard.errors import RequestError, SourceError, listed, printable
-from reshard.models import ConvertRequest, TargetFormat, WeightDtype
+from reshard.models import ConvertRequest, NotCarried, OpaquePolicy, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.rewrite import foreign_paths
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.readers.torch_files import read_torch_files
 from reshard_engine.relabel import relabelled
@@ -26,7 +28,28 @@ def requested_checkpoint(request: ConvertRequest, source: Location) -> Checkpoin
     """
     checkpoint = _read(source, request)
     refuse_unexplained(checkpoint)
-    return _with_model_files(relabelled(checkpoint, request), request)
+    return _with_model_files(relabelled(_dropped(checkpoint, request), request), request)
+
+
+def _dropped(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """The checkpoint with the names of the objects that `--opaque drop` leaves out."""
+    if request.opaque is not OpaquePolicy.DROP or not checkpoint.foreign_globals:
+        return checkpoint
+    optimizer = checkpoint.optimizer
+    trees: list[tuple[Node, str]] = [(checkpoint.model_state, ""), *((r, "") for r in map(_tree, checkpoint.rng))]
+    trees += [(node, f"module.{name}") for name, node in checkpoint.extra_states.items()]
+    if optimizer is not None:
+        trees += [(node, f"param_groups[{index}]") for index, node in enumerate(optimizer.param_groups)]
+        trees += [(_tree(optimizer.extras), "optimizer_state_dict")]
+    paths = dict.fromkeys(path for node, where in trees for path in foreign_paths(node, where))
+    found = tuple(
+        NotCarried(path=printable(p), reason="an object of a class that is not listed: dropped") for p in paths
+    )
+    return replace(checkpoint, not_carried=(*checkpoint.not_carried, *found))
+
+
+def _tree(entries: Mapping[str, Node]) -> Node:
+    return mapping_of({**entries})
 
 
 def refuse_unexplained(checkpoint: Checkpoint) -> None:

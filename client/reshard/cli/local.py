@@ -18,7 +18,7 @@ from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.picture import html_of, picture_lines, svg_of
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
-from reshard.cli.tables import cast_line, inspection_lines, plan_lines
+from reshard.cli.tables import cast_line, inspection_lines, not_carried_lines, plan_lines
 from reshard.errors import ExitCode, JobError, RequestError, printable
 from reshard.local import load_engine
 
@@ -69,6 +69,8 @@ def inspect(
         _say(line)
     for warning in found.warnings:
         _hint(f"warning: {warning}")
+    for line in not_carried_lines(found.not_carried):
+        _hint(line)
     onward = "universal" if found.param_groups else "safetensors"  # weights alone have no optimizer
     _hint(f"next: reshard convert {printable(source)} DST --to {onward}")
 
@@ -98,6 +100,8 @@ def plan(source: Source, target: Target, *, flags: ConversionFlags, as_json: Jso
         _say(line)
     for warning in summary.warnings:
         _hint(f"warning: {warning}")
+    for line in not_carried_lines(summary.not_carried):
+        _hint(line)
 
 
 @takes_conversion
@@ -137,6 +141,8 @@ def run_conversion(request: ConvertRequest, *, into: bool = False, as_json: bool
         _hint(f"warning: {warning}")
     if result.casts and not quiet:
         _hint(cast_line(result.casts))
+    for line in () if quiet else not_carried_lines(result.not_carried):
+        _hint(line)
     if as_json:
         _say(result.model_dump_json())
         return

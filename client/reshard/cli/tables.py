@@ -10,8 +10,9 @@ from reshard.cli.sizes import format_size
 from reshard.errors import printable
 
 if TYPE_CHECKING:
-    from reshard.models import CastLoss, Inspection, PlanSummary, TensorInfo
+    from reshard.models import CastLoss, Inspection, NotCarried, PlanSummary, TensorInfo
 
+_SHOWN_ENTRIES = 6
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 
 
@@ -44,6 +45,16 @@ def cast_line(casts: Sequence[CastLoss]) -> str:
     listed = ", ".join(f"{count:,} elements {what}" for count, what in facts if count)
     names = ", ".join(c.fqn for c in casts[:3]) + (", ..." if len(casts) > 3 else "")
     return f"casts: {listed}, in {len(casts)} parameters: {names}"
+
+
+def not_carried_lines(found: Sequence[NotCarried]) -> Iterator[str]:
+    """What a target does not hold of its source, a line for each reason; `--json` has every entry."""
+    by_reason: dict[str, list[NotCarried]] = {}
+    for entry in found:
+        by_reason.setdefault(entry.reason, []).append(entry)
+    for reason, entries in by_reason.items():
+        names = ", ".join(e.path for e in entries[:_SHOWN_ENTRIES]) + (", ..." if len(entries) > _SHOWN_ENTRIES else "")
+        yield f"not carried ({reason}): {len(entries)} {'entry' if len(entries) == 1 else 'entries'}: {names}"
 
 
 def _tensor_line(tensor: TensorInfo, count: int, name: str | None = None) -> str:

@@ -9,8 +9,8 @@ from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, OptimizerState
 from reshard_engine.deepspeed_names import INFO, LAYOUT_NOTES, PARALLEL_DIMENSIONS
 from reshard_engine.diff.pairs import Matching, TensorPair
-from reshard_engine.diff.trees import TreeTensors, compare_trees, text_of
-from reshard_engine.pickles.nodes import Node, PObject, is_mapping, mapping_items
+from reshard_engine.pickles.differences import TreeTensors, compare_trees, text_of
+from reshard_engine.pickles.nodes import Node, PObject, PTensorRef, is_mapping, mapping_items
 
 LAYOUT_KEYS = frozenset(
     {
@@ -78,6 +78,7 @@ class FactComparison:
             self._lone("counters and client state", in_a=bool(mine))
         else:
             self._model_states(mine, theirs)
+        self._extra_states(self._a.extra_states, self._b.extra_states)
         return Facts(tuple(self._differences), tuple(self._pairs), tuple(self._notes), self._values)
 
     def _lone(self, what: str, *, in_a: bool) -> None:
@@ -122,6 +123,14 @@ class FactComparison:
             if key not in LAYOUT_KEYS:
                 self._tree((mine.get(key), theirs.get(key)), DifferenceKind.STATE, str(key))
 
+    def _extra_states(self, mine: Mapping[str, Node], theirs: Mapping[str, Node]) -> None:
+        """Entries of the models' state dicts that are no tensors."""
+        for name in dict.fromkeys((*mine, *theirs)):
+            if name in mine and name in theirs:
+                self._tree((mine[name], theirs[name]), DifferenceKind.STATE, f"module.{name}")
+            else:
+                self._lone(f"module.{name}", in_a=name in mine)
+
     def _tree(
         self, nodes: tuple[Node, Node], kind: DifferenceKind, name: str, *, state: str = "", parameters: int = 1
     ) -> None:
@@ -138,20 +147,22 @@ class FactComparison:
         for part in compare_trees(a, b, state or name):
             inner, where = (name, part.path) if state else (part.path, "")
             if isinstance(part, TreeTensors):
-                self._tensors(part, inner, where)
+                assert isinstance(part.a, PTensorRef)
+                assert isinstance(part.b, PTensorRef)
+                self._tensors((part.a.index, part.b.index), inner, where)
                 continue
             self._differences.append(
                 Difference(kind=kind, name=inner, state=where, a=part.a, b=part.b, parameters=parameters)
             )
 
-    def _tensors(self, part: TreeTensors, name: str, state: str) -> None:
-        left, right = self._matching.a.tensor(part.a), self._matching.b.tensor(part.b)
+    def _tensors(self, numbers: tuple[int, int], name: str, state: str) -> None:
+        left, right = self._matching.a.tensor(numbers[0]), self._matching.b.tensor(numbers[1])
         if left.shape != right.shape or left.dtype is not right.dtype:
             kind = DifferenceKind.SHAPE if left.shape != right.shape else DifferenceKind.DTYPE
             texts = [f"{t.dtype.name} {list(t.shape)}" for t in (left, right)]
             self._differences.append(Difference(kind=kind, name=name, state=state, a=texts[0], b=texts[1]))
             return
-        pair = TensorPair(name, state or "value", part.a, part.b, left.dtype, rounded=False, shape=left.shape)
+        pair = TensorPair(name, state or "value", *numbers, left.dtype, rounded=False, shape=left.shape)
         self._pairs.append(pair)
 
 

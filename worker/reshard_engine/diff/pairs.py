@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, Scalar
-from reshard_engine.diff.trees import same_scalar, text_of
 from reshard_engine.dtypes import Dtype
+from reshard_engine.pickles.differences import same_scalar, text_of
 from reshard_engine.shardmap import StoredTensor
 
 MASTER = "fp32"

@@ -72,6 +72,7 @@ def build_manifest(
         write_bytes=plan.write_bytes,
         foreign_globals=checkpoint.foreign_globals,
         warnings=warnings,
+        not_carried=plan.not_carried,
     )
 
 

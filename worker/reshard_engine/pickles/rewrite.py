@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from reshard_engine.pickles.nodes import (
@@ -98,6 +98,44 @@ class _Rewriter:
         result.items = list(map(self.copy, node.items))
         result.appends = list(map(self.copy, node.appends))
         return result
+
+
+def foreign_paths(node: Node, path: str) -> list[str]:
+    """The paths of the entries of a tree that name classes or functions which are not on the allow-list.
+
+    Raises:
+        SourceError: `pickle.too_deep`.
+    """
+    found: list[str] = []
+    met: set[int] = set()
+
+    def walk(part: Node, where: str, depth: int) -> None:
+        if type(part) in _SCALARS or id(part) in met:
+            return
+        met.add(id(part))
+        check_depth(depth)
+        name = part.cls if isinstance(part, PObject) else part
+        if isinstance(part, PObject | Global) and not (isinstance(name, Global) and is_listed(name)):
+            found.append(where)
+            return
+        for inner, place in _parts(part, where):
+            walk(inner, place, depth + 1)
+
+    walk(node, path, 0)
+    return found
+
+
+def _parts(node: Node, where: str) -> Iterator[tuple[Node, str]]:
+    """What a node is made of, each part with the path that leads to it."""
+    if isinstance(node, PObject):
+        yield from ((inner, where) for inner in (node.args, node.kwargs, node.state, *node.appends))
+    elif isinstance(node, PList | PTuple | PSet):
+        yield from ((item, f"{where}[{number}]") for number, item in enumerate(node.items))
+    flat: list[Node] = node.pairs if isinstance(node, PDict) else node.items if isinstance(node, PObject) else []
+    for at in range(0, len(flat), 2):
+        yield flat[at], where
+        key = str(flat[at]) if isinstance(flat[at], str | int) else "?"
+        yield flat[at + 1], f"{where}.{key}" if where else key
 
 
 def rewrite(node: Node, tensor: Callable[[Any], Node], foreign: Callable[[Node], Node]) -> Node:

@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.models import OverflowPolicy
+from reshard.models import NotCarried, OverflowPolicy
 
 PLAN_SCHEMA_VERSION = 1
 
@@ -102,6 +102,7 @@ class Plan:
     metadata_bytes: int
     """Memory that the metadata takes beside the buffers; of this process, not part of the plan's JSON."""
     warnings: tuple[str, ...] = ()
+    not_carried: tuple[NotCarried, ...] = ()
     offloads: tuple[Offload, ...] = ()
     """In file order. What a store refuses to copy is read and sent instead: the plan stays the same."""
     digest: str = field(init=False)
@@ -114,7 +115,7 @@ class Plan:
         facts = self.to_json(with_digest=False)
         # The same checkpoint may be named by its save directory or by its tag directory.
         facts["source"] = {k: v for k, v in self.source.items() if k not in {"url", "tag"}}
-        for name in ("warnings", "pointer"):
+        for name in ("warnings", "not_carried", "pointer"):
             facts.pop(name)
         object.__setattr__(self, "digest", _digest(facts))
         how = {"units", "chunk_bytes", "offloads"}
@@ -147,6 +148,7 @@ class Plan:
             "write_bytes": self.write_bytes,
             "pointer": self.pointer,
             "warnings": list(self.warnings),
+            "not_carried": [n.model_dump(mode="json") for n in self.not_carried],
         }
         if self.offloads:
             facts["offloads"] = [

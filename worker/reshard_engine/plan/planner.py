@@ -62,6 +62,7 @@ def plan_conversion(
         pointer=layout.pointer.name if layout.pointer else None,
         metadata_bytes=held + more,
         warnings=(*checkpoint.warnings, *layout.warnings, *_strided_warning(checkpoint)),
+        not_carried=(*checkpoint.not_carried, *layout.not_carried),
         offloads=tuple(o for _, found in sorted(cuts.items()) for o in found.offloads),
     )
 

@@ -7,14 +7,16 @@ order, a file per `max_shard_size`), transformers 5.23.0 (names of files and ind
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, WeightDtype
+from reshard.models import ConvertRequest, NotCarried, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
 from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template
+from reshard_engine.pickles.nodes import Node
+from reshard_engine.writers import left_out
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -35,8 +37,8 @@ class Weight:
         return self.numel * self.dtype.itemsize_bytes
 
 
-FileTemplateOf = Callable[[Sequence[Weight], dict[str, str]], tuple[FileTemplate, tuple[int, ...]]]
-"""Weights of a file and the aliases of them, to its template and slots."""
+FileTemplateOf = Callable[[Sequence[Weight], dict[str, str], dict[str, Node]], tuple[FileTemplate, tuple[int, ...]]]
+"""Weights of a file, the aliases of them, and its entries that are no tensors, to its template and slots."""
 
 
 def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
@@ -73,9 +75,24 @@ def _weight(checkpoint: Checkpoint, fqn: str, index: int, wanted: Dtype | None) 
 
 
 def lay_out_weights(
-    checkpoint: Checkpoint, request: ConvertRequest, *, stem: str, suffix: str, template_of: FileTemplateOf
+    checkpoint: Checkpoint,
+    request: ConvertRequest,
+    *,
+    stem: str,
+    suffix: str,
+    template_of: FileTemplateOf,
+    extra_states: Mapping[str, Node] | None = None,
 ) -> TargetLayout:
     """Files `stem.suffix`, or `stem-00001-of-0000N.suffix` with an index.
+
+    Args:
+        checkpoint: The source.
+        request: Options of the request.
+        stem: Of the file names.
+        suffix: Of the file names.
+        template_of: Lays one file out.
+        extra_states: Entries of the state dict that are no tensors, which lie in the first file; None for a format that
+            holds tensors only.
 
     Raises:
         RequestError: `request.unsatisfiable` for a checkpoint without weights.
@@ -89,12 +106,14 @@ def lay_out_weights(
     count = len(shards)
     files = [TargetFile(name, literal_template(data), ()) for name, data in checkpoint.model_files.items()]
     weight_map: dict[str, str] = {}
+    extras = dict(extra_states or {})
     for number, shard in enumerate(shards, start=1):
         name = f"{stem}.{suffix}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}.{suffix}"
         names = {w.fqn for w in shard}
-        template, slots = template_of(shard, {a: o for a, o in aliases.items() if o in names})
+        held = extras if number == 1 else {}
+        template, slots = template_of(shard, {a: o for a, o in aliases.items() if o in names}, held)
         files.append(TargetFile(name, template, slots, commit=count == 1))
-        weight_map |= {w.fqn: name for w in shard}
+        weight_map |= dict.fromkeys([*(w.fqn for w in shard), *held], name)
     if count > 1:
         index = {
             "metadata": {"total_size": sum(w.size_bytes for w in weights)},
@@ -102,7 +121,17 @@ def lay_out_weights(
         }
         text = json.dumps(index, indent=2).encode() + b"\n"
         files.append(TargetFile(f"{stem}.{suffix}.index.json", literal_template(text), (), commit=True))
-    return TargetLayout(tuple(files), None)
+    return TargetLayout(tuple(files), None, not_carried=_not_carried(checkpoint, request, extra_states))
+
+
+def _not_carried(
+    checkpoint: Checkpoint, request: ConvertRequest, extra_states: Mapping[str, Node] | None
+) -> tuple[NotCarried, ...]:
+    return (
+        *left_out.training_state(checkpoint),
+        *(left_out.extra_states(checkpoint) if extra_states is None else ()),
+        *(left_out.frozen_parameters(checkpoint) if request.exclude_frozen else ()),
+    )
 
 
 def _shards(weights: Sequence[Weight], limit_bytes: int) -> list[list[Weight]]:

@@ -26,6 +26,7 @@ from reshard_engine.peft_names import (
     adapter_parts,
     chosen_adapter,
 )
+from reshard_engine.writers import left_out
 from reshard_engine.writers.consolidated import Weight, weights_of
 
 WEIGHTS = "adapter_model.safetensors"
@@ -51,7 +52,14 @@ class PeftWriter:
         _refuse_rest(checkpoint, {p.fqn for p in parts} | set(names))
         weights = [replace(w, fqn=names[w.fqn]) for w in weights_of(checkpoint, request) if w.fqn in names]
         weights.sort(key=lambda w: w.fqn)
-        return TargetLayout((_weights_file(weights), TargetFile(CONFIG, literal_template(text), (), commit=True)), None)
+        files = (_weights_file(weights), TargetFile(CONFIG, literal_template(text), (), commit=True))
+        rest = (f"module.{p.fqn}" for p in checkpoint.parameters if p.fqn not in names)
+        not_carried = (
+            *left_out.training_state(checkpoint),
+            *left_out.extra_states(checkpoint),
+            *left_out.left_out(rest, "no part of the adapter"),
+        )
+        return TargetLayout(files, None, not_carried=not_carried)
 
 
 def _weights_file(weights: Sequence[Weight]) -> TargetFile:

@@ -13,6 +13,7 @@ from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.layout import FileTemplate, TargetLayout
+from reshard_engine.pickles.nodes import Node
 from reshard_engine.writers.consolidated import Weight, lay_out_weights
 
 
@@ -24,7 +25,9 @@ class SafetensorsWriter:
         return lay_out_weights(checkpoint, request, stem="model", suffix="safetensors", template_of=_template)
 
 
-def _template(weights: Sequence[Weight], aliases: dict[str, str]) -> tuple[FileTemplate, tuple[int, ...]]:
+def _template(
+    weights: Sequence[Weight], aliases: dict[str, str], _extra_states: dict[str, Node]
+) -> tuple[FileTemplate, tuple[int, ...]]:
     if "format" in aliases:
         raise SourceError(
             "name.invalid", "a tied weight called `format` would hide what the file is", fix="write --to torch instead"

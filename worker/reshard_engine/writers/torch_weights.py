@@ -1,6 +1,7 @@
 """Consolidated weights as `torch.save` writes them: `pytorch_model.bin`, or shards with an index.
 
-Tied names refer to one storage, and each storage is exactly as long as its tensor.
+Tied names refer to one storage, and each storage is exactly as long as its tensor. Entries of the state dict that are
+no tensors, such as extra states of modules, are there as they were.
 """
 
 from __future__ import annotations
@@ -9,12 +10,10 @@ from collections.abc import Sequence
 
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.layout import FileTemplate, TargetLayout
-from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.nodes import PTensor, ordered_dict
+from reshard_engine.pickles.nodes import Node, PRuns, ordered_dict
 from reshard_engine.writers.consolidated import Weight, lay_out_weights
-from reshard_engine.writers.trees import output_tensor
+from reshard_engine.writers.trees import tree_template
 
 _ROOT = "pytorch_model"
 
@@ -24,14 +23,19 @@ class TorchWeightsWriter:
 
     def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
         """One file or several with `pytorch_model.bin.index.json`."""
-        return lay_out_weights(checkpoint, request, stem="pytorch_model", suffix="bin", template_of=_template)
 
+        def template(
+            weights: Sequence[Weight], aliases: dict[str, str], extra_states: dict[str, Node]
+        ) -> tuple[FileTemplate, tuple[int, ...]]:
+            nodes: dict[str, Node] = {w.fqn: PRuns(w.dtype.name, w.shape, ((w.tensor, 0, w.numel),)) for w in weights}
+            nodes |= {alias: nodes[owner] for alias, owner in aliases.items()} | extra_states
+            return tree_template(_ROOT, ordered_dict(nodes), checkpoint.shard_map, opaque=request.opaque)
 
-def _template(weights: Sequence[Weight], aliases: dict[str, str]) -> tuple[FileTemplate, tuple[int, ...]]:
-    storages: list[StorageRecord] = []
-    tensors: dict[str, PTensor] = {}
-    for slot, weight in enumerate(weights):
-        storages.append(StorageRecord(str(slot), ((slot, 0, weight.numel, weight.dtype),)))
-        tensors[weight.fqn] = output_tensor(str(slot), weight.dtype, weight.shape)
-    named = {name: tensors[aliases.get(name, name)] for name in [w.fqn for w in weights] + list(aliases)}
-    return zip_template(_ROOT, emit_pickle(ordered_dict(named)), storages), tuple(w.tensor for w in weights)
+        return lay_out_weights(
+            checkpoint,
+            request,
+            stem="pytorch_model",
+            suffix="bin",
+            template_of=template,
+            extra_states=checkpoint.extra_states,
+        )

@@ -33,6 +33,7 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     ordered_dict,
 )
+from reshard_engine.writers import left_out
 from reshard_engine.writers.atoms import cut_keys
 from reshard_engine.writers.optimizer_states import (
     ADAM_STATES,
@@ -66,7 +67,13 @@ class UniversalWriter:
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
-        return TargetLayout(tuple(files), Pointer(LATEST_UNIVERSAL, name.encode()), tuple(warnings))
+        frozen = left_out.frozen_parameters(checkpoint) if request.exclude_frozen else ()
+        return TargetLayout(
+            tuple(files),
+            Pointer(LATEST_UNIVERSAL, name.encode()),
+            tuple(warnings),
+            not_carried=(*left_out.random_states(checkpoint, 1), *frozen),
+        )
 
 
 def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
@@ -193,6 +200,9 @@ def _layout_notes(checkpoint: Checkpoint) -> Node:
         notes["vocab_divisor"] = checkpoint.vocab_divisor
     if checkpoint.vocab_rows is not None:
         notes["vocab_rows"] = checkpoint.vocab_rows
+    if any(len(path) > 1 for path in checkpoint.module_paths):
+        # ZeRO-3 stores no weights in `module`: nothing else says how the state dict is nested.
+        notes["module_paths"] = PList([PList(list(path)) for path in checkpoint.module_paths])
     return mapping_of(notes) if notes else None
 
 

@@ -12,14 +12,18 @@ from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.deepspeed_names import TIED
 from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.state_dict import is_extra_state
+from reshard_engine.readers.deepspeed.copies import Copies
 from reshard_engine.readers.deepspeed.cutting import rules_of
-from reshard_engine.readers.deepspeed.layers import layer_of, layer_tensors
-from reshard_engine.readers.deepspeed.model_states import ModelStates, module_tensors
+from reshard_engine.readers.deepspeed.layers import layer_extra_states, layer_of, layer_tensors
+from reshard_engine.readers.deepspeed.model_states import ModelStates, module_entries, module_tensors
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.optim_states import RankStates
 from reshard_engine.readers.deepspeed.parallel import Joiner
+from reshard_engine.readers.deepspeed.ranks import note_models, note_optimizers
 from reshard_engine.readers.deepspeed.slices import Slice, add_slice
-from reshard_engine.readers.deepspeed.trees import TreeTensors
+from reshard_engine.readers.deepspeed.trees import ModelTrees
+from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.rules.cut_rules import AVERAGED
 from reshard_engine.rules.families import SECTIONED_WARNING, may_be_sectioned
@@ -36,6 +40,8 @@ class ParsedRun:
     tp: int
     layers: Mapping[tuple[int, int], TorchFile] = field(default_factory=dict[tuple[int, int], TorchFile])
     experts: Mapping[tuple[int, int, int], TorchFile] = field(default_factory=dict[tuple[int, int, int], TorchFile])
+    others: tuple[str, ...] = ()
+    """Names of files in the directory that are none of DeepSpeed's."""
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -72,6 +78,23 @@ class _Assembly:
         self._joiner = Joiner(self._builder, self._rules, affine, tp=run.tp)
         self._trained = self._joiner.trained(self._slices)
         self._modules = [self._module_of(s) for s in self._slices]
+        self._unregistered = {n for m in self._modules for n in m.unregistered}
+        self._copies = Copies(self._builder)
+        self._not_carried = NotCarriedKeys()
+        self._note_not_carried()
+
+    def _note_not_carried(self) -> None:
+        noted, run = self._not_carried, self._run
+        states = [s for group in run.states for s in group]
+        for state in states:
+            noted.add_all(state.unread, UNKNOWN, file=state.torch_file.file.name)
+        note_optimizers(states, noted)
+        note_models(run.models, noted)
+        for name in run.others:
+            noted.add(name, "no file of DeepSpeed's", file=name)
+        for file in run.experts.values():
+            left = (e.name for e in module_entries(file.root, file.file.name) if not isinstance(e.value, PTensor))
+            noted.add_all(left, "an entry of an expert's file that is no tensor", file=file.file.name)
 
     def _module_of(self, piece: Slice) -> ModuleTensors:
         owned = {p.fqn: p.shape for p in piece.trained}
@@ -88,7 +111,8 @@ class _Assembly:
         ]
         loose = [replace(p, layer=self._layer_of(p.fqn)) for p in loose]
         numbers = {p.fqn: p.weight for p in (*parameters, *loose) if p.weight is not None} | buffers
-        trees = TreeTensors(self._builder, self._number)
+        trees = ModelTrees(self._builder, self._number)
+        extra_states = self._copies.extra_states(self._extra_tables(), trees, ledger.policy, self._not_carried)
         optimizer = OptimizerState(
             tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
             {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
@@ -109,21 +133,41 @@ class _Assembly:
             step=model.integer("global_steps"),
             files=self._files,
             parameters=(*parameters, *loose),
-            buffers=tuple(Buffer(n, t) for n, t in buffers.items()),
+            buffers=tuple(Buffer(n, t, registered=n not in self._unregistered) for n, t in buffers.items()),
             shared=module.shared,
             optimizer=optimizer,
             # A flat order that gradients were dealt out in is no other run's.
-            model_state=trees.model_state(model, numbers, module, without=("param_shapes",) if self._reordered else ()),
+            model_state=trees.model_state(
+                model,
+                numbers,
+                module,
+                extra_states=extra_states,
+                without=("param_shapes",) if self._reordered else (),
+            ),
+            module_paths=model.paths,
+            extra_states=extra_states,
+            not_carried=self._not_carried.found(),
             shard_map=self._builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=(*module.warnings, *self._warnings(first)),
-            agreements=(*self._joiner.agreements, *self._roundings(parameters)),
+            agreements=(*self._joiner.agreements, *self._copies.agreements, *self._roundings(parameters)),
             stage_layers=self._stage_layers(),
             rng=rng,
             vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
             vocab_rows=self._joiner.vocab_rows,
             unexplained=tuple(self._joiner.unexplained),
         )
+
+    def _extra_tables(self) -> list[dict[str, tuple[TorchFile, Node]]]:
+        """Per tensor-parallel rank the entries of its state dicts that are no tensors, by name."""
+        tp = self._run.tp
+        tables: list[dict[str, tuple[TorchFile, Node]]] = [{} for _ in range(tp)]
+        for mp, piece in enumerate(self._slices):
+            for name, node in piece.model.extra_states.items():
+                tables[mp % tp].setdefault(name, (piece.model.torch_file, node))
+        for rank, table in layer_extra_states(self._run.layers).items():
+            tables[rank % tp] |= table
+        return tables
 
     def _layer_of(self, name: str) -> int | None:
         return layer_of(name, self._run.layers) if self._run.layers else None
@@ -136,7 +180,7 @@ class _Assembly:
         found = [min((n for n in layers if n is not None), default=-1) for layers in own]
         return tuple(found) if -1 not in found and found == sorted(set(found)) else ()
 
-    def _rng(self, trees: TreeTensors) -> Iterator[Mapping[str, Node]]:
+    def _rng(self, trees: ModelTrees) -> Iterator[Mapping[str, Node]]:
         """Random states, rank by rank, if the first rank has any."""
         models = [m for piece in self._slices for m in piece.models]
         keys = [k for k in RNG_KEYS if models[0].entries.get(k) is not None]
@@ -187,6 +231,12 @@ class _Assembly:
             parts = [table[name] for table in tables if name in table]
             if name in buffer_names:
                 buffers[name] = parts[0]
+                self._copies.compare(name, parts, advisory=True)
+                continue
+            if is_extra_state(name) or name in self._unregistered:
+                buffers[name] = parts[0]
+                self._unregistered.add(name)
+                self._copies.compare(name, parts, advisory=False)
                 continue
             if len(parts) != len(tables):
                 raise SourceError(

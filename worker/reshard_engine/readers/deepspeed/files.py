@@ -14,6 +14,7 @@ from typing import TypeVar
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.split_files import joined_parts, whole_copy
+from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store
 
 _N = r"(0|[1-9][0-9]{0,8})"  # a rank that is not padded
@@ -47,6 +48,8 @@ class RankFiles:
     """Stage 0 with experts: optimizer files of their own."""
     layers: Mapping[tuple[int, int], SourceFile]
     """Weights of pipeline layers by layer and tensor-parallel rank."""
+    others: tuple[str, ...] = ()
+    """Names of files that no version of DeepSpeed gives."""
 
     @property
     def model_parallel(self) -> int:
@@ -83,6 +86,7 @@ def sort_files(store: Store, listing: Listing) -> RankFiles:
     experts: dict[tuple[int, int, int], SourceFile] = {}
     expert_optim: list[str] = []
     layers: dict[tuple[int, int], SourceFile] = {}
+    others: list[str] = []
     for file in _joined(store, listing.files):
         if found := _OPTIM.fullmatch(file.name):
             _claim(optim, (int(found["dp"]), int(found["mp"])), file)
@@ -97,6 +101,8 @@ def sort_files(store: Store, listing: Listing) -> RankFiles:
             expert_optim.append(file.name)
         elif found := _LAYER.fullmatch(file.name):
             _claim(layers, (int(found["layer"]), int(found["tp"] or 0)), file)
+        elif file.name != MANIFEST_NAME:
+            others.append(file.name)
     if len(prefixes) > 1:
         raise SourceError(
             "checkpoint.ambiguous",
@@ -111,6 +117,7 @@ def sort_files(store: Store, listing: Listing) -> RankFiles:
         dict(sorted(experts.items())),
         tuple(expert_optim),
         dict(sorted(layers.items())),
+        tuple(sorted(others)),
     )
 
 

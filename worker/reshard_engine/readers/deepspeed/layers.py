@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.deepspeed_names import NUMBERED, TIED
-from reshard_engine.pickles.nodes import PTensor
-from reshard_engine.readers.deepspeed.model_states import module_tensors
+from reshard_engine.pickles.nodes import Node, PTensor
+from reshard_engine.readers.deepspeed.model_states import module_entries, module_tensors
 
 _TIED = re.compile(rf"{re.escape(TIED)}[^.]+\.(?P<inner>.+)")
 
@@ -41,6 +41,17 @@ def layer_tensors(
             if name not in known and len(owners) == 1:
                 name = owners[0]
             table.setdefault(name, (file, tensor))
+    return found
+
+
+def layer_extra_states(files: Mapping[tuple[int, int], TorchFile]) -> dict[int, dict[str, tuple[TorchFile, Node]]]:
+    """Per tensor-parallel rank every entry of the layer files that is no tensor, under its full name."""
+    found: dict[int, dict[str, tuple[TorchFile, Node]]] = {}
+    for (layer, tp), file in sorted(files.items()):
+        table = found.setdefault(tp, {})
+        for entry in module_entries(file.root, file.file.name):
+            if not isinstance(entry.value, PTensor):
+                table[f"{layer}.{entry.name}"] = (file, entry.value)
     return found
 
 

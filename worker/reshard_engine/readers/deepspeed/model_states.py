@@ -20,12 +20,12 @@ from reshard_engine.pickles.nodes import (
     PObject,
     PTensor,
     PTuple,
-    check_depth,
     is_mapping,
     kind_of,
     mapping_items,
     sequence_items,
 )
+from reshard_engine.pickles.state_dict import Entry, KeyPath, state_dict_entries, tensors_of
 from reshard_engine.readers.names import checked_name
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -38,6 +38,10 @@ class ModelStates:
     torch_file: TorchFile
     entries: Mapping[str | int, Node]
     module: Mapping[str, PTensor]
+    extra_states: Mapping[str, Node]
+    """Entries of `module` that are no tensors, by name."""
+    paths: tuple[KeyPath, ...]
+    """Key paths of all entries of `module`, in its order."""
     buffer_names: tuple[str, ...]
     param_shapes: tuple[Shapes, ...] | None
     """Per group (ZeRO-1/2, BF16) or sub-group (ZeRO-3), in flat order; None at stage 0."""
@@ -69,7 +73,7 @@ def parse_model_states(torch_file: TorchFile) -> ModelStates:
         raise SourceError(
             "source.unsupported_version", f"{name} has no `module`: not a model-states file of DeepSpeed 0.3 or later"
         )
-    module = module_tensors(entries["module"], f"{name}: module")
+    module = module_entries(entries["module"], f"{name}: module")
     shapes = entries.get("param_shapes")
     shared = {
         checked_name(str(k)): checked_name(v)
@@ -79,7 +83,9 @@ def parse_model_states(torch_file: TorchFile) -> ModelStates:
     return ModelStates(
         torch_file,
         entries,
-        module,
+        tensors_of(module),
+        {e.name: e.value for e in module if not isinstance(e.value, PTensor)},
+        tuple(e.path for e in module),
         tuple(n for n in _names(entries.get("buffer_names"), name)),
         None if shapes is None else parse_param_shapes(shapes, what=f"{name}: param_shapes"),
         _shapes(entries.get("frozen_param_shapes"), f"{name}: frozen_param_shapes"),
@@ -98,26 +104,21 @@ def _names(node: Node, what: str) -> list[str]:
     return [checked_name(n) for n in sequence_items(node, what=f"{what}: buffer_names") if isinstance(n, str)]
 
 
-def module_tensors(node: Node, what: str) -> dict[str, PTensor]:
-    """The tensors of a state dict by name; mappings within it, as Megatron without pipeline nests them, join by dots.
+def module_entries(node: Node, what: str) -> tuple[Entry, ...]:
+    """The entries of a state dict; nothing for None.
 
     Raises:
-        SourceError: `checkpoint.ambiguous` if two tensors get one name, `checkpoint.malformed`, `name.invalid`.
+        SourceError: `checkpoint.ambiguous` if two get one name, `checkpoint.malformed`, `name.invalid`.
     """
-    found: dict[str, PTensor] = {}
+    entries = () if node is None else state_dict_entries(node, what=what)
+    for entry in entries:
+        checked_name(entry.name)
+    return entries
 
-    def walk(mapping: Node, prefix: str, depth: int) -> None:
-        check_depth(depth)
-        for key, value in _mapping(mapping, what).items():
-            name = f"{prefix}{key}"
-            if isinstance(value, PTensor):
-                if found.setdefault(checked_name(name), value) is not value:
-                    raise SourceError("checkpoint.ambiguous", f"{what}: {printable(name)} comes twice")
-            elif is_mapping(value):
-                walk(value, f"{name}.", depth + 1)
 
-    walk(node, "", 0)
-    return found
+def module_tensors(node: Node, what: str) -> dict[str, PTensor]:
+    """The tensors of a state dict by name, as `module_entries` finds them."""
+    return tensors_of(module_entries(node, what))
 
 
 def shape_of(node: Node, what: str) -> tuple[int, ...]:

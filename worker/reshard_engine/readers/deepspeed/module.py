@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Parameter
+from reshard_engine.checkpoint import Buffer, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import BY_NAME
-from reshard_engine.pickles.nodes import PTensor
+from reshard_engine.pickles.nodes import PTensor, is_mapping
+from reshard_engine.pickles.state_dict import is_extra_state
 from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.run_config import may_be_quantized
@@ -51,6 +52,8 @@ class ModuleTensors:
         self._model = models[0]
         self._file = number[models[0].torch_file.file]
         self.buffers: dict[str, int] = {}
+        self.unregistered: set[str] = set()
+        """Of the buffers those that the module does not call so: extra states, and what hooks of the model add."""
         self.weights: dict[str, int] = {}
         self.shared: dict[str, str] = dict(self._model.shared)
         self.frozen_parameters: list[Parameter] = []
@@ -144,6 +147,10 @@ class ModuleTensors:
                 continue
             if name in self.shared:
                 continue
+            if is_extra_state(name) or self._is_hooks_own(name, tensor, sharded=sharded):
+                self.buffers[name] = self._whole(name, "value", tensor)
+                self.unregistered.add(name)
+                continue
             if not sharded and tensor.numel and place in places:
                 # Before 0.9.0 aliases were not listed; they share their owner's storage.
                 self.shared[name] = places[place]
@@ -157,6 +164,11 @@ class ModuleTensors:
                 continue
             places[place] = name
             self._add_frozen(name, tensor.shape, self._whole(name, "weight", tensor))
+
+    def _is_hooks_own(self, name: str, tensor: PTensor, *, sharded: bool) -> bool:
+        """Whether it is a tensor that stands for no parameter, in a run that lists its frozen ones (stages 2 and 3)."""
+        listed = is_mapping(self._model.entries.get("frozen_param_shapes"))
+        return listed and name not in self._frozen and not (sharded and self._is_placeholder(tensor))
 
     @property
     def _lists_shared(self) -> bool:
@@ -184,6 +196,10 @@ class ModuleTensors:
     def numbers(self) -> dict[str, int]:
         """The tensor numbers of all entries of `module` but aliases."""
         return {**self.weights, **self.buffers, **self._frozen_numbers}
+
+    def buffer_entries(self) -> tuple[Buffer, ...]:
+        """The buffers."""
+        return tuple(Buffer(n, t, registered=n not in self.unregistered) for n, t in self.buffers.items())
 
     @property
     def frozen_numbers(self) -> Mapping[str, int]:

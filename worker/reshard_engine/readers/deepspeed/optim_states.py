@@ -14,6 +14,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.deepspeed_names import INFO
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import (
     Global,
@@ -51,6 +52,8 @@ class RankStates:
     elastic: bool
     legacy_param_shapes: Node
     """`param_shapes` of checkpoints before 0.6.0."""
+    unread: tuple[str, ...] = ()
+    """Keys of the file that nothing here knows, as paths from its top."""
     swapped: Mapping[str, SourceFile] = field(default_factory=dict[str, SourceFile])
     """Files of what the rank kept on NVMe, by the name that the rank's empty tensors say."""
 
@@ -60,7 +63,31 @@ class RankStates:
         return max(self.partition_counts, default=None)
 
 
+OUTER_KEYS = frozenset({"optimizer_state_dict", "ds_config", "ds_version", "param_shapes"})
+"""Keys of a rank's file. The configuration is the model states' own; shapes are there before 0.6.0."""
 EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version", "zero_stage")
+
+PARTITION_KEYS = frozenset(
+    {
+        *(*FP32_KEYS, "optimizer_state_dict", "base_optimizer_state", "base_optimizer_state_step", "param_shapes"),
+        *("group_paddings", "partition_count", "param_slice_mappings", "param_alignment_paddings"),
+        *("ds_zero_partition_groups", INFO),
+    }
+)
+"""Keys beside them that say how states are cut: every target has its own."""
+BASE_KEYS = frozenset({"state", "param_groups"})
+"""Keys of the base optimizer's own state dict. Source: torch 2.13.0 `optim/optimizer.py` (`state_dict`)."""
+
+
+def unread_keys(outer: Mapping[str | int, Node], inner: Mapping[str | int, Node], base: Node) -> tuple[str, ...]:
+    """The keys of a rank's file that nothing here knows, as paths from its top."""
+    name = "optimizer_state_dict"
+    found = [str(k) for k in outer if k not in OUTER_KEYS]
+    found += [f"{name}.{k}" for k in inner if k not in PARTITION_KEYS and k not in EXTRA_KEYS]
+    if is_mapping(base):
+        wrapped = next(k for k in (name, "base_optimizer_state") if inner.get(k) is base)
+        found += [f"{name}.{wrapped}.{k}" for k in mapping_items(base, what=wrapped) if k not in BASE_KEYS]
+    return tuple(found)
 
 
 def parse_rank_states(torch_file: TorchFile) -> RankStates:
@@ -97,6 +124,7 @@ def parse_rank_states(torch_file: TorchFile) -> RankStates:
         {k: inner[k] for k in EXTRA_KEYS if k in inner},
         elastic,
         outer.get("param_shapes", inner.get("param_shapes")),
+        unread_keys(outer, inner, base),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
+from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -64,6 +64,7 @@ class DeepSpeedReader:
             tp,
             _open_table(files.layers, opener),
             _open_table(files.experts, opener),
+            files.others,
         )
         return assemble(run, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
@@ -99,7 +100,7 @@ class DeepSpeedReader:
                 "the model states are of a ZeRO run, and every *_optim_states.pt is missing",
                 fix="copy the optimizer files of the same tag",
             )
-        return assemble_stage0(model, url=location.url, tag=tag, ledger=ledger, rules=rules)
+        return assemble_stage0(model, files.others, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
 
 def _read_ranks(files: RankFiles, opener: RankOpener) -> tuple[list[list[RankStates]], list[list[ModelStates]]]:
@@ -134,10 +135,9 @@ def _read_models(files: RankFiles, mp: int, world: int, opener: RankOpener, *, s
     refuse_by_config(first)
     if not sharded:
         return [first]
+    # Shares of frozen parameters and random states are each rank's own; everything else should be the same on all.
     wanted = _complete_ranks(table, "model_states", files, mp, count=world)
-    # Shares of frozen parameters and random states are each rank's own; everything else is the same on all.
-    differ = bool(first.frozen_shapes) or any(first.entries.get(k) is not None for k in RNG_KEYS)
-    return [first, *_open_all(table, wanted[1:], opener, parse_model_states)] if differ else [first]
+    return [first, *_open_all(table, wanted[1:], opener, parse_model_states)]
 
 
 def _open_table(files: Mapping[_K, SourceFile], opener: RankOpener) -> dict[_K, TorchFile]:

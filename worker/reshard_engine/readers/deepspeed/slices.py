@@ -131,7 +131,7 @@ def _flats(
 
 def _positional_keys(states: Sequence[RankStates]) -> list[str]:
     keys: dict[str, None] = {}
-    for group in states[0].states:
+    for group in (g for rank in states for g in rank.states):
         for key, value in group.items():
             if isinstance(value, PTensor) and len(value.shape) == 1:
                 keys[key] = None

@@ -16,7 +16,7 @@ from math import prod
 from typing import Any
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import Node, PTensor, mapping_items, sequence_items
@@ -26,8 +26,9 @@ from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_gro
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.naming import assign_names, assign_names_flat
-from reshard_engine.readers.deepspeed.optim_states import named_states, read_scalar
-from reshard_engine.readers.deepspeed.trees import TreeTensors
+from reshard_engine.readers.deepspeed.optim_states import BASE_KEYS, named_states, read_scalar
+from reshard_engine.readers.deepspeed.trees import ModelTrees
+from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.shardmap import ShardMapBuilder
 
@@ -41,16 +42,19 @@ EXTRA_KEYS = (
     "clip_grad",
 )
 
+_WRAPPER_KEYS = frozenset({"fp32_groups", "fp32_groups_flat", "optimizer_state_dict"})
+
 
 def assemble_stage0(
     model: ModelStates,
+    others: Sequence[str] = (),
     *,
     url: str,
     tag: str | None,
     ledger: OpaqueLedger,
     rules: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """The checkpoint of a run without ZeRO.
+    """The checkpoint of a run without ZeRO. `others` names files of its directory that are none of DeepSpeed's.
 
     Optimizer states that cannot be given names are left out with a warning.
     """
@@ -59,13 +63,19 @@ def assemble_stage0(
     module = ModuleTensors(builder, [model], number, owned={}, sharded=False)
     # Without `param_shapes` everything that is no buffer and no alias is a candidate, in the model's order.
     candidates = {p.fqn: p for p in module.frozen_parameters}
-    trees = TreeTensors(builder, number)
+    trees = ModelTrees(builder, number)
+    extra_states = {n: trees.carried(v, model.torch_file) for n, v in model.extra_states.items()}
     node = model.entries.get("optimizer")
     optimizer: OptimizerState | None = None
     parameters = list(candidates.values())
     warnings: list[str] = []
     states = None if node is None else _Stage0Optimizer(node, model.torch_file, builder)
     owned = None if states is None else _named(states, candidates, warnings)
+    noted = NotCarriedKeys()
+    noted.add_all(others, "no file of DeepSpeed's")
+    if states is not None:
+        left = states.unread if owned is not None else ["optimizer"]
+        noted.add_all(left, UNKNOWN if owned is not None else "its states have no names", file=states.file_name)
     if states is None:
         warnings.append("the checkpoint has no optimizer: weights only")
     elif owned is not None:
@@ -94,10 +104,13 @@ def assemble_stage0(
         step=model.integer("global_steps"),
         files=(model.torch_file.file,),
         parameters=tuple(parameters),
-        buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
+        buffers=module.buffer_entries(),
         shared=module.shared,
         optimizer=optimizer,
-        model_state=trees.model_state(model, module.numbers, module),
+        model_state=trees.model_state(model, module.numbers, module, extra_states=extra_states),
+        module_paths=model.paths,
+        extra_states=extra_states,
+        not_carried=noted.found(),
         shard_map=builder.build(),
         foreign_globals=tuple(sorted(ledger.foreign)),
         warnings=tuple(warnings),
@@ -135,6 +148,11 @@ class _Stage0Optimizer:
         inner = (
             mapping_items(outer["optimizer_state_dict"], what="optimizer") if "optimizer_state_dict" in outer else outer
         )
+        self.file_name = torch_file.file.name
+        known = BASE_KEYS if inner is outer else _WRAPPER_KEYS | frozenset(EXTRA_KEYS)
+        self.unread = [f"optimizer.{k}" for k in outer if k not in known]
+        if inner is not outer:
+            self.unread += [f"optimizer.optimizer_state_dict.{k}" for k in inner if k not in BASE_KEYS]
         self.extras: dict[str, Node] = {k: outer[k] for k in EXTRA_KEYS if k in outer}
         state = inner.get("state")
         self._state = {} if state is None else mapping_items(state, what="optimizer state")
@@ -149,6 +167,8 @@ class _Stage0Optimizer:
             for g in self.group_nodes
         ]
         ids = [i for group in self._groups for i in group]
+        owned = range(len(self._flat)) if self._flat else ids
+        self.unread += [f"optimizer.state.{k}" for k in self._state if k not in owned]
         lengths = [len(g) for g in self._masters]
         if len(set(ids)) != len(ids) or (self._masters and lengths != [len(g) for g in self._groups]):
             raise SourceError("checkpoint.malformed", "the optimizer's groups and its masters do not fit together")

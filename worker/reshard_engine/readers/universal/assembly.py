@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Buffer, Checkpoint, OptimizerState, Parameter, Scalar
+from reshard.models import NotCarried
+from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.cuts import Cut
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -16,7 +17,7 @@ from reshard_engine.readers.deepspeed.cutting import rules_of
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.run_config import uses_round_robin
-from reshard_engine.readers.deepspeed.trees import TreeTensors
+from reshard_engine.readers.deepspeed.trees import ModelTrees
 from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.atoms import FOLDER, MASTER, STEP, Atom, AtomFiles, parse_atom
 from reshard_engine.readers.universal.notes import LayoutNotes
@@ -70,8 +71,8 @@ class Assembly:
             )
         return states
 
-    def checkpoint(self, *, url: str, tag: str | None) -> Checkpoint:
-        """The checkpoint of all parts."""
+    def checkpoint(self, *, url: str, tag: str | None, not_carried: tuple[NotCarried, ...] = ()) -> Checkpoint:
+        """The checkpoint of all parts; `not_carried` names what the files hold besides."""
         model, ledger = self._models[0], self._ledger
         wanted = [f for states in self._atoms.values() for f in states.values()]
         parsed = open_all(wanted, lambda f: parse_atom(f, ledger))
@@ -90,8 +91,9 @@ class Assembly:
             builder, self._models, number, owned=self._trained, sharded=sharded, whole=not self._parallel
         )
         self._refuse_strangers(module)
-        trees = TreeTensors(builder, number)
+        trees = ModelTrees(builder, number)
         source = self._optimizer.torch_file
+        extra_states = {n: trees.carried(v, model.torch_file) for n, v in model.extra_states.items()}
         return Checkpoint(
             url=url,
             tag=tag,
@@ -108,13 +110,16 @@ class Assembly:
                     for p in module.frozen_parameters
                 ),
             ),
-            buffers=tuple(Buffer(n, t) for n, t in module.buffers.items()),
+            buffers=module.buffer_entries(),
             shared=module.shared,
             optimizer=OptimizerState(
                 tuple(trees.carried(n, source) for n in self._optimizer.group_nodes),
                 {k: trees.carried(v, source) for k, v in self._optimizer.extras.items()},
             ),
-            model_state=trees.model_state(model, module.numbers, module),
+            model_state=trees.model_state(model, module.numbers, module, extra_states=extra_states),
+            module_paths=model.paths if self._notes.module_paths is None else self._notes.module_paths,
+            extra_states=extra_states,
+            not_carried=not_carried,
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=tuple(module.warnings),

@@ -6,14 +6,14 @@ without its flat tensors, with `param_groups`; `_save_optimizer_state_stage3`: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, sequence_items
-from reshard_engine.readers.deepspeed.optim_states import EXTRA_KEYS, read_scalar
+from reshard_engine.readers.deepspeed.optim_states import BASE_KEYS, EXTRA_KEYS, PARTITION_KEYS, read_scalar
 from reshard_engine.readers.deepspeed.slices import group_of_subgroup
 from reshard_engine.readers.deepspeed.stage0 import EXTRA_KEYS as STAGE0_EXTRA_KEYS
 from reshard_engine.readers.universal.atoms import STEP
@@ -31,6 +31,8 @@ class OptimizerFile:
     extras: Mapping[str, Node]
     states: Mapping[str | int, Node]
     """Per (sub-)group its states, by number."""
+    unread: tuple[str, ...] = ()
+    """Keys of the file that nothing here knows, as paths from its top."""
 
     def groups_of(self, count: int) -> list[int]:
         """Per entry of `param_shapes` its optimizer group.
@@ -52,6 +54,12 @@ class OptimizerFile:
         step = mapping_items(entry, what="state").get(STEP) if is_mapping(entry) else None
         return None if step is None else read_scalar(step, self.torch_file, what="state: step")
 
+    def unread_states(self, atoms: Container[str]) -> Iterator[str]:
+        """States of rank 0 that no atom holds, as paths. The others are its part of what the atoms hold whole."""
+        for index, group in self.states.items():
+            keys = mapping_items(group, what="state") if is_mapping(group) else {}
+            yield from (f"optimizer_state_dict.state.{index}.{k}" for k in keys if k != STEP and str(k) not in atoms)
+
 
 def parse_optimizer_file(torch_file: TorchFile) -> OptimizerFile:
     """The optimizer state beside the atoms.
@@ -72,4 +80,13 @@ def parse_optimizer_file(torch_file: TorchFile) -> OptimizerFile:
         tuple(mapping_items(n, what=f"{name}: param_groups") for n in nodes),
         {str(k): v for k, v in entries.items() if k in _KEPT},
         mapping_items(state, what=f"{name}: state") if is_mapping(state) else {},
+        tuple(_unread(entries, inner)),
     )
+
+
+def _unread(entries: Mapping[str | int, Node], inner: Node) -> Iterator[str]:
+    """Keys that are neither kept nor say how ranks had cut the states."""
+    known = {*_KEPT, *PARTITION_KEYS, "param_groups"}
+    yield from (str(k) for k in entries if k not in known)
+    if is_mapping(inner):
+        yield from (f"optimizer_state_dict.{k}" for k in mapping_items(inner, what="state") if k not in BASE_KEYS)

@@ -19,7 +19,9 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_mod
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD
 from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener
+from reshard_engine.readers.deepspeed.ranks import note_models
 from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config
+from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.assembly import Assembly
 from reshard_engine.readers.universal.atoms import FOLDER, OPTIMIZER_FILE, list_atoms
@@ -67,10 +69,18 @@ class UniversalReader:
         opener = RankOpener(ledger)
         models = _models(files, opener)
         pp, tp = degrees(models[0], files.model_parallel, 0)
-        stages = [_first_of(files, mp) for mp in range(tp, pp * tp, tp)]
-        parsed = open_all(stages, lambda f: opener.states(f, parse_model_states))
+        copies = open_all(
+            [_first_of(files, mp) for mp in range(1, pp * tp)], lambda f: opener.states(f, parse_model_states)
+        )
         optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, ledger))
-        return Assembly(models, atoms, optimizer, ledger, rules, stages=parsed).checkpoint(url=location.url, tag=tag)
+        noted = NotCarriedKeys()
+        noted.add_all(optimizer.unread, UNKNOWN, file=optimizer.torch_file.file.name)
+        states = {state for held in atoms.by_name.values() for state in held}
+        noted.add_all(optimizer.unread_states(states), UNKNOWN, file=optimizer.torch_file.file.name)
+        note_models([models, *([m] for m in copies)], noted)
+        noted.add_all(files.others, "no file of DeepSpeed's")
+        found = Assembly(models, atoms, optimizer, ledger, rules, stages=copies[tp - 1 :: tp])
+        return found.checkpoint(url=location.url, tag=tag, not_carried=noted.found())
 
 
 def _first_of(files: RankFiles, mp: int) -> SourceFile:
@@ -93,7 +103,8 @@ def _models(files: RankFiles, opener: RankOpener) -> list[ModelStates]:
     first = opener.states(by_rank[0], parse_model_states)
     refuse_by_config(first)
     if not first.frozen_shapes:
-        return [first]
+        # They hold nothing that is needed; what they hold besides is compared.
+        return [first, *open_all([f for r, f in by_rank.items() if r], lambda f: opener.states(f, parse_model_states))]
     world = first.integer("dp_world_size") or len(by_rank)
     if world > MAX_WORLD:
         raise SourceError("checkpoint.too_large", f"dp_world_size is {world}; the limit is {MAX_WORLD} ranks")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reshard.errors import printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.dtypes import Dtype
-from reshard_engine.pickles.nodes import mapping_of
+from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.names import checked_name
+from reshard_engine.readers.not_carried import NotCarriedKeys
 from reshard_engine.readers.opening import open_all
+from reshard_engine.readers.trees import TreeTensors
 from reshard_engine.readers.weights.files import WeightFiles, stem_of_index
 from reshard_engine.readers.weights.index import WeightIndex, read_index
 from reshard_engine.shardmap import ShardMapBuilder
@@ -42,6 +45,10 @@ class Shard:
     """Tied names that the file lists beside their owners."""
     texts: Mapping[str, str]
     """What else the file says of itself."""
+    extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
+    """Entries of the state dict that are no tensors, by name."""
+    torch_file: TorchFile | None = None
+    """The parsed file, where torch wrote it."""
 
 
 def read_weights(
@@ -75,7 +82,7 @@ def read_weights(
         shared |= {checked_name(a): o for a, o in shard.aliases.items()}
     if index is not None:
         for shard in shards:
-            index.check_shard(shard.file.name, {t.name for t in shard.tensors}, set(shared))
+            index.check_shard(shard.file.name, {t.name for t in shard.tensors}, {*shared, *shard.extra_states})
     builder = ShardMapBuilder()
     parameters: list[Parameter] = []
     for number, shard in enumerate(shards):
@@ -83,7 +90,16 @@ def read_weights(
             tensor = builder.tensor(held.name, "weight", held.dtype, held.shape)
             builder.whole(tensor, file=number, offset=held.offset, stride=held.stride)
             parameters.append(Parameter(held.name, held.shape, None, tensor))
+    trees = TreeTensors(builder, {s.file: i for i, s in enumerate(shards)})
+    extra_states = {
+        n: trees.carried(node, s.torch_file)
+        for s in shards
+        if s.torch_file is not None
+        for n, node in s.extra_states.items()
+    }
     shard_map = builder.build()
+    noted = NotCarriedKeys()
+    noted.add_all((f"__metadata__.{k}" for k in rest), "metadata of a weights file")
     return Checkpoint(
         url=location.url,
         tag=tag,
@@ -99,6 +115,8 @@ def read_weights(
         shared=shared,
         optimizer=None,
         model_state=mapping_of({}),
+        extra_states=extra_states,
+        not_carried=noted.found(),
         foreign_globals=tuple(sorted(ledger.foreign)),
         warnings=tuple(_warnings(rest, index, shard_map.read_bytes_of(range(len(tensors))))),
     )

@@ -14,8 +14,9 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.dtypes import BY_NAME
-from reshard_engine.pickles.nodes import PTensor, kind_of, mapping_items
+from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.state_dict import is_extra_state
 from reshard_engine.readers.names import checked_name
 from reshard_engine.readers.tensors import place_of
 from reshard_engine.readers.weights.consolidated import HeldTensor, Shard, read_weights
@@ -68,7 +69,11 @@ def _parse(file: SourceFile, ledger: OpaqueLedger) -> Shard:
     owners: dict[tuple[object, ...], str] = {}
     tensors: list[HeldTensor] = []
     aliases: dict[str, str] = {}
+    extra_states: dict[str, Node] = {}
     for key, value in mapping_items(parsed.root, what=printable(file.name)).items():
+        if isinstance(key, str) and is_extra_state(key) and not isinstance(value, PTensor):
+            extra_states[checked_name(key)] = value
+            continue
         if not isinstance(key, str) or not isinstance(value, PTensor):
             raise SourceError(
                 "source.unsupported",
@@ -82,4 +87,4 @@ def _parse(file: SourceFile, ledger: OpaqueLedger) -> Shard:
             continue
         offset = parsed.tensor_offset(value) if value.numel else 0
         tensors.append(HeldTensor(name, BY_NAME[value.dtype], value.shape, offset, value.stride))
-    return Shard(parsed.file, tensors, aliases, {})
+    return Shard(parsed.file, tensors, aliases, {}, extra_states, parsed)

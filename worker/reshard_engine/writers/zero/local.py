@@ -14,7 +14,8 @@ from reshard.errors import RequestError, printable
 from reshard.models import NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.deepspeed_names import TIED
-from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.pickles.nodes import is_mapping, mapping_items
+from reshard_engine.pickles.state_dict import KeyPath, name_of
 from reshard_engine.writers.zero.autoep import fused_experts
 from reshard_engine.writers.zero.cutting import Cutter
 from reshard_engine.writers.zero.model import LocalModel
@@ -30,8 +31,7 @@ def local_models(checkpoint: Checkpoint, target: Target, cutter: Cutter) -> list
     """
     stages, fused = _stages(checkpoint, target.layout), fused_experts(checkpoint)
     buffers = {b.fqn: b.tensor for b in checkpoint.buffers}
-    known = dict.fromkeys([p.fqn for p in checkpoint.parameters] + list(buffers) + list(checkpoint.shared))
-    names = tuple(dict.fromkeys([*(n for n in _module_names(checkpoint) if n in known), *known]))
+    paths = _paths(checkpoint)
     found: list[LocalModel] = []
     for pp, members in enumerate(stages):
         for tp in range(target.layout.tp):
@@ -45,7 +45,8 @@ def local_models(checkpoint: Checkpoint, target: Target, cutter: Cutter) -> list
                     layers={p.fqn: p.layer for p in members if p.layer is not None},
                     buffers=buffers,
                     shared={a: o for a, o in checkpoint.shared.items() if o in inside},
-                    names=names,
+                    extra_states=checkpoint.extra_states,
+                    paths=paths,
                     fused=fused,
                 )
             )
@@ -122,15 +123,9 @@ def _is_megatron(checkpoint: Checkpoint) -> bool:
     return "args" in state and "checkpoint_version" in state
 
 
-def _module_names(checkpoint: Checkpoint) -> list[str]:
-    state = mapping_items(checkpoint.model_state, what="model states") if is_mapping(checkpoint.model_state) else {}
-    return list(leaf_names(state.get("module"), ""))
-
-
-def leaf_names(node: Node, prefix: str) -> Iterator[str]:
-    """The names of a state dict's tensors, joined by dots where it is nested."""
-    for key, value in mapping_items(node, what="module").items() if is_mapping(node) else ():
-        if is_mapping(value):
-            yield from leaf_names(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+def _paths(checkpoint: Checkpoint) -> tuple[KeyPath, ...]:
+    """The source's key paths, and at the top of the state dict what the source's has no place for."""
+    names = [*(p.fqn for p in checkpoint.parameters), *(b.fqn for b in checkpoint.buffers), *checkpoint.shared]
+    known = dict.fromkeys((*names, *checkpoint.extra_states))
+    found = {name_of(path): path for path in checkpoint.module_paths if name_of(path) in known}
+    return (*found.values(), *((name,) for name in known if name not in found))

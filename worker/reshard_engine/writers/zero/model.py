@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.dtypes import Dtype
+from reshard_engine.pickles.nodes import Node
+from reshard_engine.pickles.state_dict import KeyPath
 from reshard_engine.writers.zero.partitions import Run
 
 
@@ -45,11 +47,13 @@ class LocalModel:
     layers: Mapping[str, int]
     """Of a pipeline: the layer whose file holds each parameter's weight."""
     buffers: Mapping[str, int]
-    """Tensor numbers of persistent buffers."""
+    """Tensor numbers of persistent buffers, and of other tensors that are no parameters."""
     shared: Mapping[str, str]
     """Alias to owner."""
-    names: tuple[str, ...]
-    """Every name of `module` in the model's order."""
+    extra_states: Mapping[str, Node]
+    """Entries of `module` that are no tensors, by name."""
+    paths: tuple[KeyPath, ...]
+    """The key path of every entry of `module`, in the model's order."""
     fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """Whole shapes of the parameters in which AutoEP fused experts; they are whole here."""
 

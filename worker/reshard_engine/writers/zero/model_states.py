@@ -25,6 +25,7 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     ordered_dict,
 )
+from reshard_engine.pickles.state_dict import KeyPath, name_of, nested_dict
 from reshard_engine.writers.zero.autoep import entries_for
 from reshard_engine.writers.zero.experts import expert_of
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
@@ -54,7 +55,7 @@ class ModelStatesFiles:
         """
         model, target = self._model, self._target
         layout = target.layout
-        entries: dict[str | int, Node] = {"module": self._module(), "buffer_names": PList(list(model.buffers))}
+        entries: dict[str | int, Node] = {"module": self._module(), "buffer_names": PList(self._buffer_names())}
         entries["optimizer"] = optimizer
         entries["param_shapes"] = (
             PList([ordered_dict({p.fqn: size_node(p.shape) for p in group}) for group in self._shapes])
@@ -80,28 +81,22 @@ class ModelStatesFiles:
         entries["ds_version"] = target.version
         return mapping_of(entries)
 
-    def _module(self) -> Node:
-        if self._model.layers:
-            return None  # pipelines keep their weights in layer files
-        state = self._checkpoint.model_state
-        tree = mapping_items(state, what="model states").get("module") if is_mapping(state) else None
-        found = self._state_dict(tree, "", set())
-        return found if found is not None else ordered_dict({})
+    def _buffer_names(self) -> list[Node]:
+        return [b.fqn for b in self._checkpoint.buffers if b.registered]
 
-    def _state_dict(self, tree: Node, prefix: str, done: set[str]) -> Node:
-        """The state dict in the source's nesting, and at its top what the source's has no place for."""
-        found: dict[str, Node] = {}
-        for key, value in mapping_items(tree, what="module").items() if is_mapping(tree) else ():
-            name = f"{prefix}{key}"
-            if is_mapping(value):
-                found[str(key)] = self._state_dict(value, f"{name}.", done)
+    def _module(self) -> Node:
+        """The state dict, nested as the source's."""
+        model = self._model
+        if model.layers:
+            return None  # pipelines keep their weights in layer files
+        found: list[tuple[KeyPath, Node]] = []
+        for path in model.paths:
+            name = name_of(path)
+            if name in model.extra_states:
+                found.append((path, model.extra_states[name]))
             elif (node := self._named(name)) is not None:
-                found[str(key)] = node
-                done.add(name)
-        for name in self._model.names if not prefix else ():
-            if name not in done and (node := self._named(name)) is not None:
-                found[name] = node
-        return ordered_dict(found)
+                found.append((path, node))
+        return nested_dict(found)
 
     def _named(self, name: str) -> Node:
         """The tensor of one name of the state dict; one node for all names of a tied one. None for experts."""

@@ -72,3 +72,14 @@ def plain_entries(target: Target) -> dict[str | int, Node]:
     facts = _facts(extras, config)
     kept = _PLAIN_KEYS if dynamic else _PLAIN_KEYS[:2]
     return {"dynamic_loss_scale": dynamic, **{k: facts[k] for k in kept}}
+
+
+def scaler_attributes_left(target: Target) -> list[str]:
+    """Attributes of the source's loss scaler that DeepSpeed's own do not have, where the target has another scaler."""
+    scaler = target.extras.get("loss_scaler")
+    if not isinstance(scaler, PObject) or not is_mapping(scaler.state):
+        return []
+    if target.stage > 0 and not target.bf16_optimizer and scaler_entries(target)["loss_scaler"] is scaler:
+        return []
+    known = _facts({}, target.source)
+    return [f"loss_scaler.{k}" for k in mapping_items(scaler.state, what="loss_scaler") if k not in known]

@@ -13,11 +13,12 @@ from dataclasses import replace
 from itertools import count
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, RngPolicy
+from reshard.models import ConvertRequest, NativeLayout, NotCarried, OpaquePolicy, RngPolicy
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.deepspeed_names import LATEST, TIED
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of, ordered_dict
+from reshard_engine.writers.left_out import AS_ASKED, left_out, random_states
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.writers.trees import tree_template
 from reshard_engine.writers.zero.autoep import expert_weights, fused_experts, layer_numbers, refuse_impossible
@@ -30,6 +31,7 @@ from reshard_engine.writers.zero.model import LocalModel
 from reshard_engine.writers.zero.model_states import ModelStatesFiles, run_state_of
 from reshard_engine.writers.zero.optimizer import Groups, trained_groups
 from reshard_engine.writers.zero.regrouping import regrouped
+from reshard_engine.writers.zero.scaling import scaler_attributes_left
 from reshard_engine.writers.zero.sharded import ShardedStates
 from reshard_engine.writers.zero.target import Target, resolve
 from reshard_engine.writers.zero.whole import whole_optimizer
@@ -63,7 +65,22 @@ class ZeroWriter:
             files.add(model)
         warnings = [*_rng_warnings(state, checkpoint, target), *_vocab_warnings(checkpoint, target, rows)]
         pointer = Pointer(LATEST, name.encode())
-        return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts)
+        return TargetLayout(
+            (*files.bodies, *files.commits), pointer, tuple(warnings), parts, _not_carried(checkpoint, target)
+        )
+
+
+def _not_carried(checkpoint: Checkpoint, target: Target) -> tuple[NotCarried, ...]:
+    state, layout = run_state_of(checkpoint), target.layout
+    drops = layout.rng is RngPolicy.DROP
+    # Below stage 3 one file of model states serves all data-parallel ranks.
+    ranks = layout.tp * layout.pp * (layout.dp if target.stage == 3 else 1)
+    rng = left_out((k for k in RNG_KEYS if state.get(k) is not None), AS_ASKED)
+    lost = scaler_attributes_left(target)
+    return (
+        *(rng if drops else random_states(checkpoint, ranks)),
+        *left_out(lost, "this target's loss scaler is another"),
+    )
 
 
 def refuse_impossible_layout(target: Target, checkpoint: Checkpoint) -> None:
@@ -208,6 +225,10 @@ class _Files:
             layer = name.partition(".")[0]
             if layer.isdecimal() and int(layer) in layers:
                 layers[int(layer)][name.removeprefix(f"{layer}.")] = PTensorRef(number)
+        for name, extra in model.extra_states.items():
+            layer = name.partition(".")[0]
+            if layer.isdecimal() and int(layer) in layers:
+                layers[int(layer)][name.removeprefix(f"{layer}.")] = extra
         for layer, weights in sorted(layers.items()):
             name = f"layer_{layer:02d}-model_{model.tp:02d}-model_states.pt"
             if name not in self._done:  # what is tied is on several stages

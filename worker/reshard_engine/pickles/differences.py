@@ -1,4 +1,4 @@
-"""Trees of non-tensor state compared: counters, hyper-parameters, schedulers, client state. Nothing is executed."""
+"""Two trees of inert nodes compared: counters, hyper-parameters, schedulers, client state. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from reshard_engine.pickles.nodes import (
     PList,
     PObject,
     PSet,
+    PTensor,
     PTensorRef,
     PTuple,
     check_depth,
@@ -40,8 +41,8 @@ class TreeTensors:
     """Two tensors at one place of two trees, still to be compared."""
 
     path: str
-    a: int
-    b: int
+    a: PTensor | PTensorRef
+    b: PTensor | PTensorRef
 
 
 def compare_trees(a: Node, b: Node, path: str) -> Iterator[TreeDifference | TreeTensors]:
@@ -65,8 +66,8 @@ class _Walk:
             if not same_scalar(a, b):
                 yield TreeDifference(path, text_of(a), text_of(b))
             return
-        if isinstance(a, PTensorRef) and isinstance(b, PTensorRef):
-            yield TreeTensors(path, a.index, b.index)
+        if isinstance(a, PTensor | PTensorRef) and isinstance(b, PTensor | PTensorRef):
+            yield TreeTensors(path, a, b)
             return
         if (id(a), id(b)) in self._met:
             return
@@ -113,7 +114,7 @@ class _Walk:
 
 def _inner(node: Node) -> bool:
     """Whether the node is one that is compared by its parts."""
-    return isinstance(node, PList | PTuple | PSet | PDict | PObject | PTensorRef | PBytearray)
+    return isinstance(node, PList | PTuple | PSet | PDict | PObject | PTensor | PTensorRef | PBytearray)
 
 
 def same_scalar(a: Node, b: Node) -> bool:
@@ -165,4 +166,4 @@ def _text(node: Node, depth: int) -> str:
         return f"[{shown}{', ...' if len(node.items) > _SHOWN_ITEMS else ''}]"
     if is_mapping(node):
         return f"a mapping of {len(_entries(node))} entries"
-    return "a tensor" if isinstance(node, PTensorRef) else kind_of(node)
+    return "a tensor" if isinstance(node, PTensor | PTensorRef) else kind_of(node)

@@ -1,0 +1,34 @@
+"""Collects what the files of a checkpoint hold and no reader takes, so that every such key is named once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from reshard.errors import printable
+from reshard.models import NotCarried
+
+UNKNOWN = "nothing here knows this key"
+
+
+class NotCarriedKeys:
+    """Keys by path and reason, each with the files that hold it."""
+
+    def __init__(self) -> None:
+        """Nothing was left out yet."""
+        self._files: dict[tuple[str, str], list[str]] = {}
+
+    def add(self, path: str, reason: str, *, file: str = "") -> None:
+        """Note one key of one file."""
+        self._files.setdefault((printable(path), reason), []).append(printable(file))
+
+    def add_all(self, paths: Iterable[str], reason: str, *, file: str = "") -> None:
+        """Note several keys of one file."""
+        for path in paths:
+            self.add(path, reason, file=file)
+
+    def found(self) -> tuple[NotCarried, ...]:
+        """What was noted, in the order in which it was met."""
+        return tuple(
+            NotCarried(path=path, reason=reason, file=files[0], files=len(files))
+            for (path, reason), files in self._files.items()
+        )
