@@ -47,6 +47,7 @@ _ALL = 0.7
 """Share of the keys that are planted into every file of a kind: ranks save most things alike."""
 
 
+_LAYER = re.compile(r"layer_([0-9]+)-")
 _OF_OPTIMIZER = ("param_groups", "loss_scaler")
 
 
@@ -122,25 +123,35 @@ def _levels(value: Any, file: str) -> Iterator[tuple[str, Any]]:
         yield from _optimizer_levels(value, "", inner="optimizer_state_dict")
         yield from _client_levels(value["param_groups"][0], "param_groups[0]")
         return
+    if (layer := _LAYER.match(file)) is not None:
+        yield f"module.{int(layer[1])}", value
+        return
     if not isinstance(value, dict) or not ("optimizer_state_dict" in value or "module" in value):
         return
     yield "", value
     if "module" in value:
-        yield "module", value["module"]
-        if isinstance(value["module"].get(EXTRA), dict):
-            yield f"module.{EXTRA}", value["module"][EXTRA]
-        for key in set(value) - _TABLES:
-            yield from _client_levels(value[key], str(key))
-        if isinstance(value.get("optimizer"), dict):
-            yield "optimizer", value["optimizer"]
-            yield from _optimizer_levels(value, "", inner="optimizer")
-    elif "optimizer_state_dict" in value:
-        inner = value["optimizer_state_dict"]
-        yield "optimizer_state_dict", inner
-        wrapped = "optimizer_state_dict" if "optimizer_state_dict" in inner else "base_optimizer_state"
-        yield from _optimizer_levels(inner, "optimizer_state_dict", inner=wrapped)
-        if hasattr(inner.get("loss_scaler"), "__dict__"):
-            yield "loss_scaler", inner["loss_scaler"]
+        yield from _model_levels(value)
+        return
+    inner = value["optimizer_state_dict"]
+    yield "optimizer_state_dict", inner
+    wrapped = "optimizer_state_dict" if "optimizer_state_dict" in inner else "base_optimizer_state"
+    yield from _optimizer_levels(inner, "optimizer_state_dict", inner=wrapped)
+    if hasattr(inner.get("loss_scaler"), "__dict__"):
+        yield "loss_scaler", inner["loss_scaler"]
+
+
+def _model_levels(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The mappings of model states."""
+    module = value["module"] or {}  # pipelines keep theirs in files of layers
+    if module:
+        yield "module", module
+    if isinstance(module.get(EXTRA), dict):
+        yield f"module.{EXTRA}", module[EXTRA]
+    for key in sorted(set(value) - _TABLES, key=str):
+        yield from _client_levels(value[key], str(key))
+    if isinstance(value.get("optimizer"), dict):
+        yield "optimizer", value["optimizer"]
+        yield from _optimizer_levels(value, "", inner="optimizer")
 
 
 _TABLES = {

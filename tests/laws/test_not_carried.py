@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,19 +15,25 @@ from hypothesis import given, seed, settings, strategies as st
 from house.measured import say
 from laws.deepspeed_source import STAGES
 from laws.drawing import TARGETS
-from laws.planting import EXTRA, Gardener, is_named, keys_in
+from laws.layout_cases import Drawn, configured, models, native, ranks_of
+from laws.pipeline_source import ParallelWriter, Ranks
+from laws.planting import Gardener, is_named, keys_in
 from laws.profiles import laws_profile, laws_seed
 from laws.universal_source import UniversalSource
 from reshard.errors import ReshardError
-from reshard.models import TargetFormat
+from reshard.models import ConvertRequest, SourceSpec, TargetFormat
 from reshard_engine.testing.formats import Case, SourceFormat
 from reshard_engine.testing.strategies import evenly
-from reshard_engine.testing.trial import SOURCE, ObservedStore, Trial, convert, finished
+from reshard_engine.testing.trial import SCHEME, SOURCE, TARGET_NAME, ObservedStore, Trial, convert, left_by
 
 _PROFILE, _SEED = laws_profile(), laws_seed()
 _SOURCES: tuple[SourceFormat, ...] = (*STAGES, UniversalSource())
-_REFUSED = {"checkpoint.mixed", "checkpoint.incomplete", "request.unsatisfiable"}
-"""What planted states of an optimizer may end in: other ranks lack them, or the target has no place for them."""
+_REFUSED = {
+    *("checkpoint.mixed", "checkpoint.incomplete", "request.unsatisfiable"),
+    *("source.unsupported", "checkpoint.unexplained", "rules.contradiction"),
+}
+"""What planted states of an optimizer may end in: other ranks lack them, or the target has no place for them. And
+entries of the state dict where tensor-parallel ranks differ, or nothing says how they are cut."""
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +43,31 @@ def counts() -> Iterator[Counter[str]]:
     yield found
     total = sum(found.values())
     say(f"planted keys, drawn with --hypothesis-seed={_SEED}: {total}, {dict(found)}")
-    assert not total or found["carried"] + found["named"] > 0.8 * total, found
+    assert not total or found["carried"] + found["named"] > 0.6 * total, found
+
+
+def _check(gardener: Gardener, request: ConvertRequest, counts: Counter[str]) -> None:
+    """Convert what was planted into, within a store of memory, and look for every planted key."""
+    store = ObservedStore()
+    for name, content in gardener.files.items():
+        store.put(f"{SOURCE}/{name}", content, metadata={}, if_absent=True)
+    try:
+        _, result = convert(store, request)
+    except ReshardError as error:
+        assert error.code in _REFUSED, (error.code, error.message, gardener.planted)  # noqa: PT017
+        counts[f"refused: {error.code}"] += len(gardener.planted)
+        return
+    held = keys_in(left_by(store, "planted")[0])
+    for planted in gardener.planted:
+        carried, named = planted.key in held, is_named(planted, result.not_carried)
+        assert carried or named, (planted, [n.path for n in result.not_carried])
+        counts["carried" if carried else "named"] += 1
 
 
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("source", _SOURCES, ids=lambda source: source.name)
 @seed(_SEED)
-@settings(_PROFILE)
+@settings(_PROFILE, max_examples=_PROFILE.max_examples // 2)
 @given(data=st.data())
 def test_a_planted_key_is_carried_or_named(source: SourceFormat, counts: Counter[str], data: st.DataObject) -> None:
     oracle = data.draw(evenly(*TARGETS))
@@ -52,18 +78,33 @@ def test_a_planted_key_is_carried_or_named(source: SourceFormat, counts: Counter
     trial = Trial(source, case, oracle, dict(data.draw(oracle.options())), {}, random)
     gardener = Gardener(trial.source_files, random)
     gardener.plant(times=4)
-    store = ObservedStore()
-    trial.fill(store, gardener.files, SOURCE)
-    try:
-        conversion, result = convert(store, trial.request("planted"))
-    except ReshardError as error:
-        assert error.code in _REFUSED, (error.code, error.message, gardener.planted)  # noqa: PT017
-        counts["refused"] += len(gardener.planted)
-        return
-    held = keys_in(finished(store, "planted", conversion, result).files)
-    for planted in gardener.planted:
-        carried, named = planted.key in held, is_named(planted, result.not_carried)
-        assert carried or named, (planted, [n.path for n in result.not_carried])
-        counts["carried" if carried else "named"] += 1
-    if oracle.name == TargetFormat.SAFETENSORS:
-        assert f"module.{EXTRA}" in {n.path for n in result.not_carried}
+    _check(gardener, trial.request("planted"), counts)
+
+
+@st.composite
+def _parallel(draw: st.DrawFn) -> tuple[Drawn, Ranks, Ranks]:
+    drawn = draw(models())
+    return drawn, draw(ranks_of(drawn)), draw(ranks_of(drawn))
+
+
+@pytest.mark.timeout(0)
+@seed(_SEED)
+@settings(_PROFILE, max_examples=_PROFILE.max_examples // 2)
+@given(case=_parallel(), to=evenly(TargetFormat.ZERO, TargetFormat.UNIVERSAL, TargetFormat.TORCH), random=st.randoms())
+def test_a_planted_key_of_a_model_parallel_run_is_carried_or_named(
+    case: tuple[Drawn, Ranks, Ranks], to: TargetFormat, random: Random, counts: Counter[str]
+) -> None:
+    drawn, ranks, target = case
+    model = replace(drawn.model, told=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        ParallelWriter(configured(model, ranks), ranks, Path(scratch)).write()
+        files = [p for p in sorted(Path(scratch).rglob("*")) if p.is_file()]
+        gardener = Gardener({p.relative_to(scratch).as_posix(): p.read_bytes() for p in files}, random)
+    gardener.plant(times=3)
+    request = ConvertRequest(
+        source=SourceSpec(url=f"{SCHEME}://{SOURCE}"),
+        target=f"{SCHEME}://lab/planted/{TARGET_NAME}",
+        to=to,
+        layout=native(target, pad_to=model.pad_to) if to is TargetFormat.ZERO else None,
+    )
+    _check(gardener, request, counts)

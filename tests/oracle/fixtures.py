@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import pytest
 
-from oracle.cases import CASES
+from oracle.cases import CASES, STATE_DICT_CASES
 from oracle.driver import Oracle, Trained
 from oracle.launcher import Worlds
 
@@ -35,7 +35,7 @@ def trained(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> Trained
     def train(case_name: str, world: int = 2) -> Trained:
         if (case_name, world) not in done:
             folder = tmp_path_factory.mktemp(f"{case_name}-{world}")
-            done[case_name, world] = oracle.train(CASES[case_name], folder, world=world)
+            done[case_name, world] = oracle.train((CASES | STATE_DICT_CASES)[case_name], folder, world=world)
         return done[case_name, world]
 
     return train

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import SourceError, printable
+from reshard.models import NotCarried
 from reshard_engine.checkpoint import Buffer, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.dtypes import BY_NAME
@@ -14,6 +15,7 @@ from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.run_config import may_be_quantized
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_tensor
+from reshard_engine.readers.not_carried import NotCarriedKeys
 from reshard_engine.readers.tensors import add_whole_tensor, place_of
 from reshard_engine.shardmap import ShardMapBuilder
 
@@ -57,7 +59,8 @@ class ModuleTensors:
         self.weights: dict[str, int] = {}
         self.shared: dict[str, str] = dict(self._model.shared)
         self.frozen_parameters: list[Parameter] = []
-        self.warnings: list[str] = []
+        self.undescribed: list[str] = []
+        """Empty placeholders of ZeRO-3 that stand for no known parameter."""
         self._frozen = dict(self._model.frozen_shapes)
         self._frozen_numbers: dict[str, int] = {}
         self._add_buffers()
@@ -147,20 +150,20 @@ class ModuleTensors:
                 continue
             if name in self.shared:
                 continue
-            if is_extra_state(name) or self._is_hooks_own(name, tensor, sharded=sharded):
-                self.buffers[name] = self._whole(name, "value", tensor)
-                self.unregistered.add(name)
-                continue
             if not sharded and tensor.numel and place in places:
                 # Before 0.9.0 aliases were not listed; they share their owner's storage.
                 self.shared[name] = places[place]
+                continue
+            if is_extra_state(name) or self._is_hooks_own(name, tensor, sharded=sharded):
+                self.buffers[name] = self._whole(name, "value", tensor)
+                self.unregistered.add(name)
                 continue
             if sharded and self._is_placeholder(tensor) and name not in self._frozen:
                 if not self._lists_shared and tensor.storage.key in owners:
                     # Each parameter has a placeholder of its own, and an alias its owner's.
                     self.shared[name] = owners[tensor.storage.key]
                 else:
-                    self.warnings.append(f"{printable(name)} is an empty placeholder that nothing describes; left out")
+                    self.undescribed.append(name)
                 continue
             places[place] = name
             self._add_frozen(name, tensor.shape, self._whole(name, "weight", tensor))
@@ -200,6 +203,12 @@ class ModuleTensors:
     def buffer_entries(self) -> tuple[Buffer, ...]:
         """The buffers."""
         return tuple(Buffer(n, t, registered=n not in self.unregistered) for n, t in self.buffers.items())
+
+    def not_carried(self) -> tuple[NotCarried, ...]:
+        """The placeholders that stand for no known parameter."""
+        noted = NotCarriedKeys()
+        noted.add_all((f"module.{n}" for n in self.undescribed), "an empty placeholder that nothing describes")
+        return noted.found()
 
     @property
     def frozen_numbers(self) -> Mapping[str, int]:

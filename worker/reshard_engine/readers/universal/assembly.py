@@ -119,10 +119,10 @@ class Assembly:
             model_state=trees.model_state(model, module.numbers, module, extra_states=extra_states),
             module_paths=model.paths if self._notes.module_paths is None else self._notes.module_paths,
             extra_states=extra_states,
-            not_carried=not_carried,
+            not_carried=(*not_carried, *module.not_carried()),
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
-            warnings=tuple(module.warnings),
+            warnings=(),
             vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
             vocab_rows=self._notes.vocab_rows,
         )

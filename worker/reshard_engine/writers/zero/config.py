@@ -81,8 +81,9 @@ def config_for(
     fused = _section(config, "expert_parallel")
     if fused.get("enabled") is True:
         entries["expert_parallel"] = mapping_of({**fused, "autoep_size": ep})
+    gone = {name for name, value in options.items() if value is None}
     zero: dict[str | int, Node] = {**_section(config, "zero_optimization"), "stage": stage, **options}
-    entries["zero_optimization"] = mapping_of({k: v for k, v in zero.items() if v is not None})
+    entries["zero_optimization"] = mapping_of({k: v for k, v in zero.items() if k not in gone})
     for name, section in _SECTION_OF.items():
         old = _section(config, section)
         if old or name == dtype:
