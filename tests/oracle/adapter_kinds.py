@@ -175,3 +175,18 @@ def train_with_buffers(folder: str) -> None:
     model.save_pretrained(str(Path(folder, "adapter")))
     merged: Any = model.merge_and_unload()
     save_file(merged.state_dict(), str(Path(folder, "merged.safetensors")))
+
+
+def train_partly_frozen(folder: str, exclude: bool) -> None:
+    """Trains a model whose first layer is frozen and saves it, with that layer or without."""
+    start_world()
+    torch.manual_seed(5)
+    model = Normed()
+    model.first.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(trained, lr=1e-2), config=_ds_config(Kind({}))
+    )
+    engine.backward(engine(torch.randn(8, 6)).square().mean())
+    engine.step()
+    engine.save_checkpoint(folder, exclude_frozen_parameters=exclude)

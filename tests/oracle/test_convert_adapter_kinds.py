@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -21,7 +21,9 @@ from oracle.launcher import Worlds
 from oracle.outputs import convert
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import SourceSpec
+from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard_engine.storage.locations import serving
+from reshard_engine.testing.memory_store import MemoryStore
 
 pytestmark = [
     # What PEFT 0.21 asks transformers 5.23, and what it says of tied heads.
@@ -517,3 +519,60 @@ def test_an_adapter_that_changed_its_base_model_is_not_merged_into_another(world
         error = _refused(runs / name / "state", tmp_path / "out", "safetensors", **options)
         assert error.code == "request.unsatisfiable"
         assert f"init_lora_weights: {name}" in error.message
+
+
+def test_a_base_model_in_an_object_store(slim_sources: Path, tmp_path: Path) -> None:
+    """Run, base and target in one store: what is not merged is copied within it, the rest read by ranges."""
+    folder = slim_sources / "saved-embedding-tied"
+    store = MemoryStore()
+    store.load(folder / "state", "b/run")
+    store.load(folder / "files", "b/files")
+    store.load(folder / "base", "b/models--org--name/snapshots/abc")
+    store.put("b/models--org--name/refs/main", b"abc", metadata={}, if_absent=False)
+    spec = SourceSpec(url="mem://b/run")
+    places = {"model_files": "mem://b/files", "base": "mem://b/models--org--name"}
+    request = ConvertRequest(
+        source=spec, target="mem://b/out", to=TargetFormat.SAFETENSORS, merge_adapter=True, part_bytes=1024, **places
+    )
+    with serving("mem", store):
+        load_engine().convert(request)
+        assert load_engine().verify("mem://b/out").ok
+        with pytest.raises(ReshardError) as caught:
+            load_engine().convert(request.model_copy(update={"target": "mem://b/models--org--name/snapshots/abc/out"}))
+    assert caught.value.code == "request.overlap"
+    (tmp_path / "out").mkdir()
+    for name, data in store.snapshot("b/out").items():
+        (tmp_path / "out" / name.removeprefix("b/out/")).write_bytes(data)
+    _as_peft_merges(WITHOUT_BASE["saved-embedding-tied"], folder, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "reshard.json").read_text())
+    assert {t["fqn"] for t in written["tensors"]} == set(load_file(tmp_path / "out" / "model.safetensors"))
+    assert "base/model.safetensors" in {s["path"] for s in written["sources"]}
+
+
+def test_another_base_model_is_another_conversion(slim_sources: Path, tmp_path: Path) -> None:
+    """Its files are pinned: a target of other weights is not taken for done."""
+    folder = slim_sources / "tied"
+    options = {"merge_adapter": True, "model_files": str(folder / "files"), "base": str(tmp_path / "base")}
+    shutil.copytree(folder / "base", tmp_path / "base")
+    convert(folder / "state", tmp_path / "out", "safetensors", **options)
+    assert convert(folder / "state", tmp_path / "out", "safetensors", **options).already_done
+    held = load_file(tmp_path / "base" / "model.safetensors")
+    held["model.norm.weight"] += 1
+    save_file(held, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ReshardError) as caught:
+        convert(folder / "state", tmp_path / "out", "safetensors", **options)
+    assert caught.value.code == "request.target_exists"
+
+
+def test_frozen_parameters_of_a_model_without_adapters(worlds: Worlds, tmp_path: Path) -> None:
+    """Weights from a checkpoint that was saved without some say so; with them there is nothing to say."""
+    for exclude in (False, True):
+        source = tmp_path / f"run-{exclude}"
+        worlds.run("oracle.adapter_kinds:train_partly_frozen", world=1, folder=str(source), exclude=exclude)
+        result = convert(source, tmp_path / f"out-{exclude}", "safetensors")
+        assert any("exclude_frozen_parameters" in w for w in result.warnings) == exclude
+        assert ("first.weight" in load_file(tmp_path / f"out-{exclude}" / "model.safetensors")) != exclude
+        inspected = load_engine().inspect(SourceSpec(url=str(source)))
+        assert any("exclude_frozen_parameters" in w for w in inspected.warnings) == exclude
+        asked = convert(source, tmp_path / f"asked-{exclude}", "safetensors", exclude_frozen=True)
+        assert asked.warnings == (), "nobody misses what was asked to be left out"

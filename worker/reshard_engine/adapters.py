@@ -59,6 +59,9 @@ def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | N
         tensors.append(StoredTensor(name, "weight", FLOAT32, run.values[place].shape))
         changed[place] = first + number
     parameters, shared = _named(run, changed)
+    # What is written is called by its name in the plain model, in manifests and reports too.
+    names = {p.value(): p.fqn for p in reversed(parameters)} | {t: n for n, t in run.buffers.items()}
+    called = tuple(replace(t, fqn=names.get(i, t.fqn)) for i, t in enumerate(checkpoint.shard_map.tensors))
     model = replace(
         checkpoint,
         parameters=tuple(parameters),
@@ -66,7 +69,9 @@ def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | N
         shared=shared,
         optimizer=None,
         warnings=(*checkpoint.warnings, *_warnings(run, rules)),
-        shard_map=checkpoint.shard_map.with_merges(tensors, [rule for _, rule in rules.values()]),
+        shard_map=replace(checkpoint.shard_map, tensors=called).with_merges(
+            tensors, [rule for _, rule in rules.values()]
+        ),
     )
     return MergedModel(model, bool(run.untied))
 
