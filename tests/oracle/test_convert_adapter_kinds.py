@@ -416,6 +416,17 @@ def _said(source: Path) -> tuple[str, tuple[str, ...]]:
     return next(t.detail for t in found.targets if t.name == "peft"), found.warnings
 
 
+@pytest.mark.parametrize("name", ["plain", "embedding", "saved-head"])
+def test_an_adapter_s_own_file_is_no_run(name: str, slim_sources: Path, tmp_path: Path) -> None:
+    folder = slim_sources / name
+    for base in ({}, {"base": str(folder / "base")}):
+        options = {"merge_adapter": True, "model_files": str(folder / "files"), **base}
+        error = _refused(folder / "adapter", tmp_path / "out", "safetensors", **options)
+        assert error.code == "request.unsatisfiable"
+        assert "as PEFT saved it" in error.message
+        assert "merge_and_unload" in error.fix
+
+
 def test_what_is_not_in_the_checkpoint_is_said(slim_sources: Path, sources: Path, tmp_path: Path) -> None:
     """Inspection, a merge without a base and plain weights name what was not saved."""
     detail, warnings = _said(slim_sources / "tied" / "state")

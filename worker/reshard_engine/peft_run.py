@@ -75,6 +75,7 @@ def peft_run(checkpoint: Checkpoint, wanted: str | None) -> PeftRun:
         SourceError: `checkpoint.malformed` if two parameters would have one name.
     """
     stored = {p.fqn: p for p in checkpoint.parameters}
+    _refuse_adapter_file(checkpoint)
     names = [*stored, *checkpoint.shared, *(o for o in checkpoint.shared.values() if o not in stored)]
     refuse_other_methods([*names, *(b.fqn for b in checkpoint.buffers)])
     parts = adapter_parts(stored)
@@ -92,6 +93,16 @@ def peft_run(checkpoint: Checkpoint, wanted: str | None) -> PeftRun:
             _put_part(run, part, place, stored=fqn in stored)
     _put_buffers(run, checkpoint, adapter)
     return run
+
+
+def _refuse_adapter_file(checkpoint: Checkpoint) -> None:
+    """Refuse what `save_pretrained` wrote of an adapter: its names are without the adapter's."""
+    if any(p.fqn.endswith((".lora_A.weight", ".lora_embedding_A")) for p in checkpoint.parameters):
+        raise RequestError(
+            "request.unsatisfiable",
+            "the source is an adapter as PEFT saved it, no run: there is nothing here to merge it into",
+            fix="PEFT's own: PeftModel.from_pretrained(base, DIR).merge_and_unload()",
+        )
 
 
 def _put_base(run: PeftRun, fqn: str, place: str) -> None:
