@@ -46,6 +46,7 @@ class ConvertOptions(TypedDict, total=False):
     merge_adapter: bool
     adapter: str | None
     lora_alpha: float | None
+    base: str | None
     on_overflow: OverflowPolicy | str
     opaque: OpaquePolicy | str
     verify: VerifyLevel | str

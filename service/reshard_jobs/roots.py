@@ -76,7 +76,8 @@ class Roots:
             # A conversion also writes beside its target: `latest_universal`, its journal.
             raise _forbidden(request.target)
         beside = None if request.model_files is None else self.allowed(request.model_files)
-        return request.model_copy(update={"source": source, "target": target, "model_files": beside})
+        base = None if request.base is None else self.allowed(request.base)
+        return request.model_copy(update={"source": source, "target": target, "model_files": beside, "base": base})
 
 
 def _forbidden(url: str) -> RequestError:

@@ -118,6 +118,10 @@ def test_a_request_is_rewritten_to_what_was_judged(tmp_path: Path) -> None:
     assert roots.allowed_request(weights).model_files == f"{tmp_path}/in/model"
     with pytest.raises(RequestError, match="root_forbidden"):
         roots.allowed_request(weights.model_copy(update={"model_files": str(tmp_path)}))
+    merging = weights.model_copy(update={"merge_adapter": True, "base": f"{tmp_path}/link/base/"})
+    assert roots.allowed_request(merging).base == f"{tmp_path}/in/base"
+    with pytest.raises(RequestError, match="root_forbidden"):
+        roots.allowed_request(merging.model_copy(update={"base": f"{tmp_path}/models--org--name"}))
     with pytest.raises(RequestError, match=r"request\.invalid"):
         Roots.parse("data,s3://bucket")
 

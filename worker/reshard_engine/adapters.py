@@ -2,184 +2,229 @@
 
 What `PeftModel.merge_and_unload` gives, computed as the bytes are written.
 
-Source: peft 0.21.2 `tuners/lora/layer.py` (`scaling`, `get_delta_weight`, `transpose`, `merge`) and `config.py`.
+Source: peft 0.21.2 `tuners/tuners_utils.py` (`_unload_and_optionally_merge`: weights change in place, so that what is
+tied to an adapted weight changes with it; where a saved module left its original, `tie_word_embeddings` becomes false).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set as AbstractSet
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
-from typing import Any
+from typing import Any, cast
 
-import re2
-
-from reshard.errors import RequestError, SourceError, printable
-from reshard.models import ConvertRequest
-from reshard_engine.adapter_config import CONFIG, adapter_config, not_lora
-from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.models import ConvertRequest, NotCarried
+from reshard_engine.adapter_config import CONFIG, AdapterConfig, adapter_config, refuse_other_rules
+from reshard_engine.adapter_scaling import Scaling, merge_of, scaling_of, shift_of, transposed_by_shape, unmergeable
+from reshard_engine.base_weights import with_files_of
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, Parameter
 from reshard_engine.dtypes import FLOAT32
-from reshard_engine.peft_names import WRAPPED, AdapterPart, adapter_parts, chosen_adapter
-from reshard_engine.shardmap import Merge, StoredTensor
-
-_NO_RULE = ("use_qalora", "arrow_config", "corda_config", "layer_replication", "alora_invocation_tokens", "use_bdlora")
-"""Options under which a merge is more than a product of two factors."""
-_RE2: Any = re2
+from reshard_engine.merge_rules import MergeRule, NewRows
+from reshard_engine.peft_names import own_name, plain_name
+from reshard_engine.peft_run import PeftRun, lacks_base, peft_run, with_base
+from reshard_engine.shardmap import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Scaling:
-    """What a configuration says of scales."""
+class MergedModel:
+    """The model that a run trained."""
 
-    alpha: float
-    by_module: Mapping[str, float]
-    by_root: bool
-    transposed: bool
-
-    def of(self, module: str, rank: int) -> float:
-        """The factor of B A for a module, whose name is without PEFT's beginning."""
-        alpha = self.alpha
-        for pattern, value in self.by_module.items():
-            if _RE2.fullmatch(rf"(.*\.)?({pattern})", module) is not None:
-                alpha = value
-                break
-        return alpha / (sqrt(rank) if self.by_root else rank)
+    checkpoint: Checkpoint
+    unties: bool
+    """Whether names that were tied are not any more: a configuration that says they are would be wrong."""
 
 
-def merged(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> MergedModel:
     """The checkpoint's weights with an adapter merged, under the names of the model without PEFT.
+
+    Args:
+        checkpoint: The run.
+        request: Which adapter, and its scale where no configuration says it.
+        base: Weights of the base model, for a run that was saved without its frozen parameters.
 
     Raises:
         RequestError: `request.unsatisfiable` if there is no LoRA adapter, several and none named, nothing that says its
-            scale, or one that is merged by another rule.
+            scale, one that is merged by another rule, or no base weights.
         SourceError: `checkpoint.malformed` if shapes or the configuration contradict one another.
     """
-    names = [p.fqn for p in checkpoint.parameters]
-    parts = {p.fqn: p for p in adapter_parts(names)}
-    adapter = chosen_adapter(names, parts.values(), request.adapter)
-    mine = [p for p in parts.values() if p.adapter == adapter]
-    scaling = _scaling(checkpoint, request)
-    by_name = {p.fqn: p for p in checkpoint.parameters}
-    saved = {p.module: p for p in mine if p.kind == "modules_to_save"}
-    found: list[Parameter] = []
-    tensors: list[StoredTensor] = []
-    merges: list[Merge] = []
-    new_names: dict[str, str] = {}
-    factors = _factors(mine)
-    for parameter in checkpoint.parameters:
-        part = parts.get(parameter.fqn)
-        if part is not None and (part.adapter != adapter or part.kind != "modules_to_save"):
-            continue
-        name = _plain(part.saved_as if part is not None else parameter.fqn, saved)
-        if name is None:
-            continue
-        new_names[parameter.fqn] = name
-        module = parameter.fqn.removesuffix(".weight").removesuffix(".base_layer")
-        if module in factors and parameter.fqn.endswith(".weight") and part is None:
-            found.append(Parameter(name, parameter.shape, 0, len(checkpoint.shard_map.tensors) + len(merges)))
-            tensors.append(StoredTensor(name, "weight", FLOAT32, parameter.shape))
-            held = {kind: by_name[fqn] for kind, fqn in factors[module].items()}
-            merges.append(_merge(parameter, held, scaling, module=module.removeprefix(WRAPPED)))
-            continue
-        found.append(Parameter(name, parameter.shape, 0, parameter.best))
-    if len(merges) != len(factors):
-        raise SourceError(
-            "checkpoint.malformed", f"{len(factors)} modules are adapted, {len(merges)} of them have a weight"
-        )
-    return replace(
-        checkpoint,
-        parameters=tuple(found),
-        buffers=tuple(Buffer(_plain(b.fqn, {}) or b.fqn, b.tensor) for b in checkpoint.buffers),
-        shared=_shared(checkpoint, new_names, saved),
-        optimizer=None,
-        shard_map=checkpoint.shard_map.with_merges(tensors, merges),
-    )
-
-
-def _shared(checkpoint: Checkpoint, names: Mapping[str, str], saved: Mapping[str, AdapterPart]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    taken = set(names.values())
-    for alias, owner in checkpoint.shared.items():
-        name = _plain(alias, saved)
-        if name is not None and owner in names and name not in taken:
-            found[name] = names[owner]
-    return found
-
-
-def _plain(fqn: str, saved: Mapping[str, AdapterPart]) -> str | None:
-    """A name of the model without PEFT; None for the original of a module that was saved whole."""
-    head, original, tail = fqn.partition(".original_module.")
-    if original:
-        if head in saved:
-            return None
-        fqn = f"{head}.{tail}"
-    return fqn.removeprefix(WRAPPED).replace(".base_layer.", ".")
-
-
-def _factors(mine: list[AdapterPart]) -> dict[str, dict[str, str]]:
-    """By module the names of its factors; of an embedding under the same keys."""
-    found: dict[str, dict[str, str]] = {}
-    for part in mine:
-        if part.kind == "modules_to_save":
-            continue
-        if part.tail == ".bias":
-            raise _unmergeable(part.fqn, "a bias of the adapter's own")
-        found.setdefault(part.module, {})[part.kind.replace("embedding_", "")] = part.fqn
-        if "embedding" in part.kind:
-            found[part.module]["embedding"] = part.fqn
-    return found
-
-
-def _merge(parameter: Parameter, factors: Mapping[str, Parameter], scaling: _Scaling, *, module: str) -> Merge:
-    a, b = (factors.get(kind) for kind in ("lora_A", "lora_B"))
-    if a is None or b is None or not len(parameter.shape) == len(a.shape) == len(b.shape) == 2:
-        raise _unmergeable(parameter.fqn, "a layer that is no matrix with two factors")
-    (rank, inputs), (outputs, other) = a.shape, b.shape
-    transposed = scaling.transposed or "embedding" in factors
-    if parameter.shape != ((inputs, outputs) if transposed else (outputs, inputs)) or rank != other:
-        shapes = f"{printable(parameter.fqn)} is {parameter.shape}, its factors are {a.shape} and {b.shape}"
-        raise SourceError("checkpoint.malformed", shapes, fix="is `fan_in_fan_out` in adapter_config.json right?")
-    magnitude = factors.get("lora_magnitude_vector")
-    if magnitude is not None and (transposed or magnitude.shape != (outputs,)):
-        raise _unmergeable(parameter.fqn, "a weight whose magnitudes are not one for each row")
-    left, right = (a, b) if transposed else (b, a)
-    return Merge(
-        parameter.value(),
-        left.value(),
-        right.value(),
-        scaling.of(module, rank),
-        transposed,
-        None if magnitude is None else magnitude.value(),
-    )
-
-
-def _unmergeable(fqn: str, why: str) -> RequestError:
-    return RequestError(
-        "request.unsatisfiable",
-        f"{printable(fqn)} is {why}: no rule merges it here",
-        fix="--to peft, then PEFT's merge_and_unload",
-    )
-
-
-def _scaling(checkpoint: Checkpoint, request: ConvertRequest) -> _Scaling:
+    run = peft_run(checkpoint, request.adapter)
     config = adapter_config(checkpoint, request)
+    if config is not None:
+        refuse_other_rules(config)
+    checkpoint = _on_base(checkpoint, run, base, config)
+    rules, changed = _rules(run, config, request), dict[str, int]()
+    first = len(checkpoint.shard_map.tensors)
+    tensors: list[StoredTensor] = []
+    for number, (place, (name, _)) in enumerate(rules.items()):
+        tensors.append(StoredTensor(name, "weight", FLOAT32, run.values[place].shape))
+        changed[place] = first + number
+    parameters, shared = _named(run, changed)
+    used = {p.value() for p in parameters} | {t for _, rule in rules.values() for t in rule.tensors}
+    # What is written is called by its name in the plain model, in manifests and reports too.
+    names = {p.value(): p.fqn for p in reversed(parameters)} | {t: n for n, t in run.buffers.items()}
+    called = tuple(replace(t, fqn=names.get(i, t.fqn)) for i, t in enumerate(checkpoint.shard_map.tensors))
+    model = replace(
+        checkpoint,
+        parameters=tuple(parameters),
+        buffers=tuple(Buffer(name, tensor) for name, tensor in run.buffers.items()),
+        shared=shared,
+        optimizer=None,
+        extra_states={plain_name(n): node for n, node in checkpoint.extra_states.items()},
+        not_carried=(*checkpoint.not_carried, *_unused(checkpoint, used)),
+        warnings=(*checkpoint.warnings, *_warnings(run, rules)),
+        shard_map=replace(checkpoint.shard_map, tensors=called).with_merges(
+            tensors, [rule for _, rule in rules.values()]
+        ),
+    )
+    return MergedModel(model, bool(run.untied))
+
+
+def _unused(checkpoint: Checkpoint, used: AbstractSet[int]) -> Iterator[NotCarried]:
+    """The optimizer, and parameters that no merged weight is made of: other adapters, replaced originals."""
+    if checkpoint.optimizer is not None:
+        yield NotCarried(path="optimizer", reason="weights hold no training state")
+    for parameter in checkpoint.parameters:
+        if parameter.best not in used and parameter.weight not in used:
+            yield NotCarried(path=printable(f"module.{parameter.fqn}"), reason="no part of the merged model")
+
+
+def _on_base(checkpoint: Checkpoint, run: PeftRun, base: Checkpoint | None, config: AdapterConfig | None) -> Checkpoint:
+    """The checkpoint with the base model's files, if the run needs them."""
+    missing = run.missing
+    if base is None and missing and not lacks_base(checkpoint):
+        raise unmergeable(missing[0], "adapted, and stored under another name (MultiheadAttention, target_parameters)")
+    if base is None and missing:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the base model's weights are not in the checkpoint ({len(missing)} that the adapter needs: "
+            f"{listed(missing, 3)}): it was saved without its frozen parameters",
+            fix="--base DIR: the base model's safetensors or pytorch_model.bin, or its directory in the hub's cache",
+        )
+    if base is None:
+        return checkpoint
+    if not lacks_base(checkpoint):
+        raise RequestError(
+            "request.invalid",
+            "--base is for checkpoints without base weights: this one has its own",
+            fix="leave it out",
+        )
+    if config is not None and config.changed_base is not None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{CONFIG} says init_lora_weights: {config.changed_base}, which changed the base model's weights before "
+            "training: those of --base are not what was trained",
+            fix="save the checkpoint with its frozen parameters, or --to peft, then PEFT's merge_and_unload",
+        )
+    joined, weights, ties = with_files_of(checkpoint, base)
+    alike = with_base(run, {w.fqn: w for w in weights if w.fqn not in run.buffers}, ties)
+    numbers = {w.fqn: w.value() for w in weights}
+    agreements = [Agreement(n, "weight", numbers[o], numbers[n], "a name that it is tied to") for n, o, _ in alike]
+    return replace(joined, agreements=(*joined.agreements, *agreements))
+
+
+def _rules(run: PeftRun, config: AdapterConfig | None, request: ConvertRequest) -> dict[str, tuple[str, MergeRule]]:
+    """By place that changes the name that it changes under, and how."""
+    shapes = [transposed_by_shape(run.values[run.means[f"{m}.weight"]].shape, f) for m, f in run.factors.items()]
     if config is None:
-        return _Scaling(request.lora_alpha or 0.0, {}, by_root=False, transposed=False)
-    try:
-        scaling = _parsed(config.facts)
-    except (ValueError, KeyError, TypeError, _RE2.error) as error:
-        raise not_lora(f"`lora_alpha` or `alpha_pattern` ({type(error).__name__})") from None
-    if others := [k for k in _NO_RULE if config.facts.get(k)]:
-        raise _unmergeable(CONFIG, f"of an adapter with {', '.join(others)}")
-    return scaling
+        shapes += _seen(run)
+    scaling = scaling_of(config, request.lora_alpha, shapes)
+    found: dict[str, tuple[str, MergeRule]] = {}
+    for name, module in run.adapted.items():
+        place = run.means[name]
+        if place in found:
+            raise unmergeable(name, f"tied to {printable(found[place][0])}, which has an adapter too")
+        if module in run.factors and module in run.tokens:
+            raise unmergeable(name, "a weight with two adapters")
+        found[place] = (name, _rule(run, name, module, (config, scaling)))
+    return found
 
 
-def _parsed(facts: Mapping[str, Any]) -> _Scaling:
-    by_module = {str(k): float(v) for k, v in dict(facts.get("alpha_pattern") or {}).items()}
-    for pattern in by_module:
-        _RE2.compile(pattern)
-    alpha = float(facts["lora_alpha"])
-    if not all(map(isfinite, (alpha, *by_module.values()))):
-        raise ValueError(alpha)
-    by_root, transposed = (bool(facts.get(k)) for k in ("use_rslora", "fan_in_fan_out"))
-    return _Scaling(alpha, by_module, by_root=by_root, transposed=transposed)
+def _rule(run: PeftRun, name: str, module: str, said: tuple[AdapterConfig | None, Scaling]) -> MergeRule:
+    base, (config, scaling) = run.values[run.means[name]], said
+    if name in run.saved:
+        raise unmergeable(name, "saved whole and adapted")
+    if module in run.tokens:
+        return _new_rows(name, base, run.tokens[module], config)
+    if name.endswith(".bias"):
+        return shift_of(name, base, run.factors[module], scaling)
+    return merge_of(name, base, run.factors[module], scaling)
+
+
+def _seen(run: PeftRun) -> list[bool | None]:
+    """Of matrices with a bias whether they are stored transposed: the bias has one element for each output."""
+    found: list[bool | None] = []
+    for name, place in run.means.items():
+        bias = run.values.get(run.means.get(f"{name.removesuffix('.weight')}.bias", ""))
+        shape = run.values[place].shape
+        if name.endswith(".weight") and bias is not None and len(shape) == 2 and shape[0] != shape[1]:
+            found.append(bias.shape == shape[1:])
+    return found
+
+
+def _new_rows(name: str, base: Parameter, tokens: Parameter, config: AdapterConfig | None) -> NewRows:
+    """How trained tokens come into an embedding.
+
+    Raises:
+        RequestError: `request.unsatisfiable` if nothing says which rows they are.
+        SourceError: `checkpoint.malformed` if they cannot be those that the configuration says.
+    """
+    said: Any = None if config is None else config.facts.get("trainable_token_indices")
+    if isinstance(said, dict):
+        module, by_module = name.removesuffix(".weight"), cast("dict[str, Any]", said)
+        said = next((v for k, v in by_module.items() if module == k or module.endswith(f".{k}")), None)
+    if said is None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"nothing says which {tokens.shape[0]} rows of {printable(name)} were trained",
+            fix=f"--model-files DIR with the run's {CONFIG} (`trainable_token_indices`)",
+        )
+    rows = cast("list[Any]", said) if isinstance(said, list) else [said]
+    if not all(type(r) is int and 0 <= r < base.shape[0] for r in rows) or len(set(rows)) != len(rows):
+        raise SourceError("checkpoint.malformed", f"{CONFIG}: `trainable_token_indices` are no rows of {base.shape[0]}")
+    if tokens.shape != (len(rows), *base.shape[1:]) or len(base.shape) != 2:
+        raise SourceError(
+            "checkpoint.malformed",
+            f"{CONFIG}: `trainable_token_indices` are {len(rows)}, {printable(name)} is {base.shape} "
+            f"and its trained rows are {tokens.shape}",
+            fix="name the run's own",
+        )
+    return NewRows(base.value(), tokens.value(), tuple(rows))
+
+
+def _named(run: PeftRun, changed: Mapping[str, int]) -> tuple[list[Parameter], dict[str, str]]:
+    """Parameters of the plain model, and those that are tied to others.
+
+    Where some of several tied names went their own way, the rest have the weight each for itself: a configuration that
+    says that nothing is tied would leave them empty.
+    """
+    apart = {n for names in run.untied for n in names}
+    owners: dict[str, str] = {}
+    for name, place in run.means.items():
+        if place not in owners or name == own_name(place):
+            owners[place] = name
+    parameters: list[Parameter] = []
+    shared: dict[str, str] = {}
+    for name, place in run.means.items():
+        if name in run.buffers:
+            continue
+        value = run.values[place]
+        if owners[place] != name and name not in apart:
+            shared[name] = owners[place]
+            continue
+        parameters.append(Parameter(name, value.shape, 0, changed[place] if place in changed else value.value()))
+    return parameters, shared
+
+
+def _warnings(run: PeftRun, rules: Mapping[str, tuple[str, MergeRule]]) -> list[str]:
+    found = [
+        f"{listed(names)} were tied before training and are not now: tie_word_embeddings must be false in config.json"
+        for names in run.untied
+    ]
+    for place, (name, rule) in rules.items():
+        others = [n for n, p in run.means.items() if p == place and n != name]
+        if others and not isinstance(rule, NewRows):
+            found.append(
+                f"{printable(name)} is merged, and {listed(others)} with it, which is tied to it: as PEFT's "
+                "merge_and_unload does, and other than the run computed"
+            )
+    return found

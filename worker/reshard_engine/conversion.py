@@ -70,6 +70,10 @@ def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) ->
         places |= {os.path.realpath(os.path.dirname(p)) for p in paths} | {
             os.path.dirname(os.path.realpath(p)) for p in paths
         }
+    if target.store.scheme != "file":
+        # A base model's files lie elsewhere than the checkpoint.
+        there = [f for f in checkpoint.files if f.store.scheme == target.store.scheme]
+        places |= {f"{f.store.scheme}://{parent_and_name(i.path)[0]}" for f in there for i in f.objects}
     for place in places:
         if is_within(target.url, place) or is_within(place, target.url):
             raise RequestError(

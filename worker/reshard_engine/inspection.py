@@ -7,6 +7,7 @@ from math import prod
 from reshard.errors import listed
 from reshard.models import Inspection, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.left_out import left_out
 from reshard_engine.possible_targets import possible_targets
 
 
@@ -54,11 +55,16 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         files=sum(len(f.objects) for f in checkpoint.files),
         total_bytes=sum(f.size_bytes for f in checkpoint.files),
         foreign_globals=checkpoint.foreign_globals,
-        warnings=(*checkpoint.warnings, *_unexplained(checkpoint)),
+        warnings=(*checkpoint.warnings, *_unexplained(checkpoint), *_left_out(checkpoint)),
         not_carried=checkpoint.not_carried,
         targets=possible_targets(checkpoint),
         tensors=tuple(infos),
     )
+
+
+def _left_out(checkpoint: Checkpoint) -> list[str]:
+    lost = left_out(checkpoint)
+    return [] if lost is None else [lost]
 
 
 def _unexplained(checkpoint: Checkpoint) -> list[str]:

@@ -1,7 +1,8 @@
 """What PEFT calls the parameters of a LoRA run, said once for those that export adapters and those that merge them.
 
-Source: peft 0.21.2 `tuners/lora/layer.py` (`adapter_layer_names`), `utils/other.py` (`ModulesToSaveWrapper`),
-`tuners/lora/model.py` (DoRA's magnitudes are saved without `.weight`).
+Source: peft 0.21.2 `tuners/lora/layer.py` (`adapter_layer_names`), `utils/other.py` (`ModulesToSaveWrapper`,
+`TrainableTokensWrapper`), `tuners/lora/model.py` (DoRA's magnitudes are saved without `.weight`), and
+`adapter_layer_names` of the layers of every other method below `tuners`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, listed, printable
 
 WRAPPED = "base_model.model."
 """What PEFT puts before every name of the model."""
@@ -18,7 +19,55 @@ _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.(?P<adapter>[^.]+)(?P<tail>\.weight|\.bias)?"
 )
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<tail>.+)")
+TOKENS = "trainable_tokens_delta"
+_TOKENS = re.compile(rf"(?P<module>.+)\.token_adapter\.{TOKENS}\.(?P<adapter>[^.]+)")
+_KEPT = re.compile(r"\.(?:token_adapter\.base_layer|base_layer|original_module)(?=\.)")
+"""Where a wrapper keeps what it wraps."""
 SHOWN_NAMES = 8
+_OTHERS = {
+    "AdaLoRA": ("lora_E", "ranknum"),
+    "AdaMSS": ("adamss_A", "adamss_B"),
+    "Adaption Prompt": ("adaption_prompt", "adaption_gate"),
+    "BEFT": ("beft_bias",),
+    "BOFT": ("boft_R", "boft_s"),
+    "C3A": ("c3a_kernel",),
+    "DEFT": ("deft_P", "deft_R"),
+    "DeLoRA": ("delora_A", "delora_B", "delora_lambda"),
+    "FourierFT": ("fourierft_spectrum",),
+    "FRoD": ("frod_lambda_l", "frod_lambda_s_values"),
+    "GLoRA": ("glora_A", "glora_B", "glora_C", "glora_D", "glora_E"),
+    "GraLoRA": ("gralora_A", "gralora_B", "gralora_A_general", "gralora_B_general"),
+    "HiRA": ("hira_A", "hira_B", "hira_embedding_A", "hira_embedding_B"),
+    "HRA": ("hra_u",),
+    "IA3": ("ia3_l",),
+    "KaSA": ("lora_diag",),
+    "Lily": ("lily_A", "lily_B", "lily_router"),
+    "LN tuning": ("ln_tuning_layers",),
+    "LoHa": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2"),
+    "LoKr": ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    "MiSS": ("miss_block",),
+    "OFT": ("oft_R", "oft_embedding_R"),
+    "OSF": ("osf_svd_params", "osf_U_low", "osf_S_low", "osf_V_low"),
+    "PEANuT": ("peanut_A", "peanut_B", "peanut_encoders", "peanut_decoders"),
+    "Poly": ("poly_lora_A", "poly_lora_B", "poly_router"),
+    "prompt learning": ("prompt_encoder",),
+    "PSOFT": ("psoft_R",),
+    "PVeRA": ("pvera_lambda_b", "pvera_lambda_d"),
+    "RandLoRA": ("randlora_lambda", "randlora_gamma"),
+    "RoAd": ("road_theta", "road_alpha"),
+    "Shadow": ("shadow_down", "shadow_up", "shadow_update_transform", "shadow_update_gate"),
+    "SHiRA": ("shira_weight",),
+    "SuperTuning": ("supertuning_values", "supertuning_lora_A", "supertuning_lora_B"),
+    "TinyLoRA": ("tinylora_v",),
+    "trainable tokens": ("trainable_tokens_delta", "trainable_tokens_original", "token_adapter"),
+    "UniLoRA": ("unilora_theta_d",),
+    "VB-LoRA": ("vblora_logits_A", "vblora_logits_B", "vblora_vector_bank"),
+    "VeRA": ("vera_lambda_b", "vera_lambda_d", "vera_A", "vera_B"),
+    "WaveFT": ("waveft_spectrum",),
+    "X-LoRA": ("internal_xlora_classifier",),
+}
+_MARKS = {mark: method for method, marks in _OTHERS.items() for mark in marks}
+_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +81,14 @@ class AdapterPart:
     module: str
     """The module that is adapted, or saved whole."""
     kind: str
-    """`lora_A`, ..., or `modules_to_save`."""
+    """`lora_A`, ..., `trainable_tokens_delta`, or `modules_to_save`."""
     tail: str
     """`.weight`, `.bias` or nothing; of a saved module the name within it."""
+
+    @property
+    def of_lora(self) -> bool:
+        """Whether it is one of LoRA's factors, or what goes with them."""
+        return self.kind.startswith("lora_")
 
 
 def adapter_part(fqn: str) -> AdapterPart | None:
@@ -42,6 +96,8 @@ def adapter_part(fqn: str) -> AdapterPart | None:
     if (found := _SAVED.fullmatch(fqn)) is not None:
         saved_as = f"{found['module']}.{found['tail']}"
         return AdapterPart(fqn, found["adapter"], saved_as, found["module"], "modules_to_save", found["tail"])
+    if (found := _TOKENS.fullmatch(fqn)) is not None:
+        return AdapterPart(fqn, found["adapter"], fqn.rpartition(".")[0], found["module"], TOKENS, "")
     if (found := _LORA.fullmatch(fqn)) is not None:
         tail = found["tail"] or ""
         saved_as = f"{found['module']}.{found['kind']}{'' if found['kind'] == 'lora_magnitude_vector' else tail}"
@@ -56,7 +112,79 @@ def adapter_parts(names: Iterable[str]) -> list[AdapterPart]:
 
 def adapter_names(parts: Iterable[AdapterPart]) -> list[str]:
     """The LoRA adapters that they belong to, sorted."""
-    return sorted({p.adapter for p in parts if p.kind != "modules_to_save"})
+    return sorted({p.adapter for p in parts if p.of_lora})
+
+
+def plain_name(fqn: str) -> str:
+    """The name of a parameter in the model without PEFT."""
+    return _KEPT.sub("", fqn.removeprefix(WRAPPED))
+
+
+def own_name(fqn: str) -> str:
+    """The name in the model without PEFT, of a module that was saved whole too."""
+    part = adapter_part(fqn)
+    return plain_name(fqn if part is None else part.saved_as)
+
+
+def refuse_other_methods(names: Iterable[str]) -> None:
+    """Refuse parameters that PEFT added and that are no part of a LoRA adapter.
+
+    Whatever stands in a wrapper beside what it wraps is PEFT's, known by name or not.
+
+    Raises:
+        RequestError: `request.unsatisfiable` with their method, where the names say it.
+    """
+    held = list(names)
+    wrappers = {head for n in held for head in _wrappers_of(n)}
+    rest = [n for n in held if adapter_part(n) is None]
+    marked = {n: mark for n in rest if (mark := _mark_of(n, wrappers)) is not None}
+    if not marked:
+        return
+    methods = sorted({_MARKS.get(mark, f"`{mark}`") for mark in marked.values()})
+    raise RequestError(
+        "request.unsatisfiable",
+        f"{len(marked)} parameters are of another PEFT method than LoRA ({', '.join(map(printable, methods))}): "
+        f"{listed(list(marked))}",
+        fix="merge with PEFT itself (merge_and_unload); --to safetensors without --merge-adapter writes all as it is",
+    )
+
+
+def refuse_halves(parts: Iterable[AdapterPart]) -> None:
+    """Refuse factors without their others: some ways to train freeze one of them, and a checkpoint may leave it out.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
+    held: dict[str, set[str]] = {}
+    for part in parts:
+        if part.of_lora:
+            held.setdefault(part.module, set()).add(part.kind)
+    whole = ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"})
+    halves = [m for m, kinds in held.items() if not any(pair <= kinds for pair in whole)]
+    if halves:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{len(halves)} of {len(held)} adapted modules have one of their two factors only: {listed(halves)}",
+            fix="save the checkpoint with its frozen parameters: the other factor was frozen (init_lora_weights: mica)",
+        )
+
+
+def _wrappers_of(fqn: str) -> list[str]:
+    return [fqn[: m.start()] for m in re.finditer(r"\.(?:base_layer|original_module)(?=\.)", fqn)]
+
+
+def _mark_of(fqn: str, wrappers: set[str]) -> str | None:
+    """The part of a name that says that PEFT added it."""
+    steps = plain_name(fqn).split(".")
+    if (known := next((s for s in steps if s in _MARKS or s in _OF_PEFT or s.startswith("lora_")), None)) is not None:
+        return known
+    at = fqn.find(".")
+    while at >= 0:
+        step = fqn[at + 1 :].partition(".")[0]
+        if fqn[:at] in wrappers and step not in ("base_layer", "original_module"):
+            return step
+        at = fqn.find(".", at + 1)
+    return None
 
 
 def chosen_adapter(names: Sequence[str], parts: Iterable[AdapterPart], wanted: str | None) -> str:
@@ -66,17 +194,17 @@ def chosen_adapter(names: Sequence[str], parts: Iterable[AdapterPart], wanted: s
         RequestError: `request.unsatisfiable` if there is none, or several and none of them was named.
     """
     adapters = adapter_names(parts)
-    listed = ", ".join(printable(a) for a in adapters[:SHOWN_NAMES])
+    shown = ", ".join(printable(a) for a in adapters[:SHOWN_NAMES])
     if not adapters:
-        shown = ", ".join(printable(n) for n in names[:SHOWN_NAMES])
+        refuse_other_methods(names)
         raise RequestError(
             "request.unsatisfiable",
-            f"there is no LoRA adapter among {len(names)} parameters: {shown}, ...",
+            f"there is no LoRA adapter among {len(names)} parameters: {listed(names, SHOWN_NAMES)}",
             fix="--to safetensors writes all weights; other PEFT methods than LoRA are not exported",
         )
     if wanted is not None and wanted not in adapters:
-        raise RequestError("request.unsatisfiable", f"there is no adapter {printable(wanted)}", fix=f"one of: {listed}")
+        raise RequestError("request.unsatisfiable", f"there is no adapter {printable(wanted)}", fix=f"one of: {shown}")
     if wanted is None and len(adapters) > 1:
-        several = f"there are {len(adapters)} adapters: {listed}"
+        several = f"there are {len(adapters)} adapters: {shown}"
         raise RequestError("request.unsatisfiable", several, fix="--adapter NAME")
     return wanted or adapters[0]

@@ -8,7 +8,9 @@ from reshard.errors import RequestError, listed
 from reshard.models import ConvertRequest, NativeLayout, PossibleTarget, SourceSpec, TargetFormat, ZeroStage
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.cuts import Cut, CutError, taken
-from reshard_engine.peft_names import adapter_names, adapter_parts
+from reshard_engine.left_out import left_out
+from reshard_engine.peft_names import adapter_names, adapter_parts, refuse_other_methods
+from reshard_engine.peft_run import lacks_base
 from reshard_engine.writers.optimizer_states import group_nodes, states_to_write
 from reshard_engine.writers.zero.autoep import fused_experts
 from reshard_engine.writers.zero.cutting import Cutter
@@ -29,7 +31,8 @@ def possible_targets(checkpoint: Checkpoint) -> tuple[PossibleTarget, ...]:
         count = len(checkpoint.unexplained)
         reason = f"nothing says how {count} parameters were cut: --rules FILE or --family NAME"
         return tuple(_no(name, reason) for name in ("zero", "universal", "safetensors", "torch"))
-    weights = [PossibleTarget(name=name, possible=True, detail="any type") for name in ("safetensors", "torch")]
+    detail = "any type" if left_out(checkpoint) is None else "any type; without the frozen parameters"
+    weights = [PossibleTarget(name=name, possible=True, detail=detail) for name in ("safetensors", "torch")]
     weights += _adapters(checkpoint)
     if checkpoint.optimizer is None:
         reason = "the source has weights only"
@@ -46,7 +49,17 @@ def _adapters(checkpoint: Checkpoint) -> list[PossibleTarget]:
     names = adapter_names(adapter_parts(p.fqn for p in checkpoint.parameters))
     if not names:
         return []
-    return [PossibleTarget(name="peft", possible=True, detail=f"{listed(names)}; merged: safetensors --merge-adapter")]
+    refusal = _refusal(lambda: refuse_other_methods(_names(checkpoint)))
+    if refusal is not None:
+        return [_no("peft", refusal)]
+    merged = "safetensors --merge-adapter"
+    if lacks_base(checkpoint):
+        merged += " --base DIR (the base model's weights are not in the checkpoint)"
+    return [PossibleTarget(name="peft", possible=True, detail=f"{listed(names)}; merged: {merged}")]
+
+
+def _names(checkpoint: Checkpoint) -> list[str]:
+    return [p.fqn for p in checkpoint.parameters] + [b.fqn for b in checkpoint.buffers] + list(checkpoint.shared)
 
 
 def _refusal(check: Callable[[], object]) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models import ConvertRequest, NotCarried, OpaquePolicy, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.left_out import left_out
 from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import foreign_paths
@@ -17,6 +18,8 @@ from reshard_engine.relabel import relabelled
 from reshard_engine.rules.request import requested_rules
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import parent_and_name
+
+_WEIGHTS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
 
 
 def requested_checkpoint(request: ConvertRequest, source: Location) -> Checkpoint:
@@ -43,7 +46,8 @@ def _dropped(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         trees += [(_tree(optimizer.extras), "optimizer_state_dict")]
     paths = dict.fromkeys(path for node, where in trees for path in foreign_paths(node, where))
     found = tuple(
-        NotCarried(path=printable(p), reason="an object of a class that is not listed: dropped") for p in paths
+        NotCarried(path=printable(p), reason="an object of a class that is not listed: dropped, as asked")
+        for p in paths
     )
     return replace(checkpoint, not_carried=(*checkpoint.not_carried, *found))
 
@@ -82,20 +86,15 @@ def _read(source: Location, request: ConvertRequest) -> Checkpoint:
 
 def _with_model_files(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     """The checkpoint with the files that are to lie beside its weights, its adapter merged if that is asked."""
-    weights = request.to in (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
-    adapts = request.to is TargetFormat.PEFT or request.merge_adapter
-    if request.merge_adapter and not weights:
-        raise RequestError("request.invalid", "an adapter is merged into consolidated weights", fix="--to safetensors")
-    if not adapts and (request.adapter is not None or request.lora_alpha is not None):
-        raise RequestError(
-            "request.invalid", "adapter and lora_alpha are for adapters", fix="--to peft, or --merge-adapter"
-        )
-    if adapts:
+    weights = request.to in _WEIGHTS
+    _refuse_contradictions(request)
+    if request.to is TargetFormat.PEFT or request.merge_adapter:
         checkpoint = replace(checkpoint, model_files=_adapter_files(checkpoint, request))
+    unties = False
     if request.merge_adapter:
-        from reshard_engine.adapters import merged
-
-        checkpoint = replace(merged(checkpoint, request), model_files={})
+        checkpoint, unties = _merged(checkpoint, request)
+    elif weights and not request.exclude_frozen and (lost := left_out(checkpoint)) is not None:
+        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, lost))
     if request.model_files is None or request.to is TargetFormat.PEFT:
         return checkpoint
     if not weights:
@@ -105,11 +104,43 @@ def _with_model_files(checkpoint: Checkpoint, request: ConvertRequest) -> Checkp
     location = open_location(request.model_files, request.source.profile)
     dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
     try:
-        return replace(checkpoint, model_files=read_model_files(location, dtype))
+        return replace(checkpoint, model_files=read_model_files(location, dtype, unties=unties))
     except SourceError as error:
         if request.merge_adapter and error.code == "source.not_found":
             return checkpoint  # it was named for the adapter's configuration alone
         raise
+
+
+def _refuse_contradictions(request: ConvertRequest) -> None:
+    """Refuse options of adapters where none is written or merged."""
+    adapts = request.to is TargetFormat.PEFT or request.merge_adapter
+    if request.merge_adapter and request.to not in _WEIGHTS:
+        raise RequestError("request.invalid", "an adapter is merged into consolidated weights", fix="--to safetensors")
+    if not adapts and (request.adapter is not None or request.lora_alpha is not None):
+        raise RequestError(
+            "request.invalid", "adapter and lora_alpha are for adapters", fix="--to peft, or --merge-adapter"
+        )
+    if request.base is not None and not request.merge_adapter:
+        raise RequestError(
+            "request.invalid", "--base is of --merge-adapter: what it is merged into", fix="leave it out"
+        )
+    if request.exclude_frozen and request.merge_adapter:
+        raise RequestError(
+            "request.invalid", "--exclude-frozen and --merge-adapter: a merged model is whole", fix="leave out one"
+        )
+
+
+def _merged(checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Checkpoint, bool]:
+    """The model that a LoRA run trained, and whether names that were tied are not any more."""
+    from reshard_engine.adapters import merged
+    from reshard_engine.readers.base_model import read_base_model
+
+    base = None
+    if request.base is not None:
+        location = open_location(request.base, request.source.profile)
+        base = read_base_model(location, OpaqueLedger(request.opaque))
+    model = merged(checkpoint, request, base)
+    return replace(model.checkpoint, model_files={}), model.unties
 
 
 def _adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[str, bytes]:
@@ -118,8 +149,7 @@ def _adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[s
     profile = request.source.profile
     if request.lora_alpha is not None:
         return {}
-    if request.model_files is not None:
-        return read_adapter_config([open_location(request.model_files, profile)], required=True)
     # Trainers leave it in their own directory, above the tag's.
-    places = dict.fromkeys((request.source.url, parent_and_name(checkpoint.url)[0]))
-    return read_adapter_config([open_location(url, profile) for url in places], required=False)
+    named = [] if request.model_files is None else [request.model_files]
+    places = dict.fromkeys((*named, request.source.url, parent_and_name(checkpoint.url)[0]))
+    return read_adapter_config([open_location(url, profile) for url in places], required=bool(named))

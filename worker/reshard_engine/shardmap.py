@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import Dtype
+from reshard_engine.merge_rules import MergeRule
 from reshard_engine.views import View, composed
 
 Column = npt.NDArray[np.int64]
@@ -56,21 +57,6 @@ class Strides:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Merge:
-    """How a tensor comes about from a weight and its LoRA factors, by numbers of tensors; see `execute.merges`."""
-
-    base: int
-    left: int
-    """`[rows, rank]`, or `[rank, rows]` where `transposed`."""
-    right: int
-    """`[rank, columns]`, or `[columns, rank]` where `transposed`."""
-    scale: float
-    transposed: bool
-    magnitude: int | None
-    """DoRA's; None without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +104,7 @@ class ShardMap:
     """Tensors that are made of others, by number; views of what pieces hold and of means, never of views."""
     means: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
     """Tensors that are the mean of others of their shape, by number; no bytes of a file are theirs."""
-    merges: Mapping[int, Merge] = field(default_factory=dict[int, Merge])
+    merges: Mapping[int, MergeRule] = field(default_factory=dict[int, MergeRule])
     """Tensors that are weights with an adapter merged, by number; no bytes of a file are theirs."""
     _first: Column = field(init=False, repr=False)
 
@@ -234,7 +220,7 @@ class ShardMap:
         added = {first + i: composed(view, self.views) for i, view in enumerate(views)}
         return replace(self, tensors=(*self.tensors, *tensors), views={**self.views, **added})
 
-    def with_merges(self, tensors: Sequence[StoredTensor], merges: Sequence[Merge]) -> ShardMap:
+    def with_merges(self, tensors: Sequence[StoredTensor], merges: Sequence[MergeRule]) -> ShardMap:
         """The map with further tensors, numbered on from its last one, that are merged weights."""
         first = len(self.tensors)
         added = {first + i: merge for i, merge in enumerate(merges)}

@@ -126,6 +126,10 @@ class ConversionFlags:
     lora_alpha: Annotated[
         float | None, typer.Option(min=0.0, help="Scale of an adapter that has no adapter_config.json.")
     ] = None
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The base model's weights, if SRC was saved without frozen parameters."),
+    ] = None
     on_overflow: Annotated[
         OverflowPolicy, typer.Option(help="Elements too large for --dtype: infinite, the largest number, or stop.")
     ] = OverflowPolicy.INF
@@ -210,6 +214,7 @@ class ConversionFlags:
                 merge_adapter=self.merge_adapter,
                 adapter=self.adapter,
                 lora_alpha=self.lora_alpha,
+                base=self.base,
                 on_overflow=self.on_overflow,
                 opaque=self.opaque,
                 overwrite=self.overwrite,

@@ -15,11 +15,12 @@ from reshard_engine.dtypes import FLOAT32, Dtype
 from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.losses import Losses
 from reshard_engine.execute.means import mean_of
-from reshard_engine.execute.merges import ROW_BLOCK_ELEMS, merged_rows
+from reshard_engine.execute.merges import ROW_BLOCK_ELEMS, merged_rows, replace_rows, shifted
 from reshard_engine.execute.rows import Buffer, Column, Kind
 from reshard_engine.execute.stretches import Mover, Stretches
 from reshard_engine.execute.strided import STRIDED_ELEMS, read_strided
 from reshard_engine.layout import ZEROS, Body, TargetFile
+from reshard_engine.merge_rules import Merge, NewRows, Shift
 from reshard_engine.shardmap import Piece
 
 STRAIGHT_BYTES = 128 << 10
@@ -288,6 +289,9 @@ class ChunkFiller:
     def _merged(self, one: _Wanted, memory: Buffer, *, counted: bool) -> None:
         """Elements of a weight with its adapter merged: the rows that hold them, a block at a time."""
         merge, stored = self._map.merges[one.tensor], self._map.tensors[one.tensor]
+        if not isinstance(merge, Merge):
+            self._changed(merge, one, memory, counted=counted)
+            return
         columns, size = stored.shape[1], one.dtype.itemsize_bytes
         step = max(1, ROW_BLOCK_ELEMS // columns)
         left, right = self._matrix(merge.left), self._matrix(merge.right)
@@ -303,6 +307,19 @@ class ChunkFiller:
             packed = rows.reshape(-1)[low - row * columns : high - row * columns].view(np.uint8)
             target = memory[one.at + (low - one.begin) * size : one.at + (high - one.begin) * size]
             self._mover.place_one(one.tensor, packed, target, Kind(stored.dtype, one.dtype, counted))
+
+    def _changed(self, rule: Shift | NewRows, one: _Wanted, memory: Buffer, *, counted: bool) -> None:
+        """Elements of a weight that is another one but for some rows, or for what is added to each element."""
+        stored, size = self._map.tensors[one.tensor], one.dtype.itemsize_bytes
+        for low in range(one.begin, one.end, ROW_BLOCK_ELEMS):
+            high = min(low + ROW_BLOCK_ELEMS, one.end)
+            values = self.elements(rule.base, FLOAT32, low, high).view(np.float32)
+            if isinstance(rule, Shift):
+                values = shifted(values, self._matrix(rule.other)[low:high], rule.scale)
+            else:
+                replace_rows(values, low, rule.rows, self._matrix(rule.source))
+            target = memory[one.at + (low - one.begin) * size : one.at + (high - one.begin) * size]
+            self._mover.place_one(one.tensor, values.view(np.uint8), target, Kind(stored.dtype, one.dtype, counted))
 
     def _matrix(self, tensor: int) -> npt.NDArray[np.float32]:
         """A factor in fp32, kept while the weight is the same."""

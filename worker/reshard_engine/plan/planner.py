@@ -106,7 +106,7 @@ def _target(request: ConvertRequest) -> dict[str, object]:
 def _merged(checkpoint: Checkpoint) -> dict[str, object]:
     """What decides the bytes of merged weights beside their factors."""
     merges = checkpoint.shard_map.merges
-    return {"merged": [[m.base, m.left, m.right, m.scale, m.transposed] for m in merges.values()]} if merges else {}
+    return {"merged": [m.said for m in merges.values()]} if merges else {}
 
 
 def _read_bytes(checkpoint: Checkpoint, files: Sequence[TargetFile]) -> int:

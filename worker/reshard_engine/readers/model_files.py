@@ -33,12 +33,13 @@ _MAX_CONFIG_BYTES = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def read_model_files(location: Location, dtype: WeightDtype | None) -> Mapping[str, bytes]:
+def read_model_files(location: Location, dtype: WeightDtype | None, *, unties: bool = False) -> Mapping[str, bytes]:
     """The files of a directory by their names, `config.json` with the type that the weights get.
 
     Args:
         location: A directory that `save_pretrained` wrote, or a trainer's checkpoint.
         dtype: The type of the weights that will lie beside them; None leaves the configuration as it is.
+        unties: Whether the head has weights of its own now: the configuration is not to say that it is tied.
 
     Raises:
         SourceError: `source.not_found` if there is no `config.json`, `checkpoint.too_large`, `checkpoint.malformed`.
@@ -59,7 +60,7 @@ def read_model_files(location: Location, dtype: WeightDtype | None) -> Mapping[s
             "checkpoint.too_large", f"configuration and tokenizer have {total} bytes, the limit is {_MAX_BYTES}"
         )
     files = {name: read_bytes(location.store, info) for name, info in sorted(found.items())}
-    return files | {"config.json": _with_dtype(files["config.json"], dtype)}
+    return files | {"config.json": _fitting(files["config.json"], dtype, unties=unties)}
 
 
 def read_adapter_config(locations: Sequence[Location], *, required: bool) -> Mapping[str, bytes]:
@@ -96,8 +97,8 @@ def _refuse_link_elsewhere(location: Location, path: str) -> None:
     refuse_link_elsewhere(location, path, also=blobs)
 
 
-def _with_dtype(data: bytes, dtype: WeightDtype | None) -> bytes:
-    """A configuration that says another type than the weights have would have them cast when they are loaded."""
+def _fitting(data: bytes, dtype: WeightDtype | None, *, unties: bool) -> bytes:
+    """The configuration of the weights as they will be: one that says another type or tie would have them changed."""
     try:
         config: Any = json.loads(data)
     except (ValueError, RecursionError):
@@ -105,8 +106,11 @@ def _with_dtype(data: bytes, dtype: WeightDtype | None) -> bytes:
     if not isinstance(config, dict):
         raise SourceError("checkpoint.malformed", "config.json is no JSON object", fix="copy it again")
     facts = cast("dict[str, Any]", config)
-    keys = [k for k in _DTYPE_KEYS if isinstance(facts.get(k), str)]
-    if dtype is None or not keys:
+    keys = [k for k in _DTYPE_KEYS if isinstance(facts.get(k), str)] if dtype is not None else []
+    said = facts | {k: SHORT_NAMES[dtype.value] for k in keys if dtype is not None}
+    if unties:
+        # As PEFT's merge leaves it. Where it is not said, the model's class may have true for its default.
+        said["tie_word_embeddings"] = False
+    if said == facts:
         return data
-    said = facts | dict.fromkeys(keys, SHORT_NAMES[dtype.value])
     return json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"

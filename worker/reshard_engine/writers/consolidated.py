@@ -16,7 +16,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
 from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template
 from reshard_engine.pickles.nodes import Node
-from reshard_engine.writers import left_out
+from reshard_engine.writers import not_carried
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -128,9 +128,9 @@ def _not_carried(
     checkpoint: Checkpoint, request: ConvertRequest, extra_states: Mapping[str, Node] | None
 ) -> tuple[NotCarried, ...]:
     return (
-        *left_out.training_state(checkpoint),
-        *(left_out.extra_states(checkpoint) if extra_states is None else ()),
-        *(left_out.frozen_parameters(checkpoint) if request.exclude_frozen else ()),
+        *not_carried.training_state(checkpoint),
+        *(not_carried.extra_states(checkpoint) if extra_states is None else ()),
+        *(not_carried.frozen_parameters(checkpoint) if request.exclude_frozen else ()),
     )
 
 

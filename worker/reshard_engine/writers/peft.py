@@ -20,16 +20,21 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.layout import TargetFile, TargetLayout, literal_template
 from reshard_engine.peft_names import (
+    TOKENS,
     WRAPPED,
     AdapterPart,
     adapter_part,
     adapter_parts,
     chosen_adapter,
+    refuse_halves,
+    refuse_other_methods,
 )
-from reshard_engine.writers import left_out
+from reshard_engine.writers import not_carried
 from reshard_engine.writers.consolidated import Weight, weights_of
 
 WEIGHTS = "adapter_model.safetensors"
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+"""`EMBEDDING_LAYER_NAMES` of PEFT's `utils/constants.py`."""
 
 
 class PeftWriter:
@@ -44,22 +49,28 @@ class PeftWriter:
         """
         if request.max_shard_bytes is not None or request.exclude_frozen:
             raise RequestError("request.invalid", "an adapter is one file of all that it has")
-        parts = adapter_parts(p.fqn for p in checkpoint.parameters)
-        adapter = chosen_adapter([p.fqn for p in checkpoint.parameters], parts, request.adapter)
+        held = [p.fqn for p in checkpoint.parameters]
+        buffers = [b.fqn for b in checkpoint.buffers]
+        parts = adapter_parts([*held, *buffers])
+        adapter = chosen_adapter(held, parts, request.adapter)
         mine = [p for p in parts if p.adapter == adapter]
         text, config = _config(checkpoint, request, mine)
+        refuse_other_methods([*held, *buffers])
+        refuse_halves(mine)
         names = {p.fqn: p.saved_as for p in mine} | _biases(checkpoint, mine, str(config.get("bias", "none")))
+        embeddings, absent = _embeddings(checkpoint, mine)
         _refuse_rest(checkpoint, {p.fqn for p in parts} | set(names))
-        weights = [replace(w, fqn=names[w.fqn]) for w in weights_of(checkpoint, request) if w.fqn in names]
-        weights.sort(key=lambda w: w.fqn)
+        wanted = [(name, fqn) for fqn, name in names.items()] + embeddings + _tied(checkpoint, adapter)
+        by_name = {w.fqn: w for w in weights_of(checkpoint, request)}
+        weights = sorted((replace(by_name[fqn], fqn=name) for name, fqn in wanted), key=lambda w: w.fqn)
         files = (_weights_file(weights), TargetFile(CONFIG, literal_template(text), (), commit=True))
-        rest = (f"module.{p.fqn}" for p in checkpoint.parameters if p.fqn not in names)
-        not_carried = (
-            *left_out.training_state(checkpoint),
-            *left_out.extra_states(checkpoint),
-            *left_out.left_out(rest, "no part of the adapter"),
+        rest = sorted(by_name.keys() - {fqn for _, fqn in wanted})
+        left = (
+            *not_carried.training_state(checkpoint),
+            *not_carried.extra_states(checkpoint),
+            *not_carried.named((f"module.{fqn}" for fqn in rest), "no part of the adapter"),
         )
-        return TargetLayout(files, None, not_carried=not_carried)
+        return TargetLayout(files, None, warnings=absent, not_carried=left)
 
 
 def _weights_file(weights: Sequence[Weight]) -> TargetFile:
@@ -83,7 +94,14 @@ def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> 
     # The rank is the first length of A, of embeddings too.
     ranks = {p.module: shapes[p.fqn][0] for p in mine if p.kind in ("lora_A", "lora_embedding_A")}
     usual = Counter(ranks.values()).most_common(1)[0][0]
-    saved = sorted({p.module.rpartition(".")[2] for p in mine if p.kind == "modules_to_save"})
+    # Whole names: PEFT takes every module whose name ends so.
+    saved = sorted({p.module.removeprefix(WRAPPED) for p in mine if p.kind == "modules_to_save"})
+    if any(p.kind == TOKENS for p in mine):
+        raise RequestError(
+            "request.unsatisfiable",
+            "the run trained some tokens of an embedding, and nothing says which",
+            fix=f"--model-files DIR with the run's {CONFIG} (`trainable_token_indices`)",
+        )
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -93,12 +111,42 @@ def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> 
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "bias": "none",
+        "lora_bias": any(p.kind == "lora_B" and p.tail == ".bias" for p in mine),
         "use_dora": any(p.kind == "lora_magnitude_vector" for p in mine),
         "rank_pattern": {m.removeprefix(WRAPPED): r for m, r in sorted(ranks.items()) if r != usual},
         # Whole names: the last parts alone could mean modules that were not adapted.
         "target_modules": sorted(m.removeprefix(WRAPPED) for m in ranks),
         "modules_to_save": saved or None,
     }
+
+
+def _embeddings(checkpoint: Checkpoint, mine: Sequence[AdapterPart]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+    """Embeddings and heads that are adapted: PEFT saves what they are adapted from too, as added tokens may be in it.
+
+    Returns:
+        Names to write, each with the stored one; and warnings for those that are not stored.
+    """
+    if any(p.kind == TOKENS for p in mine):
+        return [], ()
+    stored = {p.fqn for p in checkpoint.parameters}
+    modules = {p.module for p in mine if p.of_lora and p.module.rpartition(".")[2] in _EMBEDDINGS}
+    wanted = {f"{m}.base_layer.weight": m for m in sorted(modules)}
+    found = [(n, fqn) for n in wanted if (fqn := checkpoint.shared.get(n, n)) in stored]
+    absent = [m for n, m in wanted.items() if checkpoint.shared.get(n, n) not in stored]
+    if not absent:
+        return found, ()
+    what = f"{listed(absent)} are adapted and were not saved themselves (exclude_frozen_parameters)"
+    return found, (f"{what}: the adapter fits the base model only as it was before training, added tokens included",)
+
+
+def _tied(checkpoint: Checkpoint, adapter: str) -> list[tuple[str, str]]:
+    """Modules that were saved whole and tied to another one: PEFT writes both."""
+    found: list[tuple[str, str]] = []
+    for alias, owner in checkpoint.shared.items():
+        part = adapter_part(alias)
+        if part is not None and part.kind == "modules_to_save" and part.adapter == adapter:
+            found.append((part.saved_as, owner))
+    return found
 
 
 def _biases(checkpoint: Checkpoint, mine: Sequence[AdapterPart], which: str) -> dict[str, str]:

@@ -33,7 +33,7 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     ordered_dict,
 )
-from reshard_engine.writers import left_out
+from reshard_engine.writers import not_carried
 from reshard_engine.writers.atoms import cut_keys
 from reshard_engine.writers.optimizer_states import (
     ADAM_STATES,
@@ -67,12 +67,12 @@ class UniversalWriter:
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
-        frozen = left_out.frozen_parameters(checkpoint) if request.exclude_frozen else ()
+        frozen = not_carried.frozen_parameters(checkpoint) if request.exclude_frozen else ()
         return TargetLayout(
             tuple(files),
             Pointer(LATEST_UNIVERSAL, name.encode()),
             tuple(warnings),
-            not_carried=(*left_out.random_states(checkpoint, 1), *frozen),
+            not_carried=(*not_carried.random_states(checkpoint, 1), *frozen),
         )
 
 

@@ -18,7 +18,7 @@ from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.deepspeed_names import LATEST, TIED
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of, ordered_dict
-from reshard_engine.writers.left_out import AS_ASKED, left_out, random_states
+from reshard_engine.writers.not_carried import AS_ASKED, named, random_states
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.writers.trees import tree_template
 from reshard_engine.writers.zero.autoep import expert_weights, fused_experts, layer_numbers, refuse_impossible
@@ -75,11 +75,11 @@ def _not_carried(checkpoint: Checkpoint, target: Target) -> tuple[NotCarried, ..
     drops = layout.rng is RngPolicy.DROP
     # Below stage 3 one file of model states serves all data-parallel ranks.
     ranks = layout.tp * layout.pp * (layout.dp if target.stage == 3 else 1)
-    rng = left_out((k for k in RNG_KEYS if state.get(k) is not None), AS_ASKED)
+    rng = named((k for k in RNG_KEYS if state.get(k) is not None), AS_ASKED)
     lost = scaler_attributes_left(target)
     return (
         *(rng if drops else random_states(checkpoint, ranks)),
-        *left_out(lost, "this target's loss scaler is another"),
+        *named(lost, "this target's loss scaler is another"),
     )
 
 

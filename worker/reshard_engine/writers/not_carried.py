@@ -1,4 +1,4 @@
-"""What a target leaves out of a checkpoint, named for the result of the conversion."""
+"""Names for what a target leaves out of a checkpoint: `not_carried` of the conversion's result."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _OF_WEIGHTS = frozenset(
 """Entries of model states that the weights themselves say: names, shapes and values of tensors."""
 
 
-def left_out(paths: Iterable[str], reason: str) -> tuple[NotCarried, ...]:
+def named(paths: Iterable[str], reason: str) -> tuple[NotCarried, ...]:
     """Entries with one reason."""
     return tuple(NotCarried(path=printable(path), reason=reason) for path in paths)
 
 
 def training_state(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
-    """Everything that a target without training state leaves out: the optimizer, and each entry of the model states."""
+    """The optimizer, and each entry of the model states: what a target without training state leaves out."""
     state = checkpoint.model_state
     entries = mapping_items(state, what="model states") if is_mapping(state) else {}
     optimizer = ["optimizer"] if checkpoint.optimizer is not None else []
-    named = [str(k) for k in entries if k not in _OF_WEIGHTS]
-    return left_out([*optimizer, *named], NO_TRAINING_STATE)
+    keys = [str(k) for k in entries if k not in _OF_WEIGHTS]
+    return named([*optimizer, *keys], NO_TRAINING_STATE)
 
 
 def extra_states(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     """The entries of the state dict that are no tensors, for targets that hold nothing else."""
-    return left_out((f"module.{name}" for name in checkpoint.extra_states), NO_TENSORS)
+    return named((f"module.{name}" for name in checkpoint.extra_states), NO_TENSORS)
 
 
 def frozen_parameters(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     """The frozen parameters, for targets that were asked to leave them out."""
-    return left_out((f"module.{p.fqn}" for p in checkpoint.frozen), AS_ASKED)
+    return named((f"module.{p.fqn}" for p in checkpoint.frozen), AS_ASKED)
 
 
 def random_states(checkpoint: Checkpoint, ranks: int) -> tuple[NotCarried, ...]:
@@ -52,4 +52,4 @@ def random_states(checkpoint: Checkpoint, ranks: int) -> tuple[NotCarried, ...]:
     if len(held) <= ranks:
         return ()
     reason = f"the target holds the states of {ranks} ranks, the source those of {len(held)}"
-    return left_out((k for k in RNG_KEYS if any(r.get(k) is not None for r in held[ranks:])), reason)
+    return named((k for k in RNG_KEYS if any(r.get(k) is not None for r in held[ranks:])), reason)

@@ -1,0 +1,69 @@
+"""The base model of a LoRA run: a directory of weights, or a model's directory in the hub's cache.
+
+Source: huggingface_hub 2.4.0 `file_download.py` (`models--ORG--NAME` with `refs/REVISION` and `snapshots/COMMIT`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from reshard.errors import SourceError, listed, printable
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.links import refuse_link_elsewhere
+from reshard_engine.readers.registry import WEIGHTS_READERS
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing, read_bytes
+
+_COMMIT = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,127}")
+_MAX_REF_BYTES = 1_024
+_FIX = "--base names the directory with model.safetensors or pytorch_model.bin, one file or shards with their index"
+
+
+def read_base_model(location: Location, ledger: OpaqueLedger) -> Checkpoint:
+    """The weights of a base model.
+
+    Raises:
+        SourceError: `source.not_found`, `source.unknown_kind` if there are no weights, and what their reader finds.
+    """
+    location, listing = _snapshot(location)
+    for reader in WEIGHTS_READERS:
+        if reader.recognises(listing):
+            return reader.read(location, listing, tag=None, ledger=ledger)
+    models = [d for d in listing.directories if d.startswith("models--")]
+    raise SourceError(
+        "source.unknown_kind",
+        f"the base model {printable(location.url)} holds no weights: {len(listing.files)} files, "
+        f"directories: {listed(listing.directories) or 'none'}",
+        fix=f"--base {printable(location.child(models[0]).url)}" if models else _FIX,
+    )
+
+
+def _snapshot(location: Location) -> tuple[Location, Listing]:
+    """The directory itself, or the snapshot that a model's directory in the hub's cache means."""
+    listing = location.store.list_directory(location.path)
+    if not listing.files and not listing.directories:
+        raise SourceError("source.not_found", f"no base model is at {printable(location.url)}", fix=_FIX)
+    if "snapshots" not in listing.directories:
+        return location, listing
+    snapshots = location.child("snapshots")
+    there = snapshots.store.list_directory(snapshots.path).directories
+    commit = _main(location) or (there[0] if len(there) == 1 else "")
+    if commit not in there or _COMMIT.fullmatch(commit) is None:
+        raise SourceError(
+            "checkpoint.ambiguous" if there else "source.not_found",
+            f"{printable(location.url)} has {len(there)} snapshots, and refs/main names none of them",
+            fix=f"--base {printable(snapshots.child(there[0]).url)}" if there else _FIX,
+        )
+    chosen = snapshots.child(commit)
+    return chosen, chosen.store.list_directory(chosen.path)
+
+
+def _main(location: Location) -> str:
+    """The commit that the cache's `main` is; nothing if there is none."""
+    refs = location.child("refs")
+    for info in refs.store.list_directory(refs.path).files:
+        if info.path.rpartition("/")[2] == "main" and info.size_bytes <= _MAX_REF_BYTES:
+            refuse_link_elsewhere(location, info.path)
+            return read_bytes(location.store, info).decode("utf-8", "replace").strip()
+    return ""
