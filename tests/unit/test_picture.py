@@ -343,5 +343,5 @@ def test_targets_are_said_with_what_stands_in_the_way() -> None:
     folder = SHARED / "llama_fp32_z1_tp2pp2dp2" / "src"
     if folder.is_dir():
         real = {t.name: t for t in load_engine().inspect(SourceSpec(url=str(folder))).targets}
-        assert real["zero --tp"].detail.startswith("2 (")  # two key-value heads
+        assert real["zero --tp"].detail.startswith("1, 2 (")  # two key-value heads
         assert real["zero --pp"].possible

@@ -8,6 +8,7 @@ from reshard.errors import listed
 from reshard.models import Inspection, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.possible_targets import possible_targets
+from reshard_engine.writers.cautions import sectioned
 
 
 def describe(checkpoint: Checkpoint) -> Inspection:
@@ -54,15 +55,15 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         files=sum(len(f.objects) for f in checkpoint.files),
         total_bytes=sum(f.size_bytes for f in checkpoint.files),
         foreign_globals=checkpoint.foreign_globals,
-        warnings=(*checkpoint.warnings, *_unexplained(checkpoint)),
+        warnings=(*checkpoint.warnings, *_cautions(checkpoint)),
         not_carried=checkpoint.not_carried,
         targets=possible_targets(checkpoint),
         tensors=tuple(infos),
     )
 
 
-def _unexplained(checkpoint: Checkpoint) -> list[str]:
+def _cautions(checkpoint: Checkpoint) -> list[str]:
     names = checkpoint.unexplained
     if not names:
-        return []
+        return sectioned(checkpoint, None) if checkpoint.world.get("tp", 1) > 1 else []
     return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed(names, 20)}"]
