@@ -345,3 +345,7 @@ def test_targets_are_said_with_what_stands_in_the_way() -> None:
         real = {t.name: t for t in load_engine().inspect(SourceSpec(url=str(folder))).targets}
         assert real["zero --tp"].detail.startswith("1, 2 (")  # two key-value heads
         assert real["zero --pp"].possible
+        assert real["zero --pp"].detail.startswith("1, 2, 3, 4 (")
+        assert real["universal"].detail == "one directory for every stage and world"
+    assert "--tp 1 only" in found["universal"].detail
+    assert "--family" in found["universal"].detail

@@ -39,15 +39,17 @@ def possible_targets(checkpoint: Checkpoint) -> tuple[PossibleTarget, ...]:
     refusal = _refusal(lambda: (states_to_write(checkpoint), group_nodes(checkpoint)))
     if refusal is not None:
         return (_no("zero", refusal), _no("universal", refusal), *weights)
-    universal = PossibleTarget(name="universal", possible=True, detail=_universal_detail(checkpoint))
-    return (*_native(checkpoint), universal, *weights)
+    return (*_native(checkpoint), _universal(checkpoint), *weights)
 
 
-def _universal_detail(checkpoint: Checkpoint) -> str:
-    reason = uncut(checkpoint)
-    if reason is None:
-        return "one directory for every stage and world"
-    return f"one directory for every stage and number of data-parallel ranks; --tp 1 only: {reason}: {HOW_TO_SAY}"
+def _universal(checkpoint: Checkpoint) -> PossibleTarget:
+    refusal, reason = _refusal(lambda: megatron_grouped(checkpoint, sharded=False)), uncut(checkpoint)
+    if refusal is not None:
+        return _no("universal", refusal)
+    detail = "one directory for every stage and world"
+    if reason is not None:
+        detail = f"one directory for every stage and number of data-parallel ranks; --tp 1 only: {reason}: {HOW_TO_SAY}"
+    return PossibleTarget(name="universal", possible=True, detail=detail)
 
 
 def _adapters(checkpoint: Checkpoint) -> list[PossibleTarget]:

@@ -17,6 +17,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.pickles.nodes import mapping_items, mapping_of
 from reshard_engine.pickles.plain import node_of
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.possible_targets import possible_targets
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
 from reshard_engine.writers.zero.megatron_groups import group_changes, megatron_grouped, sharded_nodes
@@ -114,6 +115,10 @@ def test_a_weight_decay_that_nothing_says_is_refused(tmp_path: Path) -> None:
         megatron_grouped(source, sharded=False)
     assert caught.value.code == "request.unsatisfiable"
     assert "--zero-stage 3" in caught.value.fix
+    # Inspection says so before anybody tries, and what is possible.
+    found = {target.name: target for target in possible_targets(source)}
+    assert not found["universal"].possible
+    assert "stages 3 (" in found["zero --dp"].detail
 
 
 def test_groups_by_another_rule_are_refused_where_the_rule_decides(tmp_path: Path) -> None:
