@@ -8,6 +8,7 @@ from typing import Any
 
 from oracle.launcher import Worlds
 from oracle.parallel_cases import AutoTpCase, GptCase, Layout, MoeCase
+from oracle.parallel_megatron_cases import MegatronCase
 from oracle.truth import Truth
 
 
@@ -171,6 +172,47 @@ class ParallelOracle:
             case=case.to_json(),
             ep=ep,
         )
+
+    def train_megatron(self, case: MegatronCase, layout: Layout, folder: Path, *, steps_after: int = 3) -> Saved:
+        """Trains ``case`` on ``layout`` and saves it under ``folder/ckpt``."""
+        return self.save(
+            "oracle.parallel_megatron:train_and_save_megatron",
+            folder,
+            world=layout.world,
+            steps_after=steps_after,
+            case=case.to_json(),
+            layout=asdict(layout),
+        )
+
+    def resume_megatron(
+        self,
+        case: MegatronCase,
+        layout: Layout,
+        load_dir: Path,
+        out: Path,
+        *,
+        steps: int = 3,
+        load_universal: bool = False,
+    ) -> Reloaded:
+        """A new run with other weights that loads as Megatron does; the arguments that it compares are equal.
+
+        Raises:
+            WorldError: DeepSpeed or the model refused; the traceback is in it.
+            AssertionError: an argument differs.
+        """
+        results = self.worlds.run(
+            "oracle.parallel_megatron:resume_megatron",
+            world=layout.world,
+            load_dir=str(load_dir),
+            tag=None,
+            out=str(out),
+            steps=steps,
+            case=case.to_json(),
+            layout=asdict(layout),
+            load_universal=load_universal,
+        )
+        assert results[0]["differing_args"] == []
+        return Reloaded(Truth(out / "resumed.safetensors", out / "resumed.json"), tuple(results[0]["losses"]))
 
     def expert_files(self, tag_dir: Path, out: Path) -> Truth:
         """The weights that stand in a checkpoint's expert files, as ``module/<name>``."""

@@ -6,6 +6,7 @@ it knows them to rank 0, which checks that copies agree and joins slices by the 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -156,14 +157,19 @@ def joined(states: list[LocalState]) -> Joined:
     result = Joined()
     differing: set[str] = set()
     by_place = _first_replicas(states, differing)
-    padding: dict[str, dict[str, int]] = {}
+    padding: dict[str, dict[str, Any]] = {}
     for stage in sorted({place[1] for place in by_place}):
         ranks = [by_place[place] for place in sorted(by_place) if place[1] == stage]
         for key in ranks[0].tensors:
             cut = ranks[0].cuts[key.partition("/")[2]]
             whole = cut.join(_slices(key, ranks))
             if cut.vocab is not None:
-                padding[key] = {"rows": whole.shape[0], "nonzero": int(whole[cut.vocab :].count_nonzero())}
+                behind = whole[cut.vocab :].contiguous()
+                padding[key] = {
+                    "rows": whole.shape[0],
+                    "nonzero": int(behind.count_nonzero()),
+                    "row_crcs": [zlib.crc32(row.view(torch.uint8).numpy().tobytes()) for row in behind],
+                }
                 whole = whole[: cut.vocab]
             if key in result.tensors and not same_bits(result.tensors[key], whole):
                 differing.add(key)

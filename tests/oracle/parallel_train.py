@@ -77,13 +77,17 @@ def save_with_truth(
     return {"tag": tag, "losses_before": before, "losses_after": after}
 
 
-def load_and_dump(engine: Any, state_of: Callable[[], LocalState], load_dir: str, tag: str | None, out: str) -> None:
-    """Plain ``engine.load_checkpoint``, then a dump of what is there as ``out/resumed.*``."""
+def load_and_dump(
+    engine: Any, state_of: Callable[[], LocalState], load_dir: str, tag: str | None, out: str
+) -> dict[str, Any]:
+    """Plain ``engine.load_checkpoint``, then a dump of what is there as ``out/resumed.*``; returns the client state."""
     path, client_state = engine.load_checkpoint(load_dir, tag=tag)
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag!r} in {load_dir}")
     kept = {key: value for key, value in client_state.items() if key in CLIENT_STATE}
     dump(engine, state_of(), Path(out), "resumed", {"client_state": kept})
+    found: dict[str, Any] = client_state
+    return found
 
 
 def build_engine_3d(case: GptCase, layout: Layout, *, seed: int, load_universal: bool = False) -> Any:

@@ -12,8 +12,10 @@ from oracle.driver import Oracle
 from oracle.outputs import convert, load, raw, tensor_of
 from oracle.real_folders import EXPECTED, PEER_UNREADABLE, atom, expected, facts, load_any, real_folder, wrong_atoms
 from oracle.truth import RawTensor
+from reshard.diffs import DiffOptions
 from reshard.errors import RequestError
-from reshard.models import NameScheme, NativeLayout, WeightDtype, ZeroStage
+from reshard.local import load_engine
+from reshard.models import NameScheme, NativeLayout, SourceSpec, WeightDtype, ZeroStage
 
 TAG = "global_step3"
 # (tensor parallel, pipeline, data parallel): another in every dimension that the model allows.
@@ -74,12 +76,9 @@ def test_a_pipeline_without_pipeline_has_the_names_shapes_orders_and_nesting_of_
         file = f"{rank}_model_states.pt"
         ours, theirs = load_any(tmp_path / TAG / file), load_any(plain / file)
         assert _tree(ours["module"]) == _tree(theirs["module"])
-        # At stage 3 that run put its parameters into other groups; within a group the model's order rules.
-        (real,) = _shapes(plain, file)
-        groups = _shapes(tmp_path / TAG, file)
-        assert {name: shape for group in groups for name, shape in group.items()} == real
-        for group in groups:
-            assert list(group) == [name for name in real if name in group]
+        # At stage 3 there is one group, in the model's order.
+        (real,), (group,) = _shapes(plain, file), _shapes(tmp_path / TAG, file)
+        assert list(group.items()) == list(real.items())
         assert ours["args"].no_pipeline_parallel is True
 
 
@@ -117,6 +116,55 @@ def test_heads_are_not_cut_through(tmp_path: Path) -> None:
     assert caught.value.code == "request.unsatisfiable"
     assert "2 heads do not divide by 4" in caught.value.message
     assert caught.value.fix == "--tp 2"
+
+
+def _said(folder: Path, target: Path, **layout: Any) -> tuple[str, ...]:
+    return convert(folder / "src", target / TAG, "zero", layout=NativeLayout(**layout)).warnings
+
+
+def test_warnings_stand_where_they_matter(tmp_path: Path) -> None:
+    """Heads are cut anew where tensor parallelism changes; positions on the last stage are never in use."""
+    folder = real_folder("gpt_bf16_z1_tp2pp2dp2")
+    same, other = _said(folder, tmp_path / "same", tp=2, pp=1, dp=2), _said(folder, tmp_path / "other", tp=4, dp=1)
+    assert not any(text in line for line in same for text in ("query_key_value", "pipeline stage", "padding", "zeros"))
+    assert any("query_key_value" in line for line in other)
+    padded = _said(real_folder("gpt_bf16_z2_nopipe_tp2dp2"), tmp_path / "padded", tp=4, dp=1)
+    text = "16 rows of zeros are added behind the vocabulary: 224 rows, 208 in the source"
+    assert any(text in line for line in padded)
+
+
+@pytest.mark.parametrize("name", ["gpt_bf16_z1_tp2pp2dp2", "gpt_bf16_z2_nopipe_tp2dp2", "llama_fp32_z1_tp2pp2dp2"])
+def test_only_the_layout_differs_after_a_conversion(name: str, tmp_path: Path) -> None:
+    folder = real_folder(name)
+    tp, pp, dp = ELSEWHERE[name]
+    convert(folder / "src", tmp_path / "to" / TAG, "zero", layout=NativeLayout(tp=tp if tp < 4 else 1, pp=pp, dp=dp))
+    sides = SourceSpec(url=str(folder / "src")), SourceSpec(url=str(tmp_path / "to"))
+    report = load_engine().diff(*sides, DiffOptions())
+    assert report.equal, report.differences
+    assert (tmp_path / "to" / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+@pytest.mark.parametrize(("stage", "groups"), [("1", 2), ("3", 1)])
+def test_groups_are_those_of_the_stage(stage: str, groups: int, tmp_path: Path) -> None:
+    """One at ZeRO-3 without weight decay; elsewhere matrices apart, with that of the run's scheduler."""
+    folder = real_folder("llama_bf16_z3_nopipe_tp2dp2")
+    layout = NativeLayout(tp=2, dp=1, zero_stage=ZeroStage(stage))
+    result = convert(folder / "src", tmp_path / TAG, "zero", layout=layout)
+    assert any("param groups: 1 became 2" in line for line in result.warnings) is (groups == 2)
+    file = load_any(tmp_path / TAG / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    found = (file["base_optimizer_state"] if groups == 2 else file["optimizer_state_dict"])["param_groups"]
+    piped = load_any(
+        real_folder("llama_fp32_z1_tp2pp2dp2") / "src" / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    )["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+    wanted = piped if groups == 2 else piped[1:]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    (real,) = _shapes(folder / "src" / TAG, "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    vectors = [name for name, shape in real.items() if len(shape) == 1]
+    matrices = [name for name in real if name not in vectors]
+    file = next(f.name for f in sorted((tmp_path / TAG).glob("*mp_rank_00_model_states.pt")))
+    held = [list(group) for group in _shapes(tmp_path / TAG, file)]
+    assert held == ([matrices, vectors] if groups == 2 else [list(real)])
 
 
 def _moments(folder: Path) -> dict[str, RawTensor]:

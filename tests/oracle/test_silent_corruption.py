@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
 from hypothesis import assume, given, settings, strategies as st
 
@@ -21,12 +22,12 @@ from laws.torch_values import bits_of, load as load_archive
 from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert, load, tensor_of
-from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, VOCAB, GptCase, Layout, gpt_rules_yaml
+from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, VOCAB, GptCase, Layout, gpt_rules, gpt_rules_yaml
 from oracle.parallel_driver import ParallelOracle
 from oracle.parallel_fixtures import TrainedOn
 from oracle.real_folders import expected, real_folder, wrong_atoms
 from oracle.truth import differences, meta_differences
-from reshard.errors import RequestError
+from reshard.errors import RequestError, SourceError
 from reshard.models import NativeLayout
 from reshard_engine.writers.zero.stages import boundaries
 
@@ -93,6 +94,34 @@ def test_rules_of_the_request_win_over_the_checkpoints_own(
     convert(tmp_path / "to" / run.tag, tmp_path / "on" / run.tag, "zero", layout=on)
     cut = parallel.resume_3d(case, Layout(2, 1, 1), tmp_path / "on", tmp_path / "out_on")
     assert differences(run.truth, cut.state) == []
+
+
+def test_rules_of_the_request_add_to_the_checkpoints_own(
+    trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_3d("gpt_fp32_qkv_blocks", FULL)
+    wrong = tmp_path / "wrong"
+    parallel.worlds.run(
+        "oracle.parallel_planted:without_rule",
+        world=1,
+        tag_dir=str(run.tag_dir),
+        out_dir=str(wrong / run.tag),
+        key="parameter_with_sub_params",
+    )
+    layout = NativeLayout(tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
+    # One sentence of the user; all others are the checkpoint's.
+    one = yaml.safe_dump({"parameter_with_sub_params": gpt_rules(case)["parameter_with_sub_params"]})
+    convert(wrong / run.tag, tmp_path / "to" / run.tag, "zero", layout=layout, rules=one)
+    again = parallel.resume_3d(case, Layout(1, 1, 2), tmp_path / "to", tmp_path / "out")
+    assert differences(run.truth, again.state) == []
+    assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
+    # Unless the user says that nothing else counts.
+    with pytest.raises(SourceError) as caught:
+        convert(wrong / run.tag, tmp_path / "no" / run.tag, "zero", layout=layout, rules=f"default: refuse\n{one}")
+    assert caught.value.code == "checkpoint.unexplained"
+    assert "--rules" in caught.value.fix
+    assert "--family" in caught.value.fix
+    assert "2.attention.qkv.weight" not in caught.value.details["parameters"]
 
 
 # -- gradients dealt out in another order ------------------------------------------------------------------------------

@@ -159,7 +159,12 @@ def test_a_method_must_be_known(piped: Path) -> None:
     error = _refused(piped, pp=2)
     assert error.code == "request.invalid"
     assert "which layers 2 stages hold" in error.message
-    assert "--partition-method" in error.fix
+    # Every method that it offers is enough for a plan, with what stands beside it.
+    assert "--partition-method parameters|type:REGEX" in error.fix
+    assert "--partition-method uniform --pipeline-layers N" in error.fix
+    assert "at least 6" in error.fix
+    for method, layers in (("parameters", None), ("type:block", None), ("uniform", 6), ("0,3", None)):
+        _plan(piped, pp=2, partition_method=method, pipeline_layers=layers)
 
 
 def test_no_pipeline_has_no_stages(plain: Path) -> None:

@@ -343,5 +343,9 @@ def test_targets_are_said_with_what_stands_in_the_way() -> None:
     folder = SHARED / "llama_fp32_z1_tp2pp2dp2" / "src"
     if folder.is_dir():
         real = {t.name: t for t in load_engine().inspect(SourceSpec(url=str(folder))).targets}
-        assert real["zero --tp"].detail.startswith("2 (")  # two key-value heads
+        assert real["zero --tp"].detail.startswith("1, 2 (")  # two key-value heads
         assert real["zero --pp"].possible
+        assert real["zero --pp"].detail.startswith("1, 2, 3, 4 (")
+        assert real["universal"].detail == "one directory for every stage and world"
+    assert "--tp 1 only" in found["universal"].detail
+    assert "--family" in found["universal"].detail

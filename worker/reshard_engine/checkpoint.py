@@ -5,7 +5,7 @@ The hub between readers and writers: neither side knows the other's format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from reshard.errors import RequestError, SourceError, printable
@@ -13,8 +13,8 @@ from reshard.models import NotCarried
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.cuts import Cut
 from reshard_engine.dtypes import Dtype
-from reshard_engine.pickles.nodes import Node
-from reshard_engine.pickles.state_dict import KeyPath
+from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.pickles.state_dict import KeyPath, name_of
 from reshard_engine.shardmap import ShardMap
 
 RNG_KEYS = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
@@ -55,6 +55,8 @@ class Parameter:
     """How tensor parallelism cuts it; None where nothing says."""
     layer: int | None = None
     """The pipeline layer whose weights it is among; None in a run that is no pipeline."""
+    padding: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Of a vocabulary: the rows behind its data, by state and as `weight`. Training writes into them."""
 
     @property
     def trained(self) -> bool:
@@ -181,6 +183,13 @@ class Checkpoint:
                         f"the parameter is {parameter.shape}",
                     )
 
+    def module_names(self) -> list[str]:
+        """The names of the state dict, joined by dots where it is nested: the model's own order."""
+        state = self.model_state
+        entries = mapping_items(state, what="model states") if is_mapping(state) else {}
+        # Paths name what is stored elsewhere too; of a pipeline there are none, and the tree is made of its layers.
+        return list(dict.fromkeys((*map(name_of, self.module_paths), *_leaf_names(entries.get("module"), ""))))
+
     @property
     def is_local(self) -> bool:
         """Whether all its files are on this machine: nothing waits for a network."""
@@ -195,3 +204,11 @@ class Checkpoint:
     def frozen(self) -> tuple[Parameter, ...]:
         """The parameters that the optimizer does not own."""
         return tuple(p for p in self.parameters if not p.trained)
+
+
+def _leaf_names(node: Node, prefix: str) -> Iterator[str]:
+    for key, value in mapping_items(node, what="module").items() if is_mapping(node) else ():
+        if is_mapping(value):
+            yield from _leaf_names(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

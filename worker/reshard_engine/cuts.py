@@ -190,8 +190,8 @@ def whole_shape(cut: Cut, locals_: Sequence[tuple[int, ...]]) -> tuple[int, ...]
     return (*first[: cut.dim], sum(s[cut.dim] for s in locals_), *first[cut.dim + 1 :])
 
 
-def rows_of(shape: tuple[int, ...], tensor: int, rows: int) -> View:
-    """The first rows of a tensor: a vocabulary without its padding."""
-    lengths = (rows, *shape[1:])
+def rows_of(shape: tuple[int, ...], tensor: int, begin: int, end: int) -> View:
+    """Some rows of a tensor: a vocabulary without its padding, or the padding."""
+    lengths = (end - begin, *shape[1:])
     zero = (0,) * len(shape)
-    return View(lengths, (Box(tensor, shape, zero, zero, lengths),))
+    return View(lengths, (Box(tensor, shape, (begin, *zero[1:]), zero, lengths),))

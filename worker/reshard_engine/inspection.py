@@ -9,6 +9,7 @@ from reshard.models import Inspection, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.left_out import left_out
 from reshard_engine.possible_targets import possible_targets
+from reshard_engine.writers.cautions import sectioned
 
 
 def describe(checkpoint: Checkpoint) -> Inspection:
@@ -55,7 +56,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         files=sum(len(f.objects) for f in checkpoint.files),
         total_bytes=sum(f.size_bytes for f in checkpoint.files),
         foreign_globals=checkpoint.foreign_globals,
-        warnings=(*checkpoint.warnings, *_unexplained(checkpoint), *_left_out(checkpoint)),
+        warnings=(*checkpoint.warnings, *_cautions(checkpoint), *_left_out(checkpoint)),
         not_carried=checkpoint.not_carried,
         targets=possible_targets(checkpoint),
         tensors=tuple(infos),
@@ -67,8 +68,8 @@ def _left_out(checkpoint: Checkpoint) -> list[str]:
     return [] if lost is None else [lost]
 
 
-def _unexplained(checkpoint: Checkpoint) -> list[str]:
+def _cautions(checkpoint: Checkpoint) -> list[str]:
     names = checkpoint.unexplained
     if not names:
-        return []
+        return sectioned(checkpoint, None) if checkpoint.world.get("tp", 1) > 1 else []
     return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed(names, 20)}"]

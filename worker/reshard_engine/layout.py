@@ -165,6 +165,8 @@ class Pointer:
 
     name: str
     content: bytes
+    beside: tuple[tuple[str, bytes], ...] = ()
+    """Names and contents of small files that go with it, for other tools; they are there before it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,19 @@ from reshard_engine.cuts import Cut, CutError, taken
 from reshard_engine.left_out import left_out
 from reshard_engine.peft_names import adapter_names, adapter_parts, refuse_other_methods
 from reshard_engine.peft_run import lacks_base
+from reshard_engine.writers.cautions import HOW_TO_SAY, uncut
 from reshard_engine.writers.optimizer_states import group_nodes, states_to_write
 from reshard_engine.writers.zero.autoep import fused_experts
 from reshard_engine.writers.zero.cutting import Cutter
 from reshard_engine.writers.zero.experts import experts_by_layer, require_divisible
 from reshard_engine.writers.zero.local import is_pipeline, local_models
+from reshard_engine.writers.zero.megatron_groups import megatron_grouped
 from reshard_engine.writers.zero.target import resolve
 from reshard_engine.writers.zero.writer import refuse_empty_groups, refuse_impossible_layout
 
-_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of tensor-parallel ranks that are tried."""
-_STAGES = (2, 3, 4, 6, 8, 12, 16)
+_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of pipeline stages that are tried."""
 
 
@@ -40,8 +42,17 @@ def possible_targets(checkpoint: Checkpoint) -> tuple[PossibleTarget, ...]:
     refusal = _refusal(lambda: (states_to_write(checkpoint), group_nodes(checkpoint)))
     if refusal is not None:
         return (_no("zero", refusal), _no("universal", refusal), *weights)
-    universal = PossibleTarget(name="universal", possible=True, detail="one directory for every stage and world")
-    return (*_native(checkpoint), universal, *weights)
+    return (*_native(checkpoint), _universal(checkpoint), *weights)
+
+
+def _universal(checkpoint: Checkpoint) -> PossibleTarget:
+    refusal, reason = _refusal(lambda: megatron_grouped(checkpoint, sharded=False)), uncut(checkpoint)
+    if refusal is not None:
+        return _no("universal", refusal)
+    detail = "one directory for every stage and world"
+    if reason is not None:
+        detail = f"one directory for every stage and number of data-parallel ranks; --tp 1 only: {reason}: {HOW_TO_SAY}"
+    return PossibleTarget(name="universal", possible=True, detail=detail)
 
 
 def _adapters(checkpoint: Checkpoint) -> list[PossibleTarget]:
@@ -92,6 +103,7 @@ def _asked(checkpoint: Checkpoint, layout: NativeLayout) -> None:
     request = ConvertRequest(source=source, target="-", to=TargetFormat.ZERO, layout=layout)
     target = resolve(checkpoint, request)
     refuse_impossible_layout(target, checkpoint)
+    megatron_grouped(checkpoint, sharded=target.stage == 3)
     if layout.pp > 1:
         count = len(group_nodes(checkpoint))
         refuse_empty_groups(local_models(checkpoint, target, Cutter(checkpoint, 1, None, dtype=target.dtype)), count)
@@ -101,12 +113,10 @@ def _tensor_parallel(checkpoint: Checkpoint) -> PossibleTarget:
     unknown = [p.fqn for p in checkpoint.parameters if p.cut is None]
     if unknown:
         reason = f"nothing says how {len(unknown)} parameters would be cut: --rules FILE or --family NAME"
-        return _no("zero --tp", reason)
+        return _no("zero --tp", f"above 1 {reason}")
     # Layers repeat: a few kinds of parameters stand for thousands.
     kinds = {(p.cut, p.shape) for p in checkpoint.parameters if p.cut is not None}
     sizes = [n for n in _SIZES if all(_divides(cut, shape, n) for cut, shape in kinds)]
-    if not sizes:
-        return _no("zero --tp", "no number divides every parameter")
     text = f"{', '.join(map(str, sizes))} (tried up to {_SIZES[-1]}); not at stage 0"
     return PossibleTarget(name="zero --tp", possible=True, detail=text)
 
@@ -117,8 +127,6 @@ def _pipeline(checkpoint: Checkpoint) -> PossibleTarget:
     most = len({p.layer for p in checkpoint.trained})
     tried = {n: _refusal(lambda n=n: _asked(checkpoint, _stages(n))) for n in _STAGES if n <= most}
     works = [str(n) for n, refusal in tried.items() if refusal is None]
-    if not works:
-        return _no("zero --pp", next(iter(tried.values()), None) or "one layer")
     limit = max(tried)
     detail = f"{', '.join(works)} (tried up to {limit}, stage sizes as by default); stages 1 and bf16"
     return PossibleTarget(name="zero --pp", possible=True, detail=detail)
@@ -133,9 +141,7 @@ def _experts(checkpoint: Checkpoint) -> list[PossibleTarget]:
     counts += [shape[0] for shape in fused_experts(checkpoint).values()]
     if not counts:
         return []
-    sizes = [n for n in range(2, min(counts) + 1) if _refusal(lambda n=n: require_divisible(counts, n, n)) is None]
-    if not sizes:
-        return [_no("zero --ep", f"no number divides {min(counts)} experts")]
+    sizes = [n for n in range(1, min(counts) + 1) if _refusal(lambda n=n: require_divisible(counts, n, n)) is None]
     detail = f"{', '.join(map(str, sizes))}, if it divides --dp"
     return [PossibleTarget(name="zero --ep", possible=True, detail=detail)]
 

@@ -11,10 +11,9 @@ from dataclasses import replace
 from reshard.models import ConvertRequest, NameScheme
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.deepspeed_names import INFO
+from reshard_engine.megatron import ARGS, NO_PIPELINE_ARG, with_args
 from reshard_engine.pickles.nodes import (
-    Global,
     Node,
-    PObject,
     PTensorRef,
     is_mapping,
     mapping_items,
@@ -54,7 +53,8 @@ def _renamed(checkpoint: Checkpoint, scheme: NameScheme) -> Checkpoint:
         return checkpoint
     parameters = tuple(_parameter(p, names[p.fqn]) for p in checkpoint.parameters)
     extra_states = {names[n].name: node for n, node in checkpoint.extra_states.items()}
-    paths = [_path(new.name, scheme) for new in names.values()]
+    # In the model's order, which the order of groups is not.
+    order = dict.fromkeys((*(names[n].name for n in checkpoint.module_names() if n in names), *_names(names)))
     tensors = tuple(replace(t, fqn=names[t.fqn].name) if t.fqn in names else t for t in checkpoint.shard_map.tensors)
     return replace(
         checkpoint,
@@ -62,11 +62,15 @@ def _renamed(checkpoint: Checkpoint, scheme: NameScheme) -> Checkpoint:
         buffers=tuple(replace(b, fqn=names[b.fqn].name) for b in checkpoint.buffers),
         shared={a: names[o].name for a, o in checkpoint.shared.items() if o in names},
         shard_map=replace(checkpoint.shard_map, tensors=tensors),
-        model_state=_state(checkpoint, parameters, extra_states, scheme),
-        module_paths=tuple(paths),
+        model_state=_state(checkpoint, parameters, extra_states, tuple(order), scheme),
+        module_paths=tuple(_path(name, scheme) for name in order),
         extra_states=extra_states,
         stage_layers=(),
     )
+
+
+def _names(names: Mapping[str, Renamed]) -> list[str]:
+    return [new.name for new in names.values()]
 
 
 def _parameter(parameter: Parameter, new: Renamed) -> Parameter:
@@ -78,7 +82,11 @@ def _path(name: str, scheme: NameScheme) -> KeyPath:
 
 
 def _state(
-    checkpoint: Checkpoint, parameters: tuple[Parameter, ...], extra_states: Mapping[str, Node], scheme: NameScheme
+    checkpoint: Checkpoint,
+    parameters: tuple[Parameter, ...],
+    extra_states: Mapping[str, Node],
+    order: tuple[str, ...],
+    scheme: NameScheme,
 ) -> Node:
     if not is_mapping(checkpoint.model_state):
         return checkpoint.model_state
@@ -86,13 +94,9 @@ def _state(
         k: v for k, v in mapping_items(checkpoint.model_state, what="model states").items() if k not in _OF_ONE_SCHEME
     }
     weights = {p.fqn: p.weight if p.weight is not None else p.states.get("fp32") for p in parameters}
-    refs = {name: PTensorRef(number) for name, number in weights.items() if number is not None}
+    refs = {name: PTensorRef(number) for name in order if (number := weights.get(name)) is not None}
     plain = scheme is NameScheme.MEGATRON_PLAIN
     entries["module"] = nested_dict((_path(n, scheme), node) for n, node in {**refs, **extra_states}.items())
-    args = entries.get("args")
-    if isinstance(args, PObject) and isinstance(args.cls, Global) and is_mapping(args.state):
-        facts = dict(mapping_items(args.state, what="args"))
-        if "no_pipeline_parallel" in facts:
-            facts["no_pipeline_parallel"] = plain
-        entries["args"] = replace(args, state=mapping_of(facts))
+    if ARGS in entries:
+        entries[ARGS] = with_args(entries[ARGS], {NO_PIPELINE_ARG: plain})
     return mapping_of(entries)

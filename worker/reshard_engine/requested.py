@@ -45,10 +45,8 @@ def _dropped(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         trees += [(node, f"param_groups[{index}]") for index, node in enumerate(optimizer.param_groups)]
         trees += [(_tree(optimizer.extras), "optimizer_state_dict")]
     paths = dict.fromkeys(path for node, where in trees for path in foreign_paths(node, where))
-    found = tuple(
-        NotCarried(path=printable(p), reason="an object of a class that is not listed: dropped, as asked")
-        for p in paths
-    )
+    reason = "an object of a class that is not listed: dropped, as asked"
+    found = tuple(NotCarried(path=printable(path), reason=reason) for path in paths)
     return replace(checkpoint, not_carried=(*checkpoint.not_carried, *found))
 
 

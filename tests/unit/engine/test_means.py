@@ -16,6 +16,7 @@ from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.execute.means import mean_of
 from reshard_engine.readers.deepspeed.parallel import Joiner
 from reshard_engine.rules.cut_rules import AVERAGED, CutRules
+from reshard_engine.rules.layers import RuleLayers
 from reshard_engine.shardmap import ShardMap, ShardMapBuilder
 from reshard_engine.views import Box, View
 
@@ -150,7 +151,7 @@ def test_copies_that_cannot_be_averaged_are_refused() -> None:
 def test_the_joiner_averages_what_the_rule_names_and_compares_the_rest() -> None:
     builder = ShardMapBuilder()
     rules = CutRules({AVERAGED: [r"router\."], "tp_replicated_parameter_patterns": [r"norm\."]}, complete=True, what="")
-    joiner = Joiner(builder, rules, None, tp=2)
+    joiner = Joiner(builder, RuleLayers([rules]), None, tp=2)
 
     def join(name: str, state: str) -> int:
         parts = [builder.tensor(name, state, FLOAT32, (8,)) for _ in range(2)]

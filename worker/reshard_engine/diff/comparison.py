@@ -83,9 +83,16 @@ def diff_checkpoints(
         read_bytes=reading.read_bytes,
         sampled=options.sample,
         differences=tuple(sorted(found, key=_severity)),
-        notes=(*_rounding_notes(matching), *facts.notes),
+        notes=(*_rounding_notes(matching), *_padding_notes(matching), *facts.notes),
         seconds=time.monotonic() - started,
     )
+
+
+def _padding_notes(matching: Matching) -> list[str]:
+    return [
+        f"rows of padding behind {count} vocabularies are not compared: A has {a}, B has {b}"
+        for (a, b), count in matching.padded.items()
+    ]
 
 
 def _side(checkpoint: Checkpoint) -> DiffSide:

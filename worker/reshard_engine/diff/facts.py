@@ -9,6 +9,7 @@ from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, OptimizerState
 from reshard_engine.deepspeed_names import INFO, LAYOUT_NOTES, PARALLEL_DIMENSIONS
 from reshard_engine.diff.pairs import Matching, TensorPair
+from reshard_engine.megatron import ARGS, without_layout
 from reshard_engine.pickles.differences import TreeTensors, compare_trees, text_of
 from reshard_engine.pickles.nodes import Node, PObject, PTensorRef, is_mapping, mapping_items
 
@@ -121,7 +122,10 @@ class FactComparison:
     def _model_states(self, mine: Mapping[str | int, Node], theirs: Mapping[str | int, Node]) -> None:
         for key in dict.fromkeys((*mine, *theirs)):
             if key not in LAYOUT_KEYS:
-                self._tree((mine.get(key), theirs.get(key)), DifferenceKind.STATE, str(key))
+                nodes = (mine.get(key), theirs.get(key))
+                if key == ARGS:
+                    nodes = (without_layout(nodes[0]), without_layout(nodes[1]))
+                self._tree(nodes, DifferenceKind.STATE, str(key))
 
     def _extra_states(self, mine: Mapping[str, Node], theirs: Mapping[str, Node]) -> None:
         """Entries of the models' state dicts that are no tensors."""

@@ -42,6 +42,7 @@ class _Entry:
     states: Mapping[str, int]
     scalars: Mapping[str, Scalar]
     group: int | None
+    padding: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,12 @@ class Side:
     def __post_init__(self) -> None:
         tensors = self.checkpoint.shard_map.tensors
         entries = {
-            p.fqn: _Entry("trained" if p.trained else "frozen", p.shape, p.weight, p.states, p.scalars, p.group)
+            p.fqn: _Entry(role, p.shape, p.weight, p.states, p.scalars, p.group, p.padding)
             for p in self.checkpoint.parameters
+            for role in ["trained" if p.trained else "frozen"]
         }
         for buffer in self.checkpoint.buffers:
-            entries[buffer.fqn] = _Entry("buffer", tensors[buffer.tensor].shape, buffer.tensor, {}, {}, None)
+            entries[buffer.fqn] = _Entry("buffer", tensors[buffer.tensor].shape, buffer.tensor, {}, {}, None, {})
         object.__setattr__(self, "entries", entries)
 
     @property
@@ -93,6 +95,8 @@ class Matching:
         self.groups: Counter[tuple[int, int]] = Counter()
         """How many parameters are in a group of `a` and a group of `b`."""
         self.first_of: dict[tuple[int, int], str] = {}
+        self.padded: dict[tuple[int, int], int] = {}
+        """How many vocabularies have so many rows of padding on the sides, where these are not as many."""
         self.values = 0
         self._weights_only = weights_only
         met: set[str] = set()
@@ -134,6 +138,7 @@ class Matching:
             self._differ(DifferenceKind.SHAPE, name, "", str(list(mine.shape)), str(list(theirs.shape)))
             return
         self._weights(name, mine, theirs)
+        self._padding(name, mine, theirs)
         if not (self.a.knows_roles and self.b.knows_roles):
             return
         if mine.role != theirs.role:
@@ -192,6 +197,22 @@ class Matching:
                 for n, s in zip(numbers, (self.a, self.b), strict=True)
             ]
             self._differ(DifferenceKind.DTYPE, name, state, *names)
+
+    def _padding(self, name: str, mine: _Entry, theirs: _Entry) -> None:
+        """Rows behind a vocabulary's data, where both sides have as many of them."""
+        counts = [
+            max((s.tensor(n).shape[0] for n in e.padding.values()), default=0)
+            for s, e in ((self.a, mine), (self.b, theirs))
+        ]
+        if counts[0] != counts[1]:
+            self.padded[counts[0], counts[1]] = self.padded.get((counts[0], counts[1]), 0) + 1
+            return
+        for state in mine.padding if not self._weights_only else (MASTER, "weight"):
+            left, right = mine.padding.get(state), theirs.padding.get(state)
+            if left is None or right is None:
+                continue
+            if (dtype := self.a.tensor(left).dtype) is self.b.tensor(right).dtype:
+                self._take(self._pair(name, f"{state} of padding", left, right, dtype=dtype))
 
     def _take(self, pair: TensorPair) -> None:
         self.pairs.append(pair)

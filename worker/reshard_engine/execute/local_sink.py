@@ -249,10 +249,11 @@ class LocalSink:
 
     def _write_pointer(self, pointer: Pointer) -> None:
         temporary = f"{self._stem}pointer"
-        _write_file(temporary, pointer.content)
-        # Another attempt at this plan may have put the same content in place by now.
-        with suppress(FileNotFoundError):
-            os.replace(temporary, os.path.join(self._parent, pointer.name))
+        for name, content in (*pointer.beside, (pointer.name, pointer.content)):
+            _write_file(temporary, content)
+            # Another attempt at this plan may have put the same content in place by now.
+            with suppress(FileNotFoundError):
+                os.replace(temporary, os.path.join(self._parent, name))
         self._sync_directory(self._parent)
 
     def _sync(self) -> None:

@@ -352,8 +352,11 @@ class ObjectSink:
             self._put_pointer(pointer)
 
     def _put_pointer(self, pointer: Pointer) -> str:
+        facts = {PLAN_KEY: self._plan.digest}
+        for name, content in pointer.beside:
+            self._store.put(join(self._parent, name), content, metadata=facts, if_absent=False)
         path = join(self._parent, pointer.name)
-        self._store.put(path, pointer.content, metadata={PLAN_KEY: self._plan.digest}, if_absent=False)
+        self._store.put(path, pointer.content, metadata=facts, if_absent=False)
         return path
 
     def _is_claimed(self) -> bool:

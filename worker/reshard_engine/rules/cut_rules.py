@@ -37,6 +37,8 @@ HEADS = "parameter_with_heads"
 COLUMN = "parameter_with_column_parallelism_patterns"
 VOCAB_DIVISOR = "make_vocab_size_divisible_by"
 DEFAULT = "default"
+BEHIND = "family"
+"""Rules that stand behind those of a request: no key of a document."""
 PATTERN_LISTS = (REPLICATED, AVERAGED, ROW, VOCABULARY, TWO_SECTIONS, PIPELINE_REPLICATED, COLUMN)
 MAX_VERSION = 0.4
 WIDTHS_SINCE = 0.4
@@ -52,19 +54,20 @@ class _Sections:
 class CutRules:
     """How parameters are cut, by name."""
 
-    def __init__(self, facts: Mapping[str, Any], *, complete: bool, what: str) -> None:
+    def __init__(self, facts: Mapping[str, Any], *, complete: bool, what: str, stated: bool = False) -> None:
         """Check and compile rules.
 
         Args:
             facts: The lists, by DeepSpeed's keys; plain values.
             complete: Whether a parameter that no list names is cut along dimension 0, as DeepSpeed has it.
             what: Where they come from, for messages.
+            stated: Whether somebody said so. A checkpoint's metadata only mean it if their run cut anything.
 
         Raises:
             SourceError: `rules.invalid`, `source.unsupported_version`.
         """
         self.what = what
-        self._complete = complete
+        self._complete, self._stated = complete, stated
         self.version = as_number(facts.get(VERSION, 0.0), VERSION)
         if self.version > MAX_VERSION:
             raise SourceError(
@@ -99,12 +102,31 @@ class CutRules:
 
     @property
     def says_how_to_cut(self) -> bool:
-        """Whether any list tells cut parameters from whole ones: runs without tensor parallelism leave them empty."""
-        return bool(self._sections) or any(len(self._lists[k]) for k in (REPLICATED, ROW, TWO_SECTIONS, COLUMN))
+        """Whether any list tells cut parameters from whole ones: runs without tensor parallelism leave these empty.
 
-    def first_stage_counts(self, name: str) -> bool:
-        """Whether only the first pipeline stage's copy of a parameter is in use; vocabularies are tied, and equal."""
-        return self._lists[PIPELINE_REPLICATED].match(name) is not None and self._lists[VOCABULARY].match(name) is None
+        Gated halves prove nothing: Megatron-DeepSpeed names them whatever its tensor parallelism is, and the other
+        lists only where it is above 1 (`megatron/model/gpt_model.py`, `UniversalCheckpointInfo`).
+        """
+        return any(len(self._lists[k]) for k in (REPLICATED, ROW, COLUMN))
+
+    def names(self, name: str) -> bool:
+        """Whether a list that says how parameters are cut names this one."""
+        listed = (REPLICATED, AVERAGED, TWO_SECTIONS, ROW, COLUMN, VOCABULARY)
+        if any(self._lists[k].match(name) is not None for k in listed):
+            return True
+        return any(entry.patterns.match(name) is not None for entry in self._sections)
+
+    def is_vocabulary(self, name: str) -> bool:
+        """Whether a parameter's rows are a vocabulary's."""
+        return self._lists[VOCABULARY].match(name) is not None
+
+    def is_staged(self, name: str) -> bool:
+        """Whether several pipeline stages hold a parameter."""
+        return self._lists[PIPELINE_REPLICATED].match(name) is not None
+
+    def units_of(self, name: str) -> int | None:
+        """Heads that a parameter's cut dimension consists of; None where nothing says."""
+        return min((heads for patterns, heads in self._heads if patterns.match(name) is not None), default=None)
 
     def cut_of(self, name: str, locals_: Sequence[tuple[int, ...]]) -> Cut | None:
         """How a parameter is cut, of which the ranks hold parts of these shapes; None if no rule says.
@@ -126,19 +148,19 @@ class CutRules:
             raise SourceError(
                 "rules.contradiction",
                 f"{printable(name)}: {self.what} does not fit its parts: {error}",
-                fix="give rules that do: --rules FILE",
+                fix="give rules that do: --rules FILE, or --family NAME",
             ) from None
         if cut is None or cut.dim is None:
             return cut
-        units = [heads for patterns, heads in self._heads if patterns.match(name) is not None]
-        vocabulary = self.original_vocab_size if self._lists[VOCABULARY].match(name) is not None else None
+        units = self.units_of(name)
+        vocabulary = self.original_vocab_size if self.is_vocabulary(name) else None
         if self.automatic:
             # AutoTP pads no vocabulary: where rows do not divide, the first ranks hold one more.
             vocabulary = None
-        if self.automatic and not units and cut.widths:
+        if self.automatic and units is None and cut.widths:
             # Widths of ranks that differ by one unit have it as their common divisor: heads that share keys.
-            units = [sum(cut.widths[0]) // gcd(*cut.widths[0])]
-        return replace(cut, vocabulary=vocabulary, units=min(units, default=None), near_even=self.automatic)
+            units = sum(cut.widths[0]) // gcd(*cut.widths[0])
+        return replace(cut, vocabulary=vocabulary, units=units, near_even=self.automatic)
 
     def _cut_of(self, name: str, locals_: Sequence[tuple[int, ...]]) -> Cut | None:
         if self._lists[REPLICATED].match(name) is not None:
@@ -157,7 +179,7 @@ class CutRules:
         row = self._lists[ROW].match(name) is not None
         column = self._lists[COLUMN].match(name) is not None or self._lists[VOCABULARY].match(name) is not None
         # Metadata of a run that cut nothing leave the lists empty: then no list naming a parameter says nothing.
-        complete = self._complete and (len(locals_) > 1 or self.says_how_to_cut)
+        complete = self._complete and (len(locals_) > 1 or self._stated or self.says_how_to_cut)
         if not row and not column and not complete:
             return None
         dim = 1 if row else 0

@@ -7,6 +7,7 @@ Source: Megatron-DeepSpeed (main, July 2025) `megatron/model/gpt_model.py` (`uni
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,16 @@ _BLOOM: Mapping[str, Any] = {
 FAMILIES: Mapping[str, Mapping[str, Any]] = {"gpt-megatron": _GPT, "llama-megatron": _LLAMA, "bloom": _BLOOM}
 HEADED = [rf"{_LAYER}self_attention\.(query_key_value|query|key_value|key|value|dense)\."]
 """Parameters whose cut dimension consists of attention heads."""
+
+_UNUSED_COPY = re.compile(r"tied_modules\.embed\.position_embeddings\.weight")
+
+
+def is_unused_copy(name: str) -> bool:
+    """Whether Megatron's pipelines hold a parameter on their last stage too, and never look at it there.
+
+    The last stage ties the embedding for its words alone: positions stand beside them, get no gradient, and drift.
+    """
+    return _UNUSED_COPY.fullmatch(name) is not None
 
 
 SECTIONED_WARNING = (

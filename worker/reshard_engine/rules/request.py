@@ -1,4 +1,4 @@
-"""The rules that a request gives: a family's, with what its document says in their place."""
+"""The rules that a request gives: what its document says, and a family's behind it."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from typing import Any
 
 from reshard.diffs import DiffOptions
 from reshard.models import ConvertRequest
+from reshard_engine.rules.cut_rules import BEHIND
 from reshard_engine.rules.families import family_rules
 
 
 def requested_rules(request: ConvertRequest | DiffOptions) -> dict[str, Any] | None:
-    """Rules by DeepSpeed's keys; None if the request gives none.
+    """Rules by DeepSpeed's keys, a family's under `BEHIND`; None if the request gives none.
 
     Raises:
         RequestError: `request.invalid`.
     """
     if request.family is None and request.rules is None:
         return None
-    family = dict(family_rules(request.family)) if request.family is not None else {}
+    behind = {BEHIND: dict(family_rules(request.family))} if request.family is not None else {}
     if request.rules is None:
-        return family
+        return behind
     from reshard_engine.rules.documents import parse_rules  # brings a YAML parser, which few commands need
 
-    return family | parse_rules(request.rules)
+    return parse_rules(request.rules) | behind

@@ -17,6 +17,7 @@ from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
 from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.writers import not_carried
+from reshard_engine.writers.cautions import padding_left_out, sectioned
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -121,7 +122,10 @@ def lay_out_weights(
         }
         text = json.dumps(index, indent=2).encode() + b"\n"
         files.append(TargetFile(f"{stem}.{suffix}.index.json", literal_template(text), (), commit=True))
-    return TargetLayout(tuple(files), None, not_carried=_not_carried(checkpoint, request, extra_states))
+    warnings = padding_left_out(checkpoint, refilled=False)
+    warnings += sectioned(checkpoint, request) if checkpoint.world.get("tp", 1) > 1 else []
+    not_carried = _not_carried(checkpoint, request, extra_states)
+    return TargetLayout(tuple(files), None, tuple(warnings), not_carried=not_carried)
 
 
 def _not_carried(

@@ -35,6 +35,7 @@ from reshard_engine.pickles.nodes import (
 )
 from reshard_engine.writers import not_carried
 from reshard_engine.writers.atoms import cut_keys
+from reshard_engine.writers.cautions import padding_left_out, sectioned, uncut_warnings
 from reshard_engine.writers.optimizer_states import (
     ADAM_STATES,
     group_nodes,
@@ -44,6 +45,7 @@ from reshard_engine.writers.optimizer_states import (
 )
 from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template
 from reshard_engine.writers.zero.autoep import expert_keys, fused_experts
+from reshard_engine.writers.zero.megatron_groups import FOR_EVERY_STAGE, megatron_grouped, sharded_nodes
 
 PARAM_KEY = "param"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -61,7 +63,13 @@ class UniversalWriter:
         if request.dtype is not None or request.max_shard_bytes is not None:
             raise RequestError("request.invalid", "dtype and max_shard_bytes apply to consolidated weights only")
         require_optimizer(checkpoint, "a universal checkpoint")
+        source, checkpoint = checkpoint, megatron_grouped(checkpoint, sharded=False)
         states, warnings = _states_to_write(checkpoint)
+        if checkpoint is not source:
+            warnings.append(FOR_EVERY_STAGE)
+        warnings += uncut_warnings(checkpoint)
+        warnings += sectioned(checkpoint, request)
+        warnings += padding_left_out(checkpoint, refilled=True)
         files = _atoms(checkpoint, states)
         files += _step_files(checkpoint)
         if not request.exclude_frozen:
@@ -252,7 +260,10 @@ def _optimizer_state(checkpoint: Checkpoint) -> Node:
     groups: Node = PList(group_nodes(checkpoint))
     first = checkpoint.trained[0] if checkpoint.trained else None
     step: Node = scalar_node(_step(first)) if first is not None else 0
-    inner = mapping_of({"state": mapping_of({0: mapping_of({"step": step})}), "param_groups": groups})
+    # Stage 3 reads these, the other stages those at the top: Megatron-DeepSpeed has other groups there.
+    others = sharded_nodes(checkpoint)
+    sharded: Node = PList(others) if others else groups
+    inner = mapping_of({"state": mapping_of({0: mapping_of({"step": step})}), "param_groups": sharded})
     entries: dict[str | int, Node] = {**optimizer.extras}
     # Both loaders insist on it; the oldest version that wrote universal checkpoints stands in where it is unknown.
     entries.setdefault("ds_version", checkpoint.framework_version or "0.7.4")

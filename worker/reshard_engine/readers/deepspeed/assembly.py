@@ -26,7 +26,6 @@ from reshard_engine.readers.deepspeed.trees import ModelTrees
 from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.rules.cut_rules import AVERAGED
-from reshard_engine.rules.families import SECTIONED_WARNING, may_be_sectioned
 from reshard_engine.shardmap import ShardMapBuilder
 
 
@@ -68,7 +67,6 @@ class _Assembly:
 
     def __init__(self, run: ParsedRun, rules: Mapping[str, object] | None) -> None:
         self._run = run
-        self._own_rules = rules is None
         self._files = run.files
         self._number = {f: i for i, f in enumerate(self._files)}
         self._builder = ShardMapBuilder()
@@ -107,10 +105,13 @@ class _Assembly:
         first, model, module = piece.states[0], piece.model, self._modules[0]
         weights, loose, buffers = self._weights()
         parameters = [
-            replace(p, weight=self._weight_of(p, weights), layer=self._layer_of(p.fqn)) for p in self._trained
+            replace(p, weight=self._weight_of(p, weights), layer=self._layer_of(p.fqn), padding=self._padding_of(p))
+            for p in self._trained
         ]
-        loose = [replace(p, layer=self._layer_of(p.fqn)) for p in loose]
-        numbers = {p.fqn: p.weight for p in (*parameters, *loose) if p.weight is not None} | buffers
+        loose = [replace(p, layer=self._layer_of(p.fqn), padding=self._padding_of(p)) for p in loose]
+        held = {p.fqn: p.weight for p in (*parameters, *loose) if p.weight is not None} | buffers
+        # In the order of the model, which groups of parameters do not have.
+        numbers = {n: held[n] for n in dict.fromkeys((*weights, *held)) if n in held}
         trees = ModelTrees(self._builder, self._number)
         extra_states = self._copies.extra_states(self._extra_tables(), trees, ledger.policy, self._not_carried)
         optimizer = OptimizerState(
@@ -169,6 +170,9 @@ class _Assembly:
             tables[rank % tp] |= table
         return tables
 
+    def _padding_of(self, parameter: Parameter) -> Mapping[str, int]:
+        return self._joiner.padding.get(parameter.fqn, {})
+
     def _layer_of(self, name: str) -> int | None:
         return layer_of(name, self._run.layers) if self._run.layers else None
 
@@ -193,8 +197,6 @@ class _Assembly:
 
     def _warnings(self, first: RankStates) -> list[str]:
         found: list[str] = []
-        if self._run.tp > 1 and self._own_rules and any(map(may_be_sectioned, self._trained)):
-            found.append(SECTIONED_WARNING)
         if first.elastic:
             found.append(
                 "elastic (list-form) optimizer states carry no hyper-parameters: they come from ds_config, "

@@ -23,7 +23,8 @@ from reshard_engine.pickles.nodes import is_mapping, mapping_items
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.slices import Slice
 from reshard_engine.rules.affine import AffineMaps
-from reshard_engine.rules.cut_rules import CutRules
+from reshard_engine.rules.families import is_unused_copy
+from reshard_engine.rules.layers import RuleLayers
 from reshard_engine.shardmap import ShardMapBuilder
 from reshard_engine.views import Column, Runs, View
 
@@ -63,7 +64,9 @@ def degrees(model: ModelStates, ranks: int, layer_ranks: int) -> tuple[int, int]
 class Joiner:
     """Puts the slices of all model-parallel ranks together."""
 
-    def __init__(self, builder: ShardMapBuilder, rules: CutRules | None, affine: AffineMaps | None, *, tp: int) -> None:
+    def __init__(
+        self, builder: ShardMapBuilder, rules: RuleLayers | None, affine: AffineMaps | None, *, tp: int
+    ) -> None:
         """For `tp` tensor-parallel ranks."""
         self._builder, self._rules, self._affine, self._tp = builder, rules, affine, tp
         self.agreements: list[Agreement] = []
@@ -71,6 +74,8 @@ class Joiner:
         self.vocab_rows: int | None = None
         self.averaged: dict[str, None] = {}
         """Parameters whose copies may differ, and are averaged."""
+        self.padding: dict[str, dict[str, int]] = {}
+        """Rows behind the data of vocabularies, by parameter and state."""
         self._copies: dict[tuple[str, str], tuple[int, ...]] = {}
         self._cuts: dict[str, Cut | None] = {}
 
@@ -167,7 +172,11 @@ class Joiner:
         if data != shape:
             if len(tensors) == 1 and cut.shape_in(shape) != shape:
                 raise _contradiction(name, CutError("a vocabulary in another shape than its own"))
-            whole = self._view(name, state, rows_of(shape, whole, data[0]), data)
+            behind = rows_of(shape, whole, data[0], shape[0])
+            padding = self._view(f"{name}@padding", state, behind, behind.grid)
+            # Of copies on several pipeline stages the first counts.
+            self.padding.setdefault(name, {}).setdefault(state, padding)
+            whole = self._view(name, state, rows_of(shape, whole, 0, data[0]), data)
         return whole
 
     def _layout(self, name: str, tensors: Sequence[int], cut: Cut, shape: tuple[int, ...]) -> View:
@@ -214,6 +223,8 @@ class Joiner:
             )
         # A module shared by stages is there whole on each, and only what it is tied by is kept equal: of the rest, such
         # as position embeddings beside tied word embeddings, the first stage's copy is the one in use.
+        if is_unused_copy(first.fqn):
+            return
         unused = self._rules is not None and self._rules.first_stage_counts(first.fqn)
         for key, tensor in first.states.items():
             where = "another pipeline stage"
@@ -235,5 +246,7 @@ def _same(a: View, b: View) -> bool:
 
 def _contradiction(name: str, error: Exception) -> SourceError:
     return SourceError(
-        "rules.contradiction", f"{printable(name)}: {error}", fix="give rules that fit its parts: --rules FILE"
+        "rules.contradiction",
+        f"{printable(name)}: {error}",
+        fix="give rules that fit its parts: --rules FILE, or --family NAME",
     )

@@ -1,20 +1,17 @@
 """What of a run's own state names its layout, rewritten for the target: arguments, rules, random states.
 
-Source: Megatron-DeepSpeed (July 2025) `megatron/checkpointing.py` (`check_checkpoint_args` compares parallel sizes),
-`megatron/arguments.py` (`padded_vocab_size`); deepspeed 0.19.8 `checkpoint/constants.py`.
+Source: `reshard_engine.megatron` for the arguments; deepspeed 0.19.8 `checkpoint/constants.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from reshard_engine.deepspeed_names import INFO
+from reshard_engine.megatron import ARGS, PADDED_VOCAB_ARG, VOCAB_DIVISOR_ARG, with_args
 from reshard_engine.pickles.nodes import (
-    Global,
     Node,
     PList,
-    PObject,
     PTuple,
     is_mapping,
     mapping_items,
@@ -34,14 +31,14 @@ def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | No
         "pipeline_model_parallel_size": layout.pp,
         "data_parallel_size": layout.dp,
         "world_size": layout.dp * layout.tp * layout.pp,
+        "moe_expert_parallel_size": layout.ep,
     }
     if vocab_rows is not None:
-        sizes["padded_vocab_size"] = vocab_rows
-    args = state.get("args")
-    if isinstance(args, PObject) and isinstance(args.cls, Global) and args.cls.dotted == "argparse.Namespace":
-        entries = dict(mapping_items(args.state, what="args")) if is_mapping(args.state) else {}
-        entries |= {k: v for k, v in sizes.items() if k in entries}
-        found["args"] = replace(args, state=mapping_of(entries))
+        sizes[PADDED_VOCAB_ARG] = vocab_rows
+    if layout.vocab_divisor is not None:
+        sizes[VOCAB_DIVISOR_ARG] = layout.vocab_divisor
+    if ARGS in found:
+        found[ARGS] = with_args(found[ARGS], sizes)
     if is_mapping(state.get(INFO)):
         facts = dict(mapping_items(state[INFO], what=INFO))
         if vocab_rows is not None and PADDED_VOCAB in facts:

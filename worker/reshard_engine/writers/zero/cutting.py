@@ -6,7 +6,7 @@ from math import prod
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.cuts import Cut, CutError, local_grid, parts, require_units, taken
+from reshard_engine.cuts import Cut, CutError, local_grid, parts, require_units, rows_of, taken
 from reshard_engine.dtypes import Dtype
 from reshard_engine.layout import ZEROS
 from reshard_engine.shardmap import StoredTensor
@@ -35,8 +35,10 @@ class Cutter:
         cut = self._cut_of(parameter)
         try:
             shape = self._shape(cut, parameter.shape, rank)
-            states = {s: self._runs(cut, parameter.shape, n, rank) for s, n in parameter.states.items()}
-            weight = self._runs(cut, parameter.shape, best, rank)
+            behind = parameter.padding
+            states = {s: self._runs(cut, parameter, n, rank, behind.get(s)) for s, n in parameter.states.items()}
+            shown = "weight" if best == parameter.weight else "fp32"
+            weight = self._runs(cut, parameter, best, rank, behind.get(shown))
         except CutError as error:
             raise RequestError(
                 "request.unsatisfiable",
@@ -95,16 +97,13 @@ class Cutter:
             return local_grid(cut, shape, self._tp, rank)
         return (numel // prod(shape[1:]), *shape[1:])
 
-    def _runs(self, cut: Cut, shape: tuple[int, ...], tensor: int, rank: int) -> tuple[Run, ...]:
+    def _runs(self, cut: Cut, parameter: Parameter, tensor: int, rank: int, padding: int | None) -> tuple[Run, ...]:
+        shape = parameter.shape
         numel = prod(shape)
         if cut.dim is None:
             return ((tensor, 0, numel),)
         if cut.vocabulary is not None:
-            rows, row = self._rows(cut, shape) // self._tp, prod(shape[1:])
-            low, high = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
-            data = ((tensor, low * row, high * row),) if high > low else ()
-            padding = rows - (high - low)
-            return (*data, (ZEROS, 0, padding * row)) if padding else data
+            return self._vocabulary_runs(cut, shape, (tensor, padding), rank)
         require_units(cut, self._tp)
         grid = cut.shape_in(shape)
         inside = parts(cut, grid[cut.dim], self._tp, rank)
@@ -113,6 +112,36 @@ class Cutter:
             return ((tensor, inside[0].start * step, (inside[0].start + inside[0].width) * step),)
         number = self._part(cut, shape, tensor, rank)
         return ((number, 0, prod(self.parts[number - self._first][1].grid)),)
+
+    def _vocabulary_runs(
+        self, cut: Cut, shape: tuple[int, ...], tensors: tuple[int, int | None], rank: int
+    ) -> tuple[Run, ...]:
+        """Rows of data, of the source's padding as far as it goes, and zeros."""
+        data, padding = tensors
+        rows, row = self._rows(cut, shape) // self._tp, prod(shape[1:])
+        kept = 0
+        if padding is not None:
+            there = self._checkpoint.shard_map.tensors[padding].shape
+            kept = min(there[0], rows * self._tp - shape[0])
+            padding = padding if kept == there[0] else self._padding_part(padding, there, kept)
+        found: list[Run] = []
+        first = 0
+        for tensor, count in ((data, shape[0]), (padding, kept), (ZEROS, rows * self._tp - shape[0] - kept)):
+            low, high = max(rank * rows, first), min((rank + 1) * rows, first + count)
+            if tensor is not None and high > low:
+                start = 0 if tensor == ZEROS else (low - first) * row
+                found.append((tensor, start, start + (high - low) * row))
+            first += max(count, 0)
+        return tuple(found)
+
+    def _padding_part(self, padding: int, there: tuple[int, ...], kept: int) -> int:
+        """The first rows of a padding: a tensor of its own, since digests are of whole tensors."""
+        known = self._numbers.get((padding, -1))
+        if known is None:
+            stored, view = self._checkpoint.shard_map.tensors[padding], rows_of(there, padding, 0, kept)
+            self.parts.append((StoredTensor(stored.fqn, stored.state, stored.dtype, view.grid), view))
+            known = self._numbers[padding, -1] = self._first + len(self.parts) - 1
+        return known
 
     def _part(self, cut: Cut, shape: tuple[int, ...], tensor: int, rank: int) -> int:
         known = self._numbers.get((tensor, rank))

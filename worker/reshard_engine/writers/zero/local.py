@@ -14,7 +14,7 @@ from reshard.errors import RequestError, printable
 from reshard.models import NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.deepspeed_names import TIED
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
+from reshard_engine.megatron import is_megatron
 from reshard_engine.pickles.state_dict import KeyPath, name_of
 from reshard_engine.writers.zero.autoep import fused_experts
 from reshard_engine.writers.zero.cutting import Cutter
@@ -100,27 +100,32 @@ def _boundaries(checkpoint: Checkpoint, layout: NativeLayout, ordered: Sequence[
         if parameter.trained:
             weights[layer] = weights.get(layer, 0) + (size // layout.tp if cut else size)
         shapes.setdefault(layer, []).append((parameter.fqn.partition(".")[2], parameter.shape))
-    tied = any(p.fqn.startswith(TIED) for p in ordered)
+    tied = _is_tied(ordered)
     if layout.partition_method is None:
         if checkpoint.stage_layers and len(checkpoint.stage_layers) == layout.pp:
             # As many stages as before: their layers are the source's.
             first = ",".join(map(str, (0, *checkpoint.stage_layers[1:])))
             layout = layout.model_copy(update={"partition_method": first})
-        elif _is_megatron(checkpoint):
+        elif is_megatron(checkpoint.model_state):
             layout = layout.model_copy(update={"partition_method": "type:transformer"})
         else:
             raise RequestError(
                 "request.invalid",
                 f"which layers {layout.pp} stages hold depends on the model's partition_method",
-                fix="--partition-method uniform|parameters|type:REGEX, or each stage's first layer: 0,3,6",
+                fix="--partition-method parameters|type:REGEX, --partition-method uniform --pipeline-layers N (layers "
+                f"without parameters included, at least {_layers_named(ordered)}), or each stage's first layer: 0,3,6",
             )
     kinds = {layer: tuple(sorted(map(repr, names))) for layer, names in shapes.items()}
     return boundaries(layout, weights, kinds, tied=tied)
 
 
-def _is_megatron(checkpoint: Checkpoint) -> bool:
-    state = mapping_items(checkpoint.model_state, what="model states") if is_mapping(checkpoint.model_state) else {}
-    return "args" in state and "checkpoint_version" in state
+def _is_tied(ordered: Sequence[Parameter]) -> bool:
+    return any(p.fqn.startswith(TIED) for p in ordered)
+
+
+def _layers_named(ordered: Sequence[Parameter]) -> int:
+    """How many layers there are at least; what is tied comes again behind the last one that has a number."""
+    return max((p.layer or 0 for p in ordered), default=0) + (2 if _is_tied(ordered) else 1)
 
 
 def _paths(checkpoint: Checkpoint) -> tuple[KeyPath, ...]:

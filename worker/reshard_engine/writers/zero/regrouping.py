@@ -43,7 +43,9 @@ def regrouped(checkpoint: Checkpoint, ep: int) -> Checkpoint:
         found += [(run[0], part) for part in cut]
     if [[p.fqn for p in part] for _, part in found] == [[p.fqn for p in part] for part in old]:
         return checkpoint
-    return _with_groups(checkpoint, optimizer, found)
+    origins = [origin for origin, _ in found]
+    groups = [(optimizer.param_groups[origin], part) for origin, part in found]
+    return with_groups(checkpoint, optimizer, groups, origins=origins)
 
 
 def _spread(node: Node) -> int | None:
@@ -128,16 +130,26 @@ def _same(a: Node, b: Node) -> bool:
     return bool(left == right)
 
 
-def _with_groups(
-    checkpoint: Checkpoint, optimizer: OptimizerState, groups: Sequence[tuple[int, Sequence[Parameter]]]
+def with_groups(
+    checkpoint: Checkpoint,
+    optimizer: OptimizerState,
+    groups: Sequence[tuple[Node, Sequence[Parameter]]],
+    *,
+    origins: Sequence[int],
 ) -> Checkpoint:
+    """The checkpoint with other param groups: their hyper-parameters and their members, in order.
+
+    Args:
+        checkpoint: The source.
+        optimizer: Its optimizer's state.
+        groups: The new groups.
+        origins: Per new group an old one that it comes from: its entries in the scheduler's lists are that one's.
+    """
     parameters = [replace(p, group=index) for index, (_, members) in enumerate(groups) for p in members]
-    origins = [origin for origin, _ in groups]
-    nodes = tuple(optimizer.param_groups[origin] for origin in origins)
     return replace(
         checkpoint,
         parameters=(*parameters, *checkpoint.frozen),
-        optimizer=replace(optimizer, param_groups=nodes),
+        optimizer=replace(optimizer, param_groups=tuple(node for node, _ in groups)),
         model_state=_with_schedules(checkpoint.model_state, origins, len(optimizer.param_groups)),
     )
 

@@ -71,7 +71,7 @@ def boundaries(
     raise RequestError(
         "request.invalid",
         f"partition_method {printable(method)!r} is none that is known",
-        fix="uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6",
+        fix="uniform, parameters, type:REGEX (uniform with --pipeline-layers N), or each stage's first layer: 0,3,6",
     )
 
 

@@ -17,7 +17,9 @@ from reshard.models import ConvertRequest, NativeLayout, NotCarried, OpaquePolic
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.deepspeed_names import LATEST, TIED
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
-from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of, ordered_dict
+from reshard_engine.megatron import ITERATION, TRACKER, is_megatron
+from reshard_engine.pickles.nodes import Node, PTensorRef, is_mapping, mapping_items, mapping_of, ordered_dict
+from reshard_engine.writers.cautions import padding_changes, sectioned
 from reshard_engine.writers.not_carried import AS_ASKED, named, random_states
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.writers.trees import tree_template
@@ -27,6 +29,7 @@ from reshard_engine.writers.zero.cutting import Cutter
 from reshard_engine.writers.zero.experts import expert_of, experts_by_layer, require_divisible
 from reshard_engine.writers.zero.flat import FlatStates
 from reshard_engine.writers.zero.local import is_pipeline, local_models
+from reshard_engine.writers.zero.megatron_groups import group_changes, megatron_grouped
 from reshard_engine.writers.zero.model import LocalModel
 from reshard_engine.writers.zero.model_states import ModelStatesFiles, run_state_of
 from reshard_engine.writers.zero.optimizer import Groups, trained_groups
@@ -50,7 +53,8 @@ class ZeroWriter:
         require_optimizer(checkpoint, "a native checkpoint")
         target = resolve(checkpoint, request)
         refuse_impossible_layout(target, checkpoint)
-        checkpoint = regrouped(checkpoint, target.layout.ep)
+        source = checkpoint
+        checkpoint = megatron_grouped(regrouped(checkpoint, target.layout.ep), sharded=target.stage == 3)
         rows = _vocab_rows(checkpoint, target.layout)
         cutter = Cutter(checkpoint, target.layout.tp, rows, dtype=target.dtype)
         models = local_models(checkpoint, target, cutter)
@@ -64,7 +68,10 @@ class ZeroWriter:
         for model in models:
             files.add(model)
         warnings = [*_rng_warnings(state, checkpoint, target), *_vocab_warnings(checkpoint, target, rows)]
-        pointer = Pointer(LATEST, name.encode())
+        warnings += group_changes(source, checkpoint)
+        warnings += padding_changes(checkpoint, rows)
+        warnings += sectioned(checkpoint, request) if target.tp_changes else []
+        pointer = Pointer(LATEST, name.encode(), beside=_tracker(checkpoint))
         return TargetLayout(
             (*files.bodies, *files.commits), pointer, tuple(warnings), parts, _not_carried(checkpoint, target)
         )
@@ -147,6 +154,13 @@ def _vocab_warnings(checkpoint: Checkpoint, target: Target, rows: int | None) ->
     return [f"{text}; a model with another number refuses them, and --vocab-divisor says the right one"]
 
 
+def _tracker(checkpoint: Checkpoint) -> tuple[tuple[str, bytes], ...]:
+    """The file of Megatron's tools beside `latest`: the number of the iteration, as text."""
+    state = checkpoint.model_state
+    iteration = mapping_items(state, what="model states").get(ITERATION) if is_mapping(state) else None
+    return ((TRACKER, str(iteration).encode()),) if is_megatron(state) and type(iteration) is int else ()
+
+
 class _Files:
     """Collects the files of all ranks."""
 
@@ -215,7 +229,9 @@ class _Files:
 
     def _add_layers(self, model: LocalModel, files: ModelStatesFiles) -> None:
         layers: dict[int, dict[str, Node]] = {}
-        for parameter in model.parameters:
+        # In the model's order: what groups parameters anew has no other place to see it.
+        place = {name: i for i, name in enumerate(self._checkpoint.module_names())}
+        for parameter in sorted(model.parameters, key=lambda p: place.get(p.fqn, 0)):
             if (layer := model.layers.get(parameter.fqn)) is not None:
                 inner = parameter.fqn.removeprefix(f"{layer}.")
                 if parameter.fqn.startswith(TIED):
