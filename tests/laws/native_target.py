@@ -149,7 +149,8 @@ def _sharded(pieces: list[Any], shapes: Mapping[str, Any]) -> Iterator[tuple[str
 
 def _module(model: dict[str, Any], ranks: list[dict[str, Any]], *, sharded: bool) -> Iterator[tuple[str, Bits]]:
     buffers, aliases = set(model["buffer_names"]), model["shared_params"]
-    shares: dict[str, Any] = model["frozen_param_shapes"] or {}
+    # As DeepSpeed's loader asks: a source of stages 0 and 1 does not say that it left no frozen weights out.
+    shares: dict[str, Any] = model.get("frozen_param_shapes") or {}
     for name, tensor in model["module"].items():
         if name in aliases:
             owner = model["module"][aliases[name]]

@@ -121,7 +121,7 @@ def expected_atoms(run: Trained) -> dict[str, RawTensor]:
         zeros = {fqn: RawTensor("F32", m.shape, bytes(len(m.data))) for fqn, m in masters.items()}
         atoms |= {f"{state}/{fqn}": zero for state in _ADAM_STATES for fqn, zero in zeros.items()}
     # What the optimizer does not own: frozen parameters, and trainable ones without elements.
-    loose = truth.kind("frozen") | {k: v for k, v in truth.kind("module").items() if k not in masters}
+    loose = {k: v for k, v in (truth.kind("frozen") | truth.kind("module")).items() if k not in masters}
     return atoms | {f"fp32/{fqn}": cast(value, torch.float32) for fqn, value in loose.items()}
 
 

@@ -114,6 +114,12 @@ def build_model(case: Case, seed: int) -> TinyLM:
     return TinyLM(case)
 
 
+def freeze_late(model: Any) -> None:
+    """Freezes a matrix and a vector, in the middle of the flat order, of a model whose optimizer has them already."""
+    model.layers[1].up.weight.requires_grad_(False)
+    model.layers[1].norm.bias.requires_grad_(False)
+
+
 def param_groups(case: Case, model: nn.Module) -> list[Any]:
     """Trainable parameters as DeepSpeed's ``model_parameters``; frozen ones stay out, as frameworks do it."""
     trainable = [p for p in model.parameters() if p.requires_grad]

@@ -54,6 +54,11 @@ ALWAYS = (
     ("z3_nvme", 3),
     ("z3_nvme_two_groups", 1),
     ("z2_legacy_stream", 3),
+    ("z1_frozen_late", 3),
+    ("z2_frozen_late", 3),
+    ("z3_frozen_late", 3),
+    ("z2_frozen_late_only", 1),
+    ("z3_frozen_late_only", 3),
 )
 # The files of an elastic save have no hyper-parameters, and those of a nameless stage 0 no states to write.
 _WITHOUT_STATE = ("z1_elastic", "z0_before_first_step")
@@ -71,6 +76,9 @@ STAGE_CHANGES = (
     ("z2_fp16_skipped", 3),
     ("z0_fp16", 1),
     ("z2_fp16_skipped", 0),
+    ("z2_frozen_late", 3),
+    ("z3_frozen_late", 2),
+    ("z3_frozen_late_only", 1),
 )
 
 

@@ -53,6 +53,8 @@ class Parameter:
     """How tensor parallelism cuts it; None where nothing says."""
     layer: int | None = None
     """The pipeline layer whose weights it is among; None in a run that is no pipeline."""
+    frozen_late: bool = False
+    """Whether the optimizer owns it, and the run had frozen it since: DeepSpeed saves and loads it as frozen, too."""
 
     @property
     def trained(self) -> bool:
@@ -146,6 +148,8 @@ class Checkpoint:
     """Configuration, tokenizer and the like by file name, where they are to lie beside the weights."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
+    frozen_left_out: bool = False
+    """Whether the save left out frozen weights, or may have (`exclude_frozen_parameters`): what is here is not all."""
 
     def __post_init__(self) -> None:
         """Prove that every state of a parameter has the parameter's shape, and that tensors share bytes within reason.

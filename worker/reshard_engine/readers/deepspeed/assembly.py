@@ -84,7 +84,13 @@ class _Assembly:
         first, model, module = piece.states[0], piece.model, self._modules[0]
         weights, loose, buffers = self._weights()
         parameters = [
-            replace(p, weight=self._weight_of(p, weights), layer=self._layer_of(p.fqn)) for p in self._trained
+            replace(
+                p,
+                weight=self._weight_of(p, weights),
+                layer=self._layer_of(p.fqn),
+                frozen_late=any(p.fqn in m.frozen_late for m in self._modules),
+            )
+            for p in self._trained
         ]
         loose = [replace(p, layer=self._layer_of(p.fqn)) for p in loose]
         numbers = {p.fqn: p.weight for p in (*parameters, *loose) if p.weight is not None} | buffers
@@ -123,6 +129,7 @@ class _Assembly:
             vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
             vocab_rows=self._joiner.vocab_rows,
             unexplained=tuple(self._joiner.unexplained),
+            frozen_left_out=any(m.leaves_out_frozen(first.stage) for s in self._slices for m in s.models),
         )
 
     def _layer_of(self, name: str) -> int | None:

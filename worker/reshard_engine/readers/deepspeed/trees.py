@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.deepspeed_names import FROZEN_FRAGMENTS
 from reshard_engine.pickles.nodes import (
     Node,
     PDict,
@@ -69,11 +70,11 @@ class TreeTensors:
                 continue
             if key == "module":
                 entries[key] = self._module(value, numbers, module.shared)
-            elif key == "frozen_param_fragments":
-                refs: dict[str, Node] = {
-                    n: PTensorRef(i) for n, i in module.frozen_numbers.items() if n in dict(model.frozen_shapes)
-                }
-                entries[key] = ordered_dict(refs) if refs else None
+            elif key == FROZEN_FRAGMENTS:
+                # An empty mapping says that there are none, None that they were left out.
+                whole = {**module.frozen_numbers, **module.weights}
+                refs: dict[str, Node] = {n: PTensorRef(whole[n]) for n, _ in model.frozen_shapes if n in whole}
+                entries[key] = ordered_dict(refs) if is_mapping(value) else None
             elif key == "optimizer":
                 entries[key] = None
             else:
