@@ -175,6 +175,7 @@ def _zoo() -> dict[str, Case]:
         Case("z3_nvme", 3, "fp32", sub_group_size=150, nvme="optimizer", scheduler=True),
         Case("z3_nvme_two_groups", 3, "bf16", sub_group_size=150, two_groups=True, nvme="parameters"),
         Case("z1_elastic", 1, "bf16", elastic=True),
+        Case("z2_elastic", 2, "fp32", elastic=True),
         Case("z2_sgd", 2, "bf16", optimizer="sgd"),
         Case("z3_sgd", 3, "bf16", optimizer="sgd"),
         Case("z1_adagrad", 1, "bf16", optimizer="adagrad"),

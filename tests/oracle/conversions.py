@@ -177,8 +177,6 @@ def _module_problems(module: dict[str, RawTensor], run: Trained) -> Iterator[str
 def _optimizer_problems(found: Universal, run: Trained) -> Iterator[str]:
     optimizer, truth = found.optimizer, run.truth
     wanted = [{k: v for k, v in group.items() if k != "names"} for group in truth.meta["groups"]]
-    if run.case.elastic:  # list-form states carry no hyper-parameters: ours come from ds_config
-        wanted = [{k: group[k] for k in ("lr", "betas", "eps", "weight_decay")} for group in wanted]
     for where in (optimizer, optimizer["optimizer_state_dict"]):
         groups = [{k: v for k, v in group.items() if k != "params"} for group in plain(where["param_groups"])]
         if groups != wanted:

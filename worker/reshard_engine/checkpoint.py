@@ -5,6 +5,7 @@ The hub between readers and writers: neither side knows the other's format.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -152,11 +153,14 @@ class Checkpoint:
     """Whether the save left out frozen weights, or may have (`exclude_frozen_parameters`): what is here is not all."""
 
     def __post_init__(self) -> None:
-        """Prove that every state of a parameter has the parameter's shape, and that tensors share bytes within reason.
+        """Prove that names are distinct, states have their parameter's shape, and tensors share bytes within reason.
 
         Raises:
-            SourceError: `checkpoint.malformed`, `tensor.amplification`.
+            SourceError: `checkpoint.ambiguous`, `checkpoint.malformed`, `tensor.amplification`.
         """
+        owners = Counter((*(p.fqn for p in self.parameters), *(b.fqn for b in self.buffers)))
+        if twice := next((name for name, count in owners.items() if count > 1), None):
+            raise SourceError("checkpoint.ambiguous", f"{printable(twice)} is two tensors of the checkpoint")
         tensors = self.shard_map.tensors
         computed = {*self.shard_map.views, *self.shard_map.means, *self.shard_map.merges}
         stored = (t for i, t in enumerate(tensors) if i not in computed)

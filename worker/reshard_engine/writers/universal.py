@@ -34,6 +34,7 @@ from reshard_engine.pickles.nodes import (
     ordered_dict,
 )
 from reshard_engine.writers.atoms import cut_keys
+from reshard_engine.writers.configured_groups import configured_warnings
 from reshard_engine.writers.optimizer_states import (
     ADAM_STATES,
     group_nodes,
@@ -66,6 +67,7 @@ class UniversalWriter:
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
+        warnings = [*warnings, *configured_warnings(checkpoint)]
         return TargetLayout(tuple(files), Pointer(LATEST_UNIVERSAL, name.encode()), tuple(warnings))
 
 

@@ -161,7 +161,8 @@ class ModelStatesFiles:
         found: dict[str, Node] = {}
         for parameter in self._model.frozen:
             if self._target.stage == 2:
-                found[parameter.fqn] = self.weight_node(parameter)
+                # As in `module`, so that it is written once: of what was frozen late a part of its group's tensor.
+                found[parameter.fqn] = self._flat.get(parameter.fqn) or self.weight_node(parameter)
                 continue
             ranks = self._target.dp
             runs = tuple(share_of(parameter.weight, parameter.numel, rank, ranks))

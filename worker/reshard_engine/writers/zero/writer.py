@@ -18,6 +18,7 @@ from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.deepspeed_names import LATEST, TIED
 from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of, ordered_dict
+from reshard_engine.writers.configured_groups import configured_warnings
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.writers.trees import tree_template
 from reshard_engine.writers.zero.autoep import expert_weights, fused_experts, layer_numbers, refuse_impossible
@@ -61,7 +62,11 @@ class ZeroWriter:
         files = _Files(whole, target, groups, state, opaque=request.opaque)
         for model in models:
             files.add(model)
-        warnings = [*_rng_warnings(state, checkpoint, target), *_vocab_warnings(checkpoint, target, rows)]
+        warnings = [
+            *configured_warnings(checkpoint),
+            *_rng_warnings(state, checkpoint, target),
+            *_vocab_warnings(checkpoint, target, rows),
+        ]
         pointer = Pointer(LATEST, name.encode())
         return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts)
 
