@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.optimization import Adafactor
 
 from oracle.cases import GLOBAL_BATCH, Case
 
@@ -140,6 +141,10 @@ def client_optimizer(case: Case, groups: list[Any]) -> torch.optim.Optimizer | N
             return torch.optim.SGD(groups, lr=5e-2, momentum=0.9, weight_decay=0.01)
         case "adagrad":
             return torch.optim.Adagrad(groups, lr=2e-2, eps=1e-8)
+        case "plain_sgd":
+            return torch.optim.SGD(groups, lr=5e-2)
+        case "adafactor":
+            return Adafactor(groups, lr=1e-2, scale_parameter=True, relative_step=False)
         case "lion":
             return Lion(groups, lr=2e-3, weight_decay=0.01)
 

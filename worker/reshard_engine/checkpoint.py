@@ -94,6 +94,8 @@ class OptimizerState:
     """Per group the mapping of hyper-parameters, as in the source."""
     extras: Mapping[str, Node]
     """Loss scaler, overflow flag, clip_grad, ds_version, ... by the framework's key."""
+    rank_numbers: tuple[str, ...] = ()
+    """States that are one number for each rank's partition, and not the same on all: of no other partition."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ usually saves it, replaces them: each key that is missing in it is missing at th
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_configure_basic_optimizer`, `get_optimizer_configuration`),
 `runtime/zero/stage_1_and_2.py` (`_get_base_optimizer_state`, `_restore_base_optimizer_state`),
-`ops/adam/fused_adam.py`, `ops/adam/cpu_adam.py`, `ops/lion/fused_lion.py`; torch 2.13.0 `optim/adamw.py`, `optim/adam.py`, `optim/adagrad.py`.
+`ops/adam/fused_adam.py`, `ops/adam/cpu_adam.py`, `ops/lion/fused_lion.py`; torch 2.13.0 `optim/adamw.py`,
+`optim/adam.py`, `optim/adagrad.py`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,13 @@ _DEFAULTS: Mapping[str, _Values] = {
     "FusedAdam": {"lr": 1e-3, "bias_correction": True, **_ADAM},
     "DeepSpeedCPUAdam": {"lr": 1e-3, "bias_correction": True, **_ADAM, "amsgrad": False},
     "torch.optim.Adagrad": {
-        "lr": 0.01, "lr_decay": 0, "eps": 1e-10, "weight_decay": 0, "initial_accumulator_value": 0,
-        "foreach": None, "maximize": False,
+        "lr": 0.01,
+        "lr_decay": 0,
+        "eps": 1e-10,
+        "weight_decay": 0,
+        "initial_accumulator_value": 0,
+        "foreach": None,
+        "maximize": False,
         **_TORCH_LAST,
     },
     "FusedLion": {"lr": 1e-4, "betas": PTuple((0.9, 0.99)), "weight_decay": 0.0},

@@ -19,7 +19,7 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
     if checkpoint.optimizer is None:
         raise RequestError(
             "request.unsatisfiable",
-            f"{what} is made of optimizer states, and this source has weights only: "
+            f"{what} is made of optimizer states, and this source has none: "
             f"{'; '.join(checkpoint.warnings) or 'no training state is in it'}",
             fix="name the training checkpoint as the source, or write the weights alone: --to safetensors",
         )
@@ -30,8 +30,16 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
     """The per-element states of the trained parameters, `fp32` first.
 
     Raises:
-        RequestError: `request.unsatisfiable` if some parameters lack states that others have.
+        RequestError: `request.unsatisfiable` if some parameters lack states that others have, or if ranks have numbers
+            of their own.
     """
+    if checkpoint.optimizer is not None and (own := checkpoint.optimizer.rank_numbers):
+        raise RequestError(
+            "request.unsatisfiable",
+            f"optimizer state {printable(own[0])!r} is one number for each rank's partition, another on each: "
+            "other partitions have none",
+            fix="write the weights alone: --to safetensors",
+        )
     states: dict[str, None] = {"fp32": None}
     for parameter in checkpoint.trained:
         states |= dict.fromkeys(parameter.states)
@@ -57,4 +65,3 @@ def group_nodes(checkpoint: Checkpoint) -> list[Node]:
     """The param groups' hyper-parameters: the source's own, or its config's where its states carry none."""
     optimizer = checkpoint.optimizer
     return list(optimizer.param_groups) if optimizer and optimizer.param_groups else configured_groups(checkpoint)
-

@@ -98,6 +98,7 @@ class _Assembly:
         optimizer = OptimizerState(
             tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
             {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
+            tuple(sorted(self._joiner.rank_numbers.union(*(s.rank_numbers for s in self._slices)))),
         )
         rng = tuple(self._rng(trees))
         return Checkpoint(
@@ -168,7 +169,7 @@ class _Assembly:
                 "the run kept optimizer states on NVMe: DeepSpeed restores neither moments nor steps from any "
                 "checkpoint where offload_optimizer.device is nvme (0.19.8); resume with cpu or none"
             )
-        if not any(first.states):
+        if not any(first.states) and not self._slices[0].model.stepped:
             found.append("the checkpoint has no optimizer states: it was saved before the first step")
         if averaged := list(self._joiner.averaged):
             found.append(

@@ -51,6 +51,11 @@ class ModelStates:
         value = self.entries.get(key)
         return value if type(value) is int else None
 
+    @property
+    def stepped(self) -> bool:
+        """Whether the optimizer has taken a step: plain SGD keeps no state that would show it."""
+        return (self.integer("global_steps") or 0) > (self.integer("skipped_steps") or 0)
+
     def leaves_out_frozen(self, stage: int) -> bool:
         """Whether the run saved with `exclude_frozen_parameters=True`, as far as a file of this stage shows.
 
