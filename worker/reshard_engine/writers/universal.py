@@ -35,6 +35,7 @@ from reshard_engine.pickles.nodes import (
 )
 from reshard_engine.writers.atoms import cut_keys
 from reshard_engine.writers.configured_groups import configured_warnings
+from reshard_engine.writers.empty_ranks import empty_rank_warnings
 from reshard_engine.writers.optimizer_states import (
     ADAM_STATES,
     group_nodes,
@@ -67,7 +68,7 @@ class UniversalWriter:
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
-        warnings = [*warnings, *configured_warnings(checkpoint)]
+        warnings = [*warnings, *configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
         return TargetLayout(tuple(files), Pointer(LATEST_UNIVERSAL, name.encode()), tuple(warnings))
 
 

@@ -53,6 +53,10 @@ def degrees(model: ModelStates, ranks: int, layer_ranks: int) -> tuple[int, int]
     if type(pp) is not int or type(tp) is not int:
         tp = max(layer_ranks, 1) if layer_ranks else ranks
         pp = ranks // tp
+    if stated == ranks == 1:
+        # Under sequence parallelism (`runtime/sequence_parallel/parallel_state_sp.py` as mpu, 0.19.8) the entry counts
+        # the ranks of a sequence as tensor-parallel ones; they share ZeRO's partitions, as data-parallel ranks do.
+        return 1, 1
     if pp < 1 or tp < 1 or pp * tp != ranks:
         raise SourceError(
             "checkpoint.mixed", f"{pp} pipeline stages of {tp} tensor-parallel ranks, and files of {ranks}"

@@ -1,4 +1,4 @@
-"""Optimizers that are no Adam: ones that keep nothing, and ones that keep a number of each rank's own."""
+"""Less usual runs: optimizers that keep nothing, or a number of each rank's own, and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 
 from oracle.cases import Case, Stage
 from oracle.driver import Oracle, Trained
+from oracle.launcher import WorldError
 from oracle.outputs import convert, raw, read_safetensors
+from oracle.truth import Truth, differences
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models import NativeLayout, SourceSpec
@@ -64,3 +66,29 @@ def test_files_of_different_steps_are_still_found(oracle: Oracle, tmp_path: Path
     with pytest.raises(SourceError, match=r"rank 1 has .*step=4") as caught:
         _inspected(run)
     assert caught.value.code == "checkpoint.mixed"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sequence_parallel_runs_are_read_and_resumed(stage: Stage, oracle: Oracle, tmp_path: Path) -> None:
+    """Ranks of one sequence share ZeRO's partitions; DeepSpeed writes them down as tensor-parallel ones."""
+    case, tag = Case("sequence", stage, "fp32"), "step1"
+    where = {"save_dir": str(tmp_path / "ckpt"), "truth_dir": str(tmp_path), "tag": tag}
+    shared = oracle.worlds.run("oracle.sequence:train", world=4, case=case.to_json(), **where)
+    assert shared == [4] * 4
+    assert load_engine().inspect(SourceSpec(url=where["save_dir"])).world == {"dp": 4, "tp": 1, "pp": 1}
+    layout = NativeLayout(dp=2, zero_stage=str(stage))
+    convert(tmp_path / "ckpt", tmp_path / "out" / tag, "zero", layout=layout)
+    resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=2, steps=1)
+    assert differences(Truth(tmp_path / "truth.safetensors", tmp_path / "truth.json"), resumed.state) == []
+
+
+def test_a_group_that_is_empty_on_a_rank_is_warned_of(oracle: Oracle, tmp_path: Path) -> None:
+    """DeepSpeed's universal loader fails on that rank, in the smallest world that the warning names."""
+    case = Case("empty_rank", 2, "fp32", two_groups=True, tiny=True, unused=False)
+    run = oracle.train(case, tmp_path / "run", steps_after=0)
+    result = convert(run.dir, tmp_path / "out" / "universal", "universal")
+    (warning,) = (text for text in result.warnings if "holds nothing" in text)
+    assert "group 1 (26 elements) on 6:" in warning
+    assert oracle.resume_universal(case, tmp_path / "out", tmp_path / "four", world=4, steps=0)
+    with pytest.raises(WorldError, match="list index out of range"):
+        oracle.resume_universal(case, tmp_path / "out", tmp_path / "six", world=6, steps=0)
