@@ -43,6 +43,7 @@ class Layout:
         fused: stage 0 with 16 bits: one flat master instead of one per parameter.
         zip_files: torch's archive; else its legacy stream.
         tag: directory of the save.
+        late: so many of the optimizer's parameters were frozen when it had them already.
     """
 
     stage: Stage
@@ -55,6 +56,12 @@ class Layout:
     fused: bool = False
     zip_files: bool = True
     tag: str = "global_step3"
+    late: int = 0
+
+    def listed_frozen(self, state: LogicalState) -> tuple[LogicalParameter, ...]:
+        """What DeepSpeed says is frozen: what the optimizer does not own, and what was frozen when it did already."""
+        late = {p.fqn for p in state.trained[: self.late]}
+        return tuple(p for p in state.parameters if p.group is None or p.fqn in late)
 
 
 @dataclass(frozen=True)
@@ -155,7 +162,7 @@ class CheckpointWriter:
         state, stage = self.state, self.layout.stage
         values = {key: torch_value(value) for key, value in state.values.items()}
         shapes = [OrderedDict((p.fqn, torch.Size(p.shape)) for p in flat.parameters) for flat in flats]
-        frozen = state.of_group(None) if stage in (2, 3) else None
+        frozen = self.layout.listed_frozen(state) if stage in (2, 3) else None
         shared = {} if rank else dict(state.aliases)
         own = {
             "module": self._module(flats),

@@ -102,7 +102,9 @@ class DeepSpeedSource:
 def kept(state: LogicalState, layout: Layout) -> LogicalState:
     """What the files hold of a state."""
     if layout.stage == 3:
-        state = replace(state, parameters=tuple(replace(p, weight=None) if p.states else p for p in state.parameters))
+        saved = {p.fqn for p in layout.listed_frozen(state)}
+        left = (p if p.fqn in saved else replace(p, weight=None) for p in state.parameters)
+        state = replace(state, parameters=tuple(left))
     if layout.elastic:
         state = replace(state, groups=None)
     return state
@@ -118,6 +120,7 @@ def _cut_labels(state: LogicalState, layout: Layout) -> Iterator[str]:
         "fused master": layout.fused,
         "legacy stream": not layout.zip_files,
         "elastic": layout.elastic,
+        "frozen late": bool(layout.late and state.trained),
     }
     yield from (label for label, there in switches.items() if there)
     if layout.stage in {0, 3}:
@@ -163,6 +166,7 @@ def _cuts(stage: Stage) -> st.SearchStrategy[Layout]:
         fused=often if stage == 0 else never,
         zip_files=evenly(*[True] * 5, False),
         tag=st.sampled_from(["global_step3", "pytorch_model", "checkpoint", "タグ"]),
+        late=evenly(0, 0, 1, 2) if stage in {2, 3} else st.just(0),
     )
 
 

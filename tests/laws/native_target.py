@@ -149,7 +149,8 @@ def _sharded(pieces: list[Any], shapes: Mapping[str, Any]) -> Iterator[tuple[str
 
 def _module(model: dict[str, Any], ranks: list[dict[str, Any]], *, sharded: bool) -> Iterator[tuple[str, Bits]]:
     buffers, aliases = set(model["buffer_names"]), model["shared_params"]
-    shares: dict[str, Any] = model["frozen_param_shapes"] or {}
+    # As DeepSpeed's loader asks: a source of stages 0 and 1 does not say that it left no frozen weights out.
+    shares: dict[str, Any] = model.get("frozen_param_shapes") or {}
     for name, tensor in model["module"].items():
         if name in aliases:
             owner = model["module"][aliases[name]]
@@ -158,6 +159,11 @@ def _module(model: dict[str, Any], ranks: list[dict[str, Any]], *, sharded: bool
             yield f"buffer/{name}", bits_of(tensor)
         elif not sharded:
             yield f"weight/{name}", bits_of(tensor)
+    trained = {name for group in model["param_shapes"] for name in group}
     for name, shape in shares.items() if sharded else ():
         joined = torch.cat([rank["frozen_param_fragments"][name] for rank in ranks])
+        if name in trained:
+            # Frozen when the optimizer had it already: its master, which is read above, is stepped and says its value.
+            assert joined.numel() >= prod(shape)
+            continue
         yield f"weight/{name}", bits_of(joined[: prod(shape)].reshape(tuple(shape)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from reshard_engine.testing.logical import MASTER, Bits, LogicalState, Tree
 MANIFEST = "reshard.json"
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _OPTIMIZER_FILE = "zero/optimizer_state.pt"
+OPENED: Counter[str] = Counter()
+"""Consolidated files that were opened so far, by the library that did."""
 _SHARDS = st.sampled_from([None, None, 1, 300, 20_000])
 
 
@@ -126,7 +129,9 @@ def _read_safetensors(data: bytes) -> tuple[dict[str, Bits], dict[str, str]]:
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header["__metadata__"]
     assert metadata.pop("format") == "pt"
-    return {name: bits_of(tensor) for name, tensor in load(data).items()}, metadata
+    found = {name: bits_of(tensor) for name, tensor in load(data).items()}
+    OPENED["safetensors"] += 1
+    return found, metadata
 
 
 def _read_torch(data: bytes) -> tuple[dict[str, Bits], dict[str, str]]:
@@ -141,6 +146,7 @@ def _read_torch(data: bytes) -> tuple[dict[str, Bits], dict[str, str]]:
             tensors[name] = bits_of(tensor)
         else:
             aliases[name] = owner
+    OPENED["torch"] += 1
     return tensors, aliases
 
 

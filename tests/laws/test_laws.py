@@ -16,6 +16,7 @@ from house.measured import say
 from laws.deepspeed_source import STAGES
 from laws.drawing import SOURCES, trials
 from laws.profiles import laws_profile, laws_seed
+from laws.targets import OPENED
 from reshard_engine.testing.formats import SourceFormat
 from reshard_engine.testing.laws import check
 from reshard_engine.testing.zoo import CUTS, EVERYWHERE, Census, labels_of
@@ -35,6 +36,7 @@ def census() -> Iterator[Census]:
     yield found
     stages = [s.name for s in STAGES]
     say(f"drawn with --hypothesis-seed={_SEED}", *found.table(stages))
+    say(*(f"consolidated files that {library} itself opened: {count}" for library, count in OPENED.items()))
     lacking: dict[str, str] = {}
     asked = _PROFILE.max_examples
     if all(found.examples([s]) >= _PROFILE.max_examples for s in stages):

@@ -9,7 +9,7 @@ GLOBAL_BATCH = 12  # 1, 2, 3 and 4 ranks divide it, so every world sees the same
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Stage = Literal[0, 1, 2, 3, "bf16opt"]
-OptimizerName = Literal["adamw", "sgd", "adagrad", "lion"]
+OptimizerName = Literal["adamw", "sgd", "adagrad", "lion", "plain_sgd", "adafactor"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Case:
         sub_group_size: ZeRO-3 sub-group size in elements of one rank's partition; DeepSpeed's default if None.
         tied: head shares the embedding's weight.
         frozen: a matrix without gradient.
+        frozen_late: a matrix and a vector are frozen after the first step, when the optimizer has them already.
         unused: a trainable parameter that never takes part in the forward pass.
         buffers: persistent int and float buffers that training changes and the loss depends on.
         local_buffer: a float buffer that depends on the rank's own data, as batch norm's does: replicas disagree.
@@ -55,6 +56,7 @@ class Case:
     sub_group_size: int | None = None
     tied: bool = True
     frozen: bool = True
+    frozen_late: bool = False
     unused: bool = True
     buffers: bool = True
     local_buffer: bool = False
@@ -177,6 +179,7 @@ def _zoo() -> dict[str, Case]:
         Case("z3_nvme", 3, "fp32", sub_group_size=150, nvme="optimizer", scheduler=True),
         Case("z3_nvme_two_groups", 3, "bf16", sub_group_size=150, two_groups=True, nvme="parameters"),
         Case("z1_elastic", 1, "bf16", elastic=True),
+        Case("z2_elastic", 2, "fp32", elastic=True),
         Case("z2_sgd", 2, "bf16", optimizer="sgd"),
         Case("z3_sgd", 3, "bf16", optimizer="sgd"),
         Case("z1_adagrad", 1, "bf16", optimizer="adagrad"),
@@ -189,6 +192,11 @@ def _zoo() -> dict[str, Case]:
         Case("z3_fast_writer", 3, "bf16", writer="fast"),
         Case("z2_local_buffer", 2, "bf16", local_buffer=True),
         Case("z3_local_buffer", 3, "bf16", local_buffer=True),
+        Case("z1_frozen_late", 1, "fp32", frozen_late=True),
+        Case("z2_frozen_late", 2, "bf16", frozen_late=True),
+        Case("z3_frozen_late", 3, "bf16", frozen_late=True),
+        Case("z2_frozen_late_only", 2, "fp32", frozen_late=True, frozen=False),
+        Case("z3_frozen_late_only", 3, "fp32", frozen_late=True, frozen=False),
         Case("z2_empty_param", 2, "bf16", empty_param=True),
         Case("z2_plain", 2, "bf16", tied=False, frozen=False, unused=False, buffers=False),
         Case("z3_plain", 3, "bf16", tied=False, frozen=False, unused=False, buffers=False),

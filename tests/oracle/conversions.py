@@ -121,7 +121,7 @@ def expected_atoms(run: Trained) -> dict[str, RawTensor]:
         zeros = {fqn: RawTensor("F32", m.shape, bytes(len(m.data))) for fqn, m in masters.items()}
         atoms |= {f"{state}/{fqn}": zero for state in _ADAM_STATES for fqn, zero in zeros.items()}
     # What the optimizer does not own: frozen parameters, and trainable ones without elements.
-    loose = truth.kind("frozen") | {k: v for k, v in truth.kind("module").items() if k not in masters}
+    loose = {k: v for k, v in (truth.kind("frozen") | truth.kind("module")).items() if k not in masters}
     return atoms | {f"fp32/{fqn}": cast(value, torch.float32) for fqn, value in loose.items()}
 
 
@@ -177,8 +177,6 @@ def _module_problems(module: dict[str, RawTensor], run: Trained) -> Iterator[str
 def _optimizer_problems(found: Universal, run: Trained) -> Iterator[str]:
     optimizer, truth = found.optimizer, run.truth
     wanted = [{k: v for k, v in group.items() if k != "names"} for group in truth.meta["groups"]]
-    if run.case.elastic:  # list-form states carry no hyper-parameters: ours come from ds_config
-        wanted = [{k: group[k] for k in ("lr", "betas", "eps", "weight_decay")} for group in wanted]
     for where in (optimizer, optimizer["optimizer_state_dict"]):
         groups = [{k: v for k, v in group.items() if k != "params"} for group in plain(where["param_groups"])]
         if groups != wanted:

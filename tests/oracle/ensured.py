@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -87,7 +88,12 @@ def script(path: str, arguments: list[str], environment: dict[str, str], without
 
 
 def trainer(
-    folder: str, stage: int, source: str | None = None, dp: int | None = None, plain: bool = False
+    folder: str,
+    stage: int,
+    source: str | None = None,
+    dp: int | None = None,
+    plain: bool = False,
+    lora: bool = False,
 ) -> dict[str, Any]:
     """Trains to the end under ``Trainer``, from the start or from ``reshard.ensure(source)``.
 
@@ -97,6 +103,7 @@ def trainer(
         source: a ``checkpoint-N`` of a run on another number of ranks.
         dp: what ``ensure`` is asked for; None leaves it to the visible world.
         plain: resume from the source itself.
+        lora: train an adapter of PEFT; the Trainer then leaves the frozen weights out of what DeepSpeed saves.
 
     Returns:
         ``losses`` by step, and the ``path`` that was resumed from.
@@ -107,7 +114,7 @@ def trainer(
         output_dir=folder,
         deepspeed=_config(stage),
         per_device_train_batch_size=GLOBAL_ROWS // world,
-        learning_rate=3e-3,
+        learning_rate=5e-2 if lora else 3e-3,
         lr_scheduler_type="linear",
         warmup_steps=2,
         max_steps=STEPS,
@@ -117,7 +124,9 @@ def trainer(
         disable_tqdm=True,
         seed=7,
     )
-    model = AutoModelForCausalLM.from_config(config_of("gpt2"))
+    model: Any = AutoModelForCausalLM.from_config(config_of("gpt2"))
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=16, target_modules=["c_attn"], fan_in_fan_out=True))
     run = Trainer(model=model, args=arguments, train_dataset=Rows())
     path = source if source is None or plain else reshard.ensure(source, dp=dp)
     run.train(resume_from_checkpoint=path)

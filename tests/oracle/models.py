@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.optimization import Adafactor
 
 from oracle.cases import GLOBAL_BATCH, Case
 
@@ -182,6 +183,12 @@ def build_model(case: Case, seed: int) -> TinyLM:
     return NestedLM(case) if case.nested else TinyLM(case)
 
 
+def freeze_late(model: Any) -> None:
+    """Freezes a matrix and a vector, in the middle of the flat order, of a model whose optimizer has them already."""
+    model.layers[1].up.weight.requires_grad_(False)
+    model.layers[1].norm.bias.requires_grad_(False)
+
+
 def param_groups(case: Case, model: nn.Module) -> list[Any]:
     """Trainable parameters as DeepSpeed's ``model_parameters``; frozen ones stay out, as frameworks do it."""
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -202,6 +209,10 @@ def client_optimizer(case: Case, groups: list[Any]) -> torch.optim.Optimizer | N
             return torch.optim.SGD(groups, lr=5e-2, momentum=0.9, weight_decay=0.01)
         case "adagrad":
             return torch.optim.Adagrad(groups, lr=2e-2, eps=1e-8)
+        case "plain_sgd":
+            return torch.optim.SGD(groups, lr=5e-2)
+        case "adafactor":
+            return Adafactor(groups, lr=1e-2, scale_parameter=True, relative_step=False)
         case "lion":
             return Lion(groups, lr=2e-3, weight_decay=0.01)
 

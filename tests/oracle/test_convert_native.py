@@ -54,9 +54,16 @@ ALWAYS = (
     ("z3_nvme", 3),
     ("z3_nvme_two_groups", 1),
     ("z2_legacy_stream", 3),
+    ("z1_elastic", 3),
+    ("z2_elastic", 1),
+    ("z1_frozen_late", 3),
+    ("z2_frozen_late", 3),
+    ("z3_frozen_late", 3),
+    ("z2_frozen_late_only", 1),
+    ("z3_frozen_late_only", 3),
 )
-# The files of an elastic save have no hyper-parameters, and those of a nameless stage 0 no states to write.
-_WITHOUT_STATE = ("z1_elastic", "z0_before_first_step")
+# The files of a nameless stage 0 have no states to write.
+_WITHOUT_STATE = ("z0_before_first_step",)
 EVERYTHING = tuple((name, world) for name in CASES if name not in _WITHOUT_STATE for world in WORLDS)
 STAGE_CHANGES = (
     ("z1_fp32", 2),
@@ -71,6 +78,9 @@ STAGE_CHANGES = (
     ("z2_fp16_skipped", 3),
     ("z0_fp16", 1),
     ("z2_fp16_skipped", 0),
+    ("z2_frozen_late", 3),
+    ("z3_frozen_late", 2),
+    ("z3_frozen_late_only", 1),
 )
 
 

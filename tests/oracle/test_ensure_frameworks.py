@@ -80,6 +80,27 @@ def test_the_trainer_resumes_by_one_call(stage: int, worlds: Worlds, tmp_path: P
         worlds.run("oracle.ensured:trainer", world=NEW, **plain)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_trainer_resumes_an_adapter_by_one_call(stage: int, worlds: Worlds, tmp_path: Path) -> None:
+    """PEFT's models are saved without their frozen weights; a loader that is given a list of these wants all of them.
+
+    The model's head is tied: DeepSpeed leaves out the frozen embedding, and its other name stays.
+    """
+    through, resumed = tmp_path / "through", tmp_path / "resumed"
+    kwargs: dict[str, Any] = {"stage": stage, "lora": True, "timeout_s": 240}
+    uninterrupted = worlds.run("oracle.ensured:trainer", world=OLD, folder=str(through), **kwargs)[0]
+    checkpoint = through / "checkpoint-3"
+
+    results = worlds.run(
+        "oracle.ensured:trainer", world=NEW, folder=str(resumed), source=str(checkpoint), dp=NEW, **kwargs
+    )
+
+    assert diff(checkpoint, one_path(results)).equal
+    assert rates(results[0]) == rates(uninterrupted)
+    assert agree(losses(results[0]), losses(uninterrupted), significant=6)
+    assert len(set(losses(uninterrupted, ("1", "2", "3", *AFTER)))) == 6
+
+
 @pytest.mark.parametrize(
     ("stage", "device", "then"),
     [(1, None, None), (2, None, None), (3, None, None), (3, "nvme", "cpu")],

@@ -18,6 +18,7 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 # DeepSpeed 0.19.8 cannot load these natively, not even at the same world size.
 NATIVELY_UNLOADABLE = {
     "z1_elastic": "base_optimizer_state_step",  # missing for optimizers without a step in their param groups
+    "z2_elastic": "base_optimizer_state_step",
     "z3_python_writer": "weights_only",  # FastCheckpointEngine.load calls torch.load with its safe default
     "z3_fast_writer": "weights_only",
     "z2_fast_writer": "check_ckpt_list",  # it writes <name>-<rank>.<writers> and looks for <name>

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from oracle.cases import Case, ds_config
 from oracle.fastio import enable_fast_writer
 from oracle.gather import gather_module, gather_states
-from oracle.models import batch, build_model, client_optimizer, param_groups
+from oracle.models import batch, build_model, client_optimizer, freeze_late, param_groups
 from oracle.nvme import enable_swapping, swap_folder
 
 SOURCE_SEED = 1234
@@ -114,7 +114,7 @@ def dump_states(engine: Any, folder: Path, stem: str, extra: dict[str, Any]) -> 
 def masters_match_weights(engine: Any) -> list[str]:
     """Names whose 16-bit weight is not the rounded master: must be none, else the gather walks wrong offsets."""
     masters = {k.removeprefix("fp32/"): v for k, v in gather_states(engine).tensors.items() if k.startswith("fp32/")}
-    weights = {k.removeprefix("module/"): v for k, v in gather_module(engine).items() if k.startswith("module/")}
+    weights = {k.partition("/")[2]: v for k, v in gather_module(engine).items() if not k.startswith("buffer/")}
     return [name for name, master in masters.items() if not torch.equal(master.to(weights[name].dtype), weights[name])]
 
 
@@ -136,7 +136,11 @@ def train_and_save(
     rank, world = start_world()
     parsed = Case(**case)
     engine = build_engine(parsed, world, seed=SOURCE_SEED)
-    before = train_steps(engine, parsed.steps, rank, world)
+    before = []
+    if parsed.frozen_late:
+        before = train_steps(engine, 1, rank, world)  # so that moments are not all zero
+        freeze_late(engine.module)
+    before += train_steps(engine, parsed.steps - len(before), rank, world)
     wrong = masters_match_weights(engine)
     if wrong:
         raise AssertionError(f"gathered masters disagree with the weights of {wrong}")
@@ -173,7 +177,7 @@ def _restore_unloaded(engine: Any, truth: Path) -> None:
         if f"buffer/{name}" in wanted:
             buffer.data.copy_(wanted[f"buffer/{name}"])
     for name, param in engine.module.named_parameters():
-        if param.requires_grad:
+        if param.requires_grad or f"fp32/{name}" in wanted:
             continue
         whole = wanted[f"frozen/{name}"]
         if hasattr(param, "ds_id"):
@@ -195,6 +199,8 @@ def _resume(
 ) -> dict[str, Any]:
     rank, world = start_world()
     engine = build_engine(Case(**case), world, seed=RESUME_SEED, load_universal=universal)
+    if Case(**case).frozen_late:
+        freeze_late(engine.module)
     path, client_state = engine.load_checkpoint(load_dir, tag=tag)
     if path is None:
         raise FileNotFoundError(f"DeepSpeed found no checkpoint {tag!r} in {load_dir}")

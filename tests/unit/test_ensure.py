@@ -81,6 +81,16 @@ def test_sources_that_are_none(spoil: Callable[[Path], Any], code: str, checkpoi
     assert list(checkpoint.glob(".reshard/global_step3*")) == []
 
 
+def test_a_stale_latest_lists_what_is_there(checkpoint: Path) -> None:
+    (checkpoint / "latest").write_text("global_step9")
+    shutil.copytree(checkpoint / "global_step3", checkpoint / "global_step10")
+    os.utime(checkpoint / "global_step10", (2e9, 2e9))
+    with pytest.raises(SourceError) as caught:
+        reshard.ensure(checkpoint, dp=3)
+    assert caught.value.code == "checkpoint.bad_latest"
+    assert caught.value.fix == "name one that is there: --tag global_step10 (there are: global_step10, global_step3)"
+
+
 @pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, "storage.unavailable"), (errno.EACCES, "storage.denied")])
 def test_a_file_system_that_does_not_answer_is_not_an_empty_one(
     number: int, code: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ The hub between readers and writers: neither side knows the other's format.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -57,6 +58,8 @@ class Parameter:
     """The pipeline layer whose weights it is among; None in a run that is no pipeline."""
     padding: Mapping[str, int] = field(default_factory=dict[str, int])
     """Of a vocabulary: the rows behind its data, by state and as `weight`. Training writes into them."""
+    frozen_late: bool = False
+    """Whether the optimizer owns it, and the run had frozen it since: DeepSpeed saves and loads it as frozen, too."""
 
     @property
     def trained(self) -> bool:
@@ -97,6 +100,8 @@ class OptimizerState:
     """Per group the mapping of hyper-parameters, as in the source."""
     extras: Mapping[str, Node]
     """Loss scaler, overflow flag, clip_grad, ds_version, ... by the framework's key."""
+    rank_numbers: tuple[str, ...] = ()
+    """States that are one number for each rank's partition, and not the same on all: of no other partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +163,18 @@ class Checkpoint:
     """What the source holds and this checkpoint does not."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
+    frozen_left_out: bool = False
+    """Whether the save left out frozen weights, or may have (`exclude_frozen_parameters`): what is here is not all."""
 
     def __post_init__(self) -> None:
-        """Prove that every state of a parameter has the parameter's shape, and that tensors share bytes within reason.
+        """Prove that names are distinct, states have their parameter's shape, and tensors share bytes within reason.
 
         Raises:
-            SourceError: `checkpoint.malformed`, `tensor.amplification`.
+            SourceError: `checkpoint.ambiguous`, `checkpoint.malformed`, `tensor.amplification`.
         """
+        owners = Counter((*(p.fqn for p in self.parameters), *(b.fqn for b in self.buffers)))
+        if twice := next((name for name, count in owners.items() if count > 1), None):
+            raise SourceError("checkpoint.ambiguous", f"{printable(twice)} is two tensors of the checkpoint")
         tensors = self.shard_map.tensors
         computed = {*self.shard_map.views, *self.shard_map.means, *self.shard_map.merges}
         stored = (t for i, t in enumerate(tensors) if i not in computed)

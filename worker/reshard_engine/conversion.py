@@ -210,7 +210,7 @@ class Conversion:
             full = FullVerification(self.layout, self.sink, stop_check(should_stop), saturate=saturate)
             full.read_source(self.checkpoint)
             full.read_back(self._manifest(executor, disagreements), commit=False)
-        self._prove_structure(executor)
+        self._prove_structure(executor, commit=False)
         prove_source_unchanged(self.checkpoint)
         clock = _lap(seconds, "verify", clock)
         executor.report("committing", force=True)
@@ -218,6 +218,7 @@ class Conversion:
         prove_complete(plan, executor.records)
         with collector_paused():
             there = self.sink.publish(executor.records)
+            self._prove_structure(executor, commit=True)
             manifest = with_pins(self._manifest(executor, disagreements), {i.path: i.pin for i in there})
         if full is not None:
             full.read_back(manifest, commit=True)
@@ -243,9 +244,9 @@ class Conversion:
             verification=manifest.verification,
         )
 
-    def _prove_structure(self, executor: Executor) -> None:
+    def _prove_structure(self, executor: Executor, *, commit: bool) -> None:
         try:
-            prove_structure(self.sink.written, self.layout.files, executor.records)
+            prove_structure(self.sink.written, self.layout.files, executor.records, commit=commit)
         except IntegrityError as error:
             self.sink.withdraw(error.details["paths"])
             raise

@@ -12,6 +12,7 @@ LATEST, LATEST_UNIVERSAL = POINTERS = ("latest", "latest_universal")
 """Files beside tag directories that name one of them; the training run's own comes first."""
 
 INFO = "universal_checkpoint_info"
+FROZEN_SHAPES, FROZEN_FRAGMENTS = "frozen_param_shapes", "frozen_param_fragments"
 PARALLEL_DIMENSIONS = "checkpoint_parallel_dimensions"
 LAYOUT_NOTES = "reshard_layout"
 """An entry of universal model states that is ours: loaders pass what they do not know to the client."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -200,6 +201,19 @@ class TargetLayout:
                 raise SourceError("name.invalid", f"{printable(file.path)!r} cannot be a file of the target")
         if len(paths) != len(self.files):
             raise SourceError("name.invalid", "two files of the target have one name")
+
+
+def require_distinct(names: Iterable[str]) -> None:
+    """Refuse two tensors of one name: a file would hold both, and readers find one or none.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous`.
+    """
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise SourceError(
+            "checkpoint.ambiguous",
+            f"two tensors are called {printable(twice[0])}" + (f", and {len(twice) - 1} more" if twice[1:] else ""),
+        )
 
 
 def literal_template(data: bytes) -> FileTemplate:

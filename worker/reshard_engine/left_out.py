@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.peft_run import lacks_base
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
-
-_SHAPES = "frozen_param_shapes"
 
 
 def left_out(checkpoint: Checkpoint) -> str | None:
     """What people should know of frozen parameters that are not in the checkpoint; None if there is nothing."""
     if lacks_base(checkpoint):
         return "the base model's weights are not in the checkpoint: it was saved without its frozen parameters"
-    if checkpoint.zero_stage not in (2, 3) or checkpoint.frozen or not is_mapping(checkpoint.model_state):
-        return None
-    entries = mapping_items(checkpoint.model_state, what="model states")
-    if _SHAPES in entries and entries[_SHAPES] is None:
+    # Stages 0 and 1 never say; None of `zero_stage` is a universal form, whose source may have been one of these.
+    if checkpoint.zero_stage in (2, 3) and checkpoint.frozen_left_out and not checkpoint.frozen:
         return (
             "it was saved with exclude_frozen_parameters=True: frozen parameters, if the model had any, are not in it"
         )

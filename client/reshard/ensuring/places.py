@@ -93,7 +93,11 @@ def find_source(src: str, tag: str | None) -> LocalSource:
         _refuse_incomplete(home)
         return LocalSource(home, (name,), names_tag=True)
     if not _is_name(tag) or not os.path.isdir(os.path.join(src, tag)):
-        raise SourceError("checkpoint.bad_latest", f"{printable(tag)!r} is no directory in {printable(src)}")
+        raise SourceError(
+            "checkpoint.bad_latest",
+            f"{printable(tag)!r} is no directory in {printable(src)}",
+            fix=_tags_there(src) or "copy the checkpoint again",
+        )
     return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
 
 
@@ -130,6 +134,18 @@ def _nearby(directory: str) -> str:
             if os.path.isdir(path) and not os.path.exists(os.path.join(path, INCOMPLETE)):
                 return f"the newest whole checkpoint is {printable(path)}"
     return ""
+
+
+def _tags_there(directory: str) -> str:
+    """A sentence that names the tags of a save directory, the newest first; empty if there are none."""
+    found: list[tuple[float, str]] = []
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if not name.startswith(".") and os.path.isdir(path) and _holds_tag(path):
+                found.append((os.stat(path).st_mtime, name))
+    names = [printable(name) for _, name in sorted(found, reverse=True)]
+    return f"name one that is there: --tag {names[0]} (there are: {', '.join(names[:8])})" if names else ""
 
 
 def _pointed(directory: str) -> str | None:

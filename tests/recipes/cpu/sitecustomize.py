@@ -4,7 +4,8 @@
 - Accelerate 1.15.0 (`state.py`, `_prepare_backend`) finds no backend for DeepSpeed on a CPU, and takes each process for
   a world of its own.
 - Lightning 2.6.6 refuses DeepSpeed without CUDA, by the class of its accelerator, and wants devices with numbers.
-- ``DIE_AT=N``: rank 0 kills itself when it has saved step N and was not restarted yet.
+- ``DIE_AT=N``: rank 0 kills itself when it has saved step N and was not restarted yet. Nothing of DeepSpeed is touched
+  in any other run: frameworks look at the signature of `save_checkpoint` before they decide what to save.
 """
 
 from __future__ import annotations
@@ -15,21 +16,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
 
 def _without_op(module: Any) -> None:
+    # How ranks talk, not what they say: gloo's sums are what a machine without the compiled op has anyway.
     module.build_shm_op = lambda: None
 
 
 def _with_backend(module: Any) -> None:
+    # Only the name of a backend that is missing on CPUs; what is saved and loaded does not pass here.
     from accelerate.utils import DistributedType
 
     module.PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
 
 
 def _with_cpu(module: Any) -> None:
+    # Only the class of devices; Lightning's strategy and DeepSpeed below it save and load as they are.
     import torch
     from pytorch_lightning.accelerators import CPUAccelerator
 
@@ -40,6 +45,7 @@ def _with_cpu(module: Any) -> None:
 def _mortal(module: Any) -> None:
     save = module.DeepSpeedEngine.save_checkpoint
 
+    @wraps(save)
     def save_and_die(engine: Any, *args: Any, **kwargs: Any) -> Any:
         done = save(engine, *args, **kwargs)
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
@@ -52,7 +58,7 @@ def _mortal(module: Any) -> None:
 
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "deepspeed.comm.torch": _without_op,
-    "deepspeed.runtime.engine": _mortal,
+    **({"deepspeed.runtime.engine": _mortal} if "DIE_AT" in os.environ else {}),
     "accelerate.state": _with_backend,
     "pytorch_lightning.strategies.deepspeed": _with_cpu,
 }

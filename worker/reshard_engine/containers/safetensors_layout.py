@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from reshard.errors import SourceError
 from reshard_engine.dtypes import Dtype
-from reshard_engine.layout import Body, FileTemplate
+from reshard_engine.layout import Body, FileTemplate, require_distinct
 
 MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
@@ -27,8 +27,9 @@ def safetensors_template(
 
     Raises:
         SourceError: `tensor.unsupported` for a dtype that the format has no name for, `name.invalid` for a tensor
-            with the name that the format keeps for itself.
+            with the name that the format keeps for itself, `checkpoint.ambiguous` for two tensors of one name.
     """
+    require_distinct([t[0] for t in tensors])
     if METADATA_KEY in {t[0] for t in tensors}:
         raise SourceError(
             "name.invalid", f"safetensors keeps the name {METADATA_KEY} for itself", fix="write --to torch instead"

@@ -238,7 +238,7 @@ class Executor:
         sums = _RecordSums(self._board)
         proven: list[RecordSpan] = []
         blocks: list[BlockRun] = []
-        files = self._layout.files
+        moved, files = 0, self._layout.files
         with kept_open(), self._open(unit) as outlet:
             for step in steps_of(unit, files, outlet.window_bytes):
                 memory = self._memory.at_least(step[-1].part.at + step[-1].part.length_bytes)
@@ -250,6 +250,7 @@ class Executor:
                         return  # another unit failed, and with it what this one waits for
                     blocks += passing.of_chunk(part.file, Chunk(chunk.file, part.begin, part.length_bytes), buffer)
                     outlet.take(chunk, part.begin, buffer.data)
+                    moved += self._moved(part.length_bytes, phase)
             written = outlet.records()
         if self._on_overflow is OverflowPolicy.ERROR:
             _refuse_overflow(filler.losses)
@@ -261,7 +262,14 @@ class Executor:
             read_bytes=filler.read_bytes + passing.read_bytes,
             losses=filler.losses,
         )
-        self._finish(unit, record, phase)
+        self._finish(unit, record, phase, moved_bytes=moved)
+
+    def _moved(self, length_bytes: int, phase: str) -> int:
+        """Count bytes that passed before their unit ends: a large unit takes seconds."""
+        with self._lock:
+            self._done_bytes += length_bytes
+        self.report(phase)
+        return length_bytes
 
     def _sum(self, chunk: Chunk, part: Part, buffer: Buffer, sums: _RecordSums, proven: list[RecordSpan]) -> bool:
         """Sum the records in a window and put sums where they belong; False after a failure elsewhere."""
@@ -274,11 +282,11 @@ class Executor:
             sums.take(chunk.file, part, buffer)
         return self._fill_slots(chunk.file, part, buffer)
 
-    def _finish(self, unit: Unit, record: UnitRecord, phase: str) -> None:
+    def _finish(self, unit: Unit, record: UnitRecord, phase: str, *, moved_bytes: int = 0) -> None:
         self._sink.record(record)
         with self._lock:
             self.records[unit.index] = record
-            self._done_bytes += unit.length_bytes
+            self._done_bytes += unit.length_bytes - moved_bytes
         self.report(phase)
 
     def _put_up(self, spans: Sequence[RecordSpan]) -> Sequence[RecordSpan]:

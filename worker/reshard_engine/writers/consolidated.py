@@ -14,7 +14,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NotCarried, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
-from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template
+from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template, require_distinct
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.writers import not_carried
 from reshard_engine.writers.cautions import padding_left_out, sectioned
@@ -51,6 +51,7 @@ def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
     Raises:
         RequestError: `request.unsatisfiable` if a parameter is stored nowhere, or if frozen ones are to be left
             out and the source does not say which they are.
+        SourceError: `checkpoint.ambiguous` if two tensors would have one name.
     """
     if request.exclude_frozen and not checkpoint.trained:
         raise RequestError(
@@ -66,6 +67,7 @@ def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
             continue
         found.append(_weight(checkpoint, parameter.fqn, parameter.value(), wanted))
     found += [_weight(checkpoint, b.fqn, b.tensor, wanted) for b in checkpoint.buffers]
+    require_distinct(w.fqn for w in found)
     return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, OptimizerState
-from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Node, mapping_items
+from reshard_engine.writers.configured_groups import configured_groups
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
@@ -18,7 +19,7 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
     if checkpoint.optimizer is None:
         raise RequestError(
             "request.unsatisfiable",
-            f"{what} is made of optimizer states, and this source has weights only: "
+            f"{what} is made of optimizer states, and this source has none: "
             f"{'; '.join(checkpoint.warnings) or 'no training state is in it'}",
             fix="name the training checkpoint as the source, or write the weights alone: --to safetensors",
         )
@@ -29,8 +30,16 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
     """The per-element states of the trained parameters, `fp32` first.
 
     Raises:
-        RequestError: `request.unsatisfiable` if some parameters lack states that others have.
+        RequestError: `request.unsatisfiable` if some parameters lack states that others have, or if ranks have numbers
+            of their own.
     """
+    if checkpoint.optimizer is not None and (own := checkpoint.optimizer.rank_numbers):
+        raise RequestError(
+            "request.unsatisfiable",
+            f"optimizer state {printable(own[0])!r} is one number for each rank's partition, another on each: "
+            "other partitions have none",
+            fix="write the weights alone: --to safetensors",
+        )
     states: dict[str, None] = {"fp32": None}
     for parameter in checkpoint.trained:
         states |= dict.fromkeys(parameter.states)
@@ -55,24 +64,4 @@ def is_adam(checkpoint: Checkpoint) -> bool:
 def group_nodes(checkpoint: Checkpoint) -> list[Node]:
     """The param groups' hyper-parameters: the source's own, or its config's where its states carry none."""
     optimizer = checkpoint.optimizer
-    return list(optimizer.param_groups) if optimizer and optimizer.param_groups else _groups_from_config(checkpoint)
-
-
-def _groups_from_config(checkpoint: Checkpoint) -> list[Node]:
-    """Hyper-parameters from `ds_config` for list-form states, which carry none: the same for every group."""
-    entries = mapping_items(checkpoint.model_state, what="model states")
-    config = entries.get("ds_config")
-    optimizer = mapping_items(config, what="ds_config").get("optimizer") if is_mapping(config) else None
-    params = mapping_items(optimizer, what="optimizer").get("params") if is_mapping(optimizer) else None
-    if not is_mapping(params):
-        raise RequestError(
-            "request.unsatisfiable",
-            "the optimizer states carry no hyper-parameters and ds_config names none",
-            fix="save again with elastic_checkpoint off, or write the weights alone: --to safetensors",
-        )
-    known = mapping_items(params, what="optimizer.params")
-    keep = {k: known[k] for k in ("lr", "betas", "eps", "weight_decay", "momentum", "bias_correction") if k in known}
-    if isinstance(keep.get("betas"), PList):
-        keep["betas"] = PTuple(tuple(keep["betas"].items))
-    count = 1 + max((p.group for p in checkpoint.trained if p.group is not None), default=0)
-    return [mapping_of({**keep, "params": PList([g])}) for g in range(count)]
+    return list(optimizer.param_groups) if optimizer and optimizer.param_groups else configured_groups(checkpoint)

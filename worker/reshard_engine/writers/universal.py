@@ -36,6 +36,8 @@ from reshard_engine.pickles.nodes import (
 from reshard_engine.writers import not_carried
 from reshard_engine.writers.atoms import cut_keys
 from reshard_engine.writers.cautions import padding_left_out, sectioned, uncut_warnings
+from reshard_engine.writers.configured_groups import configured_warnings
+from reshard_engine.writers.empty_ranks import empty_rank_warnings
 from reshard_engine.writers.optimizer_states import (
     ADAM_STATES,
     group_nodes,
@@ -75,6 +77,7 @@ class UniversalWriter:
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
+        warnings = [*warnings, *configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
         frozen = not_carried.frozen_parameters(checkpoint) if request.exclude_frozen else ()
         return TargetLayout(
             tuple(files),

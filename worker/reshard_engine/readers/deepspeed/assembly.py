@@ -105,7 +105,13 @@ class _Assembly:
         first, model, module = piece.states[0], piece.model, self._modules[0]
         weights, loose, buffers = self._weights()
         parameters = [
-            replace(p, weight=self._weight_of(p, weights), layer=self._layer_of(p.fqn), padding=self._padding_of(p))
+            replace(
+                p,
+                weight=self._weight_of(p, weights),
+                layer=self._layer_of(p.fqn),
+                padding=self._padding_of(p),
+                frozen_late=any(p.fqn in m.frozen_late for m in self._modules),
+            )
             for p in self._trained
         ]
         loose = [replace(p, layer=self._layer_of(p.fqn), padding=self._padding_of(p)) for p in loose]
@@ -117,6 +123,7 @@ class _Assembly:
         optimizer = OptimizerState(
             tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
             {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
+            tuple(sorted(self._joiner.rank_numbers.union(*(s.rank_numbers for s in self._slices)))),
         )
         rng = tuple(self._rng(trees))
         return Checkpoint(
@@ -157,6 +164,7 @@ class _Assembly:
             vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
             vocab_rows=self._joiner.vocab_rows,
             unexplained=tuple(self._joiner.unexplained),
+            frozen_left_out=any(m.leaves_out_frozen(first.stage) for s in self._slices for m in s.models),
         )
 
     def _extra_tables(self) -> list[dict[str, tuple[TorchFile, Node]]]:
@@ -207,7 +215,7 @@ class _Assembly:
                 "the run kept optimizer states on NVMe: DeepSpeed restores neither moments nor steps from any "
                 "checkpoint where offload_optimizer.device is nvme (0.19.8); resume with cpu or none"
             )
-        if not any(first.states):
+        if not any(first.states) and not self._slices[0].model.stepped:
             found.append("the checkpoint has no optimizer states: it was saved before the first step")
         if averaged := list(self._joiner.averaged):
             found.append(

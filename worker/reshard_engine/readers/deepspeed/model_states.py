@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.deepspeed_names import FROZEN_FRAGMENTS, FROZEN_SHAPES
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -55,6 +56,28 @@ class ModelStates:
         return value if type(value) is int else None
 
     @property
+    def stepped(self) -> bool:
+        """Whether the optimizer has taken a step: plain SGD keeps no state that would show it."""
+        return (self.integer("global_steps") or 0) > (self.integer("skipped_steps") or 0)
+
+    def leaves_out_frozen(self, stage: int) -> bool:
+        """Whether the run saved with `exclude_frozen_parameters=True`, as far as a file of this stage shows.
+
+        From stage 2 on the fragments are then None (0.9.1 and later), where runs without frozen weights have an empty
+        mapping. Below, only another name shows it: of a tied weight DeepSpeed leaves out the first name alone.
+        """
+        if stage >= 2 and FROZEN_FRAGMENTS in self.entries and self.entries[FROZEN_FRAGMENTS] is None:
+            return True
+        return bool(self.aliases_left)
+
+    @property
+    def aliases_left(self) -> tuple[str, ...]:
+        """Names of tied weights that stayed in `module` when the weight's own name was left out as frozen."""
+        trained = {n for group in self.param_shapes or () for n, _ in group}
+        there = self.module.keys() | trained | self.frozen_fragments.keys()
+        return tuple(n for n, owner in self.shared.items() if owner not in there and n in self.module)
+
+    @property
     def version(self) -> str | None:
         """The `ds_version` that wrote the file."""
         value = self.entries.get("ds_version")
@@ -88,8 +111,8 @@ def parse_model_states(torch_file: TorchFile) -> ModelStates:
         tuple(e.path for e in module),
         tuple(n for n in _names(entries.get("buffer_names"), name)),
         None if shapes is None else parse_param_shapes(shapes, what=f"{name}: param_shapes"),
-        _shapes(entries.get("frozen_param_shapes"), f"{name}: frozen_param_shapes"),
-        module_tensors(entries.get("frozen_param_fragments"), f"{name}: frozen_param_fragments"),
+        _shapes(entries.get(FROZEN_SHAPES), f"{name}: frozen_param_shapes"),
+        module_tensors(entries.get(FROZEN_FRAGMENTS), f"{name}: frozen_param_fragments"),
         shared,
     )
 

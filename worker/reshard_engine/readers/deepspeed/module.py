@@ -57,7 +57,11 @@ class ModuleTensors:
         self.unregistered: set[str] = set()
         """Of the buffers those that the module does not call so: extra states, and what hooks of the model add."""
         self.weights: dict[str, int] = {}
-        self.shared: dict[str, str] = dict(self._model.shared)
+        # Of a frozen weight that was left out under its own name, the other name is the weight itself.
+        alone = () if sharded else self._model.aliases_left
+        self.shared: dict[str, str] = {a: o for a, o in self._model.shared.items() if a not in alone}
+        self.frozen_late = frozenset(n for n, _ in self._model.frozen_shapes if n in owned)
+        """Parameters that the optimizer owns and that were frozen since."""
         self.frozen_parameters: list[Parameter] = []
         self.undescribed: list[str] = []
         """Empty placeholders of ZeRO-3 that stand for no known parameter."""
@@ -68,7 +72,7 @@ class ModuleTensors:
             self._refuse_frozen_parts(owned)
             return
         if sharded:
-            self._add_frozen_shares(models, number)
+            self._add_frozen_shares(models, number, owned)
         self._add_rest(owned, sharded=sharded)
 
     def _whole(self, name: str, state: str, tensor: PTensor) -> int:
@@ -89,8 +93,18 @@ class ModuleTensors:
                 fix="convert the original checkpoint",
             )
 
-    def _add_frozen_shares(self, models: Sequence[ModelStates], number: Mapping[SourceFile, int]) -> None:
+    def _add_frozen_shares(
+        self,
+        models: Sequence[ModelStates],
+        number: Mapping[SourceFile, int],
+        owned: Mapping[str, tuple[int, ...]],
+    ) -> None:
         for name, shape in self._model.frozen_shapes:
+            if owned.get(name, shape) != shape:
+                raise SourceError(
+                    "checkpoint.mixed",
+                    f"{printable(name)} is {shape} in `frozen_param_shapes`, {owned[name]} in `param_shapes`",
+                )
             shares: list[Partition] = []
             dtypes: set[str] = set()
             for rank, model in enumerate(models):
@@ -128,7 +142,11 @@ class ModuleTensors:
                 itemsize_bytes=dtype.itemsize_bytes,
                 what=f"frozen {printable(name)}",
             )
-            self._add_frozen(name, shape, index)
+            if name in owned:
+                # Frozen since the optimizer was made, which still steps its master: this is the rounding of that.
+                self.weights[name] = index
+            else:
+                self._add_frozen(name, shape, index)
 
     def _add_frozen(self, name: str, shape: tuple[int, ...], index: int) -> None:
         self.frozen_parameters.append(Parameter(name, shape, None, index))

@@ -21,7 +21,7 @@ from reshard_engine.cuts import Cut, CutError, joined, rows_of, whole_shape
 from reshard_engine.deepspeed_names import PARALLEL_DIMENSIONS
 from reshard_engine.pickles.nodes import is_mapping, mapping_items
 from reshard_engine.readers.deepspeed.model_states import ModelStates
-from reshard_engine.readers.deepspeed.slices import Slice
+from reshard_engine.readers.deepspeed.slices import Slice, counters
 from reshard_engine.rules.affine import AffineMaps
 from reshard_engine.rules.families import is_unused_copy
 from reshard_engine.rules.layers import RuleLayers
@@ -54,6 +54,10 @@ def degrees(model: ModelStates, ranks: int, layer_ranks: int) -> tuple[int, int]
     if type(pp) is not int or type(tp) is not int:
         tp = max(layer_ranks, 1) if layer_ranks else ranks
         pp = ranks // tp
+    if stated == ranks == 1:
+        # Under sequence parallelism (`runtime/sequence_parallel/parallel_state_sp.py` as mpu, 0.19.8) the entry counts
+        # the ranks of a sequence as tensor-parallel ones; they share ZeRO's partitions, as data-parallel ranks do.
+        return 1, 1
     if pp < 1 or tp < 1 or pp * tp != ranks:
         raise SourceError(
             "checkpoint.mixed", f"{pp} pipeline stages of {tp} tensor-parallel ranks, and files of {ranks}"
@@ -72,6 +76,8 @@ class Joiner:
         self.agreements: list[Agreement] = []
         self.unexplained: list[str] = []
         self.vocab_rows: int | None = None
+        self.rank_numbers: set[str] = set()
+        """States that are one number for each rank, and not the same on all."""
         self.averaged: dict[str, None] = {}
         """Parameters whose copies may differ, and are averaged."""
         self.padding: dict[str, dict[str, int]] = {}
@@ -106,7 +112,7 @@ class Joiner:
 
     def _parameter(self, first: Parameter, parts: Sequence[Parameter]) -> Parameter:
         for rank, part in enumerate(parts):
-            if (part.group, part.scalars, list(part.states)) != (first.group, first.scalars, list(first.states)):
+            if (part.group, list(part.states)) != (first.group, list(first.states)) or not self._agree(first, part):
                 raise SourceError(
                     "checkpoint.mixed",
                     f"{printable(first.fqn)}: tensor-parallel rank {rank} has another group, other states or counters",
@@ -114,7 +120,14 @@ class Joiner:
                 )
         shape, cut = self.shape_and_cut(first.fqn, [p.shape for p in parts])
         states = {key: self.joined(first.fqn, key, [p.states[key] for p in parts], cut, shape) for key in first.states}
-        return replace(first, shape=self._data_shape(cut, shape), states=states, cut=cut)
+        scalars = {k: s for k, s in first.scalars.items() if all(p.scalars.get(k) == s for p in parts)}
+        return replace(first, shape=self._data_shape(cut, shape), states=states, cut=cut, scalars=scalars)
+
+    def _agree(self, first: Parameter, other: Parameter) -> bool:
+        """Whether two parts were counted alike; noted are numbers of which each rank has its own."""
+        names = first.scalars.keys() | other.scalars.keys()
+        self.rank_numbers |= {k for k in names if first.scalars.get(k) != other.scalars.get(k)}
+        return counters(first.scalars) == counters(other.scalars)
 
     def shape_and_cut(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], Cut | None]:
         """The shape of the whole, padding included, and how it is cut; None, and noted, if nothing says.
@@ -217,7 +230,7 @@ class Joiner:
             raise SourceError(
                 "checkpoint.mixed", f"{printable(first.fqn)} is on several pipeline stages, with other shapes or states"
             )
-        if first.scalars != other.scalars:
+        if not self._agree(first, other):
             raise SourceError(
                 "checkpoint.mixed", f"{printable(first.fqn)} has other counters on another pipeline stage"
             )

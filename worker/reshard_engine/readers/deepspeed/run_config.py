@@ -13,6 +13,12 @@ def zero_options(model: ModelStates) -> Mapping[str | int, Node] | None:
     return _section(model, "zero_optimization")
 
 
+def configured_stage(model: ModelStates) -> int:
+    """The run's ZeRO stage; 0 where its config does not say."""
+    stage = (zero_options(model) or {}).get("stage")
+    return stage if type(stage) is int else 0
+
+
 def has_16bit_masters(model: ModelStates) -> bool:
     """Whether the run kept masters in the model's 16 bits (`*_master_weights_and_grads`)."""
     types = ("bf16", "fp16")

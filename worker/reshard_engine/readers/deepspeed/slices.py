@@ -43,6 +43,8 @@ class Slice:
     """Whether the flat order was another (`round_robin_gradients`)."""
     fused: FusedExperts
     """Parameters in which AutoEP fused experts."""
+    rank_numbers: frozenset[str]
+    """States that are one number for each data-parallel rank, and not the same on all."""
 
     @property
     def model(self) -> ModelStates:
@@ -70,6 +72,7 @@ def add_slice(
     for key in ("fp32", *_positional_keys(states)):
         _add_state(builder, key, states, parts, number=number, by_name=by_name)
     trained: list[Parameter] = []
+    rank_numbers: set[str] = set()
     dealt = uses_round_robin(model) and first.stage in (1, 2) and not first.bf16_optimizer and len(states) > 1
     for index, same in groupby(parts, key=lambda p: p.index):
         group: list[Parameter] = []
@@ -80,14 +83,16 @@ def add_slice(
             if dealt:
                 order = undealt([n for n, _ in part.shapes], len(ranks), list(model.module))
             scalars = _scalars(ranks, index)
+            rank_numbers |= scalars.keys() - (common := _common(ranks, index, scalars)).keys()
             members = [part.shapes[i] for i in order]
-            group += [Parameter(n, shape, group_of[index], None, by_name[n], scalars) for n, shape in members]
+            group += [Parameter(n, shape, group_of[index], None, by_name[n], common) for n, shape in members]
         group = fused.joined(builder, group)
         if spread > 1:
             group = [group[i] for i in in_model_order([p.fqn for p in group])]
         trained += group
     ep = max((p.ep for p in parts), default=1)
-    return Slice(tuple(states), tuple(fused.without(m) for m in models), tuple(trained), ep, dealt, fused)
+    held = tuple(fused.without(m) for m in models)
+    return Slice(tuple(states), held, tuple(trained), ep, dealt, fused, frozenset(rank_numbers))
 
 
 def _groups_of(first: RankStates, count: int) -> list[int]:
@@ -207,13 +212,17 @@ def _add_state(
 
 
 def _scalars(states: Sequence[RankStates], index: int) -> Mapping[str, Scalar]:
-    """The one-number states of a (sub-)group, which must agree on all its ranks."""
+    """The one-number states of a (sub-)group on its first rank; counters must agree on all.
+
+    Raises:
+        SourceError: `checkpoint.mixed` if a rank counts differently, or has other states.
+    """
     mine: dict[str, Scalar] = {}
     for rank, state in enumerate(states):
         theirs = _group_scalars(state, index)
         if rank == 0:
             mine = theirs
-        elif theirs != mine:
+        elif counters(theirs) != counters(mine) or theirs.keys() != mine.keys():
             text = ", ".join(f"{printable(k)}={v.value}" for k, v in theirs.items())
             raise SourceError(
                 "checkpoint.mixed",
@@ -222,6 +231,22 @@ def _scalars(states: Sequence[RankStates], index: int) -> Mapping[str, Scalar]:
                 fix="the files are of different steps: copy one whole save",
             )
     return mine
+
+
+def counters(scalars: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """What counts steps among one-number states: `step`, and every integer.
+
+    The rest are numbers that optimizers take of a tensor, such as Adafactor's RMS: each rank has its partition's own.
+    """
+    return {k: s for k, s in scalars.items() if k == "step" or not isinstance(s.value, float)}
+
+
+def _common(states: Sequence[RankStates], index: int, first: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The one-number states that are the same on all ranks."""
+    if len(counters(first)) == len(first):
+        return dict(first)
+    others = [_group_scalars(s, index) for s in states[1:]]
+    return {k: s for k, s in first.items() if all(o[k] == s for o in others)}
 
 
 def _group_scalars(state: RankStates, index: int) -> dict[str, Scalar]:

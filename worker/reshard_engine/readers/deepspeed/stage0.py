@@ -89,7 +89,7 @@ def assemble_stage0(
         )
         if "cur_scale" in states.extras:
             warnings.append("stage 0 keeps its loss scale in another form than stages 1 to 3: it starts anew there")
-        if not any(p.states.keys() - {"fp32"} for p in owned.values()):
+        if not any(p.states.keys() - {"fp32"} for p in owned.values()) and not model.stepped:
             warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
     cut_rules, _ = rules_of(model, rules)
     if cut_rules is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from reshard_engine.pickles.nodes import Node, PDict, PObject, PTensorRef, mapping_of, ordered_dict
+from reshard_engine.deepspeed_names import FROZEN_FRAGMENTS
+from reshard_engine.pickles.nodes import Node, PDict, PObject, PTensorRef, is_mapping, mapping_of, ordered_dict
 from reshard_engine.pickles.state_dict import KeyPath, name_of, nested_dict
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.module import ModuleTensors
@@ -40,11 +41,11 @@ class ModelTrees(TreeTensors):
                 continue
             if key == "module":
                 entries[key] = _module(model.paths, numbers, module.shared, extra_states)
-            elif key == "frozen_param_fragments":
-                refs: dict[str, Node] = {
-                    n: PTensorRef(i) for n, i in module.frozen_numbers.items() if n in dict(model.frozen_shapes)
-                }
-                entries[key] = ordered_dict(refs) if refs else None
+            elif key == FROZEN_FRAGMENTS:
+                # An empty mapping says that there are none, None that they were left out.
+                whole = {**module.frozen_numbers, **module.weights}
+                refs: dict[str, Node] = {n: PTensorRef(whole[n]) for n, _ in model.frozen_shapes if n in whole}
+                entries[key] = ordered_dict(refs) if is_mapping(value) else None
             elif key == "optimizer":
                 entries[key] = None
             else:

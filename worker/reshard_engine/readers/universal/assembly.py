@@ -16,7 +16,7 @@ from reshard_engine.readers.deepspeed.autoep import fused_experts
 from reshard_engine.readers.deepspeed.cutting import rules_of
 from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.module import ModuleTensors
-from reshard_engine.readers.deepspeed.run_config import uses_round_robin
+from reshard_engine.readers.deepspeed.run_config import configured_stage, uses_round_robin
 from reshard_engine.readers.deepspeed.trees import ModelTrees
 from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.atoms import FOLDER, MASTER, STEP, Atom, AtomFiles, parse_atom
@@ -104,7 +104,14 @@ class Assembly:
             step=model.integer("global_steps"),
             files=files,
             parameters=(
-                *(replace(p, weight=module.weight_of(p.fqn, p.shape)) for p in trained),
+                *(
+                    replace(
+                        p,
+                        weight=module.weight_of(p.fqn, p.shape),
+                        frozen_late=p.fqn in module.frozen_late,
+                    )
+                    for p in trained
+                ),
                 *(
                     replace(p, cut=self._cut_of(p.fqn, p.shape), layer=self._notes.layer_of(p.fqn))
                     for p in module.frozen_parameters
@@ -125,6 +132,7 @@ class Assembly:
             warnings=(),
             vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
             vocab_rows=self._notes.vocab_rows,
+            frozen_left_out=model.leaves_out_frozen(configured_stage(model)),
         )
 
     def _cut_of(self, name: str, shape: tuple[int, ...]) -> Cut | None:

@@ -55,6 +55,7 @@ class Cutter:
             dtypes={s: tensors[n].dtype for s, n in parameter.states.items()},
             weight_dtype=tensors[best].dtype,
             scalars=parameter.scalars,
+            frozen_late=parameter.frozen_late,
         )
 
     def _weight_of(self, parameter: Parameter) -> int:

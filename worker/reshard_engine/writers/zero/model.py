@@ -29,6 +29,8 @@ class LocalParameter:
     weight_dtype: Dtype
     """Element type of what the weight is made of."""
     scalars: Mapping[str, Scalar]
+    frozen_late: bool = False
+    """Whether the run froze it when the optimizer had it already."""
 
     @property
     def numel(self) -> int:
@@ -63,5 +65,5 @@ class LocalModel:
 
     @property
     def frozen(self) -> list[LocalParameter]:
-        """What the optimizer does not own."""
-        return [p for p in self.parameters if p.group is None]
+        """What DeepSpeed loads as frozen: what the optimizer does not own, and what was frozen since it does."""
+        return [p for p in self.parameters if p.group is None or p.frozen_late]

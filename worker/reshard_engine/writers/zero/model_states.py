@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.deepspeed_names import PARALLEL_DIMENSIONS
+from reshard_engine.deepspeed_names import FROZEN_FRAGMENTS, FROZEN_SHAPES, PARALLEL_DIMENSIONS
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -62,12 +62,9 @@ class ModelStatesFiles:
             if target.stage
             else None
         )
-        entries["frozen_param_shapes"] = (
-            ordered_dict({p.fqn: size_node(p.shape) for p in model.frozen}) if target.stage >= 2 else None
-        )
-        entries["frozen_param_fragments"] = self._fragments(rank) if target.stage >= 2 else None
+        entries |= self._frozen_entries(rank, run_state)
         entries["shared_params"] = mapping_of({**model.shared})
-        kept = {k: v for k, v in run_state.items() if k not in entries}
+        kept = {k: v for k, v in run_state.items() if k not in (*entries, FROZEN_SHAPES, FROZEN_FRAGMENTS)}
         entries |= kept
         entries |= entries_for(kept, target, model.fused, rank)
         for counter in ("skipped_steps", "global_steps"):
@@ -141,11 +138,26 @@ class ModelStatesFiles:
             return stored.name
         return self._target.dtype.name
 
+    def _frozen_entries(self, rank: int, run_state: Mapping[str | int, Node]) -> dict[str | int, Node]:
+        """What stands under the names of frozen parameters. A loader that finds a mapping wants all of them in it.
+
+        Where the source left some out, or does not say that it did not, None and nothing at all are what loads: frozen
+        weights then come from `module` below stage 3, and from the base model.
+        """
+        if self._target.stage < 2 or self._checkpoint.frozen_left_out:
+            return {FROZEN_SHAPES: None, FROZEN_FRAGMENTS: None}
+        frozen = self._model.frozen
+        if not is_mapping(run_state.get(FROZEN_FRAGMENTS)) and not frozen:
+            return {}
+        shapes = ordered_dict({p.fqn: size_node(p.shape) for p in frozen})
+        return {FROZEN_SHAPES: shapes, FROZEN_FRAGMENTS: self._fragments(rank)}
+
     def _fragments(self, rank: int) -> Node:
         found: dict[str, Node] = {}
         for parameter in self._model.frozen:
             if self._target.stage == 2:
-                found[parameter.fqn] = self.weight_node(parameter)
+                # As in `module`, so that it is written once: of what was frozen late a part of its group's tensor.
+                found[parameter.fqn] = self._flat.get(parameter.fqn) or self.weight_node(parameter)
                 continue
             ranks = self._target.dp
             runs = tuple(share_of(parameter.weight, parameter.numel, rank, ranks))

@@ -20,6 +20,7 @@ from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.megatron import ITERATION, TRACKER, is_megatron
 from reshard_engine.pickles.nodes import Node, PTensorRef, is_mapping, mapping_items, mapping_of, ordered_dict
 from reshard_engine.writers.cautions import padding_changes, sectioned
+from reshard_engine.writers.configured_groups import configured_warnings
 from reshard_engine.writers.not_carried import AS_ASKED, named, random_states
 from reshard_engine.writers.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.writers.trees import tree_template
@@ -67,7 +68,11 @@ class ZeroWriter:
         files = _Files(whole, target, groups, state, opaque=request.opaque)
         for model in models:
             files.add(model)
-        warnings = [*_rng_warnings(state, checkpoint, target), *_vocab_warnings(checkpoint, target, rows)]
+        warnings = [
+            *configured_warnings(checkpoint),
+            *_rng_warnings(state, checkpoint, target),
+            *_vocab_warnings(checkpoint, target, rows),
+        ]
         warnings += group_changes(source, checkpoint)
         warnings += padding_changes(checkpoint, rows)
         warnings += sectioned(checkpoint, request) if target.tp_changes else []

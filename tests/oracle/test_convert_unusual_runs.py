@@ -1,0 +1,94 @@
+"""Less usual runs: optimizers that keep nothing, or a number of each rank's own, and sequence parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oracle.cases import Case, Stage
+from oracle.driver import Oracle, Trained
+from oracle.launcher import WorldError
+from oracle.outputs import convert, raw, read_safetensors
+from oracle.truth import Truth, differences
+from reshard.errors import RequestError, SourceError
+from reshard.local import load_engine
+from reshard.models import NativeLayout, SourceSpec
+
+
+def _inspected(run: Trained) -> tuple[str, ...]:
+    return load_engine().inspect(SourceSpec(url=str(run.dir))).warnings
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_sgd_without_momentum_is_not_taken_for_a_run_before_its_first_step(
+    stage: Stage, oracle: Oracle, tmp_path: Path
+) -> None:
+    run = oracle.train(Case("plain_sgd", stage, "fp32", optimizer="plain_sgd"), tmp_path, steps_after=2)
+    assert not [text for text in _inspected(run) if "first step" in text]
+    if stage == 0:
+        return  # without states, parameters of the optimizer have no names
+    convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=NativeLayout(dp=3, zero_stage=str(stage)))
+    resumed = oracle.resume_native(run.case, tmp_path / "out", tmp_path / "state", world=3, steps=2)
+    assert resumed.state.kind("fp32") == run.truth.kind("fp32")
+    assert resumed.losses == pytest.approx(run.losses_after, rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_adafactors_weights_convert_and_its_states_are_refused_by_name(
+    stage: Stage, oracle: Oracle, tmp_path: Path
+) -> None:
+    """RMS is of a rank's flat partition: another on each rank, and no other partition has one."""
+    # Where no gradient ever came Adafactor makes NaN at stage 3.
+    case = Case("adafactor", stage, "fp32", optimizer="adafactor", unused=False)
+    run = oracle.train(case, tmp_path, steps_after=0)
+    convert(run.dir, tmp_path / "weights", "safetensors")
+    found = read_safetensors(tmp_path / "weights").tensors
+    assert {name: found[name] for name in run.truth.kind("fp32")} == run.truth.kind("fp32")
+    layout = NativeLayout(dp=3, zero_stage=str(stage))
+    for to, options in (("zero", {"layout": layout}), ("universal", {})):
+        with pytest.raises(RequestError, match="'RMS' is one number for each rank's partition") as caught:
+            convert(run.dir, tmp_path / to, to, **options)
+        assert caught.value.code == "request.unsatisfiable"
+        assert not (tmp_path / to).exists()
+
+
+def test_files_of_different_steps_are_still_found(oracle: Oracle, tmp_path: Path) -> None:
+    run = oracle.train(Case("adafactor", 2, "fp32", optimizer="adafactor"), tmp_path, steps_after=0)
+    path = run.tag_dir / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    states = torch.load(path, weights_only=False)
+    (state,) = states["optimizer_state_dict"]["base_optimizer_state"]["state"].values()
+    assert state["step"] == run.case.steps
+    assert raw(state["RMS"]).dtype == "F32"
+    state["step"] += 1
+    torch.save(states, path)
+    with pytest.raises(SourceError, match=r"rank 1 has .*step=4") as caught:
+        _inspected(run)
+    assert caught.value.code == "checkpoint.mixed"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_sequence_parallel_runs_are_read_and_resumed(stage: Stage, oracle: Oracle, tmp_path: Path) -> None:
+    """Ranks of one sequence share ZeRO's partitions; DeepSpeed writes them down as tensor-parallel ones."""
+    case, tag = Case("sequence", stage, "fp32"), "step1"
+    where = {"save_dir": str(tmp_path / "ckpt"), "truth_dir": str(tmp_path), "tag": tag}
+    shared = oracle.worlds.run("oracle.sequence:train", world=4, case=case.to_json(), **where)
+    assert shared == [4] * 4
+    assert load_engine().inspect(SourceSpec(url=where["save_dir"])).world == {"dp": 4, "tp": 1, "pp": 1}
+    layout = NativeLayout(dp=2, zero_stage=str(stage))
+    convert(tmp_path / "ckpt", tmp_path / "out" / tag, "zero", layout=layout)
+    resumed = oracle.resume_native(case, tmp_path / "out", tmp_path / "state", world=2, steps=1)
+    assert differences(Truth(tmp_path / "truth.safetensors", tmp_path / "truth.json"), resumed.state) == []
+
+
+def test_a_group_that_is_empty_on_a_rank_is_warned_of(oracle: Oracle, tmp_path: Path) -> None:
+    """DeepSpeed's universal loader fails on that rank, in the smallest world that the warning names."""
+    case = Case("empty_rank", 2, "fp32", two_groups=True, tiny=True, unused=False)
+    run = oracle.train(case, tmp_path / "run", steps_after=0)
+    result = convert(run.dir, tmp_path / "out" / "universal", "universal")
+    (warning,) = (text for text in result.warnings if "holds nothing" in text)
+    assert "group 1 (26 elements) on 6:" in warning
+    assert oracle.resume_universal(case, tmp_path / "out", tmp_path / "four", world=4, steps=0)
+    with pytest.raises(WorldError, match="list index out of range"):
+        oracle.resume_universal(case, tmp_path / "out", tmp_path / "six", world=6, steps=0)

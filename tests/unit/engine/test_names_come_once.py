@@ -1,0 +1,70 @@
+"""Two tensors of one name: no layout is made of them, and no file that holds them is published."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from house.repository import ROOT
+from reshard.errors import IntegrityError, SourceError
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
+from reshard_engine.containers.safetensors_layout import safetensors_template
+from reshard_engine.dtypes import FLOAT32
+from reshard_engine.layout import FileTemplate
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.registry import read_checkpoint
+from reshard_engine.storage.locations import open_location
+from reshard_engine.writers import safetensors
+from reshard_engine.writers.consolidated import weights_of
+
+_SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
+
+
+def _request(target: Path) -> ConvertRequest:
+    return ConvertRequest(source=SourceSpec(url=str(_SOURCE)), target=str(target), to=TargetFormat.SAFETENSORS)
+
+
+def test_a_layout_refuses_a_name_that_comes_twice() -> None:
+    one = ("a.weight", FLOAT32, (2,), 2)
+    with pytest.raises(SourceError, match=r"two tensors are called a\.weight") as caught:
+        safetensors_template([one, ("b", FLOAT32, (2,), 2), one], {})
+    assert caught.value.code == "checkpoint.ambiguous"
+
+
+def test_a_checkpoint_refuses_a_name_that_comes_twice(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(open_location(str(_SOURCE)), None, OpaqueLedger(OpaquePolicy.REFUSE))
+    first = checkpoint.parameters[0]
+    for twice in (
+        {"parameters": (*checkpoint.parameters, replace(first, group=None, states={}))},
+        {"buffers": (*checkpoint.buffers, replace(checkpoint.buffers[0], fqn=first.fqn))},
+    ):
+        with pytest.raises(SourceError, match="is two tensors of the checkpoint") as caught:
+            replace(checkpoint, **twice)
+        assert caught.value.code == "checkpoint.ambiguous"
+    renamed = replace(checkpoint)
+    object.__setattr__(renamed, "parameters", (*checkpoint.parameters, first))
+    with pytest.raises(SourceError, match="two tensors are called"):
+        weights_of(renamed, _request(tmp_path))
+
+
+def test_a_header_that_no_reader_takes_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the layout itself: what stands on the disk is read as its readers do, before the commit."""
+
+    def twice(tensors: Any, metadata: Any) -> FileTemplate:
+        template = safetensors_template(tensors, metadata)
+        ((offset, head),) = template.literals
+        names = sorted((n for n in json.loads(head[8:]) if n != "__metadata__"), key=len)
+        one, other = next((a, b) for a, b in itertools.pairwise(names) if len(a) == len(b))
+        return replace(template, literals=((offset, head.replace(f'"{one}"'.encode(), f'"{other}"'.encode())),))
+
+    monkeypatch.setattr(safetensors, "safetensors_template", twice)
+    with pytest.raises(IntegrityError, match="twice") as caught:
+        load_engine().convert(_request(tmp_path / "out"))
+    assert caught.value.code == "integrity.mismatch"
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,128 @@
+"""Param groups made from `ds_config`, for optimizer states that carry none (`elastic_checkpoint`).
+
+DeepSpeed's own loader keeps the groups of the run that loads such states. A state dict of the optimizer, as DeepSpeed
+usually saves it, replaces them: each key that is missing in it is missing at the next step.
+
+Source: deepspeed 0.19.8 `runtime/engine.py` (`_configure_basic_optimizer`, `get_optimizer_configuration`),
+`runtime/zero/stage_1_and_2.py` (`_get_base_optimizer_state`, `_restore_base_optimizer_state`),
+`ops/adam/fused_adam.py`, `ops/adam/cpu_adam.py`, `ops/lion/fused_lion.py`; torch 2.13.0 `optim/adamw.py`,
+`optim/adam.py`, `optim/adagrad.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard.errors import RequestError, printable
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
+
+_Values = Mapping[str | int, Node]
+_ADAM: _Values = {"lr": 1e-3, "betas": PTuple((0.9, 0.999)), "eps": 1e-8, "weight_decay": 0.0}
+_TORCH_SWITCHES: _Values = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False}
+_TORCH_LAST: _Values = {"differentiable": False, "fused": None}
+_TORCH_ADAM: _Values = {**_ADAM, **_TORCH_SWITCHES, **_TORCH_LAST}
+_DEFAULTS: Mapping[str, _Values] = {
+    "torch.optim.AdamW": {**_TORCH_ADAM, "weight_decay": 0.01, "decoupled_weight_decay": True},
+    "torch.optim.Adam": {**_TORCH_ADAM, "weight_decay": 0, "decoupled_weight_decay": False},
+    "FusedAdam": {"lr": 1e-3, "bias_correction": True, **_ADAM},
+    "DeepSpeedCPUAdam": {"lr": 1e-3, "bias_correction": True, **_ADAM, "amsgrad": False},
+    "torch.optim.Adagrad": {
+        "lr": 0.01,
+        "lr_decay": 0,
+        "eps": 1e-10,
+        "weight_decay": 0,
+        "initial_accumulator_value": 0,
+        "foreach": None,
+        "maximize": False,
+        **_TORCH_LAST,
+    },
+    "FusedLion": {"lr": 1e-4, "betas": PTuple((0.9, 0.99)), "weight_decay": 0.0},
+}
+_VERSIONS = "torch 2.13.0 and deepspeed 0.19.8"
+
+
+def configured_groups(checkpoint: Checkpoint) -> list[Node]:
+    """Hyper-parameters from `ds_config` for list-form states, which carry none: the same for every group.
+
+    Raises:
+        RequestError: `request.unsatisfiable` if the config names no optimizer, or none that is known.
+    """
+    _, values, _ = _configured(checkpoint)
+    rates = _scheduled_rates(checkpoint)
+    own = [{"lr": rates[g]} if rates else {} for g in range(_count(checkpoint))]
+    return [mapping_of({**values, **own[g], "params": PList([g])}) for g in range(_count(checkpoint))]
+
+
+def configured_warnings(checkpoint: Checkpoint) -> list[str]:
+    """What was made up for groups that the source does not carry; nothing where it does."""
+    optimizer = checkpoint.optimizer
+    if optimizer is None or optimizer.param_groups:
+        return []
+    kind, values, given = _configured(checkpoint)
+    scheduled = "lr is the scheduler's last, " if _scheduled_rates(checkpoint) else ""
+    said = [str(k) for k in given if not (scheduled and k == "lr")]
+    made = [str(k) for k in values if k not in given and not (scheduled and k == "lr")]
+    text = (
+        f"the source carries no hyper-parameters (elastic_checkpoint): {scheduled}{', '.join(said) or 'none'} are "
+        f"ds_config's, {', '.join(made) or 'none'} are the defaults of {kind} ({_VERSIONS})"
+    )
+    if (count := _count(checkpoint)) > 1:
+        text += f"; all {count} groups have the same: set what differs, such as weight_decay, after load_checkpoint"
+    return [text]
+
+
+def _count(checkpoint: Checkpoint) -> int:
+    return 1 + max((p.group for p in checkpoint.trained if p.group is not None), default=0)
+
+
+def _scheduled_rates(checkpoint: Checkpoint) -> list[Node]:
+    """The learning rate of each group that a scheduler of torch set last; nothing where none says."""
+    last = _section(checkpoint.model_state, "lr_scheduler").get("_last_lr")
+    rates = list(last.items) if isinstance(last, PList) else []
+    return rates if len(rates) == _count(checkpoint) and all(type(r) is float for r in rates) else []
+
+
+def _configured(checkpoint: Checkpoint) -> tuple[str, _Values, list[str | int]]:
+    """The optimizer's class, its hyper-parameters, and which of them the config names."""
+    config = _section(checkpoint.model_state, "ds_config")
+    optimizer = _section(mapping_of({**config}), "optimizer")
+    params, name = _section(mapping_of({**optimizer}), "params"), optimizer.get("type")
+    if not isinstance(name, str) or not params:
+        raise _refused("ds_config names none")
+    offloaded = _section(mapping_of({**_section(mapping_of({**config}), "zero_optimization")}), "offload_optimizer")
+    kind = _class_of(name.lower(), params, on_cpu=offloaded.get("device") in ("cpu", "nvme"))
+    if kind is None:
+        raise _refused(f"the defaults of {printable(name)} are not known here")
+    known = _DEFAULTS[kind]
+    given = [k for k in known if k in params]
+    if odd := [k for k in given if isinstance(params[k], str)]:
+        raise _refused(f"ds_config has {printable(str(odd[0]))} {printable(str(params[odd[0]]))!r}, which is no number")
+    return kind, {k: _as_torch(params.get(k, v)) for k, v in known.items()}, given
+
+
+def _class_of(name: str, params: _Values, *, on_cpu: bool) -> str | None:
+    """The class that DeepSpeed makes of a type in `ds_config`."""
+    if name in ("adam", "adamw"):
+        if params.get("torch_adam") is True:
+            decoupled = name == "adamw" or params.get("adam_w_mode", True) is True
+            return "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
+        return "DeepSpeedCPUAdam" if on_cpu else "FusedAdam"
+    return {"adagrad": "torch.optim.Adagrad", "lion": "FusedLion"}.get(name) if not on_cpu else None
+
+
+def _section(node: Node, name: str) -> _Values:
+    found = mapping_items(node, what=name).get(name) if is_mapping(node) else None
+    return mapping_items(found, what=name) if is_mapping(found) else {}
+
+
+def _as_torch(value: Node) -> Node:
+    return PTuple(tuple(value.items)) if isinstance(value, PList) else value
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(
+        "request.unsatisfiable",
+        f"the optimizer states carry no hyper-parameters (elastic_checkpoint), and {why}",
+        fix="save again with elastic_checkpoint off, or write the weights alone: --to safetensors",
+    )
