@@ -97,7 +97,7 @@ class ConvertRequest(WireModel):
     lora_alpha: float | None = Field(default=None, gt=0, lt=1e9)
     """The scale of an adapter without `adapter_config.json`."""
     base: str | None = Field(default=None, min_length=1, max_length=4096)
-    """Of `merge_adapter`, for a checkpoint without its frozen parameters: a directory with the base model's weights, or
+    """For `merge_adapter` and a checkpoint without its frozen parameters: a directory with the base model's weights, or
     its directory in the hub's cache. The source's storage profile serves it."""
     model_files: str | None = Field(default=None, min_length=1, max_length=4096)
     """Consolidated weights: a directory whose configuration, tokenizer and generation files go beside them, so that

@@ -59,7 +59,7 @@ class Layout:
     late: int = 0
 
     def listed_frozen(self, state: LogicalState) -> tuple[LogicalParameter, ...]:
-        """What DeepSpeed says is frozen: what the optimizer does not own, and what was frozen when it did already."""
+        """The parameters that DeepSpeed calls frozen: not the optimizer's, or frozen when they already were."""
         late = {p.fqn for p in state.trained[: self.late]}
         return tuple(p for p in state.parameters if p.group is None or p.fqn in late)
 

@@ -211,7 +211,7 @@ def keys_in(files: Mapping[str, bytes]) -> set[str]:
 
 
 def is_named(planted: Planted, named: tuple[NotCarried, ...]) -> bool:
-    """Whether an entry names the key or something that holds it, or entries name every part of its value."""
+    """True if an entry names the key or something that holds it, or entries name every part of its value."""
     paths = {entry.path for entry in named}
     parts = [f"{planted.path}.{part}" for part in planted.parts]
     return _is_named(planted.path, planted, paths) or (bool(parts) and all(_is_named(p, planted, paths) for p in parts))

@@ -32,13 +32,13 @@ _REFUSED = {
     *("checkpoint.mixed", "checkpoint.incomplete", "request.unsatisfiable"),
     *("source.unsupported", "checkpoint.unexplained", "rules.contradiction"),
 }
-"""What planted states of an optimizer may end in: other ranks lack them, or the target has no place for them. And
+"""Codes that planted states of an optimizer may end in: other ranks lack them, or the target has no place for them. And
 entries of the state dict where tensor-parallel ranks differ, or nothing says how they are cut."""
 
 
 @pytest.fixture(scope="module")
 def counts() -> Iterator[Counter[str]]:
-    """How many keys were planted, and what became of them."""
+    """The number of planted keys by what became of them."""
     found: Counter[str] = Counter()
     yield found
     total = sum(found.values())

@@ -39,12 +39,12 @@ class Kind:
     """One configuration of PEFT on one small model."""
 
     options: dict[str, Any]
-    """Of the method's config class."""
+    """Options of the method's config class."""
     model: str = "llama"
     tied: bool = False
     method: str = "LoraConfig"
     resized: bool = False
-    """Whether tokens were added before training, as chat templates need."""
+    """True if tokens were added before training, as chat templates need."""
     more: tuple[dict[str, Any], ...] = ()
     """LoRA configurations of further adapters, called `other0`, ...; they are there and not trained."""
     stage: int = 2
@@ -84,7 +84,7 @@ def model_of(kind: Kind) -> PreTrainedModel:
 
 
 def logits_of(model: Any) -> torch.Tensor:
-    """What a model computes for fixed tokens."""
+    """The logits of a model for fixed tokens."""
     model.eval()
     with torch.no_grad():
         logits: torch.Tensor = model(input_ids=tokens(3, 5)).logits

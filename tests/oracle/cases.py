@@ -217,4 +217,4 @@ STATE_DICT_CASES: dict[str, Case] = {
         Case("z3_nested", 3, "fp32", nested=True, frozen=False, tied=False, extra_states="values"),
     )
 }
-"""What a state dict holds beside tensors, and how it nests; the zoo's matrices do without them."""
+"""Runs whose state dict holds more than tensors, or is nested; the zoo's matrices do without them."""

@@ -47,7 +47,7 @@ class Calibration(nn.Module):
         return hidden * (1.0 + 0.05 * self.seen)
 
     def get_extra_state(self) -> Any:
-        """What ``state_dict`` holds of it."""
+        """The value that ``state_dict`` holds of it."""
         if self.form == "mapping":
             return {"scale": torch.full((2,), float(self.seen)), "seen": self.seen}
         if self.form == "tensor":

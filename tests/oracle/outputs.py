@@ -70,7 +70,7 @@ def convert(source: Path, target: Path, to: str, *, tag: str | None = None, **op
 
 
 def unexpected(result: ConvertResult) -> list[NotCarried]:
-    """What a conversion of a real checkpoint left out although nothing says that it may.
+    """Entries that a conversion of a real checkpoint left out although nothing says that it may.
 
     Weights hold no training state, and safetensors only tensors. Where ranks of the source differ by design, the first
     one's values stand: buffers that follow a rank's own data, and random states.

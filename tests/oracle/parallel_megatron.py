@@ -47,7 +47,7 @@ class Topology:
         return self.rank // self.tp
 
     def get_data_parallel_world_size(self) -> int:
-        """How many there are."""
+        """The number of them."""
         return self.dp
 
     def get_model_parallel_group(self) -> Any:
@@ -59,7 +59,7 @@ class Topology:
         return self.rank % self.tp
 
     def get_model_parallel_world_size(self) -> int:
-        """How many there are."""
+        """The number of them."""
         return self.tp
 
     get_tensor_model_parallel_group = get_model_parallel_group

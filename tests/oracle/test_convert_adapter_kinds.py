@@ -199,7 +199,7 @@ def _opened(kind: Kind, folder: Path) -> Any:
 
 
 def _merge_bound(kind: Kind, folder: Path, name: str, base: Tensor) -> Tensor:
-    """How far two sums of the same terms in fp32 may lie apart: two last places of their sizes, for each."""
+    """The distance that two sums of the same terms in fp32 may have: two last places of their sizes, for each term."""
     held = load_file(folder / "adapter" / "adapter_model.safetensors")
     config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     stem = f"base_model.model.{name.removesuffix('.weight')}"

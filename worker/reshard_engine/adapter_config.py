@@ -45,7 +45,7 @@ class AdapterConfig:
 
     @property
     def changed_base(self) -> str | None:
-        """How the adapter began, if that took something out of the base weights."""
+        """The way in which the adapter was initialised, if that took something out of the base weights."""
         begun = self.facts.get("init_lora_weights", True)
         if isinstance(begun, (bool, str)) and begun in _OWN_BASE:
             return None

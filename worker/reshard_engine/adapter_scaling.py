@@ -1,4 +1,4 @@
-"""How the factors of a LoRA adapter are merged into a weight: scale, orientation, and what no rule merges.
+"""Rules that merge the factors of a LoRA adapter into a weight: scale, orientation, and refusals.
 
 Source: peft 0.21.2 `tuners/lora/layer.py` (`scaling`, `get_delta_weight`, `transpose`, `merge`, `dispatch_default`: the
 layer's type decides `fan_in_fan_out`, and the configuration keeps what the last layer said) and `utils/other.py`
@@ -26,13 +26,13 @@ Factors = Mapping[str, Parameter]
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What a configuration says of scales, and whether matrices are stored transposed."""
+    """The scales of a configuration, and the orientation of its matrices."""
 
     alpha: float
     by_module: Mapping[str, float]
     by_root: bool
     transposed: bool | None
-    """Of square matrices, whose shape does not say; None where nothing does."""
+    """The orientation of square matrices, whose shape does not say; None where nothing does."""
 
     def of(self, module: str, rank: int) -> float:
         """The factor of B A for a module, whose name is without PEFT's beginning."""
@@ -74,7 +74,7 @@ def scaling_of(config: AdapterConfig | None, alpha: float | None, seen: Iterable
 
 
 def transposed_by_shape(shape: tuple[int, ...], factors: Factors) -> bool | None:
-    """Whether a matrix is stored `[in, out]`, as Conv1D and embeddings are; None where its shape does not say."""
+    """True if a matrix is stored `[in, out]`, as Conv1D and embeddings are; None where its shape does not say."""
     a, b = factors.get("lora_A"), factors.get("lora_B")
     if a is None or b is None or not len(shape) == len(a.shape) == len(b.shape) == 2:
         return None
@@ -83,7 +83,7 @@ def transposed_by_shape(shape: tuple[int, ...], factors: Factors) -> bool | None
 
 
 def merge_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> Merge:
-    """How a module's weight is merged.
+    """The rule that merges a module's weight.
 
     Args:
         name: The weight's, in the model without PEFT.
@@ -120,7 +120,7 @@ def merge_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> 
 
 
 def shift_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> Shift:
-    """How a module's bias is merged with the bias of its adapter (`lora_bias`).
+    """The rule that merges a module's bias with the bias of its adapter (`lora_bias`).
 
     Raises:
         RequestError: `request.unsatisfiable` if the adapter is none of a linear layer.

@@ -31,7 +31,7 @@ class MergedModel:
 
     checkpoint: Checkpoint
     unties: bool
-    """Whether names that were tied are not any more: a configuration that says they are would be wrong."""
+    """True if names that were tied are not any more: a configuration that says they are would be wrong."""
 
 
 def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> MergedModel:
@@ -151,7 +151,7 @@ def _rule(run: PeftRun, name: str, module: str, said: tuple[AdapterConfig | None
 
 
 def _seen(run: PeftRun) -> list[bool | None]:
-    """Of matrices with a bias whether they are stored transposed: the bias has one element for each output."""
+    """The orientation of each matrix that has a bias: the bias has one element for each output."""
     found: list[bool | None] = []
     for name, place in run.means.items():
         bias = run.values.get(run.means.get(f"{name.removesuffix('.weight')}.bias", ""))
@@ -162,7 +162,7 @@ def _seen(run: PeftRun) -> list[bool | None]:
 
 
 def _new_rows(name: str, base: Parameter, tokens: Parameter, config: AdapterConfig | None) -> NewRows:
-    """How trained tokens come into an embedding.
+    """The rule that puts trained tokens into an embedding.
 
     Raises:
         RequestError: `request.unsatisfiable` if nothing says which rows they are.

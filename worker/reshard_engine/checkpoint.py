@@ -57,9 +57,9 @@ class Parameter:
     layer: int | None = None
     """The pipeline layer whose weights it is among; None in a run that is no pipeline."""
     padding: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Of a vocabulary: the rows behind its data, by state and as `weight`. Training writes into them."""
+    """The rows of padding behind a vocabulary, by state and as `weight`. Training writes into them."""
     frozen_late: bool = False
-    """Whether the optimizer owns it, and the run had frozen it since: DeepSpeed saves and loads it as frozen, too."""
+    """True if the optimizer owns it, and the run had frozen it since: DeepSpeed saves and loads it as frozen, too."""
 
     @property
     def trained(self) -> bool:
@@ -89,7 +89,7 @@ class Buffer:
     fqn: str
     tensor: int
     registered: bool = True
-    """Whether the module calls it a buffer. Extra states and what hooks of the model add are none."""
+    """True if the module calls it a buffer. Extra states and what hooks of the model add are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +160,11 @@ class Checkpoint:
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
     """Entries of the model's state dict that are no tensors, by name, such as torch's extra states of modules."""
     not_carried: tuple[NotCarried, ...] = ()
-    """What the source holds and this checkpoint does not."""
+    """Everything that the source holds and this checkpoint does not."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
     frozen_left_out: bool = False
-    """Whether the save left out frozen weights, or may have (`exclude_frozen_parameters`): what is here is not all."""
+    """True if the save left out frozen weights, or may have (`exclude_frozen_parameters`): what is here is not all."""
 
     def __post_init__(self) -> None:
         """Prove that names are distinct, states have their parameter's shape, and tensors share bytes within reason.

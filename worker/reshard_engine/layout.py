@@ -180,7 +180,7 @@ class TargetLayout:
     parts: tuple[tuple[StoredTensor, View], ...] = ()
     """Tensors of the target that are parts of the source's, numbered on from its last one."""
     not_carried: tuple[NotCarried, ...] = ()
-    """What the checkpoint holds and these files do not."""
+    """Everything that the checkpoint holds and these files do not."""
 
     def map_over(self, shard_map: ShardMap) -> ShardMap:
         """The source's map with the target's parts."""

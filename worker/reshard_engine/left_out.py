@@ -12,7 +12,7 @@ from reshard_engine.peft_run import lacks_base
 
 
 def left_out(checkpoint: Checkpoint) -> str | None:
-    """What people should know of frozen parameters that are not in the checkpoint; None if there is nothing."""
+    """A note for people about frozen parameters that are not in the checkpoint; None if there is nothing to say."""
     if lacks_base(checkpoint):
         return "the base model's weights are not in the checkpoint: it was saved without its frozen parameters"
     # Stages 0 and 1 never say; None of `zero_stage` is a universal form, whose source may have been one of these.

@@ -112,7 +112,7 @@ class Manifest(_Facts):
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
     not_carried: tuple[NotCarried, ...] = ()
-    """What the source holds and the target does not. Left out where there is nothing."""
+    """Everything that the source holds and the target does not. The file has no such member where there is nothing."""
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored, sealed with its own SHA-256."""

@@ -1,4 +1,4 @@
-"""What Megatron-DeepSpeed's checkpoints call things, said once for those that read, write and compare them.
+"""Names in Megatron-DeepSpeed's checkpoints, for the modules that read, write and compare them.
 
 Source: Megatron-DeepSpeed (main, July 2025) `megatron/checkpointing.py` (`save_checkpoint`: what is beside the tag;
 `check_checkpoint_args` compares parallel sizes), `megatron/arguments.py` (names of `args`).
@@ -57,6 +57,6 @@ def without_layout(node: Node) -> Node:
 
 
 def is_megatron(model_state: Node) -> bool:
-    """Whether model states are those of a Megatron-DeepSpeed run."""
+    """True if model states are those of a Megatron-DeepSpeed run."""
     entries = mapping_items(model_state, what="model states") if is_mapping(model_state) else {}
     return ARGS in entries and VERSION_KEY in entries

@@ -1,4 +1,4 @@
-"""How a weight comes about from others where no file has its bytes: by numbers of tensors; see `execute.merges`."""
+"""Rules that make a weight from other tensors where no file has its bytes; see `execute.merges`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Merge:
 
     @property
     def said(self) -> list[object]:
-        """What decides the bytes, for the plan's digest."""
+        """Everything that decides the bytes, for the plan's digest."""
         return [self.base, self.left, self.right, self.scale, self.transposed]
 
     @property
@@ -41,7 +41,7 @@ class Shift:
 
     @property
     def said(self) -> list[object]:
-        """What decides the bytes, for the plan's digest."""
+        """Everything that decides the bytes, for the plan's digest."""
         return ["shift", self.base, self.other, self.scale]
 
     @property
@@ -58,11 +58,11 @@ class NewRows:
     source: int
     """`[len(rows), columns]`."""
     rows: tuple[int, ...]
-    """Of the base, for each row of the source; no row twice."""
+    """For each row of the source the row of the base that it replaces; no row twice."""
 
     @property
     def said(self) -> list[object]:
-        """What decides the bytes, for the plan's digest."""
+        """Everything that decides the bytes, for the plan's digest."""
         return ["rows", self.base, self.source, list(self.rows)]
 
     @property

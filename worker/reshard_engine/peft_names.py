@@ -22,7 +22,7 @@ _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<t
 TOKENS = "trainable_tokens_delta"
 _TOKENS = re.compile(rf"(?P<module>.+)\.token_adapter\.{TOKENS}\.(?P<adapter>[^.]+)")
 _KEPT = re.compile(r"\.(?:token_adapter\.base_layer|base_layer|original_module)(?=\.)")
-"""Where a wrapper keeps what it wraps."""
+"""Attributes in which a wrapper keeps what it wraps."""
 SHOWN_NAMES = 8
 _OTHERS = {
     "AdaLoRA": ("lora_E", "ranknum"),
@@ -87,7 +87,7 @@ class AdapterPart:
 
     @property
     def of_lora(self) -> bool:
-        """Whether it is one of LoRA's factors, or what goes with them."""
+        """True if it is one of LoRA's factors, or what goes with them."""
         return self.kind.startswith("lora_")
 
 

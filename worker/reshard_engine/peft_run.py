@@ -31,13 +31,13 @@ class PeftRun:
     """One adapter of a run, and the model that it adapts."""
 
     values: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
-    """What is stored, by place."""
+    """The stored parameters, by place."""
     means: dict[str, str] = field(default_factory=dict[str, str])
     """Place by name of the plain model; in the order of the checkpoint."""
     base: dict[str, str] = field(default_factory=dict[str, str])
-    """The same of the model as it was before PEFT: without what was saved whole."""
+    """Names of the model as it was before PEFT: without modules that were saved whole."""
     factors: dict[str, dict[str, Parameter]] = field(default_factory=dict[str, dict[str, Parameter]])
-    """Of LoRA, by adapted module."""
+    """Factors of LoRA, by adapted module."""
     tokens: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
     """Trained rows, by module of an embedding."""
     saved: set[str] = field(default_factory=set[str])
@@ -147,7 +147,7 @@ def _put_buffers(run: PeftRun, checkpoint: Checkpoint, adapter: str) -> None:
 
 
 def lacks_base(checkpoint: Checkpoint) -> bool:
-    """Whether a LoRA run was saved without its frozen parameters: nothing of the base model that was not trained."""
+    """True if a LoRA run was saved without its frozen parameters: nothing of the base model that was not trained."""
     if any(adapter_part(p.fqn) is None for p in checkpoint.frozen):
         return False
     return bool(checkpoint.trained) and any(p.of_lora for p in adapter_parts(p.fqn for p in checkpoint.parameters))

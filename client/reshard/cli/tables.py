@@ -48,7 +48,7 @@ def cast_line(casts: Sequence[CastLoss]) -> str:
 
 
 def not_carried_lines(found: Sequence[NotCarried]) -> Iterator[str]:
-    """What a target does not hold of its source, a line for each reason; `--json` has every entry."""
+    """A line for each reason why the target does not hold something of its source; `--json` has every entry."""
     by_reason: dict[str, list[NotCarried]] = {}
     for entry in found:
         by_reason.setdefault(entry.reason, []).append(entry)

@@ -96,7 +96,7 @@ class Matching:
         """How many parameters are in a group of `a` and a group of `b`."""
         self.first_of: dict[tuple[int, int], str] = {}
         self.padded: dict[tuple[int, int], int] = {}
-        """How many vocabularies have so many rows of padding on the sides, where these are not as many."""
+        """The number of vocabularies by their rows of padding on the two sides, where these differ."""
         self.values = 0
         self._weights_only = weights_only
         met: set[str] = set()

@@ -126,7 +126,7 @@ def foreign_paths(node: Node, path: str) -> list[str]:
 
 
 def _parts(node: Node, where: str) -> Iterator[tuple[Node, str]]:
-    """What a node is made of, each part with the path that leads to it."""
+    """The parts of a node, each with the path that leads to it."""
     if isinstance(node, PObject):
         yield from ((inner, where) for inner in (node.args, node.kwargs, node.state, *node.appends))
     elif isinstance(node, PList | PTuple | PSet):

@@ -44,7 +44,7 @@ def name_of(path: KeyPath) -> str:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether torch keeps a module's extra state under this name."""
+    """True if torch keeps a module's extra state under this name."""
     return name == _EXTRA_STATE or name.endswith(f".{_EXTRA_STATE}")
 
 

@@ -27,7 +27,7 @@ class NotCarriedKeys:
             self.add(path, reason, file=file)
 
     def found(self) -> tuple[NotCarried, ...]:
-        """What was noted, in the order in which it was met."""
+        """The noted keys, in the order in which they were met."""
         return tuple(
             NotCarried(path=path, reason=reason, file=files[0], files=len(files))
             for (path, reason), files in self._files.items()

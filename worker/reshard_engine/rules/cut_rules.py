@@ -102,7 +102,7 @@ class CutRules:
 
     @property
     def says_how_to_cut(self) -> bool:
-        """Whether any list tells cut parameters from whole ones: runs without tensor parallelism leave these empty.
+        """True if any list tells cut parameters from whole ones: runs without tensor parallelism leave these empty.
 
         Gated halves prove nothing: Megatron-DeepSpeed names them whatever its tensor parallelism is, and the other
         lists only where it is above 1 (`megatron/model/gpt_model.py`, `UniversalCheckpointInfo`).
@@ -110,18 +110,18 @@ class CutRules:
         return any(len(self._lists[k]) for k in (REPLICATED, ROW, COLUMN))
 
     def names(self, name: str) -> bool:
-        """Whether a list that says how parameters are cut names this one."""
+        """True if a list that says how parameters are cut names this one."""
         listed = (REPLICATED, AVERAGED, TWO_SECTIONS, ROW, COLUMN, VOCABULARY)
         if any(self._lists[k].match(name) is not None for k in listed):
             return True
         return any(entry.patterns.match(name) is not None for entry in self._sections)
 
     def is_vocabulary(self, name: str) -> bool:
-        """Whether a parameter's rows are a vocabulary's."""
+        """True if a parameter's rows are a vocabulary's."""
         return self._lists[VOCABULARY].match(name) is not None
 
     def is_staged(self, name: str) -> bool:
-        """Whether several pipeline stages hold a parameter."""
+        """True if several pipeline stages hold a parameter."""
         return self._lists[PIPELINE_REPLICATED].match(name) is not None
 
     def units_of(self, name: str) -> int | None:

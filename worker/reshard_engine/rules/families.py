@@ -64,7 +64,7 @@ _UNUSED_COPY = re.compile(r"tied_modules\.embed\.position_embeddings\.weight")
 
 
 def is_unused_copy(name: str) -> bool:
-    """Whether Megatron's pipelines hold a parameter on their last stage too, and never look at it there.
+    """True if Megatron's pipelines hold a parameter on their last stage too, and never look at it there.
 
     The last stage ties the embedding for its words alone: positions stand beside them, get no gradient, and drift.
     """

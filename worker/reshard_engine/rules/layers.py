@@ -22,12 +22,12 @@ class RuleLayers:
         self.vocab_divisor = next((r.vocab_divisor for r in layers if r.vocab_divisor is not None), None)
 
     def first_stage_counts(self, name: str) -> bool:
-        """Whether only the first pipeline stage's copy of a parameter is in use; vocabularies are tied, and equal."""
+        """True if only the first pipeline stage's copy of a parameter is in use; vocabularies are tied, and equal."""
         staged = any(rules.is_staged(name) for rules in self._layers)
         return staged and not any(rules.is_vocabulary(name) for rules in self._layers)
 
     def cut_of(self, name: str, locals_: Sequence[tuple[int, ...]]) -> Cut | None:
-        """How a parameter is cut, of which the ranks hold parts of these shapes; None if no rule says.
+        """The cut of a parameter of which the ranks hold parts of these shapes; None if no rule says.
 
         Raises:
             SourceError: As `CutRules.cut_of`.

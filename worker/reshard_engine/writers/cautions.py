@@ -1,4 +1,4 @@
-"""What a result says of cuts that nothing in the files proves, and of rows that a target does not hold.
+"""Warnings about cuts that nothing in the files proves, and about rows that a target does not hold.
 
 A warning stands only where it can matter: for a target that is cut differently, or that may be loaded so.
 """
@@ -59,7 +59,7 @@ def uncut_warnings(checkpoint: Checkpoint) -> list[str]:
 
 
 def padding_changes(checkpoint: Checkpoint, rows: int | None) -> list[str]:
-    """What becomes of padding behind vocabularies in a target of so many rows; nothing where all of it is kept."""
+    """Warnings about padding behind vocabularies in a target of so many rows; none where all of it is kept."""
     data = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
     if rows is None or not data:
         return []

@@ -55,7 +55,7 @@ def configured_groups(checkpoint: Checkpoint) -> list[Node]:
 
 
 def configured_warnings(checkpoint: Checkpoint) -> list[str]:
-    """What was made up for groups that the source does not carry; nothing where it does."""
+    """Warnings about values of groups that the source does not carry; none where it does."""
     optimizer = checkpoint.optimizer
     if optimizer is None or optimizer.param_groups:
         return []

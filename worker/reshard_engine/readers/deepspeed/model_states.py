@@ -57,11 +57,11 @@ class ModelStates:
 
     @property
     def stepped(self) -> bool:
-        """Whether the optimizer has taken a step: plain SGD keeps no state that would show it."""
+        """True if the optimizer has taken a step: plain SGD keeps no state that would show it."""
         return (self.integer("global_steps") or 0) > (self.integer("skipped_steps") or 0)
 
     def leaves_out_frozen(self, stage: int) -> bool:
-        """Whether the run saved with `exclude_frozen_parameters=True`, as far as a file of this stage shows.
+        """True if the run saved with `exclude_frozen_parameters=True`, as far as a file of this stage shows.
 
         From stage 2 on the fragments are then None (0.9.1 and later), where runs without frozen weights have an empty
         mapping. Below, only another name shows it: of a tied weight DeepSpeed leaves out the first name alone.

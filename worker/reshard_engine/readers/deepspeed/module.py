@@ -55,7 +55,7 @@ class ModuleTensors:
         self._file = number[models[0].torch_file.file]
         self.buffers: dict[str, int] = {}
         self.unregistered: set[str] = set()
-        """Of the buffers those that the module does not call so: extra states, and what hooks of the model add."""
+        """Names of the tensors that the module does not call buffers: extra states, and what hooks of the model add."""
         self.weights: dict[str, int] = {}
         # Of a frozen weight that was left out under its own name, the other name is the weight itself.
         alone = () if sharded else self._model.aliases_left
@@ -187,7 +187,7 @@ class ModuleTensors:
             self._add_frozen(name, tensor.shape, self._whole(name, "weight", tensor))
 
     def _is_hooks_own(self, name: str, tensor: PTensor, *, sharded: bool) -> bool:
-        """Whether it is a tensor that stands for no parameter, in a run that lists its frozen ones (stages 2 and 3)."""
+        """True if it is a tensor that stands for no parameter, in a run that lists its frozen ones (stages 2 and 3)."""
         listed = is_mapping(self._model.entries.get("frozen_param_shapes"))
         return listed and name not in self._frozen and not (sharded and self._is_placeholder(tensor))
 

@@ -124,7 +124,7 @@ class Joiner:
         return replace(first, shape=self._data_shape(cut, shape), states=states, cut=cut, scalars=scalars)
 
     def _agree(self, first: Parameter, other: Parameter) -> bool:
-        """Whether two parts were counted alike; noted are numbers of which each rank has its own."""
+        """True if two parts were counted alike; noted are numbers of which each rank has its own."""
         names = first.scalars.keys() | other.scalars.keys()
         self.rank_numbers |= {k for k in names if first.scalars.get(k) != other.scalars.get(k)}
         return counters(first.scalars) == counters(other.scalars)

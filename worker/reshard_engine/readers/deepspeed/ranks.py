@@ -96,7 +96,7 @@ def _module_differences(first: ModelStates, other: ModelStates) -> Iterator[str]
 
 
 def _same_tensor(a: Node, b: Node, files: tuple[TorchFile, TorchFile]) -> bool:
-    """Whether two tensors are alike as far as metadata say: shape, type, and their storages' checksums."""
+    """True if two tensors are alike as far as metadata say: shape, type, and their storages' checksums."""
     if not (isinstance(a, PTensor) and isinstance(b, PTensor)):
         return False
     if (a.shape, a.dtype, a.offset, a.stride) != (b.shape, b.dtype, b.offset, b.stride):

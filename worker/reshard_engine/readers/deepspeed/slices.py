@@ -234,7 +234,7 @@ def _scalars(states: Sequence[RankStates], index: int) -> Mapping[str, Scalar]:
 
 
 def counters(scalars: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """What counts steps among one-number states: `step`, and every integer.
+    """The one-number states that count steps: `step`, and every integer.
 
     The rest are numbers that optimizers take of a tensor, such as Adafactor's RMS: each rank has its partition's own.
     """

@@ -124,7 +124,7 @@ def _is_tied(ordered: Sequence[Parameter]) -> bool:
 
 
 def _layers_named(ordered: Sequence[Parameter]) -> int:
-    """How many layers there are at least; what is tied comes again behind the last one that has a number."""
+    """The least number of layers; tied parameters come again behind the last one that has a number."""
     return max((p.layer or 0 for p in ordered), default=0) + (2 if _is_tied(ordered) else 1)
 
 

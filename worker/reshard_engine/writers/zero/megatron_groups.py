@@ -48,7 +48,7 @@ def megatron_grouped(checkpoint: Checkpoint, *, sharded: bool) -> Checkpoint:
 
 
 def group_changes(before: Checkpoint, after: Checkpoint) -> list[str]:
-    """What a user must know of new groups; nothing where they are the source's."""
+    """Warnings about new groups; none where they are the source's."""
     names, were = _group_names(after.optimizer), _group_names(before.optimizer)
     if names == were:
         return []
@@ -172,7 +172,7 @@ def _model_order(checkpoint: Checkpoint, members: Mapping[str, Sequence[Paramete
 
 
 def _weight_decay(checkpoint: Checkpoint) -> float:
-    """What Megatron's scheduler gives a group that decays, at the step of the checkpoint.
+    """The weight decay that Megatron's scheduler gives a group at the step of the checkpoint.
 
     Raises:
         RequestError: `request.unsatisfiable` if neither the scheduler nor the arguments say it.

@@ -30,7 +30,7 @@ class LocalParameter:
     """Element type of what the weight is made of."""
     scalars: Mapping[str, Scalar]
     frozen_late: bool = False
-    """Whether the run froze it when the optimizer had it already."""
+    """True if the run froze it when the optimizer had it already."""
 
     @property
     def numel(self) -> int:
@@ -65,5 +65,5 @@ class LocalModel:
 
     @property
     def frozen(self) -> list[LocalParameter]:
-        """What DeepSpeed loads as frozen: what the optimizer does not own, and what was frozen since it does."""
+        """The parameters that DeepSpeed loads as frozen: not the optimizer's, or frozen since they are."""
         return [p for p in self.parameters if p.group is None or p.frozen_late]

@@ -139,7 +139,7 @@ class ModelStatesFiles:
         return self._target.dtype.name
 
     def _frozen_entries(self, rank: int, run_state: Mapping[str | int, Node]) -> dict[str | int, Node]:
-        """What stands under the names of frozen parameters. A loader that finds a mapping wants all of them in it.
+        """The values under the names of frozen parameters. A loader that finds a mapping wants all of them in it.
 
         Where the source left some out, or does not say that it did not, None and nothing at all are what loads: frozen
         weights then come from `module` below stage 3, and from the base model.
