@@ -1,0 +1,42 @@
+"""Progress moves while a unit runs: a large unit takes seconds, and bytes count as they pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat
+from reshard_engine.execute import executor
+from reshard_engine.local import LocalEngine
+
+ELEMS = 4 << 20
+
+
+def _weights(folder: Path) -> Path:
+    """One tensor of 16 MiB as safetensors."""
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [ELEMS], "data_offsets": [0, 4 * ELEMS]}}).encode()
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4 * ELEMS))
+    return folder
+
+
+def test_bytes_count_before_their_unit_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "_PROGRESS_PERIOD_S", 0.0)
+    seen: list[Progress] = []
+    request = ConvertRequest(
+        source=SourceSpec(url=str(_weights(tmp_path / "source"))),
+        target=str(tmp_path / "target"),
+        to=TargetFormat.TORCH,
+        threads=1,
+    )
+    LocalEngine().convert(request, on_progress=seen.append)
+    running = [p for p in seen if p.phase in ("running", "committing") and p.units_done == 0]
+    moved = sorted({p.bytes_done for p in running})
+    assert len(moved) > 8
+    assert moved[0] == 0
+    assert moved[-1] <= running[-1].bytes_total
+    done = [p.bytes_done for p in seen if p.phase != "planning"]
+    assert done == sorted(done)
+    assert seen[-1].bytes_done == seen[-1].bytes_total
