@@ -72,6 +72,12 @@ class _Emitter:
             return
         emit = _EMITTERS.get(kind)
         if emit is None:
+            if isinstance(node, PStorage):
+                raise SourceError(
+                    "source.unsupported",
+                    "an object holds a bare storage, as quantized tensors do: it cannot be written out again",
+                    fix="--opaque drop writes None in its place and names it",
+                )
             raise SourceError("checkpoint.malformed", f"cannot write {kind_of(node)}")
         # Values grow after they are put into others, so only the walk itself knows how deep they nest.
         self._depth += 1

@@ -157,7 +157,7 @@ class _Assembly:
             not_carried=(*self._not_carried.found(), *module.not_carried()),
             shard_map=self._builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
-            warnings=tuple(self._warnings(first)),
+            warnings=(*module.warnings, *self._warnings(first)),
             agreements=(*self._joiner.agreements, *self._copies.agreements, *self._roundings(parameters)),
             stage_layers=self._stage_layers(),
             rng=rng,

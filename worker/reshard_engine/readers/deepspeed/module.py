@@ -222,6 +222,11 @@ class ModuleTensors:
         """The buffers."""
         return tuple(Buffer(n, t, registered=n not in self.unregistered) for n, t in self.buffers.items())
 
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about weights that the files do not hold."""
+        return [f"{printable(n)} is an empty placeholder that nothing describes; left out" for n in self.undescribed]
+
     def not_carried(self) -> tuple[NotCarried, ...]:
         """The placeholders that stand for no known parameter."""
         noted = NotCarriedKeys()

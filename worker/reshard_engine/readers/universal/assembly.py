@@ -129,7 +129,7 @@ class Assembly:
             not_carried=(*not_carried, *module.not_carried()),
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
-            warnings=(),
+            warnings=tuple(module.warnings),
             vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
             vocab_rows=self._notes.vocab_rows,
             frozen_left_out=model.leaves_out_frozen(configured_stage(model)),
