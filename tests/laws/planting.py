@@ -156,7 +156,7 @@ def _model_levels(value: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 _TABLES = {
     *("module", "optimizer", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments"),
-    *("buffer_names", "checkpoint_parallel_dimensions", "reshard_layout"),
+    *("buffer_names", "checkpoint_parallel_dimensions", "reshard_layout", "universal_checkpoint_info"),
 }
 
 

@@ -257,7 +257,9 @@ def _exported_as_peft_saves(kind: Kind, folder: Path, out: Path) -> tuple[str, .
     options = {"adapter": "default"} if kind.more else {}
     result = convert(folder / "state", out, "peft", model_files=str(folder / "files"), **options)
     ours, theirs = (load_file(f / "adapter_model.safetensors") for f in (out, folder / "adapter"))
-    lost = {n for n in theirs if n.endswith(".base_layer.weight")} if kind.exclude_frozen else set()
+    # Of a tied weight DeepSpeed keeps one name, and so its value.
+    gone = kind.exclude_frozen and not kind.tied
+    lost = {n for n in theirs if n.endswith(".base_layer.weight")} if gone else set()
     assert set(ours) == set(theirs) - lost
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert bool(lost) == any("as it was before training" in w for w in result.warnings)
@@ -504,7 +506,7 @@ def test_a_base_model_that_does_not_fit(slim_sources: Path, sources: Path, tmp_p
     kept = str(slim_sources / "plain" / "base")
     for run, base, code, words in (
         ("gpt2", kept, "request.unsatisfiable", ("none of this run", "6 weights", "c_attn.weight, which is not there")),
-        ("embedding", str(slim_sources / "resized-saved-tied" / "base"), "checkpoint.malformed", ("(66, 16)", "61")),
+        ("embedding", str(slim_sources / "resized-saved-tied" / "base"), "request.unsatisfiable", ("(66, 16)", "61")),
         ("bias", kept, "request.unsatisfiable", ("none of this run", "4 weights", "q_proj.bias, which is not there")),
         ("resized-saved-tied", str(slim_sources / "tied" / "base"), "request.unsatisfiable", ("(66, 16)", "(61, 16)")),
         ("plain", str(tmp_path / "nowhere"), "source.not_found", ("nowhere",)),

@@ -147,8 +147,8 @@ def _put_buffers(run: PeftRun, checkpoint: Checkpoint, adapter: str) -> None:
 
 
 def lacks_base(checkpoint: Checkpoint) -> bool:
-    """True if a LoRA run was saved without its frozen parameters: nothing of the base model that was not trained."""
-    if any(adapter_part(p.fqn) is None for p in checkpoint.frozen):
+    """True if a LoRA run was saved without its frozen parameters; of tied ones DeepSpeed keeps a name all the same."""
+    if not checkpoint.frozen_left_out and any(adapter_part(p.fqn) is None for p in checkpoint.frozen):
         return False
     return bool(checkpoint.trained) and any(p.of_lora for p in adapter_parts(p.fqn for p in checkpoint.parameters))
 

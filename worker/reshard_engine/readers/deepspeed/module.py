@@ -8,8 +8,9 @@ from reshard.errors import SourceError, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Buffer, Parameter
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.deepspeed_names import FROZEN_SHAPES
 from reshard_engine.dtypes import BY_NAME
-from reshard_engine.pickles.nodes import PTensor, is_mapping
+from reshard_engine.pickles.nodes import PTensor, is_mapping, mapping_items
 from reshard_engine.pickles.state_dict import is_extra_state
 from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.model_states import ModelStates
@@ -57,15 +58,16 @@ class ModuleTensors:
         self.unregistered: set[str] = set()
         """Names of the tensors that the module does not call buffers: extra states, and what hooks of the model add."""
         self.weights: dict[str, int] = {}
-        # Of a frozen weight that was left out under its own name, the other name is the weight itself.
-        alone = () if sharded else self._model.aliases_left
-        self.shared: dict[str, str] = {a: o for a, o in self._model.shared.items() if a not in alone}
+        self.shared: dict[str, str] = dict(self._model.shared)
         self.frozen_late = frozenset(n for n, _ in self._model.frozen_shapes if n in owned)
         """Parameters that the optimizer owns and that were frozen since."""
         self.frozen_parameters: list[Parameter] = []
         self.undescribed: list[str] = []
         """Empty placeholders of ZeRO-3 that stand for no known parameter."""
         self._frozen = dict(self._model.frozen_shapes)
+        shapes = self._model.entries.get(FROZEN_SHAPES)
+        # The file's own list: fused experts are frozen too, though they are put together elsewhere.
+        self._listed = frozenset(mapping_items(shapes, what=FROZEN_SHAPES)) if is_mapping(shapes) else None
         self._frozen_numbers: dict[str, int] = {}
         self._add_buffers()
         if not whole:
@@ -74,6 +76,8 @@ class ModuleTensors:
         if sharded:
             self._add_frozen_shares(models, number, owned)
         self._add_rest(owned, sharded=sharded)
+        if not sharded:
+            self._add_left_aliases()
 
     def _whole(self, name: str, state: str, tensor: PTensor) -> int:
         return add_whole_tensor(self._builder, name, state, tensor, torch_file=self._model.torch_file, file=self._file)
@@ -186,10 +190,19 @@ class ModuleTensors:
             places[place] = name
             self._add_frozen(name, tensor.shape, self._whole(name, "weight", tensor))
 
+    def _add_left_aliases(self) -> None:
+        """Take frozen weights that were left out under their own names from the other names that they are tied to."""
+        for name in self._model.aliases_left:
+            owner = self.shared[name]
+            if owner not in self._frozen_numbers:
+                tensor = self._model.module[name]
+                self._add_frozen(owner, tensor.shape, self._whole(owner, "weight", tensor))
+
     def _is_hooks_own(self, name: str, tensor: PTensor, *, sharded: bool) -> bool:
         """True if it is a tensor that stands for no parameter, in a run that lists its frozen ones (stages 2 and 3)."""
-        listed = is_mapping(self._model.entries.get("frozen_param_shapes"))
-        return listed and name not in self._frozen and not (sharded and self._is_placeholder(tensor))
+        if self._listed is None or name in self._listed:
+            return False
+        return not (sharded and self._is_placeholder(tensor))
 
     @property
     def _lists_shared(self) -> bool:

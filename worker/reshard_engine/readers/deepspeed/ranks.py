@@ -14,6 +14,7 @@ from typing import Any
 
 from reshard_engine.checkpoint import RNG_KEYS
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.deepspeed_names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, INFO
 from reshard_engine.pickles.differences import TreeDifference, TreeTensors, compare_trees
 from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.readers.deepspeed.model_states import ModelStates
@@ -24,12 +25,14 @@ OTHER = "ranks hold different values: the first rank's is carried"
 _OWN = frozenset(
     {
         *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
-        *("buffer_names", *RNG_KEYS),
+        *("buffer_names", FUSED_LAYERS, FUSED_LAYERS_LEGACY, *RNG_KEYS),
     }
 )
 """Entries that are each rank's own, and that are read from every rank where they matter."""
 _OF_PROCESS = frozenset({"args.rank", "args.local_rank", "args.curr_ckpt_iteration"})
 """Megatron's arguments that say which process a rank was."""
+_PLACEMENT = f"{INFO}.{FUSED_LAYERS}"
+"""Beginning of the paths that say which experts a rank holds, as an entry of their own does."""
 
 
 def note_models(models: Sequence[Sequence[ModelStates]], noted: NotCarriedKeys) -> None:
@@ -43,7 +46,8 @@ def note_models(models: Sequence[Sequence[ModelStates]], noted: NotCarriedKeys) 
         # One pickle for both: only what tensors hold can differ.
         alike = other.entries is first.entries
         found = _unlike(tensors if alike else _differences(mine, _shared_entries(other)), files)
-        noted.add_all((p for p in found if p not in _OF_PROCESS), OTHER, file=other.torch_file.file.name)
+        told = (p for p in found if p not in _OF_PROCESS and not p.startswith(_PLACEMENT))
+        noted.add_all(told, OTHER, file=other.torch_file.file.name)
     for group in models:
         for other in group[1:]:
             noted.add_all(_module_differences(group[0], other), OTHER, file=other.torch_file.file.name)
