@@ -276,6 +276,9 @@ def _grown(draw: st.DrawFn) -> tuple[Case, str, NativeLayout, NativeLayout]:
     )
     case = Case(replace(case.state, values=values, parameters=parameters), case.layout)
     layouts = [_layout(draw, case) for _ in range(2)]
+    if layouts[0].zero_stage not in {"2", "3"}:
+        # Files of the other stages do not say what was frozen late: it is lost on that way.
+        case = Case(case.state, replace(case.layout, late=0))
     return case, _grown_rules(draw, case, tuple(t.tp for t in layouts)), layouts[0], layouts[1]
 
 
