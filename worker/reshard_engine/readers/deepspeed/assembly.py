@@ -41,6 +41,8 @@ class ParsedRun:
     experts: Mapping[tuple[int, int, int], TorchFile] = field(default_factory=dict[tuple[int, int, int], TorchFile])
     others: tuple[str, ...] = ()
     """Names of files in the directory that are none of DeepSpeed's."""
+    noted: NotCarriedKeys = field(default_factory=NotCarriedKeys)
+    """Keys that nothing here knows, so far."""
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -78,7 +80,7 @@ class _Assembly:
         self._modules = [self._module_of(s) for s in self._slices]
         self._unregistered = {n for m in self._modules for n in m.unregistered}
         self._copies = Copies(self._builder)
-        self._not_carried = NotCarriedKeys()
+        self._not_carried = run.noted
         self._note_not_carried()
 
     def _note_not_carried(self) -> None:

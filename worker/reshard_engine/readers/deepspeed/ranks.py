@@ -13,13 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard_engine.checkpoint import RNG_KEYS
+from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.deepspeed_names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, INFO
 from reshard_engine.pickles.differences import TreeDifference, TreeTensors, compare_trees
 from reshard_engine.pickles.nodes import Node, PTensor
-from reshard_engine.readers.deepspeed.model_states import ModelStates
+from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
 from reshard_engine.readers.deepspeed.optim_states import RankStates
+from reshard_engine.readers.deepspeed.rank_opener import RankOpener
 from reshard_engine.readers.not_carried import NotCarriedKeys
+from reshard_engine.readers.opening import open_all
 
 OTHER = "ranks hold different values: the first rank's is carried"
 _OWN = frozenset(
@@ -29,6 +32,7 @@ _OWN = frozenset(
     }
 )
 """Entries that are each rank's own, and that are read from every rank where they matter."""
+_OPEN_AT_ONCE = 16
 _OF_PROCESS = frozenset({"args.rank", "args.local_rank", "args.curr_ckpt_iteration"})
 """Megatron's arguments that say which process a rank was."""
 _PLACEMENT = f"{INFO}.{FUSED_LAYERS}"
@@ -51,6 +55,24 @@ def note_models(models: Sequence[Sequence[ModelStates]], noted: NotCarriedKeys) 
     for group in models:
         for other in group[1:]:
             noted.add_all(_module_differences(group[0], other), OTHER, file=other.torch_file.file.name)
+
+
+def note_copies(
+    first: ModelStates, files: Sequence[SourceFile], opener: RankOpener, noted: NotCarriedKeys, *, group: bool
+) -> None:
+    """Compare model states that nothing else is needed of with those of a first rank; a few are open at a time.
+
+    Args:
+        first: The first rank's.
+        files: The other ranks' files.
+        opener: Opens them.
+        noted: Collects what differs.
+        group: Whether they are data-parallel ranks of one model-parallel rank, whose modules are alike.
+    """
+    for begin in range(0, len(files), _OPEN_AT_ONCE):
+        chunk = files[begin : begin + _OPEN_AT_ONCE]
+        others = open_all(chunk, lambda f: opener.states(f, parse_model_states))
+        note_models([[first, *others]] if group else [[first], *([other] for other in others)], noted)
 
 
 def note_optimizers(states: Sequence[RankStates], noted: NotCarriedKeys) -> None:

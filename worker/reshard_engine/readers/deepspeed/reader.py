@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -16,9 +16,11 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_mod
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD, RankStates, parse_rank_states
 from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener, States
+from reshard_engine.readers.deepspeed.ranks import note_copies
 from reshard_engine.readers.deepspeed.run_config import zero_options
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
 from reshard_engine.readers.deepspeed.swapped import FOLDER, with_swapped
+from reshard_engine.readers.not_carried import NotCarriedKeys
 from reshard_engine.readers.opening import open_all
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
@@ -53,7 +55,8 @@ class DeepSpeedReader:
         if not files.optim:
             return self._read_stage0(location, files, tag=tag, ledger=ledger, rules=rules)
         opener = RankOpener(ledger)
-        states, models = _read_ranks(files, opener)
+        noted = NotCarriedKeys()
+        states, models = _read_ranks(files, opener, noted)
         if states[0][0].stage == 3 and FOLDER in listing.directories:
             states = with_swapped(states, models[0][0], location)
         pp, tp = degrees(models[0][0], files.model_parallel, 1 + max((t for _, t in files.layers), default=-1))
@@ -65,6 +68,7 @@ class DeepSpeedReader:
             _open_table(files.layers, opener),
             _open_table(files.experts, opener),
             files.others,
+            noted,
         )
         return assemble(run, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
@@ -103,7 +107,9 @@ class DeepSpeedReader:
         return assemble_stage0(model, files.others, url=location.url, tag=tag, ledger=ledger, rules=rules)
 
 
-def _read_ranks(files: RankFiles, opener: RankOpener) -> tuple[list[list[RankStates]], list[list[ModelStates]]]:
+def _read_ranks(
+    files: RankFiles, opener: RankOpener, noted: NotCarriedKeys
+) -> tuple[list[list[RankStates]], list[list[ModelStates]]]:
     """Optimizer states and model states of all ranks, by model-parallel rank."""
     states: list[list[RankStates]] = []
     models: list[list[ModelStates]] = []
@@ -114,11 +120,13 @@ def _read_ranks(files: RankFiles, opener: RankOpener) -> tuple[list[list[RankSta
         _check_world(states[-1])
         if (states[-1][0].stage, len(states[-1])) != (states[0][0].stage, len(states[0])):
             raise SourceError("checkpoint.mixed", f"model-parallel rank {mp} is of another run than rank 0")
-        models.append(_read_models(files, mp, len(states[-1]), opener, sharded=states[-1][0].stage == 3))
+        models.append(_read_models(files, mp, len(states[-1]), opener, noted, sharded=states[-1][0].stage == 3))
     return states, models
 
 
-def _read_models(files: RankFiles, mp: int, world: int, opener: RankOpener, *, sharded: bool) -> list[ModelStates]:
+def _read_models(
+    files: RankFiles, mp: int, world: int, opener: RankOpener, noted: NotCarriedKeys, *, sharded: bool
+) -> list[ModelStates]:
     """Model states of one model-parallel rank: of data-parallel rank 0, and of all where each holds shares."""
     table = {dp: f for (dp, m), f in files.models_by_rank.items() if m == mp}
     if not sharded:
@@ -135,9 +143,13 @@ def _read_models(files: RankFiles, mp: int, world: int, opener: RankOpener, *, s
     refuse_by_config(first)
     if not sharded:
         return [first]
-    # Shares of frozen parameters and random states are each rank's own; everything else should be the same on all.
     wanted = _complete_ranks(table, "model_states", files, mp, count=world)
-    return [first, *_open_all(table, wanted[1:], opener, parse_model_states)]
+    # Shares of frozen parameters and random states are each rank's own; everything else should be the same on all.
+    differ = bool(first.frozen_shapes) or any(first.entries.get(k) is not None for k in RNG_KEYS)
+    if differ:
+        return [first, *_open_all(table, wanted[1:], opener, parse_model_states)]
+    note_copies(first, [table[rank] for rank in wanted[1:]], opener, noted, group=True)
+    return [first]
 
 
 def _open_table(files: Mapping[_K, SourceFile], opener: RankOpener) -> dict[_K, TorchFile]:

@@ -19,7 +19,7 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_mod
 from reshard_engine.readers.deepspeed.optim_states import MAX_WORLD
 from reshard_engine.readers.deepspeed.parallel import degrees
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener
-from reshard_engine.readers.deepspeed.ranks import note_models
+from reshard_engine.readers.deepspeed.ranks import note_copies, note_models
 from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config
 from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.readers.opening import open_all
@@ -67,13 +67,13 @@ class UniversalReader:
                 fix="convert or copy the checkpoint again",
             )
         opener = RankOpener(ledger)
-        models = _models(files, opener)
+        noted = NotCarriedKeys()
+        models = _models(files, opener, noted)
         pp, tp = degrees(models[0], files.model_parallel, 0)
         copies = open_all(
             [_first_of(files, mp) for mp in range(1, pp * tp)], lambda f: opener.states(f, parse_model_states)
         )
         optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, ledger))
-        noted = NotCarriedKeys()
         noted.add_all(optimizer.unread, UNKNOWN, file=optimizer.torch_file.file.name)
         states = {state for held in atoms.by_name.values() for state in held}
         noted.add_all(optimizer.unread_states(states), UNKNOWN, file=optimizer.torch_file.file.name)
@@ -91,7 +91,7 @@ def _first_of(files: RankFiles, mp: int) -> SourceFile:
     return found
 
 
-def _models(files: RankFiles, opener: RankOpener) -> list[ModelStates]:
+def _models(files: RankFiles, opener: RankOpener, noted: NotCarriedKeys) -> list[ModelStates]:
     """The model states of rank 0, and at stage 3 those of all ranks if frozen parameters are spread over them."""
     if 0 in files.models:
         first = opener.states(files.models[0], parse_model_states)
@@ -103,8 +103,8 @@ def _models(files: RankFiles, opener: RankOpener) -> list[ModelStates]:
     first = opener.states(by_rank[0], parse_model_states)
     refuse_by_config(first)
     if not first.frozen_shapes:
-        # They hold nothing that is needed; what they hold besides is compared.
-        return [first, *open_all([f for r, f in by_rank.items() if r], lambda f: opener.states(f, parse_model_states))]
+        note_copies(first, [f for rank, f in sorted(by_rank.items()) if rank], opener, noted, group=True)
+        return [first]
     world = first.integer("dp_world_size") or len(by_rank)
     if world > MAX_WORLD:
         raise SourceError("checkpoint.too_large", f"dp_world_size is {world}; the limit is {MAX_WORLD} ranks")
