@@ -10,7 +10,7 @@ from reshard_engine.checkpoint import Checkpoint, OptimizerState
 from reshard_engine.deepspeed_names import INFO, LAYOUT_NOTES, PARALLEL_DIMENSIONS
 from reshard_engine.diff.pairs import Matching, TensorPair
 from reshard_engine.megatron import ARGS, without_layout
-from reshard_engine.pickles.differences import TreeTensors, compare_trees, text_of
+from reshard_engine.pickles.differences import TensorsAt, compare_trees, text_of
 from reshard_engine.pickles.nodes import Node, PObject, PTensorRef, is_mapping, mapping_items
 
 LAYOUT_KEYS = frozenset(
@@ -150,7 +150,7 @@ class FactComparison:
             return
         for part in compare_trees(a, b, state or name):
             inner, where = (name, part.path) if state else (part.path, "")
-            if isinstance(part, TreeTensors):
+            if isinstance(part, TensorsAt):
                 assert isinstance(part.a, PTensorRef)
                 assert isinstance(part.b, PTensorRef)
                 self._tensors((part.a.index, part.b.index), inner, where)

@@ -37,7 +37,7 @@ class TreeDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeTensors:
+class TensorsAt:
     """Two tensors at one place of two trees, still to be compared."""
 
     path: str
@@ -45,7 +45,7 @@ class TreeTensors:
     b: PTensor | PTensorRef
 
 
-def compare_trees(a: Node, b: Node, path: str) -> Iterator[TreeDifference | TreeTensors]:
+def compare_trees(a: Node, b: Node, path: str) -> Iterator[TreeDifference | TensorsAt]:
     """Where two trees differ. Lists equal tuples of the same items, and numbers their equals of another type.
 
     Raises:
@@ -60,14 +60,14 @@ class _Walk:
     def __init__(self) -> None:
         self._met: set[tuple[int, int]] = set()
 
-    def compare(self, a: Node, b: Node, path: str, depth: int) -> Iterator[TreeDifference | TreeTensors]:
+    def compare(self, a: Node, b: Node, path: str, depth: int) -> Iterator[TreeDifference | TensorsAt]:
         check_depth(depth)
         if not _inner(a) or not _inner(b):
             if not same_scalar(a, b):
                 yield TreeDifference(path, text_of(a), text_of(b))
             return
         if isinstance(a, PTensor | PTensorRef) and isinstance(b, PTensor | PTensorRef):
-            yield TreeTensors(path, a, b)
+            yield TensorsAt(path, a, b)
             return
         if (id(a), id(b)) in self._met:
             return
@@ -83,7 +83,7 @@ class _Walk:
 
     def _mappings(
         self, a: dict[str, Node], b: dict[str, Node], path: str, depth: int
-    ) -> Iterator[TreeDifference | TreeTensors]:
+    ) -> Iterator[TreeDifference | TensorsAt]:
         for key in dict.fromkeys((*a, *b)):
             place = f"{path}.{printable(key, max_chars=64)}" if path else printable(key, max_chars=64)
             if key in a and key in b:
@@ -93,14 +93,14 @@ class _Walk:
                     place, text_of(a[key]) if key in a else None, text_of(b[key]) if key in b else None
                 )
 
-    def _sequences(self, a: list[Node], b: list[Node], path: str, depth: int) -> Iterator[TreeDifference | TreeTensors]:
+    def _sequences(self, a: list[Node], b: list[Node], path: str, depth: int) -> Iterator[TreeDifference | TensorsAt]:
         if len(a) != len(b):
             yield TreeDifference(path, f"{len(a)} items", f"{len(b)} items")
             return
         for number, (left, right) in enumerate(zip(a, b, strict=True)):
             yield from self.compare(left, right, f"{path}[{number}]", depth + 1)
 
-    def _objects(self, a: PObject, b: PObject, path: str, depth: int) -> Iterator[TreeDifference | TreeTensors]:
+    def _objects(self, a: PObject, b: PObject, path: str, depth: int) -> Iterator[TreeDifference | TensorsAt]:
         if not same_scalar(a.cls, b.cls) or a.how != b.how or a.has_state != b.has_state:
             yield TreeDifference(path, text_of(a), text_of(b))
             return

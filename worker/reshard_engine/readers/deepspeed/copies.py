@@ -11,7 +11,7 @@ from reshard.errors import SourceError, printable
 from reshard.models import OpaquePolicy
 from reshard_engine.checkpoint import Agreement
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.pickles.differences import TreeTensors, compare_trees
+from reshard_engine.pickles.differences import TensorsAt, compare_trees
 from reshard_engine.pickles.nodes import Node, PTensorRef
 from reshard_engine.readers.deepspeed.trees import ModelTrees
 from reshard_engine.readers.not_carried import NotCarriedKeys
@@ -81,7 +81,7 @@ class Copies:
             raise _differing(name)
         for copy in copies[1:]:
             for difference in compare_trees(copies[0], copy, name):
-                if not isinstance(difference, TreeTensors):
+                if not isinstance(difference, TensorsAt):
                     raise _differing(difference.path)
                 assert isinstance(difference.a, PTensorRef)
                 assert isinstance(difference.b, PTensorRef)

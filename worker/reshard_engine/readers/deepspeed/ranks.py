@@ -16,7 +16,7 @@ from reshard_engine.checkpoint import RNG_KEYS
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.deepspeed_names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, INFO
-from reshard_engine.pickles.differences import TreeDifference, TreeTensors, compare_trees
+from reshard_engine.pickles.differences import TensorsAt, TreeDifference, compare_trees
 from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_model_states
 from reshard_engine.readers.deepspeed.optim_states import RankStates
@@ -44,7 +44,7 @@ def note_models(models: Sequence[Sequence[ModelStates]], noted: NotCarriedKeys) 
     first = models[0][0]
     mine = _shared_entries(first)
     others = [m for group in models for m in group if m is not first]
-    tensors = [d for d in _differences(mine, mine) if isinstance(d, TreeTensors)] if others else []
+    tensors = [d for d in _differences(mine, mine) if isinstance(d, TensorsAt)] if others else []
     for other in others:
         files = (first.torch_file, other.torch_file)
         # One pickle for both: only what tensors hold can differ.
@@ -96,7 +96,7 @@ def _without_params(group: Mapping[str | int, Node]) -> dict[str | int, Node]:
 
 def _differences(
     mine: Mapping[Any, Node], theirs: Mapping[Any, Node], prefix: str = ""
-) -> Iterator[TreeDifference | TreeTensors]:
+) -> Iterator[TreeDifference | TensorsAt]:
     for key in dict.fromkeys((*mine, *theirs)):
         path = f"{prefix}.{key}" if prefix else str(key)
         if key in mine and key in theirs:
@@ -105,9 +105,9 @@ def _differences(
             yield TreeDifference(path, None, None)
 
 
-def _unlike(found: Iterable[TreeDifference | TreeTensors], files: tuple[TorchFile, TorchFile]) -> Iterator[str]:
+def _unlike(found: Iterable[TreeDifference | TensorsAt], files: tuple[TorchFile, TorchFile]) -> Iterator[str]:
     """The paths of what differs; tensors differ by what their files say of them."""
-    return (d.path for d in found if not (isinstance(d, TreeTensors) and _same_tensor(d.a, d.b, files)))
+    return (d.path for d in found if not (isinstance(d, TensorsAt) and _same_tensor(d.a, d.b, files)))
 
 
 def _module_differences(first: ModelStates, other: ModelStates) -> Iterator[str]:
