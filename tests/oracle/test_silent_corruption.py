@@ -23,7 +23,7 @@ from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert, load, tensor_of
 from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, VOCAB, GptCase, Layout, gpt_rules, gpt_rules_yaml
-from oracle.parallel_driver import ParallelOracle
+from oracle.parallel_driver import ParallelOracle, Saved
 from oracle.parallel_fixtures import TrainedOn
 from oracle.real_folders import expected, real_folder, wrong_atoms
 from oracle.truth import differences, meta_differences
@@ -71,11 +71,9 @@ def test_growing_from_one_rank_needs_rules(parallel: ParallelOracle, oracle: Ora
 # -- [Q | K | V] in every part, and metadata that do not say so --------------------------------------------------------
 
 
-def test_rules_of_the_request_win_over_the_checkpoints_own(
-    trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
-) -> None:
-    case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_3d("gpt_fp32_qkv_blocks", FULL)
-    wrong = tmp_path / "wrong"
+def _without_blocks(parallel: ParallelOracle, run: Saved, folder: Path) -> Path:
+    """A copy of a run whose metadata do not say that parts hold [Q | K | V]; the folder above its tag."""
+    wrong = folder / "wrong"
     parallel.worlds.run(
         "oracle.parallel_planted:without_rule",
         world=1,
@@ -83,6 +81,14 @@ def test_rules_of_the_request_win_over_the_checkpoints_own(
         out_dir=str(wrong / run.tag),
         key="parameter_with_sub_params",
     )
+    return wrong
+
+
+def test_rules_of_the_request_win_over_the_checkpoints_own(
+    trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_3d("gpt_fp32_qkv_blocks", FULL)
+    wrong = _without_blocks(parallel, run, tmp_path)
     layout = NativeLayout(tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
     convert(wrong / run.tag, tmp_path / "to" / run.tag, "zero", layout=layout, rules=_rules(case))
     again = parallel.resume_3d(case, Layout(1, 1, 2), tmp_path / "to", tmp_path / "out")
@@ -100,14 +106,7 @@ def test_rules_of_the_request_add_to_the_checkpoints_own(
     trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     case, run = GPT_CASES["gpt_fp32_qkv_blocks"], trained_3d("gpt_fp32_qkv_blocks", FULL)
-    wrong = tmp_path / "wrong"
-    parallel.worlds.run(
-        "oracle.parallel_planted:without_rule",
-        world=1,
-        tag_dir=str(run.tag_dir),
-        out_dir=str(wrong / run.tag),
-        key="parameter_with_sub_params",
-    )
+    wrong = _without_blocks(parallel, run, tmp_path)
     layout = NativeLayout(tp=1, pp=1, dp=2, vocab_divisor=case.pad_to)
     # One sentence of the user; all others are the checkpoint's.
     one = yaml.safe_dump({"parameter_with_sub_params": gpt_rules(case)["parameter_with_sub_params"]})

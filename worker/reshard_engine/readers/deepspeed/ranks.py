@@ -57,22 +57,19 @@ def note_models(models: Sequence[Sequence[ModelStates]], noted: NotCarriedKeys) 
             noted.add_all(_module_differences(group[0], other), OTHER, file=other.torch_file.file.name)
 
 
-def note_copies(
-    first: ModelStates, files: Sequence[SourceFile], opener: RankOpener, noted: NotCarriedKeys, *, group: bool
-) -> None:
+def note_copies(first: ModelStates, files: Sequence[SourceFile], opener: RankOpener, noted: NotCarriedKeys) -> None:
     """Compare model states that nothing else is needed of with those of a first rank; a few are open at a time.
 
     Args:
-        first: The first rank's.
-        files: The other ranks' files.
+        first: Those of the first data-parallel rank of a model-parallel rank.
+        files: The files of its other data-parallel ranks.
         opener: Opens them.
         noted: Collects what differs.
-        group: Whether they are data-parallel ranks of one model-parallel rank, whose modules are alike.
     """
     for begin in range(0, len(files), _OPEN_AT_ONCE):
         chunk = files[begin : begin + _OPEN_AT_ONCE]
         others = open_all(chunk, lambda f: opener.states(f, parse_model_states))
-        note_models([[first, *others]] if group else [[first], *([other] for other in others)], noted)
+        note_models([[first, *others]], noted)
 
 
 def note_optimizers(states: Sequence[RankStates], noted: NotCarriedKeys) -> None:

@@ -148,7 +148,7 @@ def _read_models(
     differ = bool(first.frozen_shapes) or any(first.entries.get(k) is not None for k in RNG_KEYS)
     if differ:
         return [first, *_open_all(table, wanted[1:], opener, parse_model_states)]
-    note_copies(first, [table[rank] for rank in wanted[1:]], opener, noted, group=True)
+    note_copies(first, [table[rank] for rank in wanted[1:]], opener, noted)
     return [first]
 
 

@@ -103,7 +103,7 @@ def _models(files: RankFiles, opener: RankOpener, noted: NotCarriedKeys) -> list
     first = opener.states(by_rank[0], parse_model_states)
     refuse_by_config(first)
     if not first.frozen_shapes:
-        note_copies(first, [f for rank, f in sorted(by_rank.items()) if rank], opener, noted, group=True)
+        note_copies(first, [f for rank, f in sorted(by_rank.items()) if rank], opener, noted)
         return [first]
     world = first.integer("dp_world_size") or len(by_rank)
     if world > MAX_WORLD:
