@@ -244,5 +244,6 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def _step(state: LogicalState, group: int) -> Tree:
     step = state.steps[group]
-    adam = state.groups is not None and all("betas" in g and "eps" in g for g in state.groups)
+    # Without groups (elastic) they are made from the drawn `ds_config`, which names AdamW.
+    adam = state.groups is None or all("betas" in g and "eps" in g for g in state.groups)
     return Bits("float32", (), bytes(4)) if step is None and adam else step

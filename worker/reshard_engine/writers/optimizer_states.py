@@ -55,9 +55,12 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
 
 
 def is_adam(checkpoint: Checkpoint) -> bool:
-    """Whether every param group has the hyper-parameters of an Adam."""
-    optimizer = checkpoint.optimizer
-    groups = [mapping_items(g, what="param_groups") for g in (optimizer.param_groups if optimizer else ())]
+    """True if every param group that is written has the hyper-parameters of an Adam.
+
+    Raises:
+        RequestError: `request.unsatisfiable`, as `group_nodes` does.
+    """
+    groups = [mapping_items(g, what="param_groups") for g in group_nodes(checkpoint)]
     return bool(groups) and all("betas" in g and "eps" in g for g in groups)
 
 

@@ -99,6 +99,8 @@ def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     if len(states) == 1 and is_adam(checkpoint):
         # What Adam itself starts from; DeepSpeed's stage-3 loader refuses atoms without moments.
         return [*states, *ADAM_STATES], ["no optimizer step had been taken: moments are zero, step is 0"]
+    if not any(p.scalars for p in checkpoint.trained) and is_adam(checkpoint):
+        return states, ["the source has moments and no step counter: step is 0, so bias correction begins anew"]
     return states, []
 
 
