@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from checkpoints import many_small_parameters, write_zero_checkpoint
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
@@ -32,6 +33,7 @@ from reshard_engine.execute.object_sink import ObjectSink
 from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.manifest import Manifest, parse_manifest
 from reshard_engine.storage.locations import serving
+from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.testing.memory_store import MemoryStore
 from reshard_worker.settings import WorkerSettings
 
@@ -272,6 +274,36 @@ def test_full_can_be_stopped(tmp_path: Path) -> None:
             on_progress=on_progress, should_stop=lambda: "verifying" in phases
         )
     assert not (tmp_path / "out").exists()
+
+
+class _CountedReads(MemoryStore):
+    """Counts the reads of the source."""
+
+    reads = 0
+
+    def read_into(self, info: ObjectInfo, begin: int, memory: memoryview) -> None:
+        """As `MemoryStore.read_into`, counted."""
+        type(self).reads += info.path.startswith("lab/save/")
+        super().read_into(info, begin, memory)
+
+
+def test_full_reads_many_small_tensors_together(tmp_path: Path) -> None:
+    """A tensor of a stage-3 source lies on every rank: gathered one by one, each took a read of every file."""
+    parameters = many_small_parameters(300, size=9)
+    tag = write_zero_checkpoint(tmp_path / "save", parameters, stage=3, ranks=12)
+    reads: dict[VerifyLevel, int] = {}
+    for level in VerifyLevel:
+        store = _CountedReads()
+        for path in tag.iterdir():
+            store.put(f"lab/save/{path.name}", path.read_bytes(), metadata={}, if_absent=True)
+        _CountedReads.reads = 0
+        with serving("mem", store):
+            source = SourceSpec(url="mem://lab/save")
+            request = ConvertRequest(source=source, target="mem://lab/out", to=TargetFormat.UNIVERSAL, verify=level)
+            load_engine().convert(request)
+        reads[level] = _CountedReads.reads
+    # The checksums of the containers, the first gathering and the second.
+    assert reads[VerifyLevel.FULL] <= 3 * reads[VerifyLevel.DEFAULT], reads
 
 
 def test_the_operator_may_ask_for_full() -> None:

@@ -222,7 +222,7 @@ class Conversion:
             manifest = with_pins(self._manifest(executor, disagreements), {i.path: i.pin for i in there})
         if full is not None:
             full.read_back(manifest, commit=True)
-            full.digest_again(self.checkpoint, manifest)
+            full.digest_again(self.checkpoint, plan, threads, manifest)
             manifest = full.certify(manifest)
         self.sink.commit(manifest.to_bytes(), self.layout.pointer)
         _lap(seconds, "commit", clock)

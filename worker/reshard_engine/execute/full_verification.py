@@ -7,13 +7,14 @@ from collections.abc import Callable
 from reshard.errors import IntegrityError, printable
 from reshard.models import VerifyProblem
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.passing import differing_tensors
 from reshard_engine.execute.receipt import name_in_manifest, with_full_checks
+from reshard_engine.execute.second_gathering import SecondGathering
 from reshard_engine.execute.sink import Sink
 from reshard_engine.execute.source_check import SourceSums, check_source
 from reshard_engine.file_check import TargetCheck
 from reshard_engine.layout import TargetLayout
 from reshard_engine.manifest import Manifest
+from reshard_engine.plan.model import Plan
 
 
 class FullVerification:
@@ -58,16 +59,16 @@ class FullVerification:
             self._sink.withdraw(sorted({p.path for p in check.problems}))
             raise _damaged(check.problems)
 
-    def digest_again(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
+    def digest_again(self, checkpoint: Checkpoint, plan: Plan, threads: int, manifest: Manifest) -> None:
         """Gather every tensor from the source once more: bytes that were read wrong once have another digest.
 
         Raises:
             IntegrityError: `integrity.mismatch`; the files that hold such tensors were withdrawn.
         """
         whole = self._with_digests(manifest)
-        files, stop = self._layout.files, self._should_stop
-        wrong = differing_tensors(checkpoint, files, whole, stop, saturate=self._saturate)
-        if wrong:
+        again = SecondGathering(checkpoint, self._layout.files, self._should_stop, saturate=self._saturate)
+        again.run(plan.units, threads)
+        if wrong := again.differing(whole):
             paths = {manifest.files[file].path for tensor in wrong for file, _, _, _ in tensor.extents}
             self._sink.withdraw(sorted(paths))
             raise IntegrityError(

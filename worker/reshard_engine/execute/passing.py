@@ -1,25 +1,18 @@
-"""Digests of the logical tensors whose bytes pass in a chunk, and the same once more for `--verify full`."""
+"""Digests of the logical tensors whose bytes pass in a chunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import numpy as np
 
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.digests import BLOCK_BYTES, BlockRun, TensorStream, block_digest, blocks_beginning_in
+from reshard_engine.digests import BLOCK_BYTES, BlockRun, block_digest, blocks_beginning_in
 from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.gather import ChunkFiller
-from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.rows import Buffer
 from reshard_engine.layout import ZEROS, Body, TargetFile
-from reshard_engine.manifest import Manifest, ManifestTensor
 from reshard_engine.plan.model import Chunk
-
-_THREADS = 4
-_AGAIN_BYTES = 4 << 20
-"""Read at once where tensors are gathered a second time."""
 
 
 class PassingDigests:
@@ -74,41 +67,3 @@ class PassingDigests:
         size = body.dtype.itemsize_bytes
         first = begin // size
         return self._beyond.elements(tensor, body.dtype, first, end // size)[begin - first * size :]
-
-
-def differing_tensors(
-    checkpoint: Checkpoint,
-    files: Sequence[TargetFile],
-    manifest: Manifest,
-    should_stop: Callable[[], None],
-    *,
-    saturate: bool,
-) -> list[ManifestTensor]:
-    """The tensors of a manifest that have another digest when they are gathered from the source once more."""
-    numbers = {
-        (number, body.offset): (file.tensors[body.slot], body)
-        for number, file in enumerate(files)
-        for body in file.template.bodies
-        if file.tensors[body.slot] != ZEROS
-    }
-    kernel = default_kernel()
-
-    def differs(entry: ManifestTensor) -> bool:
-        file, offset, _, _ = entry.extents[0]
-        tensor, body = numbers[file, offset]
-        filler, stream, size = (
-            ChunkFiller(checkpoint, kernel, saturate=saturate),
-            TensorStream(),
-            body.dtype.itemsize_bytes,
-        )
-        numel = checkpoint.shard_map.tensors[tensor].numel
-        step = max(1, _AGAIN_BYTES // size)
-        for first in range(0, numel, step):
-            should_stop()
-            data = filler.elements(tensor, body.dtype, first, min(first + step, numel))
-            stream.feed(0, body.dtype.name, numel * size, begin=first * size, data=data.data)
-        return stream.digests.digest(0, body.dtype.name, numel * size) != entry.xxh3
-
-    unique = list({(t.xxh3, numbers[t.extents[0][0], t.extents[0][1]][0]): t for t in manifest.tensors}.values())
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return [t for t, wrong in zip(unique, pool.map(differs, unique), strict=True) if wrong]
