@@ -3,7 +3,7 @@
 Change `from deepspeed.utils.zero_to_fp32 import ...` to `from reshard.deepspeed import ...`. Names, arguments and
 defaults are those of DeepSpeed 0.19.8 (`deepspeed/utils/zero_to_fp32.py`, `deepspeed/checkpoint/utils.py`); what is
 different is said at each function. DeepSpeed itself is not needed, and nothing in a checkpoint is executed. Tensors
-need torch: `pip install 'reshard[worker]'`.
+need torch, which the extra `worker` brings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The one seam between the slim package and the engine: an entry point, looked up when it is needed.
 
-`pip install reshard` brings no engine. With the `worker` extra's dependencies the entry point
+The package without extras brings no engine. With the `worker` extra's dependencies the entry point
 `reshard.engine` loads; without them the user is told what to install.
 """
 

@@ -1,4 +1,4 @@
-"""`pip install reshard` without extras: a client and a command line, and nothing heavy."""
+"""The package without extras: a client and a command line, and nothing heavy."""
 
 from __future__ import annotations
 
