@@ -246,4 +246,5 @@ def _step(state: LogicalState, group: int) -> Tree:
     step = state.steps[group]
     # Without groups (elastic) they are made from the drawn `ds_config`, which names AdamW.
     adam = state.groups is None or all("betas" in g and "eps" in g for g in state.groups)
+    adam &= not state.state_names or {"exp_avg", "exp_avg_sq"} <= set(state.state_names)
     return Bits("float32", (), bytes(4)) if step is None and adam else step

@@ -70,15 +70,17 @@ def test_the_counter_of_a_param_group_survives_stage_0() -> None:
     gather_then_slice(_trial(state, Layout(0, 1, counter="group"), UNIVERSAL))
 
 
-def test_list_form_states_without_a_counter_read_back() -> None:
+@pytest.mark.parametrize(("states", "counted"), [(("exp_avg",), False), (("exp_avg", "exp_avg_sq"), True)])
+def test_list_form_states_without_a_counter_read_back(states: tuple[str, ...], counted: bool) -> None:
     """The groups come from `ds_config`; only the second conversion saw that they are Adam's, and wrote a step of 0."""
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.9, 0.95]}}}
-    state = _state(_trained("weight", _floats(1.0, 2.0), "exp_avg"), step=None)
+    state = _state(_trained("weight", _floats(1.0, 2.0), *states), step=None)
     state = replace(state, values={**state.values, "ds_config": config})
     trial = _trial(state, Layout(2, 2, elastic=True), UNIVERSAL)
     gather_then_slice(trial)
     what_was_written_reads_back(trial)
-    assert any("no step counter" in w for w in trial.reference.result.warnings)
+    assert any("no step counter" in w for w in trial.reference.result.warnings) is counted
+    assert ("zero/weight/step.pt" in trial.reference.files) is counted
 
 
 def test_a_float64_that_float32_cannot_hold_is_reported() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import BartForConditionalGeneration
 
 import reshard
+from house.tiers import rest_full
 from oracle.adapters import LORA, bart, bart_config, logits_of
 from oracle.conversions import agree
 from oracle.driver import Oracle
@@ -70,8 +72,9 @@ def _agrees(folder: Path, adapter: Path) -> None:
     assert not torch.allclose(logits_of(bart()), wanted, rtol=0, atol=1e-3), "training changed something"
 
 
-@pytest.mark.parametrize("kind", LORA)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("stage", "kind"), rest_full(product((2, 3), LORA), *((2 + n % 2, kind) for n, kind in enumerate(LORA)))
+)
 def test_peft_loads_the_adapter(stage: int, kind: str, run: Run, tmp_path: Path) -> None:
     folder = run(stage, kind)
     convert(folder / "state", tmp_path / "adapter", "peft", model_files=str(folder / "config"))
@@ -181,8 +184,7 @@ def test_a_merge_says_what_it_needs(run: Run, trained: TrainedFactory, tmp_path:
     assert caught.value.code == "request.target_exists", "another scale is another conversion"
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(("stage", "offload"), rest_full(product((2, 3), (False, True)), (2, True), (3, False)))
 def test_load_state_goes_on_with_three_ranks(
     stage: int, offload: bool, run: Run, worlds: Worlds, tmp_path: Path
 ) -> None:

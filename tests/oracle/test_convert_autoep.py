@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from house.tiers import rest_full
 from oracle.outputs import convert, load, plain, raw, read_safetensors
 from oracle.parallel_autoep_cases import AUTOEP_CASES, AUTOEP_EXPERTS, AutoEpCase
 from oracle.parallel_cases import MOE_CASES
@@ -64,6 +65,7 @@ def _assert_is(run: Saved, again: Reloaded, *, losses: bool = True, without: tup
         assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
 
+@pytest.mark.full
 def test_layouts_lose_alike_in_deepspeed_itself(trained_autoep: TrainAutoEp) -> None:
     runs = [trained_autoep("autoep_z1", *ranks) for ranks in ((1, 1), (2, 2), (4, 2))] + [
         trained_autoep("autoep_z3", 4, 2)
@@ -76,23 +78,33 @@ def test_layouts_lose_alike_in_deepspeed_itself(trained_autoep: TrainAutoEp) -> 
 
 @pytest.mark.parametrize(
     ("name", "source", "target"),
-    [
-        ("autoep_z1", (2, 2), (4, 4)),
+    rest_full(
+        [
+            ("autoep_z1", (2, 2), (4, 4)),
+            ("autoep_z1", (4, 2), (1, 1)),
+            ("autoep_z1", (1, 1), (4, 2)),
+            ("autoep_z2", (4, 2), (2, 2)),
+            ("autoep_z2", (4, 4), (6, 2)),
+            ("autoep_z2_round_robin", (4, 2), (2, 1)),
+            ("autoep_z2_bf16", (4, 2), (2, 1)),
+            ("autoep_bf16opt", (2, 2), (4, 4)),
+            ("autoep_z1_data_first", (4, 2), (6, 2)),
+            ("autoep_z1_frozen", (2, 2), (4, 4)),
+            ("autoep_z3", (4, 2), (2, 2)),
+            ("autoep_z3", (2, 2), (3, 1)),
+            ("autoep_z3", (4, 4), (4, 2)),
+            ("autoep_z3_sub_groups", (4, 2), (2, 2)),
+            ("autoep_z3_bf16", (4, 4), (2, 1)),
+        ],
         ("autoep_z1", (4, 2), (1, 1)),
-        ("autoep_z1", (1, 1), (4, 2)),
-        ("autoep_z2", (4, 2), (2, 2)),
         ("autoep_z2", (4, 4), (6, 2)),
         ("autoep_z2_round_robin", (4, 2), (2, 1)),
-        ("autoep_z2_bf16", (4, 2), (2, 1)),
         ("autoep_bf16opt", (2, 2), (4, 4)),
         ("autoep_z1_data_first", (4, 2), (6, 2)),
         ("autoep_z1_frozen", (2, 2), (4, 4)),
-        ("autoep_z3", (4, 2), (2, 2)),
         ("autoep_z3", (2, 2), (3, 1)),
-        ("autoep_z3", (4, 4), (4, 2)),
         ("autoep_z3_sub_groups", (4, 2), (2, 2)),
-        ("autoep_z3_bf16", (4, 4), (2, 1)),
-    ],
+    ),
     ids=str,
 )
 def test_fused_experts_resume_on_other_ranks(
@@ -111,7 +123,9 @@ def test_fused_experts_resume_on_other_ranks(
 
 @pytest.mark.parametrize(
     ("source", "target", "groups"),
-    [((2, 2), (1, 1), 3), ((1, 1), (4, 4), 2), ((4, 4), (2, 1), 3), ((4, 2), (2, 2), 2)],
+    rest_full(
+        [((2, 2), (1, 1), 3), ((1, 1), (4, 4), 2), ((4, 4), (2, 1), 3), ((4, 2), (2, 2), 2)], ((1, 1), (4, 4), 2)
+    ),
     ids=str,
 )
 @pytest.mark.parametrize("name", ["autoep_z1_split", "autoep_z3_split"])
@@ -136,13 +150,17 @@ def test_groups_of_experts_are_cut_by_size_as_deepspeed_cuts_them(
 
 @pytest.mark.parametrize(
     ("name", "stage", "as_case"),
-    [
+    rest_full(
+        [
+            ("autoep_z1", "3", "autoep_z3"),
+            ("autoep_z1", "2", "autoep_z2"),
+            ("autoep_z3", "1", "autoep_z1"),
+            ("autoep_z3_bf16", "bf16", "autoep_bf16opt"),
+            ("autoep_bf16opt", "3", "autoep_z3_bf16"),
+        ],
         ("autoep_z1", "3", "autoep_z3"),
-        ("autoep_z1", "2", "autoep_z2"),
-        ("autoep_z3", "1", "autoep_z1"),
         ("autoep_z3_bf16", "bf16", "autoep_bf16opt"),
-        ("autoep_bf16opt", "3", "autoep_z3_bf16"),
-    ],
+    ),
 )
 def test_fused_experts_resume_at_another_stage(
     name: str, stage: str, as_case: str, trained_autoep: TrainAutoEp, parallel: ParallelOracle, tmp_path: Path
@@ -153,7 +171,9 @@ def test_fused_experts_resume_at_another_stage(
     _assert_is(run, again, losses=case.dtype == "fp32")
 
 
-@pytest.mark.parametrize("target", [(6, 2), (4, 4), (2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "target", [(4, 4), *(pytest.param(ranks, marks=pytest.mark.full) for ranks in ((6, 2), (2, 1)))], ids=str
+)
 def test_native_experts_resume_where_equal_ones_follow_one_another(
     target: tuple[int, int], parallel: ParallelOracle, tmp_path: Path
 ) -> None:
@@ -248,7 +268,7 @@ def test_the_universal_form_loads_and_goes_back(
     _assert_is(run, loaded)
 
 
-@pytest.mark.parametrize("name", ["autoep_z1", "autoep_z3"])
+@pytest.mark.parametrize("name", rest_full(["autoep_z1", "autoep_z3"], "autoep_z3"))
 def test_the_peers_universal_form_is_read(
     name: str, trained_autoep: TrainAutoEp, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
@@ -281,6 +301,7 @@ def test_deepspeed_converts_what_we_write(
             assert raw(tensor.reshape(value.shape)) == value, key
 
 
+@pytest.mark.full
 def test_deepspeed_itself_resumes_frozen_experts_wrongly_at_stage_2(
     trained_autoep: TrainAutoEp, parallel: ParallelOracle, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from house.tiers import rest_full
 from oracle.outputs import convert
 from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, MOE_CASES, GptCase, Layout, gpt_rules_yaml
 from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
@@ -42,7 +43,7 @@ def _assert_is(run: Saved, again: Reloaded, *, losses: bool = True) -> None:
         assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", rest_full(LAYOUTS, Layout(1, 2, 2), Layout(4, 1, 1)), ids=str)
 def test_a_pipeline_with_tensor_parallelism_resumes_on_any_layout(
     layout: Layout, trained_3d: TrainedOn, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
@@ -55,15 +56,21 @@ def test_a_pipeline_with_tensor_parallelism_resumes_on_any_layout(
 
 @pytest.mark.parametrize(
     ("name", "source", "target"),
-    [
-        ("gpt_fp32_bare", FULL, Layout(1, 2, 1)),
+    rest_full(
+        [
+            ("gpt_fp32_bare", FULL, Layout(1, 2, 1)),
+            ("gpt_fp32_bare", Layout(1, 1, 1), Layout(2, 1, 1)),
+            ("gpt_fp32_glu", FULL, Layout(4, 1, 1)),
+            ("gpt_fp32_qkv_blocks", FULL, Layout(1, 1, 2)),
+            ("gpt_fp32_gqa", FULL, Layout(1, 2, 1)),
+            ("gpt_fp32_by_parameters", FULL, Layout(1, 3, 1)),
+            ("gpt_bf16opt_glu", FULL, Layout(4, 1, 1)),
+        ],
         ("gpt_fp32_bare", Layout(1, 1, 1), Layout(2, 1, 1)),
-        ("gpt_fp32_glu", FULL, Layout(4, 1, 1)),
         ("gpt_fp32_qkv_blocks", FULL, Layout(1, 1, 2)),
-        ("gpt_fp32_gqa", FULL, Layout(1, 2, 1)),
         ("gpt_fp32_by_parameters", FULL, Layout(1, 3, 1)),
         ("gpt_bf16opt_glu", FULL, Layout(4, 1, 1)),
-    ],
+    ),
     ids=str,
 )
 def test_every_rule_resumes_on_another_layout(
@@ -126,13 +133,18 @@ def test_without_rules_nothing_is_guessed(trained_3d: TrainedOn, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "source", "target"),
-    [
-        ("moe_fp32_z1", (4, 2), (4, 4)),
+    rest_full(
+        [
+            ("moe_fp32_z1", (4, 2), (4, 4)),
+            ("moe_fp32_z1", (4, 2), (2, 1)),
+            ("moe_fp32_z2", (2, 2), (4, 2)),
+            ("moe_fp32_z2", (2, 1), (3, 1)),
+            ("moe_bf16opt", (4, 4), (2, 2)),
+        ],
         ("moe_fp32_z1", (4, 2), (2, 1)),
         ("moe_fp32_z2", (2, 2), (4, 2)),
-        ("moe_fp32_z2", (2, 1), (3, 1)),
         ("moe_bf16opt", (4, 4), (2, 2)),
-    ],
+    ),
     ids=str,
 )
 def test_experts_resume_on_other_ranks(
@@ -148,18 +160,26 @@ def test_experts_resume_on_other_ranks(
 
 @pytest.mark.parametrize(
     ("name", "source", "target"),
-    [
-        ("autotp_z1", (2, 2), (1, 1)),
-        ("autotp_z1", (2, 2), (4, 4)),
+    rest_full(
+        [
+            ("autotp_z1", (2, 2), (1, 1)),
+            ("autotp_z1", (2, 2), (4, 4)),
+            ("autotp_z1", (4, 4), (4, 2)),
+            ("autotp_z1_gqa", (2, 2), (2, 1)),
+            ("autotp_z1_uneven", (2, 2), (1, 1)),
+            ("autotp_z1_tied", (2, 2), (1, 1)),
+            ("autotp_z1_vocab", (2, 2), (1, 1)),
+            ("autotp_z2_bf16", (2, 2), (2, 1)),
+            ("autotp_z3", (2, 2), (1, 1)),
+            ("autotp_z3", (2, 2), (4, 4)),
+        ],
         ("autotp_z1", (4, 4), (4, 2)),
         ("autotp_z1_gqa", (2, 2), (2, 1)),
         ("autotp_z1_uneven", (2, 2), (1, 1)),
         ("autotp_z1_tied", (2, 2), (1, 1)),
-        ("autotp_z1_vocab", (2, 2), (1, 1)),
         ("autotp_z2_bf16", (2, 2), (2, 1)),
-        ("autotp_z3", (2, 2), (1, 1)),
         ("autotp_z3", (2, 2), (4, 4)),
-    ],
+    ),
     ids=str,
 )
 def test_autotp_resumes_at_another_size(
@@ -173,7 +193,7 @@ def test_autotp_resumes_at_another_size(
     _assert_is(run, again, losses=case.dtype == "fp32")
 
 
-@pytest.mark.parametrize("name", ["autotp_z1", "autotp_z3"])
+@pytest.mark.parametrize("name", rest_full(["autotp_z1", "autotp_z3"], "autotp_z3"))
 def test_autotp_goes_down_and_back(name: str, parallel: ParallelOracle, tmp_path: Path) -> None:
     case = AUTOTP_CASES[name]
     run = parallel.train_autotp(case, tmp_path / "from", world=2, tp=2)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
+from house.tiers import rest_full
 from oracle.cases import CASES
 from oracle.conversions import (
     TWO_GROUPS_AT_STAGE_3,
@@ -64,7 +66,9 @@ SOURCES_ON_OTHER_WORLDS = (
 LOSSES_DIFFER_IN_DEEPSPEED = ("z0_fp16",)
 
 _rest = [name for name in UNIVERSAL_CASES if name not in RESUMED_ALWAYS and name not in TWO_GROUPS_AT_STAGE_3]
-RESUMED = [*RESUMED_ALWAYS, *(pytest.param(name, marks=pytest.mark.full) for name in _rest)]
+RESUMED = list(product([*RESUMED_ALWAYS, *_rest], (1, 3)))
+# Each of them on one world, fewer ranks and more by turns.
+_ON_ONE_WORLD = [(name, (1, 3)[number % 2]) for number, name in enumerate(RESUMED_ALWAYS)]
 
 
 @pytest.mark.parametrize("name", UNIVERSAL_CASES)
@@ -87,8 +91,7 @@ def test_all_sources_of_any_size_are_read(name: str, world: int, universal: Univ
     assert universal_problems(universal(name, world)) == []
 
 
-@pytest.mark.parametrize("name", RESUMED)
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("name", "world"), rest_full(RESUMED, *_ON_ONE_WORLD))
 def test_deepspeed_resumes_on_another_world(
     name: str, world: int, oracle: Oracle, universal: UniversalFactory, bf16_spread: float, tmp_path: Path
 ) -> None:
@@ -99,7 +102,9 @@ def test_deepspeed_resumes_on_another_world(
     assert_continues(resumed, converted, bf16_spread, losses=name not in LOSSES_DIFFER_IN_DEEPSPEED)
 
 
-@pytest.mark.parametrize("name", ["z1_fp32", "z2_bf16", "z2_fp16", "z3_bf16", "bf16opt"])
+@pytest.mark.parametrize(
+    "name", rest_full(("z1_fp32", "z2_bf16", "z2_fp16", "z3_bf16", "bf16opt"), "z2_bf16", "z3_bf16")
+)
 def test_losses_are_exactly_those_after_the_peers_conversion(
     name: str, oracle: Oracle, universal: UniversalFactory, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import reshard
+from house.tiers import rest_full
 from oracle.conversions import agree
 from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
@@ -52,7 +53,7 @@ def went_on_alike(resumed: Path, through: Path) -> None:
     assert max((d.max_abs or 0.0 for d in report.differences), default=0.0) < 1e-3
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", rest_full((2, 3), 3))
 def test_the_trainer_resumes_by_one_call(stage: int, worlds: Worlds, tmp_path: Path) -> None:
     through, resumed = tmp_path / "through", tmp_path / "resumed"
     kwargs: dict[str, Any] = {"stage": stage, "timeout_s": 240}
@@ -80,7 +81,7 @@ def test_the_trainer_resumes_by_one_call(stage: int, worlds: Worlds, tmp_path: P
         worlds.run("oracle.ensured:trainer", world=NEW, **plain)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2, 3))
 def test_the_trainer_resumes_an_adapter_by_one_call(stage: int, worlds: Worlds, tmp_path: Path) -> None:
     """PEFT's models are saved without their frozen weights; a loader that is given a list of these wants all of them.
 
@@ -103,7 +104,9 @@ def test_the_trainer_resumes_an_adapter_by_one_call(stage: int, worlds: Worlds, 
 
 @pytest.mark.parametrize(
     ("stage", "device", "then"),
-    [(1, None, None), (2, None, None), (3, None, None), (3, "nvme", "cpu")],
+    rest_full(
+        [(1, None, None), (2, None, None), (3, None, None), (3, "nvme", "cpu")], (2, None, None), (3, "nvme", "cpu")
+    ),
 )
 def test_accelerate_resumes_by_one_call(
     stage: int, device: str | None, then: str | None, worlds: Worlds, tmp_path: Path
@@ -130,7 +133,7 @@ def test_accelerate_resumes_by_one_call(
     went_on_alike(resumed / "last", through / "last")
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", rest_full((2, 3), 3))
 def test_accelerate_resumes_a_universal_directory(stage: int, worlds: Worlds, tmp_path: Path) -> None:
     """One directory for any number of ranks, as docs/recipes/accelerate.md makes it: the rest is copied beside it."""
     through, resumed, state = tmp_path / "through", tmp_path / "resumed", tmp_path / "any"

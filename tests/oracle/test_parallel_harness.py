@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from house.tiers import rest_full
 from oracle.driver import Oracle
 from oracle.launcher import WorldError
 from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, MOE_CASES, Layout
@@ -20,7 +21,7 @@ TIED_PLACES = "tied_modules.embed.places."
 LOSS_TOLERANCE = 2e-6  # fp32 losses of about 3; what layouts change is the order of sums
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", rest_full(LAYOUTS, Layout(2, 2, 2)), ids=str)
 def test_losses_do_not_depend_on_the_layout(layout: Layout, trained_3d: TrainedOn) -> None:
     one, other = trained_3d("gpt_fp32", Layout()), trained_3d("gpt_fp32", layout)
     assert other.losses_before == pytest.approx(one.losses_before, abs=LOSS_TOLERANCE)
@@ -82,6 +83,7 @@ def test_padding_depends_on_the_layout(trained_3d: TrainedOn) -> None:
     assert rows == {1: 40, 2: 48, 4: 64}
 
 
+@pytest.mark.full
 def test_copies_agree_but_for_those_without_a_gradient(trained_3d: TrainedOn) -> None:
     for name in GPT_CASES:
         differing = trained_3d(name, FULL).truth.meta["replica_differences"]
@@ -180,6 +182,7 @@ def test_deepspeed_reloads_the_truth_of_experts(
     assert len({tensor.data for tensor in files.values()}) == len(files)
 
 
+@pytest.mark.full
 def test_experts_on_other_ranks_are_refused(parallel: ParallelOracle, tmp_path: Path) -> None:
     case = MOE_CASES["moe_fp32_z1"]
     run = parallel.train_moe(case, tmp_path, world=4, ep=2)

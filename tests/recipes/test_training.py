@@ -142,6 +142,7 @@ def test_the_trainer_goes_on_on_two_processes_and_then_on_three(worlds: Worlds, 
     ]
 
 
+@pytest.mark.full  # tests/oracle/test_ensure_frameworks.py has its call; the script's own lines are few
 def test_accelerate_launch_goes_on_on_three_processes(worlds: Worlds, tmp_path: Path) -> None:
     told = {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
     through = records(warm(worlds, "train_accelerate.py", tmp_path, 2, **told))

@@ -55,11 +55,14 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
 
 
 def is_adam(checkpoint: Checkpoint) -> bool:
-    """True if every param group that is written has the hyper-parameters of an Adam.
+    """True if every param group that is written is an Adam's, by its hyper-parameters and by its states if there are any.
 
     Raises:
         RequestError: `request.unsatisfiable`, as `group_nodes` does.
     """
+    states = {name for p in checkpoint.trained for name in p.states} - {"fp32"}
+    if states and not states.issuperset(ADAM_STATES):
+        return False
     groups = [mapping_items(g, what="param_groups") for g in group_nodes(checkpoint)]
     return bool(groups) and all("betas" in g and "eps" in g for g in groups)
 
