@@ -55,7 +55,6 @@ class JobStore:
                     target=place_of(request.target) if kind is JobKind.CONVERT else "",
                     max_attempts=max_attempts,
                     created_at=db_now(),
-                    rung_at=db_now(),
                     last_seq=1,
                 )
                 .returning(JobRow)

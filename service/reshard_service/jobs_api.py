@@ -63,7 +63,7 @@ async def _create(context: ServiceContext, body: SubmitRequest, key: str | None)
         if hold is not None:
             await run_in_threadpool(context.keys.abandon, hold)
         raise
-    await run_in_threadpool(context.doorbell.ring, job.id)
+    await run_in_threadpool(context.doorbell.ring)
     return job
 
 
@@ -121,7 +121,7 @@ async def cancel(job_id: str, context: Context) -> Response:
     job = await run_in_threadpool(context.store.cancel, job_id)
     if job.state is JobState.CANCELLING:
         # Its owner polls; if it has none, a worker must hear that there is something to clean up.
-        await run_in_threadpool(context.doorbell.ring, job_id)
+        await run_in_threadpool(context.doorbell.ring)
     return accepted(job)
 
 

@@ -45,7 +45,7 @@ class Workplace:
         return self.store.create(request, kind=kind)
 
     def see_through(self, job: Job, settings: WorkerSettings) -> Job:
-        Supervisor(self.leases, settings, name="test").run_job(job.id)
+        Supervisor(self.leases, settings, name="test").run_next()
         return self.store.get(job.id)
 
     def failure(self, job: Job, settings: WorkerSettings) -> str:
@@ -134,9 +134,9 @@ def test_planning_has_a_deadline(place: Workplace, kind: JobKind, script: dict[s
 
 
 def test_a_conversion_may_take_longer_than_its_plan(place: Workplace) -> None:
-    job = place.create(scripted(units=6, unit_s=0.5), f"{place.directory}/out")
+    place.create(scripted(units=6, unit_s=0.5), f"{place.directory}/out")
     supervisor = Supervisor(place.leases, replace(SCRIPTED, planning_limit_s=2.0), name="test")
-    assert supervisor.run_job(job.id) is Outcome.SUCCEEDED
+    assert supervisor.run_next() is Outcome.SUCCEEDED
 
 
 def test_an_engine_has_a_second_wall_around_its_memory(place: Workplace) -> None:
