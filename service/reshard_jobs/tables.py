@@ -15,6 +15,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
 
 SCHEMA = 1
+MAX_SEQ = (1 << 31) - 1
+"""Largest sequence number of an event: what the column holds in every database."""
 
 
 class db_now(FunctionElement[float]):  # noqa: N801 - reads as the SQL function that it is

@@ -89,7 +89,7 @@ def list_jobs(
 async def get_job(
     job_id: str,
     context: Context,
-    wait: Annotated[float, Query(ge=0, le=3600)] = 0.0,
+    wait: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0.0,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """The job. With `wait`, answers when it ends or, with `If-None-Match`, when it changes; or after `wait`."""
