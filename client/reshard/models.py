@@ -6,7 +6,7 @@ Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/k
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -340,10 +340,14 @@ class JobList(WireModel):
     next_page_token: str = ""
 
 
+_LabelName = Annotated[str, Field(max_length=128)]
+_LabelValue = Annotated[str, Field(max_length=512)]
+
+
 class SubmitRequest(ConvertRequest):
     """Body of `POST /v1/jobs`: a conversion with the job's own fields."""
 
-    labels: dict[str, str] = Field(default_factory=dict, max_length=32)
+    labels: dict[_LabelName, _LabelValue] = Field(default_factory=dict, max_length=32)
     max_attempts: int = Field(default=3, ge=1, le=20)
 
 

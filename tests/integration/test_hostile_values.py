@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy.exc
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -105,6 +106,18 @@ def test_texts_that_no_database_holds(api: TestClient) -> None:
         found["id"]
     ]
     assert api.get(f"/v1/jobs/{job['id']}").json()["labels"] == {"team": "x"}
+
+
+def test_labels_are_as_long_as_every_database_holds(api: TestClient) -> None:
+    longest = {"n" * 128: "v" * 512}
+    found = post(api, "/v1/jobs", body(labels=longest)).json()
+    assert api.get(f"/v1/jobs/{found['id']}").json()["labels"] == longest
+    for labels in ({"n" * 129: "v"}, {"n": "v" * 513}, {str(number): "v" for number in range(33)}):
+        refused(post(api, "/v1/jobs", body(labels=labels)))
+    refused(post(api, "/v1/jobs", body(), **{"Idempotency-Key": "k" * 256}))
+    for path in (f"/v1/jobs/{'x' * 10_000}", f"/v1/jobs/{'x' * 10_000}/events"):
+        refused(api.get(path), "request.not_found")
+    assert api.get("/v1/jobs", params={"label": f"{'n' * 5000}={'v' * 5000}"}).json()["jobs"] == []
 
 
 def test_numbers_that_no_database_compares(api: TestClient) -> None:
@@ -224,3 +237,30 @@ def test_an_error_that_names_files_which_are_no_text(tmp_path: Path) -> None:
     service = ServiceSettings(jobs=JobSettings(database_url=f"sqlite:///{tmp_path}/jobs.db"), inspection_s=60)
     with TestClient(create_app(service), raise_server_exceptions=False) as api:
         refused(post(api, "/v1/inspections", {"url": str(tmp_path)}), "checkpoint.bad_latest")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (sqlalchemy.exc.OperationalError("", {}, Exception("gone")), "service.unavailable"),
+        (sqlalchemy.exc.InterfaceError("", {}, Exception("closed")), "service.unavailable"),
+        (sqlalchemy.exc.InternalError("", {}, Exception(), connection_invalidated=True), "service.unavailable"),
+        (sqlalchemy.exc.TimeoutError("every connection of the pool is in use"), "service.unavailable"),
+        (sqlalchemy.exc.DataError("", {}, Exception("out of range")), "request.invalid"),
+        (sqlalchemy.exc.ProgrammingError("", {}, Exception("no such column")), "internal.error"),
+        (sqlalchemy.exc.IntegrityError("", {}, Exception("not unique")), "internal.error"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value,
+)
+def test_only_a_database_that_is_away_is_worth_another_try(
+    sqlite_url: str, error: Exception, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    app = create_app(ServiceSettings(jobs=JobSettings(database_url=sqlite_url)))
+    monkeypatch.setattr(app.state.context.store, "get", fail)
+    with TestClient(app, raise_server_exceptions=False) as api:
+        problem = api.get("/v1/jobs/job_x/result").json()
+    assert (problem["code"], problem["retryable"]) == (code, code == "service.unavailable")
+    assert str(error) not in json.dumps(problem)
