@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 MAX_TEXT_CHARS = 2_000
 
@@ -179,6 +179,17 @@ def printable(text: object, *, max_chars: int = 256) -> str:
     return safe if len(raw) <= max_chars else f"{safe}... ({len(raw)} characters)"
 
 
+def as_text(value: Any) -> Any:
+    """A JSON value that UTF-8 can spell: halves of surrogate pairs, which names of files may have, are escaped."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {as_text(name): as_text(part) for name, part in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [as_text(part) for part in cast("list[Any]", value)]
+    return value
+
+
 def listed(names: Sequence[str], most: int = 8) -> str:
     """The first of some names, safe to show, and whether there are more."""
     return ", ".join(printable(n) for n in names[:most]) + (", ..." if len(names) > most else "")
@@ -224,7 +235,7 @@ class ReshardError(Exception):
 
     def to_problem(self) -> dict[str, Any]:
         """The error as an RFC 9457 problem object (JSON values only)."""
-        return {
+        problem = {
             "type": f"urn:reshard:error:{self.code}",
             "title": self.entry.meaning,
             "status": self.entry.http_status,
@@ -234,6 +245,7 @@ class ReshardError(Exception):
             "retryable": self.retryable,
             "details": self.details,
         }
+        return as_text(problem)
 
     def __str__(self) -> str:
         """Message with its code, one line."""

@@ -6,7 +6,7 @@ Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/k
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,6 +28,8 @@ from reshard.choices import (
 SCHEMA_VERSION = 1
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20
+MOST_BYTES = 1 << 62
+"""No size is larger: what is added to one must still fit into 64 bits."""
 
 
 class WireModel(BaseModel):
@@ -63,7 +65,7 @@ class NativeLayout(WireModel):
     """`make_vocab_size_divisible_by`: vocabularies are padded to a multiple of it times the tensor-parallel ranks."""
     round_robin_gradients: bool | None = None
     parameter_alignment: bool | None = None
-    sub_group_size: int | None = Field(default=None, ge=1)
+    sub_group_size: int | None = Field(default=None, ge=1, le=MOST_BYTES)
     """Stage 3: elements of one rank's partition after which a sub-group is closed."""
     rng: RngPolicy = RngPolicy.KEEP
 
@@ -87,7 +89,7 @@ class ConvertRequest(WireModel):
     names: NameScheme | None = None
     """Other names for the parameters of Megatron-DeepSpeed's GPT and Llama models; None keeps the source's."""
     replicas: ReplicaPolicy = ReplicaPolicy.ERROR
-    max_shard_bytes: int | None = Field(default=None, ge=1)
+    max_shard_bytes: int | None = Field(default=None, ge=1, le=MOST_BYTES)
     """Consolidated weights only: largest size of one weights file; default one file per 5 GB."""
     exclude_frozen: bool = False
     merge_adapter: bool = False
@@ -108,8 +110,8 @@ class ConvertRequest(WireModel):
     on_overflow: OverflowPolicy = OverflowPolicy.INF
     """Finite elements that a narrower type cannot hold; what was lost is counted whatever it says."""
     verify: VerifyLevel = VerifyLevel.DEFAULT
-    memory_limit_bytes: int = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1)
-    part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10)
+    memory_limit_bytes: int = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1, le=MOST_BYTES)
+    part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10, le=MOST_BYTES)
     """Grain of work: bytes of one unit and of one multipart part."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     offload: OffloadPolicy = OffloadPolicy.AUTO
@@ -338,10 +340,14 @@ class JobList(WireModel):
     next_page_token: str = ""
 
 
+_LabelName = Annotated[str, Field(max_length=128)]
+_LabelValue = Annotated[str, Field(max_length=512)]
+
+
 class SubmitRequest(ConvertRequest):
     """Body of `POST /v1/jobs`: a conversion with the job's own fields."""
 
-    labels: dict[str, str] = Field(default_factory=dict, max_length=32)
+    labels: dict[_LabelName, _LabelValue] = Field(default_factory=dict, max_length=32)
     max_attempts: int = Field(default=3, ge=1, le=20)
 
 

@@ -89,19 +89,22 @@ class Leases:
         )
 
     def claim_next(self, *, worker: str) -> Claim | None:
-        """Own the oldest job that is to be had."""
-        query = (
-            select(JobRow.id)
-            .where(or_(and_(*_runnable()), and_(*_orphaned_cancel())))
-            .order_by(JobRow.created_at, JobRow.id)
-            .limit(_NEXT_CANDIDATES)
-        )
+        """Own the oldest job that is to be had; None once nothing is."""
+        query = select(JobRow.id).where(_claimable()).order_by(JobRow.created_at, JobRow.id).limit(_NEXT_CANDIDATES)
+        while True:
+            with self._database.read() as session:
+                candidates = session.scalars(query).all()
+            for job_id in candidates:
+                if claim := self.claim(job_id, worker=worker):
+                    return claim
+            if not candidates:
+                return None
+            # Others took each of them, so there is progress; younger ones may be left.
+
+    def work_waits(self) -> bool:
+        """Whether a job is to be had."""
         with self._database.read() as session:
-            candidates = session.scalars(query).all()
-        for job_id in candidates:
-            if claim := self.claim(job_id, worker=worker):
-                return claim
-        return None
+            return work_waits(session)
 
     def heartbeat(self, claim: Claim, progress: Progress | None = None) -> Pulse:
         """Renew the lease, record progress, and learn whether the job is to stop."""
@@ -162,22 +165,23 @@ class Leases:
     def release(self, claim: Claim) -> bool:
         """Give the job back because this worker is told to stop; the attempt does not count."""
         with self._database.write() as session:
-            row = _requeue(session, claim, releases=JobRow.releases + 1, not_before=0.0, rung_at=0.0)
+            row = _requeue(session, claim, releases=JobRow.releases + 1, not_before=0.0)
             if row is None:
                 # A cancel that is under way: the next worker may clean up at once.
                 cancelling = JobRow.state == JobState.CANCELLING.value
-                row = _set(session, claim.job_id, *_fence(claim), cancelling, lease_until=db_now(), rung_at=0.0)
+                row = _set(session, claim.job_id, *_fence(claim), cancelling, lease_until=db_now())
         return row is not None
 
     def _end(self, claim: Claim, state: JobState, **values: Any) -> bool:
         with self._database.write() as session:
             ending = {"finished_at": db_now(), "lease_until": None, **values}
             row = move(session, claim.job_id, state, *_fence(claim), **ending)
-            if row is not None and row.target:
-                # Whoever waited for the target hears of it at the reaper's next sweep.
-                waiting = (JobRow.target == row.target, JobRow.state == JobState.QUEUED.value)
-                session.execute(update(JobRow).where(*waiting).values(rung_at=0.0))
         return row is not None
+
+
+def work_waits(session: Session) -> bool:
+    """Whether a worker that asked now would be given a job."""
+    return session.scalars(select(JobRow.id).where(_claimable()).limit(1)).first() is not None
 
 
 def exhausted(attempts: int, last: ReshardError | None = None) -> JobError:
@@ -200,6 +204,10 @@ def problem_json(problem: ReshardError) -> str:
 
 def _fence(claim: Claim) -> tuple[ColumnElement[bool], ...]:
     return (JobRow.owner == claim.owner, JobRow.attempt == claim.attempt)
+
+
+def _claimable() -> ColumnElement[bool]:
+    return or_(and_(*_runnable()), and_(*_orphaned_cancel()))
 
 
 def _runnable() -> tuple[ColumnElement[bool], ...]:

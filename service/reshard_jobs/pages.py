@@ -6,14 +6,17 @@ import base64
 import binascii
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models import JobState
 
 MAX_PAGE_SIZE = 200
+_END_OF_TIME = 1e11
+_JOB_ID = re.compile(r"job_[a-z2-7]{24}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,17 @@ def read_token(chosen: JobFilter, token: str) -> tuple[float, str]:
     except (binascii.Error, ValueError, RecursionError) as error:
         raise _bad_token() from error
     match fields:
-        case [str(digest), float(created_at) | int(created_at), str(job_id)] if digest == chosen.digest():
-            return cast("float", created_at), job_id
+        case [str(digest), float(created_at), str(job_id)] if digest == chosen.digest() and _may_be_ours(
+            created_at, job_id
+        ):
+            return created_at, job_id
         case _:
             raise _bad_token()
+
+
+def _may_be_ours(created_at: float, job_id: str) -> bool:
+    # A database refuses to compare what it cannot hold, and that would look like its own failure.
+    return 0 <= created_at < _END_OF_TIME and _JOB_ID.fullmatch(job_id) is not None
 
 
 def _bad_token() -> RequestError:

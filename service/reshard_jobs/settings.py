@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from reshard.errors import RequestError
 from reshard_jobs.roots import Roots
 
-DOORBELL_TASK = "reshard.run_job"
-DOORBELL_QUEUE = "reshard.jobs"
 DEFAULT_DATABASE_URL = "sqlite:///reshard-jobs.db"
 
 
@@ -24,7 +22,7 @@ class JobSettings:
         roots: Storage that jobs may name.
         lease_s: How long a silent worker keeps its job.
         heartbeat_s: How often a worker renews its lease.
-        reaper_s: How often lost leases and unheard jobs are looked for.
+        reaper_s: How often lost leases and work that nobody heard of are looked for.
     """
 
     database_url: str = DEFAULT_DATABASE_URL

@@ -43,6 +43,7 @@ class JobStore:
             RequestError: `request.idempotency_conflict`: the key was lost to another request;
                 `request.invalid`: the target has more than one reading.
         """
+        # `pages` knows this form.
         job_id = f"job_{base64.b32encode(secrets.token_bytes(15)).decode().lower()}"
         with self._database.write() as session:
             row = session.scalars(
@@ -55,7 +56,6 @@ class JobStore:
                     target=place_of(request.target) if kind is JobKind.CONVERT else "",
                     max_attempts=max_attempts,
                     created_at=db_now(),
-                    rung_at=db_now(),
                     last_seq=1,
                 )
                 .returning(JobRow)

@@ -15,6 +15,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
 
 SCHEMA = 1
+MAX_SEQ = (1 << 31) - 1
+"""Largest sequence number of an event: what the column holds in every database."""
 
 
 class db_now(FunctionElement[float]):  # noqa: N801 - reads as the SQL function that it is
@@ -68,6 +70,7 @@ class JobRow(Base):
     worker: Mapped[str | None] = mapped_column(String(200), default=None)
     lease_until: Mapped[float | None] = mapped_column(Float(53), default=None)
     not_before: Mapped[float] = mapped_column(Float(53), default=0.0)
+    # Unused: here until the next SCHEMA, because a database of release 0.1.0 wants a value.
     rung_at: Mapped[float] = mapped_column(Float(53), default=0.0)
     cancel_requested: Mapped[int] = mapped_column(Integer, default=0)
     progress: Mapped[str | None] = mapped_column(Text, default=None)

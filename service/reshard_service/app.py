@@ -16,6 +16,7 @@ from reshard_service.context import ServiceContext, require_token
 from reshard_service.doorbell import make_doorbell
 from reshard_service.metrics import Metrics
 from reshard_service.middleware import RequestEnvelope
+from reshard_service.plain_text import require_plain_text
 from reshard_service.probing import Prober
 from reshard_service.problems import install_handlers
 from reshard_service.settings import ServiceSettings
@@ -53,7 +54,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     app.state.context = context
     app.include_router(health_api.probes)
     for module in (jobs_api, events_api, engine_api, health_api, dashboard):
-        app.include_router(module.router, dependencies=[Depends(require_token)])
+        app.include_router(module.router, dependencies=[Depends(require_token), Depends(require_plain_text)])
     install_handlers(app)
     app.add_middleware(RequestEnvelope, metrics=context.metrics, max_body_bytes=settings.max_body_bytes)
     return app

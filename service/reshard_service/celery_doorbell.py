@@ -8,13 +8,13 @@ import logging
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from reshard_jobs.settings import DOORBELL_QUEUE, DOORBELL_TASK
+from reshard_jobs.doorbell import ring
 
 logger = logging.getLogger(__name__)
 
 
 class CeleryDoorbell:
-    """Rings through Celery: JSON, the job's id and nothing else.
+    """Rings through Celery.
 
     Args:
         broker_url: The broker, `redis://host:port/db`.
@@ -25,16 +25,17 @@ class CeleryDoorbell:
         self._app.conf.update(
             task_serializer="json",
             accept_content=["json"],
+            # Of `ping`.
             broker_connection_timeout=2,
             broker_transport_options={"socket_connect_timeout": 2, "socket_timeout": 5},
         )
 
-    def ring(self, job_id: str) -> None:
-        """Say that the job has work."""
+    def ring(self) -> None:
+        """Say that there is work."""
         try:
-            self._app.send_task(DOORBELL_TASK, args=[job_id], queue=DOORBELL_QUEUE, ignore_result=True, retry=False)
-        except OperationalError as error:
-            logger.warning("the doorbell of job %s could not be rung: %s", job_id, error)
+            ring(self._app)
+        except ConnectionError as error:
+            logger.warning("the doorbell could not be rung: %s", error)
 
     def ping(self) -> bool:
         """Whether the broker answers within seconds."""

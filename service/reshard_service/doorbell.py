@@ -1,4 +1,4 @@
-"""The doorbell: tells the workers that a job is there. It may be lost; the reaper rings again."""
+"""The doorbell: tells the workers that there is work. It may be lost; the reaper rings again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 class Doorbell(Protocol):
     """What the API needs of a broker."""
 
-    def ring(self, job_id: str) -> None:
-        """Say that the job has work; failures are logged, not raised."""
+    def ring(self) -> None:
+        """Say that there is work; failures are logged, not raised."""
         ...
 
     def ping(self) -> bool:
@@ -20,7 +20,7 @@ class Doorbell(Protocol):
 class NoDoorbell:
     """The embedded executor polls the job table: nothing to ring."""
 
-    def ring(self, job_id: str) -> None:
+    def ring(self) -> None:
         """Nothing."""
 
     def ping(self) -> bool:

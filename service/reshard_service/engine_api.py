@@ -23,7 +23,7 @@ async def plan(body: ConvertRequest, context: Context) -> Response:
         summary = await context.prober.plan(request, limit_s=context.settings.admission_s)
     except ProbeTimeout:
         job = await run_in_threadpool(lambda: context.store.create(body, kind=JobKind.PLAN))
-        await run_in_threadpool(context.doorbell.ring, job.id)
+        await run_in_threadpool(context.doorbell.ring)
         return accepted(job)
     return JSONResponse(summary.model_dump(mode="json"))
 

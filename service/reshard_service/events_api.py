@@ -14,6 +14,7 @@ from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import RequestError
 from reshard.models import JobEvent, JobEventPage
+from reshard_jobs.tables import MAX_SEQ
 from reshard_service.context import Context, ServiceContext
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -24,7 +25,7 @@ async def events(
     job_id: str,
     request: Request,
     context: Context,
-    after_seq: Annotated[int, Query(ge=0)] = 0,
+    after_seq: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Events after `Last-Event-ID` or `after_seq`: server-sent, or a page with `Accept: application/json`."""
@@ -71,6 +72,6 @@ def _ends(event: JobEvent) -> bool:
 
 
 def _sequence(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 12:
-        raise RequestError("request.invalid", "Last-Event-ID is not one of our ids", fix="leave the header out")
-    return int(text)
+    if text.isascii() and text.isdigit() and len(text) <= 12 and int(text) <= MAX_SEQ:
+        return int(text)
+    raise RequestError("request.invalid", "Last-Event-ID is not one of our ids", fix="leave the header out")

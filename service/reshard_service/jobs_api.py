@@ -63,7 +63,7 @@ async def _create(context: ServiceContext, body: SubmitRequest, key: str | None)
         if hold is not None:
             await run_in_threadpool(context.keys.abandon, hold)
         raise
-    await run_in_threadpool(context.doorbell.ring, job.id)
+    await run_in_threadpool(context.doorbell.ring)
     return job
 
 
@@ -89,7 +89,7 @@ def list_jobs(
 async def get_job(
     job_id: str,
     context: Context,
-    wait: Annotated[float, Query(ge=0, le=3600)] = 0.0,
+    wait: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0.0,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """The job. With `wait`, answers when it ends or, with `If-None-Match`, when it changes; or after `wait`."""
@@ -121,7 +121,7 @@ async def cancel(job_id: str, context: Context) -> Response:
     job = await run_in_threadpool(context.store.cancel, job_id)
     if job.state is JobState.CANCELLING:
         # Its owner polls; if it has none, a worker must hear that there is something to clean up.
-        await run_in_threadpool(context.doorbell.ring, job_id)
+        await run_in_threadpool(context.doorbell.ring)
     return accepted(job)
 
 

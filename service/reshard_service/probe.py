@@ -12,7 +12,7 @@ import resource
 import sys
 from typing import Any
 
-from reshard.errors import ReshardError, SourceError
+from reshard.errors import ReshardError, SourceError, as_text
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec
 
@@ -56,7 +56,7 @@ def main() -> int:
             ).to_problem()
         }
     with answers:
-        json.dump(answer, answers)
+        json.dump(as_text(answer), answers)
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError, TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
 from reshard.errors import JobError, RequestError, ReshardError, printable
@@ -52,7 +52,7 @@ def install_handlers(app: FastAPI) -> None:
 
     def on_database(_request: Request, error: Exception) -> JSONResponse:
         logger.error("the job database failed", exc_info=error)
-        return problem_response(JobError("service.unavailable", "the job database does not answer", fix="try again"))
+        return problem_response(_of_database(error))
 
     def on_bug(_request: Request, error: Exception) -> JSONResponse:
         logger.error("unexpected error", exc_info=error)
@@ -62,7 +62,22 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(DBAPIError, on_database)
+    app.add_exception_handler(PoolTimeout, on_database)
     app.add_exception_handler(Exception, on_bug)
+
+
+def _of_database(error: Exception) -> ReshardError:
+    """What a failed statement means to the caller: only a database that is away or too busy is worth another try."""
+    if isinstance(error, DataError):
+        return RequestError(
+            "request.invalid",
+            "a value of this request is one that the job database cannot hold or compare",
+            fix="look for numbers that are out of range and for characters that are no text",
+        )
+    lost = isinstance(error, DBAPIError) and error.connection_invalidated
+    if lost or isinstance(error, OperationalError | InterfaceError | PoolTimeout):
+        return JobError("service.unavailable", "the job database does not answer", fix="try again")
+    return JobError("internal.error", "the job database refused a statement; the service's log has the details")
 
 
 def _invalid(problems: Any) -> RequestError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from reshard.models import Job, JobEvent, JobState
@@ -76,6 +78,34 @@ def test_the_jobs_end_is_the_exit_code(shell: Shell) -> None:
     assert shell.run("submit", shell.source(refuse="storage.denied"), target, "--to", "universal").returncode == 4
     assert shell.run("submit", shell.source(), target, "--to", "cake").returncode == 2
     assert shell.run("jobs", "show", "job_none").returncode == 3
+
+
+def test_the_list_says_what_a_job_was_how_far_it_is_and_why_it_failed(shell: Shell) -> None:
+    with client_of(shell.url) as client:
+        failed = client.submit(shell.source(fail="checkpoint.incomplete"), str(shell.directory / "x"), to="universal")
+        slow = client.submit(shell.source(units=400, unit_s=0.05), str(shell.directory / "y"), to="universal")
+        # A plan that takes longer than a request may becomes a job that writes nothing.
+        body = {"source": {"url": shell.source(plan_s=6, units=5)}, "target": "/planned", "to": "universal"}
+        planned = httpx.post(f"{shell.url}/v1/plans", json=body, timeout=30).json()["id"]
+        deadline = time.monotonic() + 30
+        while not units_done(shell.directory / "y"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        client.wait(failed.id, timeout_s=30)
+        header, *lines = shell.run("jobs", "list").stdout.splitlines()
+        client.cancel(slow.id)
+        assert header.split() == ["ID", "STATE", "DONE", "CREATED", "WHAT"]
+        rows = {line.split()[0]: line for line in lines}
+        assert "  checkpoint.incomplete: " in rows[failed.id]
+        assert re.search(r"  RUNNING +\d+%  ", rows[slow.id])
+        assert "  plan only: " in rows[planned]
+        assert client.wait(planned, timeout_s=60).state is JobState.SUCCEEDED
+    shown = shell.run("jobs", "show", planned).stdout
+    assert "kind      plan only: it writes nothing" in shown
+    assert "result    planned, nothing written: 5 units" in shown
+    watched = shell.run("jobs", "watch", planned)
+    assert (watched.returncode, watched.stdout) == (0, "")
+    assert "planned, nothing written" in watched.stderr
 
 
 def test_one_key_is_one_job(shell: Shell) -> None:

@@ -20,7 +20,6 @@ from reshard_jobs.store import JobStore
 
 LEASE_S = 1.2
 """Long beside a commit that a busy disk delays, short beside a test's time."""
-RING_S = 0.8
 REQUEST = ConvertRequest(source=SourceSpec(url="/in"), target="/out", to=TargetFormat.UNIVERSAL)
 RESULT = ConvertResult(
     target="/out", to=TargetFormat.UNIVERSAL, files=(), read_bytes=1, write_bytes=2, seconds={}, plan_digest="d"
@@ -30,9 +29,10 @@ LOST = JobError("job.lost", "the engine died")
 
 class Jobs:
     def __init__(self, database: Database) -> None:
+        self.database = database
         self.store = JobStore(database)
         self.leases = Leases(database, lease_s=LEASE_S)
-        self.reaper = Reaper(database, lease_s=LEASE_S, ring_s=RING_S)
+        self.reaper = Reaper(database, lease_s=LEASE_S)
         self.keys = IdempotencyKeys(database)
 
     def claimed(self, *, max_attempts: int = 3) -> Claim:
@@ -136,7 +136,7 @@ def test_reaper_requeues_until_attempts_are_exhausted(jobs: Jobs) -> None:
     time.sleep(LEASE_S * 1.5)
     sweep = jobs.reaper.sweep()
     assert sweep.requeued == (claim.job_id,)
-    assert claim.job_id in sweep.to_ring
+    assert sweep.work_waits
     assert not jobs.leases.heartbeat(claim).held
     again = jobs.leases.claim_next(worker="w")
     assert again is not None
@@ -159,9 +159,9 @@ def test_a_passing_failure_is_retried_later(jobs: Jobs) -> None:
     assert job.state is JobState.QUEUED
     assert job.error is None
     assert jobs.leases.claim_next(worker="w") is None
-    assert jobs.reaper.sweep().to_ring == ()
+    assert not jobs.reaper.sweep().work_waits
     time.sleep(1.1)
-    assert claim.job_id in jobs.reaper.sweep().to_ring
+    assert jobs.reaper.sweep().work_waits
     again = jobs.leases.claim_next(worker="w")
     assert again is not None
     assert jobs.leases.retry(again, problem, delay_s=0)
@@ -175,19 +175,42 @@ def test_a_graceful_stop_costs_no_attempt(jobs: Jobs) -> None:
     claim = jobs.claimed(max_attempts=1)
     for _ in range(3):
         assert jobs.leases.release(claim)
-        assert claim.job_id in jobs.reaper.sweep().to_ring
+        assert jobs.reaper.sweep().work_waits
         found = jobs.leases.claim(claim.job_id, worker="w")
         assert found is not None
         claim = found
     assert jobs.leases.succeed(claim, RESULT, plan_digest="d")
 
 
-def test_unheard_jobs_are_rung_again_ever_more_rarely(jobs: Jobs) -> None:
-    job_id = jobs.store.create(REQUEST).id
-    assert jobs.reaper.sweep().to_ring == ()
-    time.sleep(RING_S * 1.3)
-    assert jobs.reaper.sweep().to_ring == (job_id,)
-    assert jobs.reaper.sweep().to_ring == ()
+def test_work_is_announced_until_it_is_taken(jobs: Jobs) -> None:
+    assert not jobs.reaper.sweep().work_waits
+    ids = [jobs.store.create(REQUEST.model_copy(update={"target": f"/out{number}"})).id for number in range(2)]
+    assert jobs.reaper.sweep().work_waits
+    claims = [jobs.leases.claim_next(worker="w") for _ in ids]
+    assert [claim.job_id for claim in claims if claim] == ids
+    assert not jobs.reaper.sweep().work_waits
+    assert not jobs.leases.work_waits()
+    assert jobs.leases.claim_next(worker="w") is None
+
+
+def test_nobody_leaves_empty_handed_while_there_is_work(jobs: Jobs) -> None:
+    # More workers than one look shows candidates: whoever loses each of them looks again.
+    count = 12
+    ids = {jobs.store.create(REQUEST.model_copy(update={"target": f"/out{number}"})).id for number in range(count)}
+    leases = Leases(jobs.database, lease_s=60)
+    won: list[Claim | None] = []
+    start = threading.Barrier(count)
+
+    def claim() -> None:
+        start.wait()
+        won.append(leases.claim_next(worker="w"))
+
+    threads = [threading.Thread(target=claim) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {found.job_id for found in won if found} == ids
 
 
 def test_cancel_before_the_first_attempt_ends_at_once(jobs: Jobs) -> None:
@@ -231,7 +254,7 @@ def test_a_cancel_whose_owner_died_is_cleaned_up_by_another(jobs: Jobs) -> None:
     jobs.store.cancel(claim.job_id)
     assert jobs.leases.claim(claim.job_id, worker="w2") is None
     time.sleep(LEASE_S * 1.5)
-    assert claim.job_id in jobs.reaper.sweep().to_ring
+    assert jobs.reaper.sweep().work_waits
     cleaner = jobs.leases.claim_next(worker="w2")
     assert cleaner is not None
     assert cleaner.cleanup
@@ -277,9 +300,10 @@ def test_one_writer_per_target(jobs: Jobs) -> None:
     assert other is not None
     assert other.job_id == elsewhere
     assert jobs.leases.claim_next(worker="w") is None
+    assert not jobs.reaper.sweep().work_waits
     assert jobs.leases.succeed(won[0], RESULT, plan_digest="d")
     waiting = set(ids) - {won[0].job_id}
-    assert set(jobs.reaper.sweep().to_ring) == waiting
+    assert jobs.reaper.sweep().work_waits
     following = jobs.leases.claim_next(worker="w")
     assert following is not None
     assert following.job_id in waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -13,13 +14,13 @@ from typing import Any
 import pytest
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, Job, JobKind, JobState, SourceSpec, TargetFormat
+from reshard.models import ConvertRequest, ConvertResult, FileEntry, Job, JobKind, JobState, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.leases import Leases
 from reshard_jobs.roots import Roots
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.store import JobStore
-from reshard_worker.protocol import Command
+from reshard_worker.protocol import Command, Result, parse_message
 from reshard_worker.settings import WorkerSettings
 from reshard_worker.supervisor import Outcome, Supervisor
 from reshard_worker.walls import engine_memory_bytes
@@ -45,7 +46,7 @@ class Workplace:
         return self.store.create(request, kind=kind)
 
     def see_through(self, job: Job, settings: WorkerSettings) -> Job:
-        Supervisor(self.leases, settings, name="test").run_job(job.id)
+        Supervisor(self.leases, settings, name="test").run_next()
         return self.store.get(job.id)
 
     def failure(self, job: Job, settings: WorkerSettings) -> str:
@@ -134,9 +135,9 @@ def test_planning_has_a_deadline(place: Workplace, kind: JobKind, script: dict[s
 
 
 def test_a_conversion_may_take_longer_than_its_plan(place: Workplace) -> None:
-    job = place.create(scripted(units=6, unit_s=0.5), f"{place.directory}/out")
+    place.create(scripted(units=6, unit_s=0.5), f"{place.directory}/out")
     supervisor = Supervisor(place.leases, replace(SCRIPTED, planning_limit_s=2.0), name="test")
-    assert supervisor.run_job(job.id) is Outcome.SUCCEEDED
+    assert supervisor.run_next() is Outcome.SUCCEEDED
 
 
 def test_an_engine_has_a_second_wall_around_its_memory(place: Workplace) -> None:
@@ -175,3 +176,32 @@ def test_settings_of_the_walls() -> None:
     for name in ("RESHARD_ENGINE_MEMORY", "RESHARD_PLANNING_LIMIT_S"):
         with pytest.raises(RequestError, match=r"request\.invalid"):
             WorkerSettings.from_env({name: "lots"})
+
+
+def test_names_that_are_no_text_reach_the_record_escaped(place: Workplace) -> None:
+    # The error's fix names what is there: a folder whose name is no UTF-8.
+    checkpoint = place.directory / "ck"
+    shutil.copytree(DATA, checkpoint)
+    (tag,) = (path for path in checkpoint.iterdir() if path.is_dir())
+    tag.rename(checkpoint / os.fsdecode(b"tag\xff"))
+    ended = place.see_through(place.create(str(checkpoint), f"{place.directory}/out"), WorkerSettings())
+    assert ended.error is not None
+    assert ended.error.code == "checkpoint.bad_latest"
+    assert "tag\\udcff" in ended.error.fix
+    ended.model_dump_json()
+
+
+def test_a_result_with_names_that_are_no_text_crosses_the_pipe() -> None:
+    files = (FileEntry(path="a\udcff", size_bytes=1),)
+    result = ConvertResult(
+        target="/out", to=TargetFormat.UNIVERSAL, files=files, read_bytes=1, write_bytes=1, seconds={}, plan_digest=""
+    )
+    found = parse_message(Result(converted=result).line())
+    assert isinstance(found, Result)
+    assert found.converted is not None
+    assert found.converted.files[0].path == "a\\udcff"
+    assert replace_files(found.converted) == replace_files(result)
+
+
+def replace_files(result: ConvertResult) -> ConvertResult:
+    return result.model_copy(update={"files": ()})

@@ -22,16 +22,6 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from this repository."""
-    directory = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*command, "--wheel-dir", str(directory), str(ROOT)], check=True, capture_output=True)
-    (found,) = directory.glob("reshard-*.whl")
-    return found
-
-
-@pytest.fixture(scope="module")
 def slim(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `bin` folder of an environment with the wheel and its own dependencies."""
     directory = tmp_path_factory.mktemp("slim")

@@ -9,7 +9,8 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from reshard.errors import RequestError
-from reshard_jobs.settings import DOORBELL_QUEUE
+from reshard_jobs.doorbell import DOORBELL_QUEUE
+from reshard_worker.settings import WorkerSettings
 
 
 def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = "INFO") -> NoReturn:
@@ -21,7 +22,8 @@ def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = 
         log_level: Celery's log level.
 
     Raises:
-        RequestError: `RESHARD_BROKER_URL` is not set; `request.engine_missing` without celery.
+        RequestError: `RESHARD_BROKER_URL` is not set, or another setting is not what it should be;
+            `request.engine_missing` without celery.
     """
     if not os.environ.get("RESHARD_BROKER_URL"):
         raise RequestError(
@@ -35,6 +37,8 @@ def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = 
             "a worker needs 'celery', which is not installed",
             fix="pip install 'reshard[worker]'",
         )
+    # A wrong setting is said here, and not by each process that reads it.
+    WorkerSettings.from_env()
     environment = dict(os.environ)
     # SIGTERM must mean: give the job back after a grace time. Celery's default waits for its end.
     environment["REMAP_SIGTERM"] = "SIGQUIT"

@@ -7,10 +7,12 @@ The supervisor sends one `Command`, and `GO` when a runner that asked may publis
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from reshard.errors import as_text
 from reshard.models import ConvertRequest, ConvertResult, PlanSummary, Problem, Progress
 
 GO = b"go\n"
@@ -20,8 +22,8 @@ class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def line(self) -> bytes:
-        """The message as it travels."""
-        return self.model_dump_json().encode() + b"\n"
+        """The message as it travels: what a checkpoint calls things need not be text."""
+        return json.dumps(as_text(self.model_dump(mode="json"))).encode() + b"\n"
 
 
 class Command(_Line):

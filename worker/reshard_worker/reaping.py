@@ -1,4 +1,4 @@
-"""The reaper beside a driver: a thread that sweeps while jobs run, and rings for what it found."""
+"""The reaper beside a driver: a thread that sweeps while jobs run, and rings if work waits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class ReaperThread:
     Args:
         reaper: What to run.
         interval_s: Seconds between two sweeps.
-        ring: Called with the id of each job whose doorbell is due; may raise `OSError`.
+        ring: Called when a job is to be had, whether or not someone has heard of it; may raise `OSError`.
     """
 
-    def __init__(self, reaper: Reaper, *, interval_s: float, ring: Callable[[str], None] | None = None) -> None:
+    def __init__(self, reaper: Reaper, *, interval_s: float, ring: Callable[[], None] | None = None) -> None:
         self._reaper = reaper
         self._interval_s = interval_s
         self._ring = ring
@@ -53,11 +53,9 @@ class ReaperThread:
             return
         if sweep.requeued or sweep.failed or sweep.cancelled:
             logger.info("reaper: requeued %s, failed %s, cancelled %s", sweep.requeued, sweep.failed, sweep.cancelled)
-        ring = self._ring
-        if ring is None:
+        if self._ring is None or not sweep.work_waits:
             return
-        for job_id in sweep.to_ring:
-            try:
-                ring(job_id)
-            except OSError as error:
-                logger.warning("the doorbell of job %s could not be rung: %s", job_id, error)
+        try:
+            self._ring()
+        except OSError as error:
+            logger.warning("the doorbell could not be rung: %s", error)

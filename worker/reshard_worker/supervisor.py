@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Literal
 
@@ -43,17 +44,16 @@ class Supervisor:
         leases: Claims of the job database.
         settings: How to run.
         name: How this worker is shown.
+        on_claim: Called when a job was claimed, before its work begins.
     """
 
-    def __init__(self, leases: Leases, settings: WorkerSettings, *, name: str) -> None:
+    def __init__(
+        self, leases: Leases, settings: WorkerSettings, *, name: str, on_claim: Callable[[], None] | None = None
+    ) -> None:
         self._leases = leases
         self._settings = settings
         self._name = name
-
-    def run_job(self, job_id: str) -> Outcome | None:
-        """Claim this job and see it to its end; None if it is not to be had."""
-        claim = self._leases.claim(job_id, worker=self._name)
-        return None if claim is None else self._see_through(claim)
+        self._on_claim = on_claim
 
     def run_next(self) -> Outcome | None:
         """Claim the oldest job and see it to its end; None if there is none."""
@@ -64,6 +64,8 @@ class Supervisor:
         logger.info("job %s: attempt %d begins", claim.job_id, claim.attempt)
         watch = LeaseWatch(self._leases, claim, self._settings)
         try:
+            if self._on_claim is not None:
+                self._on_claim()
             outcome = self._clean_up(claim, watch) if claim.cleanup else self._work(claim, watch)
         except (SystemExit, KeyboardInterrupt):
             # The runner is gone by now (its `with` block); what it finished stays finished.

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.choices import JobState
+from reshard.choices import JobKind, JobState
+from reshard.cli import job_tables
 from reshard.cli.flags import ConversionFlags, takes_conversion
 from reshard.cli.watching import follow
 from reshard.errors import RequestError, printable
@@ -71,6 +72,7 @@ def submit(
             return
         _hint(f"job {job.id}", quiet=quiet)
         job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
+    _hint(job_tables.outcome(job), quiet=quiet)
     _say(job.model_dump_json() if as_json else job.request.target)
 
 
@@ -98,8 +100,8 @@ def list_jobs(
     if as_json:
         _say(json.dumps({"schema_version": 1, "jobs": [job.model_dump(mode="json") for job in found]}))
         return
-    for job in found:
-        _say(job.id if quiet else _row(job))
+    for line in (job.id for job in found) if quiet else job_tables.table(found):
+        _say(line)
 
 
 @jobs.command()
@@ -110,8 +112,8 @@ def show(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     if as_json:
         _say(job.model_dump_json())
         return
-    for name, value in _facts(job):
-        _say(f"{name:<9} {value}")
+    for line in job_tables.facts(job):
+        _say(line)
 
 
 @jobs.command()
@@ -121,7 +123,10 @@ def watch(
     """Follow a job to its end, which is the exit code. Ctrl-C leaves the job running."""
     with _client() as client:
         job = _follow(client, job_id, timeout_s=wait_timeout, quiet=quiet, as_json=as_json)
-    if not as_json:
+    if as_json:
+        return
+    _hint(job_tables.outcome(job), quiet=quiet)
+    if job.kind is JobKind.CONVERT:
         _say(job.request.target)
 
 
@@ -204,28 +209,6 @@ def _follow(client: Client, job_id: str, *, timeout_s: float | None, quiet: bool
 
 def _say_event(event: JobEvent) -> None:
     _say(event.model_dump_json())
-
-
-def _row(job: Job) -> str:
-    created = job.created_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    return f"{job.id}  {job.state.value:<10}  {created}  {printable(job.request.source.url)} -> {job.request.target}"
-
-
-def _facts(job: Job) -> list[tuple[str, str]]:
-    facts = [
-        ("id", job.id),
-        ("state", job.state.value),
-        ("source", printable(job.request.source.url)),
-        ("target", f"{printable(job.request.target)} ({job.request.to.value})"),
-        ("attempt", f"{job.attempt} of {job.max_attempts}"),
-        ("worker", printable(job.worker or "-")),
-        ("created", job.created_at.astimezone().isoformat(timespec="seconds")),
-    ]
-    if job.progress is not None:
-        facts.append(("progress", f"{job.progress.units_done} of {job.progress.units_total} units"))
-    if job.error is not None:
-        facts += [("error", f"{job.error.code}: {printable(job.error.detail)}"), ("fix", printable(job.error.fix))]
-    return facts
 
 
 def _say(line: str) -> None:

@@ -55,7 +55,7 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
 
 
 def is_adam(checkpoint: Checkpoint) -> bool:
-    """True if every param group that is written is an Adam's, by its hyper-parameters and by its states if there are any.
+    """True if every group that is written is an Adam's by its hyper-parameters, and by its states if there are any.
 
     Raises:
         RequestError: `request.unsatisfiable`, as `group_nodes` does.

@@ -1,0 +1,104 @@
+"""Jobs of a service as lines for people: a table of many, the facts of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from reshard.choices import JobKind, JobState
+from reshard.cli.sizes import format_size
+from reshard.errors import printable
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from reshard.models import Job, Problem, Progress
+
+_HEADER = ("ID", "STATE", "DONE", "CREATED", "WHAT")
+_REASON_CHARS = 100
+
+
+def table(jobs: Sequence[Job]) -> Iterator[str]:
+    """A header and a line for each job; a failed one says why."""
+    rows = [_HEADER, *(_row(job) for job in jobs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
+    for row in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+
+
+def facts(job: Job) -> Iterator[str]:
+    """What is known of one job, a line each."""
+    for name, value in _facts(job):
+        yield f"{name:<9} {value}"
+
+
+def outcome(job: Job) -> str:
+    """What a job that SUCCEEDED did, in one line; empty for any other."""
+    if job.plan is not None:
+        reads, writes = format_size(job.plan.read_bytes), format_size(job.plan.write_bytes)
+        return f"planned, nothing written: {job.plan.units} units would read {reads} and write {writes}"
+    if job.result is None:
+        return ""
+    files = f"{len(job.result.files)} files"
+    if job.result.already_done:
+        return f"already done: the target's {files} are this conversion's result, unchanged since its commit"
+    return f"wrote {format_size(job.result.write_bytes)} in {files}, verified"
+
+
+def _row(job: Job) -> tuple[str, ...]:
+    source, target = printable(job.request.source.url), printable(job.request.target)
+    what = f"{source} -> {target} ({job.request.to.value})"
+    if job.kind is JobKind.PLAN:
+        what = f"plan only: {what}"
+    if job.error is not None:
+        what = f"{what}  {_reason(job.error)}"
+    created = job.created_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return job.id, job.state.value, _done(job), created, what
+
+
+def _done(job: Job) -> str:
+    if job.state is JobState.SUCCEEDED:
+        return "100%"
+    if job.progress is None or not job.progress.bytes_total:
+        return "-"
+    return f"{100 * job.progress.bytes_done / job.progress.bytes_total:.0f}%"
+
+
+def _reason(problem: Problem) -> str:
+    return f"{problem.code}: {printable(problem.detail, max_chars=_REASON_CHARS)}"
+
+
+def _facts(job: Job) -> Iterator[tuple[str, str]]:
+    target = f"{printable(job.request.target)} ({job.request.to.value})"
+    yield "id", job.id
+    yield "state", job.state.value
+    yield "kind", "plan only: it writes nothing" if job.kind is JobKind.PLAN else "conversion"
+    yield "source", printable(job.request.source.url)
+    yield "target", target
+    yield "attempt", f"{job.attempt} of {job.max_attempts}"
+    yield "worker", printable(job.worker or "-")
+    for name, at in (("created", job.created_at), ("started", job.started_at), ("finished", job.finished_at)):
+        if at is not None:
+            yield name, _local(at)
+    if job.labels:
+        yield "labels", " ".join(f"{printable(name)}={printable(value)}" for name, value in sorted(job.labels.items()))
+    if found := outcome(job):
+        yield "result", found
+    elif job.progress is not None:
+        yield "progress", _progress(job.progress)
+    if job.error is not None:
+        yield "error", f"{job.error.code}: {printable(job.error.detail)}"
+        yield "fix", printable(job.error.fix)
+
+
+def _progress(progress: Progress) -> str:
+    if not progress.bytes_total:
+        return progress.phase
+    share = 100 * progress.bytes_done / progress.bytes_total
+    size = f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}"
+    units = f", {progress.units_done} of {progress.units_total} units" if progress.units_total else ""
+    return f"{progress.phase}, {share:.0f}%: {size}{units}"
+
+
+def _local(at: datetime) -> str:
+    return at.astimezone().isoformat(timespec="seconds")

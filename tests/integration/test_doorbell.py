@@ -1,0 +1,215 @@
+"""A message in the broker means "there is work": few of them, no echoes, no worker idle beside work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import redis as redis_client
+from celery import Celery
+
+from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard_jobs.database import Database
+from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK
+from reshard_jobs.store import JobStore
+from reshard_service.celery_doorbell import CeleryDoorbell
+from servers.postgres import PostgresServer
+from servers.process import ServerProcess
+from servers.scripted import scripted
+from servers.stack import Stack, end_tree, runners_of, tree_of
+
+UNHURRIED = {"RESHARD_LEASE_S": "60", "RESHARD_HEARTBEAT_S": "10", "RESHARD_REAPER_S": "600"}
+"""Workers whose reaper does not sweep within a test: what happens here happens by the doorbell alone."""
+RINGING = 4
+"""Processes that ring at once: two workers, what submits, and one reaper."""
+
+
+@dataclass
+class Service:
+    """Jobs straight in their database, and a real broker."""
+
+    stack: Stack
+    directory: Path
+
+    def __post_init__(self) -> None:
+        self._database = Database(self.stack.database_url)
+        self.store = JobStore(self._database)
+        self.doorbell = CeleryDoorbell(self.stack.broker_url)
+        self.broker = redis_client.Redis.from_url(self.stack.broker_url)
+        self.broker.flushdb()
+        self._sent_before = self._pushes()
+
+    def close(self) -> None:
+        self._database.close()
+        self.broker.close()
+
+    def submit(self, name: str, *, target: str = "", ring: bool = True, **script: object) -> Job:
+        source = SourceSpec(url=scripted(**script))
+        place = str(self.directory / (target or name))
+        job = self.store.create(ConvertRequest(source=source, target=place, to=TargetFormat.UNIVERSAL))
+        if ring:
+            self.doorbell.ring()
+        return job
+
+    def ended(self, job: Job, *, timeout_s: float = 60.0) -> Job:
+        deadline = time.monotonic() + timeout_s
+        while not (found := self.store.get(job.id)).done:
+            assert time.monotonic() < deadline, f"job {job.id} is {found.state}"
+            time.sleep(0.05)
+        return found
+
+    def waiting(self) -> int:
+        return int(self.broker.llen(DOORBELL_QUEUE))
+
+    def sent(self) -> int:
+        """Messages that were sent to any queue since this object was made."""
+        return self._pushes() - self._sent_before
+
+    def _pushes(self) -> int:
+        return int(self.broker.info("commandstats").get("cmdstat_lpush", {}).get("calls", 0))
+
+
+@pytest.fixture
+def service(tmp_path: Path, postgres: PostgresServer, redis: str) -> Generator[Service]:
+    stack = Stack(tmp_path / "logs", postgres.new_database(), redis)
+    found = Service(stack, tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def two_workers(service: Service) -> Generator[list[ServerProcess]]:
+    started = [service.stack.start_worker(UNHURRIED) for _ in range(2)]
+    yield started
+    for process in started:
+        end_tree(process)
+
+
+def wait_s(job: Job) -> float:
+    """How long the job waited for a worker."""
+    assert job.started_at is not None
+    return (job.started_at - job.created_at).total_seconds()
+
+
+def flood(service: Service, count: int) -> dict[str, float]:
+    """Submit many jobs at once, then one more behind them: messages and waits."""
+    jobs = [service.submit(f"out{number}", units=1) for number in range(count)]
+    most = 0
+    while service.store.count_by_state()[JobState.SUCCEEDED] < count:
+        most = max(most, service.waiting())
+        time.sleep(0.05)
+    ended = [service.store.get(job.id) for job in jobs]
+    # Not the end of the last job alone: its worker rings, or not, right after it.
+    time.sleep(0.5)
+    found = {"sent": service.sent(), "most": most, "left": service.waiting()}
+    waits = [wait_s(job) for job in ended]
+    later = service.ended(service.submit("later", units=1))
+    assert len({job.worker for job in ended}) == 2
+    return {**found, "longest_s": max(waits), "median_s": statistics.median(waits), "later_s": wait_s(later)}
+
+
+def test_many_jobs_leave_few_messages_and_no_worker_idle(service: Service, two_workers: list[ServerProcess]) -> None:
+    found = flood(service, 12)
+    assert found["most"] <= RINGING
+    assert found["left"] <= RINGING
+    # At a job's submission, its claim and its end, and each only where none waits.
+    assert found["sent"] <= 3 * 12
+    assert found["later_s"] < 5
+
+    # A job that waits for another one's target is heard of at that one's end.
+    first = service.submit("shared", units=4, unit_s=0.2)
+    second = service.submit("shared2", target="shared", units=1)
+    assert service.ended(first).state is JobState.SUCCEEDED
+    assert wait_s(service.ended(second)) < 20
+
+    # A worker that is told to stop rings for the job that it gives back.
+    given_back = service.submit("long", units=400, unit_s=0.05)
+    owner = _owner_of_a_runner(two_workers)
+    assert owner.stop(signal.SIGTERM) == 0
+    deadline = time.monotonic() + 20
+    while service.store.get(given_back.id).attempt < 2:
+        assert time.monotonic() < deadline, "nobody heard of the job that was given back"
+        time.sleep(0.05)
+
+
+def test_a_lost_message_is_rung_again_and_a_message_too_many_costs_no_process(service: Service) -> None:
+    with service.stack.worker({**UNHURRIED, "RESHARD_REAPER_S": "1"}) as worker:
+        assert service.ended(service.submit("unheard", ring=False)).state is JobState.SUCCEEDED
+        # Celery counts messages: fifty with nothing to do once cost a start of the pool process.
+        before = _pool_processes(worker)
+        assert len(before) == 1
+        with Celery(broker=service.stack.broker_url) as sender:
+            for _ in range(120):
+                sender.send_task(DOORBELL_TASK, queue=DOORBELL_QUEUE, ignore_result=True)
+        deadline = time.monotonic() + 30
+        while service.waiting():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert service.ended(service.submit("after", units=1)).state is JobState.SUCCEEDED
+        assert _pool_processes(worker) == before
+        # A service with nothing to do says nothing.
+        sent = service.sent()
+        time.sleep(2.5)
+        assert service.sent() == sent
+
+
+SLOW_START = """
+import sys, time
+if any("billiard" in word for word in sys.orig_argv):
+    time.sleep(6)
+"""
+
+
+def test_a_host_on_which_imports_take_long(service: Service, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW_START)
+    with service.stack.worker({**UNHURRIED, "PYTHONPATH": str(slow)}) as worker:
+        assert service.ended(service.submit("first")).state is JobState.SUCCEEDED
+        # Celery times the pool processes that follow the first: after a recycling, or because one was killed.
+        (process,) = _pool_processes(worker)
+        os.kill(process, signal.SIGKILL)
+        began = time.monotonic()
+        assert service.ended(service.submit("second")).state is JobState.SUCCEEDED
+        assert time.monotonic() - began > 5, "the pool process was not slow"
+        assert process not in _pool_processes(worker)
+        assert "Timed out waiting for UP message" not in worker.log.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_208_jobs_over_two_workers(service: Service, two_workers: list[ServerProcess]) -> None:
+    del two_workers
+    found = flood(service, 208)
+    print(found)
+    assert found["left"] <= RINGING
+    assert found["most"] <= RINGING
+    assert found["later_s"] < 5
+
+
+def _owner_of_a_runner(workers: list[ServerProcess]) -> ServerProcess:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for worker in workers:
+            if runners_of(worker.pid):
+                return worker
+        time.sleep(0.05)
+    raise AssertionError("no worker runs a job")
+
+
+def _pool_processes(worker: ServerProcess) -> list[int]:
+    found: list[int] = []
+    for process in tree_of(worker.pid)[1:]:
+        try:
+            if any("billiard.spawn" in word for word in process.cmdline()):
+                found.append(process.pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
