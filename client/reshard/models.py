@@ -188,6 +188,8 @@ class PossibleTarget(WireModel):
     possible: bool
     detail: str
     """What is possible, or what stands in the way."""
+    example: str = ""
+    """Flags of `reshard convert SRC DST` that would work, in upper case what only the user knows; empty if none do."""
 
 
 class Inspection(WireModel):

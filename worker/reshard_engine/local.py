@@ -38,7 +38,7 @@ class LocalEngine:
         from reshard_engine.inspection import describe
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
-        return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger))
+        return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), source)
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
         """Which file holds what; of one tensor, `NAME` or `NAME/STATE`, which part."""
