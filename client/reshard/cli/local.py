@@ -144,7 +144,7 @@ def run_conversion(request: ConvertRequest, *, into: bool = False, as_json: bool
         raise JobError(
             "job.cancelled",
             "cancelled this local run; finished work is kept: the same command resumes it",
-            fix="run the same command again",
+            fix=f"run the same command again; to give it up: reshard clean {shlex.quote(request.target)}",
         ) from None
     for warning in result.warnings:
         _hint(f"warning: {warning}")

@@ -10,7 +10,7 @@ from collections.abc import Container, Sequence
 
 import typer
 
-from reshard.cli import compare, ensuring, local, originals, remote, slimming
+from reshard.cli import cleaning, compare, ensuring, local, originals, remote, slimming
 from reshard.cli.overview import Overview
 from reshard.cli.watching import DetachedError
 from reshard.errors import ExitCode, JobError, RequestError, ReshardError, printable
@@ -29,6 +29,7 @@ compare.register(app)
 ensuring.register(app)
 originals.register(app)
 slimming.register(app)
+cleaning.register(app)
 remote.register(app)
 
 # Newer versions of typer carry a click of their own, older ones import click: this finds the base in both.
