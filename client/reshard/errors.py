@@ -143,6 +143,7 @@ CODES: Mapping[str, CodeEntry] = {
     "job.finished": CodeEntry(409, ExitCode.CONFLICT, "The job has ended already."),
     "job.wait_timeout": CodeEntry(504, ExitCode.WAIT_TIMEOUT, "The job did not end in time."),
     "service.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The service cannot be reached.", True),
+    "service.port_in_use": CodeEntry(409, ExitCode.CONFLICT, "Another process listens on the port."),
     "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service answered against its schema."),
     "service.wrong_host": CodeEntry(503, ExitCode.CONFLICT, "The job database belongs to another host."),
     "service.schema_version": CodeEntry(503, ExitCode.FAILED, "The job database has another schema version."),
@@ -150,8 +151,10 @@ CODES: Mapping[str, CodeEntry] = {
 }
 
 
+SEE_HELP = "see the command's --help"
+"""Stands for the one command that was run; the command line puts it in."""
 _DEFAULT_FIXES: Mapping[str, str] = {
-    "request": "see reshard convert --help",
+    "request": SEE_HELP,
     "source": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
     "checkpoint": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
     "rules": "see docs/rules.md",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from reshard._wire import ConvertOptions, convert_request
 from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, SourceError, printable
 from reshard.local import StateDicts
@@ -110,15 +111,11 @@ class LocalEngine:
         """Write a torch file, or all files of a directory, anew, each storage as long as its tensors."""
         from reshard_engine.slimming import slim
 
-        request = ConvertRequest(
-            source=source,
-            target=target,
-            to=TargetFormat.SLIM,
-            target_profile=target_profile,
-            overwrite=overwrite,
-            # Whoever has the file has its objects: they stay what they are, data that is never executed.
-            opaque=OpaquePolicy.KEEP,
-        )
+        # Whoever has the file has its objects: they stay what they are, data that is never executed.
+        options: ConvertOptions = {"overwrite": overwrite, "opaque": OpaquePolicy.KEEP}
+        if target_profile is not None:
+            options["target_profile"] = target_profile
+        request = convert_request(source, target, TargetFormat.SLIM, options, flags={"target": "DST", "url": "SRC"})
         return slim(request, on_progress=on_progress, should_stop=should_stop)
 
     def state_dicts(self) -> StateDicts:

@@ -84,13 +84,20 @@ def onward(found: Inspection) -> str | None:
     return next((examples[n] for n in ("universal", "zero --dp", "safetensors", "torch") if n in examples), None)
 
 
+_WRITABLE = "name a file in a directory that is there"
+
+
 def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_json: bool) -> None:
     for path, text in ((svg, svg_of), (html, html_of)):
         if path is not None:
             try:
                 path.write_text(text(picture), encoding="utf-8")
             except OSError as error:
-                raise RequestError("request.invalid", f"{printable(str(path))}: {error.strerror}") from None
+                raise RequestError(
+                    "request.invalid",
+                    f"{printable(str(path))}: {error.strerror}",
+                    fix="name a file in a directory that is there",
+                ) from None
     if as_json:
         _say(picture.model_dump_json())
         return

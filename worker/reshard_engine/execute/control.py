@@ -157,8 +157,8 @@ class ControlObjects:
         return RequestError(
             "request.target_busy",
             f"an unfinished conversion ({printable(rival[:16]) or 'or several'}) owns {printable(self._url)}",
-            fix="run that conversion again to finish it; if nobody will: "
-            f"reshard clean {shlex.quote(self._url)} --dry-run shows what it left, and without --dry-run removes it",
+            fix="run that conversion again to finish it, or add --overwrite to discard it; what it left: "
+            f"reshard clean {shlex.quote(self._url)} --dry-run",
         )
 
     def allow_clearing(self, plan: Plan) -> None:

@@ -68,8 +68,9 @@ class Leftovers:
         rival = self._control.claimed_by()
         if rival is not None and rival.plan != digest:
             raise self._control.busy(rival.plan)
-        if rival is None and self._store.list_tree(self._target):
-            raise target_exists(f"{self._store.scheme}://{self._target}")
+        if rival is None and (there := self._store.list_tree(self._target)):
+            heads = {i.path.removeprefix(self._target + "/").partition("/")[0] for i in there}
+            raise target_exists(f"{self._store.scheme}://{self._target}", heads)
 
     def found(self, *, idle_s: float) -> list[Leftover]:
         """What is left, in use if something was written to a journal in the last `idle_s` seconds.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import time
 from contextlib import suppress
@@ -24,7 +25,7 @@ def busy(target: str) -> RequestError:
         "request.target_busy",
         f"another process is converting into {printable(target)}",
         fix=f"wait for it to finish, or choose another target; what is left of processes that are gone: "
-        f"reshard clean {printable(target)} --dry-run",
+        f"reshard clean {shlex.quote(target)} --dry-run",
     )
 
 

@@ -129,19 +129,18 @@ class LocalSink:
     def _refuse_occupied(self, *, overwrite: bool) -> bool:
         with writing(self._target):
             there = os.path.lexists(self._target)
-            occupied = there and (not os.path.isdir(self._target) or bool(os.listdir(self._target)))
+            names = os.listdir(self._target) if os.path.isdir(self._target) else []
+            occupied = there and (bool(names) or not os.path.isdir(self._target))
         if occupied and not overwrite:
-            raise target_exists(self._target)
+            raise target_exists(self._target, names)
         if occupied:
-            self._refuse_precious()
+            self._refuse_precious(names)
         return occupied
 
-    def _refuse_precious(self) -> None:
+    def _refuse_precious(self, names: Sequence[str]) -> None:
         """Let `--overwrite` remove checkpoints and our own outputs, nothing else."""
         here = os.path.realpath(os.getcwd())
         kept = {"/", os.path.realpath(os.path.expanduser("~")), here}
-        with writing(self._target):
-            names = os.listdir(self._target) if os.path.isdir(self._target) else []
         if self._target in kept or here.startswith(self._target + "/") or (names and not holds_checkpoint(names)):
             raise not_to_overwrite(self._target)
 
@@ -372,7 +371,9 @@ class writing(translated):  # noqa: N801 - reads as the function that it is used
         found = self.typed(error) if isinstance(error, OSError) else error
         if isinstance(found, SourceError) and found.code == "source.not_found":
             raise StorageError(
-                "storage.denied", f"{printable(self._path)} cannot be written: a parent is missing or no directory"
+                "storage.denied",
+                f"{printable(self._path)} cannot be written: a parent is missing or no directory",
+                fix="choose another target, below a directory that you may write to",
             ) from found
         if found is not None and found is not error:
             raise found from None
