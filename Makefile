@@ -69,8 +69,8 @@ docs-check: $(READY) ## generated pages are current
 docs: $(READY) ## write the generated pages again (docs/errors.md, the module list)
 	@$(BIN)/python scripts/make_docs.py
 
-golden: $(READY) ## accept the command line's help as it is now
-	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py
+golden: $(READY) ## accept the command line's help and all fixes as they are now
+	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py tests/packaging/test_fixes.py
 
 bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|functions|scale|all")
 	@$(BIN)/python bench/run.py $(ARGS)

@@ -79,9 +79,14 @@ class Answer:
 
 
 def convert_request(
-    source: str | SourceSpec, target: str, to: TargetFormat | str, options: ConvertOptions
+    source: str | SourceSpec,
+    target: str,
+    to: TargetFormat | str,
+    options: ConvertOptions,
+    *,
+    flags: Mapping[str, str] | None = None,
 ) -> ConvertRequest:
-    """A request from what people write.
+    """A request from what people write; `flags` as `invalid` takes them.
 
     Raises:
         RequestError: `request.invalid`.
@@ -92,14 +97,57 @@ def convert_request(
     try:
         return ConvertRequest.model_validate({"source": spec, "target": target, "to": to, **fields})
     except ValidationError as error:
-        raise invalid(error) from error
+        raise invalid(error, flags) from error
 
 
-def invalid(error: ValidationError) -> RequestError:
-    """A validation error in our own words."""
+_LIMITS = {
+    "string_too_short": ("is shorter than {} characters", "min_length"),
+    "string_too_long": ("is longer than {} characters", "max_length"),
+    "greater_than": ("is not above {}", "gt"),
+    "greater_than_equal": ("is below {}", "ge"),
+    "less_than": ("is not below {}", "lt"),
+    "less_than_equal": ("is above {}", "le"),
+}
+_KINDS = {
+    "missing": "is missing",
+    "extra_forbidden": "is no field that is known",
+    "enum": "is not one of the choices",
+    "literal_error": "is not one of the choices",
+    "finite_number": "is no finite number",
+    "json_invalid": "is no JSON",
+}
+
+
+def said_of(problem: Mapping[str, Any]) -> str:
+    """One problem of a pydantic error in our own words."""
+    kind = str(problem["type"])
+    context: Mapping[str, Any] = problem.get("ctx") or {}
+    if kind == "string_too_short" and context.get("min_length") == 1:
+        return "is empty"
+    if kind in _LIMITS:
+        text, key = _LIMITS[kind]
+        return text.format(context.get(key))
+    if kind in ("enum", "literal_error"):
+        return f"is none of {context.get('expected')}"
+    wanted = kind.removesuffix("_parsing").removesuffix("_type").removesuffix("_from_float")
+    nouns = {"int": "whole number", "float": "number", "bool": "true or false", "string": "text", "dict": "object"}
+    nouns |= {"model": "object", "model_attributes": "object", "list": "list", "tuple": "list"}
+    return _KINDS.get(kind) or f"is no {nouns.get(wanted, 'value that is taken')}"
+
+
+def invalid(error: ValidationError, flags: Mapping[str, str] | None = None) -> RequestError:
+    """A validation error in our own words.
+
+    Args:
+        error: What pydantic found.
+        flags: How a command calls fields, where not as options of the same name; None where the caller names fields.
+    """
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
-    return RequestError("request.invalid", f"{where}: {first['msg']}", fix="see `reshard convert --help`")
+    if flags is not None:
+        last = str(first["loc"][-1]) if first["loc"] else ""
+        where = flags.get(where) or flags.get(last) or f"--{last.replace('_', '-')}"
+    return RequestError("request.invalid", f"{where} {said_of(first)}")
 
 
 def submit_call(request: ConvertRequest, labels: Mapping[str, str], max_attempts: int, key: str) -> Call:

@@ -82,7 +82,8 @@ def weights_request(
         "exclude_frozen": exclude_frozen_parameters,
     }
     to = TargetFormat.SAFETENSORS if safe_serialization else TargetFormat.TORCH
-    return convert_request(checkpoint_dir, output_dir, to, options)
+    called = {"url": "checkpoint_dir", "target": "output_dir"}
+    return convert_request(checkpoint_dir, output_dir, to, options, flags=called)
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -128,6 +128,7 @@ CODES: Mapping[str, CodeEntry] = {
     "storage.denied": CodeEntry(403, ExitCode.AUTH, "The store refused these credentials."),
     "storage.no_bucket": CodeEntry(422, ExitCode.SOURCE, "The bucket does not exist."),
     "storage.no_space": CodeEntry(507, ExitCode.REFUSED, "The store is full."),
+    "storage.no_room": CodeEntry(507, ExitCode.REFUSED, "The target needs more bytes than are free."),
     "storage.protocol": CodeEntry(502, ExitCode.FAILED, "The store answered against its protocol."),
     "storage.conflict": CodeEntry(409, ExitCode.CONFLICT, "Someone else wrote the object first."),
     # Our output.
@@ -142,6 +143,7 @@ CODES: Mapping[str, CodeEntry] = {
     "job.finished": CodeEntry(409, ExitCode.CONFLICT, "The job has ended already."),
     "job.wait_timeout": CodeEntry(504, ExitCode.WAIT_TIMEOUT, "The job did not end in time."),
     "service.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The service cannot be reached.", True),
+    "service.port_in_use": CodeEntry(409, ExitCode.CONFLICT, "Another process listens on the port."),
     "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service answered against its schema."),
     "service.wrong_host": CodeEntry(503, ExitCode.CONFLICT, "The job database belongs to another host."),
     "service.schema_version": CodeEntry(503, ExitCode.FAILED, "The job database has another schema version."),
@@ -149,8 +151,10 @@ CODES: Mapping[str, CodeEntry] = {
 }
 
 
+SEE_HELP = "see the command's --help"
+"""Stands for the one command that was run; the command line puts it in."""
 _DEFAULT_FIXES: Mapping[str, str] = {
-    "request": "see reshard convert --help",
+    "request": SEE_HELP,
     "source": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
     "checkpoint": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
     "rules": "see docs/rules.md",
@@ -160,12 +164,13 @@ _DEFAULT_FIXES: Mapping[str, str] = {
     "zip": "copy the file again; if it still fails, do not load it with torch.load either",
     "safetensors": "copy the file again",
     "storage": "run the same command again: it resumes",
+    "storage.no_space": "free space there, or have the quota raised, then run the same command again: it resumes",
     "integrity": "run the same command again with --overwrite; if it fails again, please report it",
     "job": "reshard jobs list",
     "service": "check RESHARD_URL and run the same command again",
     "internal": "please report it with the output of the command",
 }
-"""What to do where the place that raised the error knows nothing better, by branch."""
+"""What to do where the place that raised the error knows nothing better, by code or by branch."""
 
 
 def printable(text: object, *, max_chars: int = 256) -> str:
@@ -195,6 +200,16 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(printable(n) for n in names[:most]) + (", ..." if len(names) > most else "")
 
 
+def format_size(size_bytes: float) -> str:
+    """A size in binary units, three digits."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
 class ReshardError(Exception):
     """Root of all errors that a user meets.
 
@@ -211,7 +226,7 @@ class ReshardError(Exception):
         super().__init__(message)
         self.code = code
         self.message = message[:MAX_TEXT_CHARS]
-        self.fix = (fix or _DEFAULT_FIXES[code.partition(".")[0]])[:MAX_TEXT_CHARS]
+        self.fix = (fix or _DEFAULT_FIXES.get(code) or _DEFAULT_FIXES[code.partition(".")[0]])[:MAX_TEXT_CHARS]
         self.details: dict[str, Any] = dict(details or {})
 
     def __reduce__(self) -> tuple[Any, ...]:

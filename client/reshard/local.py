@@ -14,6 +14,7 @@ from reshard.errors import RequestError
 if TYPE_CHECKING:
     from reshard.diffs import DiffOptions, DiffReport
     from reshard.models import (
+        CleanReport,
         ConvertRequest,
         ConvertResult,
         Inspection,
@@ -123,6 +124,12 @@ class Engine(Protocol):
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
         """Compare two checkpoints by logical tensor, whatever their layouts and formats; nothing is written."""
+        ...
+
+    def clean(
+        self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
+    ) -> CleanReport:
+        """Remove what unfinished conversions into a target left, unless a process is at work on it."""
         ...
 
     def discard(self, request: ConvertRequest) -> None:

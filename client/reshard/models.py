@@ -190,6 +190,8 @@ class PossibleTarget(WireModel):
     possible: bool
     detail: str
     """What is possible, or what stands in the way."""
+    example: str = ""
+    """Flags of `reshard convert SRC DST` that would work, in upper case what only the user knows; empty if none do."""
 
 
 class Inspection(WireModel):
@@ -264,6 +266,26 @@ class SlimResult(WireModel):
     source_bytes: int
     target_bytes: int
     already_done: bool = False
+
+
+class Leftover(WireModel):
+    """One thing that an unfinished conversion left in or beside its target."""
+
+    path: str
+    kind: Literal["staging", "journal", "old target", "claim", "upload", "object"]
+    size_bytes: int
+    in_use: bool
+    """Whether a process is at work on it, or was a short while ago: it stays."""
+
+
+class CleanReport(WireModel):
+    """What unfinished conversions left of one target, and whether it was removed."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    removed: bool
+    """Whether everything that is not in use was removed; false for a look only."""
+    leftovers: tuple[Leftover, ...]
 
 
 class VerifyProblem(WireModel):

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError, TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
+from reshard._wire import said_of
 from reshard.errors import JobError, RequestError, ReshardError, printable
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,6 @@ def _invalid(problems: Any) -> RequestError:
     for problem in problems[:20]:
         entry: Mapping[str, Any] = problem
         where = ".".join(str(part) for part in entry["loc"])
-        found.append({"where": printable(where), "problem": printable(entry["msg"])})
-    first = f"{found[0]['where']}: {found[0]['problem']}" if found else "the request is not valid"
+        found.append({"where": printable(where), "problem": said_of(entry)})
+    first = f"{found[0]['where']} {found[0]['problem']}" if found else "the request is not valid"
     return RequestError("request.invalid", first, fix="see /openapi.json", details={"problems": found})

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
-from reshard.errors import RequestError
+from reshard.errors import JobError, RequestError, printable
 from reshard_service.app import create_app
 from reshard_service.executor import ExecutorProcess
 from reshard_service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
+_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> None:
@@ -32,7 +35,14 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
     Raises:
         ReshardError: The settings or the job database are not usable.
     """
-    data_dir.mkdir(parents=True, exist_ok=True)
+    if log_level.lower() not in _LEVELS:
+        levels = ", ".join(_LEVELS)
+        raise RequestError("request.invalid", f"--log-level {printable(log_level)} is none", fix=f"one of {levels}")
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"--data-dir {printable(str(data_dir))}: {error.strerror}"
+        raise RequestError("request.invalid", text, fix="name a directory that you may write to") from None
     # In the environment, so that the executor's process reads the same settings.
     os.environ.setdefault("RESHARD_DATABASE_URL", f"sqlite:///{data_dir.absolute() / 'jobs.db'}")
     settings = ServiceSettings.from_env()
@@ -48,7 +58,7 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
         server_header=False,
         lifespan="on",
     )
-    listener = config.bind_socket()
+    listener = listening(host, port)
     executor = None if settings.jobs.broker_url else ExecutorProcess()
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles both while it serves, and raises them again when it is done.
@@ -61,6 +71,33 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
     finally:
         if executor is not None:
             executor.stop()
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket on an address, which uvicorn would bind too, but end the process where it cannot.
+
+    Raises:
+        JobError: `service.port_in_use`.
+        RequestError: `request.invalid` for an address of another machine, or a port that this user may not have.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise JobError(
+                "service.port_in_use",
+                f"another process listens on port {port} of {host}",
+                fix=f"--port 0 takes a free one, or find it with: ss -ltnp sport = :{port}",
+            ) from None
+        text = f"{printable(host)} port {port}: {error.strerror}"
+        raise RequestError(
+            "request.invalid", text, fix="--host 127.0.0.1, or an address of this machine; --port 1024 or above"
+        ) from None
+    listener.set_inheritable(True)
+    return listener
 
 
 def require_safe(host: str, settings: ServiceSettings) -> None:
@@ -81,7 +118,7 @@ def require_safe(host: str, settings: ServiceSettings) -> None:
             "request.invalid",
             f"serving on {host} lets others in, and {' and '.join(missing)} is not set",
             fix="export RESHARD_TOKEN=$(openssl rand -hex 32) RESHARD_ROOTS=s3://bucket/prefix,/data "
-            "or serve on --host 127.0.0.1",
+            "first, or: reshard serve --host 127.0.0.1",
         )
 
 

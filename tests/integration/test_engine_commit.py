@@ -270,6 +270,29 @@ def test_another_plan_gets_a_conflict_until_it_overwrites(s3: S3Server, bucket: 
     assert caught.value.code == "request.target_exists"
 
 
+def test_clean_leaves_what_has_written_lately_and_removes_what_nobody_goes_on_with(
+    s3: S3Server, bucket: str, big: Path
+) -> None:
+    target = f"s3://{bucket}/out/model"
+    engine = load_engine()
+    with pytest.raises(ReshardError):
+        engine.convert(
+            _request(big, target, to=TargetFormat.SAFETENSORS), should_stop=iter([False, True, True]).__next__
+        )
+    before = s3.read_all(bucket, "")
+    found = engine.clean(target)
+    assert {"claim", "journal", "upload"} <= {item.kind for item in found.leftovers}
+    assert all(item.in_use for item in found.leftovers)
+    assert not found.removed
+    assert s3.read_all(bucket, "") == before
+    assert not engine.clean(target, dry_run=True, idle=True).removed
+    assert s3.read_all(bucket, "") == before
+    assert engine.clean(target, idle=True).removed
+    assert not s3.read_all(bucket, "")
+    assert not s3.client().list_multipart_uploads(Bucket=bucket).get("Uploads")
+    assert engine.clean(target).leftovers == ()
+
+
 def _crash_before_the_pointer(request: ConvertRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(_self: ObjectSink, _pointer: object) -> None:
         raise KeyboardInterrupt

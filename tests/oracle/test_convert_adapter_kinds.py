@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from house.promises import broken_promises
 from oracle.adapter_kinds import Kind, logits_of, model_of
 from oracle.launcher import Worlds
 from oracle.outputs import convert
@@ -411,6 +412,17 @@ def test_buffers_of_a_module_that_was_saved_whole(worlds: Worlds, tmp_path: Path
     ours, theirs = (load_file(tmp_path / f / "adapter_model.safetensors") for f in ("peft", "adapter"))
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+@pytest.mark.parametrize("name", [*list(OTHERS)[:2], *list(VARIANTS)[:2], *list(UNMERGEABLE)[:2]])
+def test_inspection_promises_what_works(name: str, others: Path, tmp_path: Path) -> None:
+    assert broken_promises(others / name / "state", tmp_path, known={"DIR": str(others / name / "files")}) == []
+
+
+@pytest.mark.parametrize("name", list(WITHOUT_BASE)[:3])
+def test_inspection_promises_what_works_without_the_base_model(name: str, slim_sources: Path, tmp_path: Path) -> None:
+    known = {"DIR": str(slim_sources / name / "files")}
+    assert broken_promises(slim_sources / name / "state", tmp_path, known=known) == []
 
 
 def _said(source: Path) -> tuple[str, tuple[str, ...]]:

@@ -10,37 +10,12 @@ from typing import Any
 import pytest
 
 from laws.deepspeed_files import Layout, write_checkpoint
-from laws.pipeline_source import TIED, Model, ParallelWriter, Part, Ranks, seeded_model
+from laws.pipeline_source import Part, seeded_model
+from laws.small_models import PLAIN, model_with_experts, piped_model, write_source
 from reshard.cli.main import run
 from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models import ConvertRequest, NativeLayout, SourceSpec, TargetFormat
 from reshard_engine.local import LocalEngine
-
-EXPERTS = "layers.0.moe.deepspeed_moe.experts.deepspeed_experts"
-_PLAIN = {
-    "embed.tokens.weight": ((10, 3), Part("vocabulary", 0)),
-    "layers.1.norm.weight": ((3,), Part("whole", 1)),
-    "layers.1.qkv.weight": ((12, 3), Part("heads", 1)),
-    "layers.1.dense.weight": ((3, 6), Part("row", 1)),
-}
-
-
-def _piped(blocks: int = 4) -> Model:
-    shapes: dict[str, tuple[tuple[int, ...], Part]] = {f"{TIED}tokens.weight": ((10, 3), Part("vocabulary", 0))}
-    for layer in range(1, blocks + 1):
-        shapes[f"{layer}.norm.weight"] = ((3,), Part("whole", layer))
-        shapes[f"{layer}.dense.weight"] = ((3, 6), Part("row", layer))
-    return seeded_model(shapes, piped=True, layers=blocks + 2, heads=6)
-
-
-def _with_experts(experts: int) -> Model:
-    shapes = {f"{EXPERTS}.{n}.up.weight": ((4, 3), Part("whole", 0)) for n in range(experts)}
-    return seeded_model(shapes, piped=False, layers=1, told=False)
-
-
-def _source(folder: Path, model: Model, *, tp: int = 1, dp: int = 2, first: tuple[int, ...] = (0,)) -> Path:
-    ParallelWriter(model, Ranks(tp, first, Layout(1, dp)), folder).write()
-    return folder
 
 
 def _refused(source: Path, options: dict[str, Any] | None = None, **layout: Any) -> ReshardError:
@@ -58,17 +33,17 @@ def _plan(source: Path, options: dict[str, Any] | None = None, **layout: Any) ->
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    return _source(tmp_path / "plain", seeded_model(_PLAIN, piped=False, layers=2, heads=6))
+    return write_source(tmp_path / "plain", seeded_model(PLAIN, piped=False, layers=2, heads=6))
 
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    return _source(tmp_path / "bare", seeded_model(_PLAIN, piped=False, layers=2, told=False))
+    return write_source(tmp_path / "bare", seeded_model(PLAIN, piped=False, layers=2, told=False))
 
 
 @pytest.fixture
 def piped(tmp_path: Path) -> Path:
-    return _source(tmp_path / "piped", _piped())
+    return write_source(tmp_path / "piped", piped_model())
 
 
 # -- tensor parallelism ---------------------------------------------------------------------------------------------
@@ -82,9 +57,9 @@ def test_heads_are_not_cut_through(plain: Path) -> None:
 
 
 def test_a_length_that_does_not_divide(tmp_path: Path) -> None:
-    shapes = {**_PLAIN, "layers.1.dense.weight": ((3, 10), Part("row", 1))}
+    shapes = {**PLAIN, "layers.1.dense.weight": ((3, 10), Part("row", 1))}
     del shapes["layers.1.qkv.weight"]
-    source = _source(tmp_path / "source", seeded_model(shapes, piped=False, layers=2))
+    source = write_source(tmp_path / "source", seeded_model(shapes, piped=False, layers=2))
     error = _refused(source, tp=4)
     assert (error.code, error.fix) == ("request.unsatisfiable", "--tp 2")
     assert "(3, 10) cannot be cut over 4 ranks: 10 does not divide by 4" in error.message
@@ -102,12 +77,12 @@ def test_a_source_that_does_not_say_how_it_is_cut(bare: Path) -> None:
 
 
 def test_parts_that_nothing_explains(tmp_path: Path) -> None:
-    model = seeded_model(_PLAIN, piped=False, layers=2, told=False)
+    model = seeded_model(PLAIN, piped=False, layers=2, told=False)
     # The rules of a model are what its writer cuts by, whether the files say them or not.
-    source = _source(tmp_path / "parts", model, tp=2)
+    source = write_source(tmp_path / "parts", model, tp=2)
     error = _refused(source, tp=1)
     assert error.code == "checkpoint.unexplained"
-    assert set(_PLAIN) == set(error.details["parameters"])
+    assert set(PLAIN) == set(error.details["parameters"])
     assert "--rules" in error.fix
 
 
@@ -188,7 +163,7 @@ def test_no_pipeline_has_no_stages(plain: Path) -> None:
 def test_expert_parallel_ranks_divide(
     experts: int, layout: dict[str, int], message: str, fix: str, tmp_path: Path
 ) -> None:
-    source = _source(tmp_path / "experts", _with_experts(experts))
+    source = write_source(tmp_path / "experts", model_with_experts(experts))
     error = _refused(source, **layout)
     assert (error.code, error.fix) == ("request.unsatisfiable", fix)
     assert message in error.message
@@ -202,7 +177,7 @@ def test_expert_parallel_ranks_need_experts(plain: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["0", "3"])
 def test_stages_that_hold_no_experts(stage: str, tmp_path: Path) -> None:
-    error = _refused(_source(tmp_path / "experts", _with_experts(4)), dp=2, zero_stage=stage)
+    error = _refused(write_source(tmp_path / "experts", model_with_experts(4)), dp=2, zero_stage=stage)
     assert (error.code, error.fix) == ("request.unsatisfiable", "--zero-stage 1, 2 or bf16")
     assert f"stage {stage}" in error.message
 
@@ -348,7 +323,7 @@ def test_an_unknown_family(bare: Path) -> None:
     ],
 )
 def test_rules_that_contradict_the_parts(rules: str, message: str, tmp_path: Path) -> None:
-    source = _source(tmp_path / "parts", seeded_model(_PLAIN, piped=False, layers=2, told=False), tp=2)
+    source = write_source(tmp_path / "parts", seeded_model(PLAIN, piped=False, layers=2, told=False), tp=2)
     error = _refused(source, {"rules": f"{rules}\ndefault: column\n"})
     assert error.code == "rules.contradiction"
     assert message in error.message
@@ -364,7 +339,7 @@ def test_rules_that_claim_one_parameter_twice(bare: Path) -> None:
 
 
 def test_copies_that_are_none(tmp_path: Path) -> None:
-    source = _source(tmp_path / "parts", seeded_model(_PLAIN, piped=False, layers=2, told=False), tp=2)
+    source = write_source(tmp_path / "parts", seeded_model(PLAIN, piped=False, layers=2, told=False), tp=2)
     wrong = "default: column\ntp_replicated_parameter_patterns: ['.*']\n"
     request = ConvertRequest(
         source=SourceSpec(url=str(source)),
@@ -384,7 +359,7 @@ def test_patterns_are_matched_in_linear_time(tmp_path: Path) -> None:
     """Python's own matcher would take 2**60 steps for the first, and for the second longer than the universe is old."""
     name = "a" * 60
     shapes = {f"{name}.{n}": ((4, 4), Part("whole", 0)) for n in range(50)}
-    source = _source(tmp_path / "source", seeded_model(shapes, piped=False, layers=1, told=False))
+    source = write_source(tmp_path / "source", seeded_model(shapes, piped=False, layers=1, told=False))
     patterns = [r"(a+)+$", r"(a|aa)*b(a|aa)*c", r"(.*)*x", r"(x+x+)+y"]
     rules = f"default: column\nparameter_with_row_parallelism_patterns: {patterns}\n"
     started = time.process_time()

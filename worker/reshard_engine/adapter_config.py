@@ -109,4 +109,8 @@ def _is_off(value: object) -> bool:
 
 def not_lora(why: str) -> SourceError:
     """The error for a configuration that does not say what it has to."""
-    return SourceError("checkpoint.malformed", f"{CONFIG} describes no LoRA adapter: {why}", fix="name the run's own")
+    return SourceError(
+        "checkpoint.malformed",
+        f"{CONFIG} describes no LoRA adapter: {why}",
+        fix=f"name the directory with the run's own {CONFIG}: --model-files DIR",
+    )

@@ -186,7 +186,7 @@ def _new_rows(name: str, base: Parameter, tokens: Parameter, config: AdapterConf
             "checkpoint.malformed",
             f"{CONFIG}: `trainable_token_indices` are {len(rows)}, {printable(name)} is {base.shape} "
             f"and its trained rows are {tokens.shape}",
-            fix="name the run's own",
+            fix=f"name the directory with the run's own {CONFIG}: --model-files DIR",
         )
     return NewRows(base.value(), tokens.value(), tuple(rows))
 

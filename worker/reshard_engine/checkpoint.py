@@ -200,6 +200,11 @@ class Checkpoint:
         # Paths name what is stored elsewhere too; of a pipeline there are none, and the tree is made of its layers.
         return list(dict.fromkeys((*map(name_of, self.module_paths), *_leaf_names(entries.get("module"), ""))))
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of parameters and buffers by name."""
+        buffers = {b.fqn: self.shard_map.tensors[b.tensor].shape for b in self.buffers}
+        return buffers | {p.fqn: p.shape for p in self.parameters}
+
     @property
     def is_local(self) -> bool:
         """Whether all its files are on this machine: nothing waits for a network."""

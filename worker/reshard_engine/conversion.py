@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from reshard.errors import IntegrityError, RequestError, printable
+from reshard.errors import IntegrityError, RequestError, StorageError, printable
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
@@ -167,6 +168,16 @@ class Conversion:
             return self._already_done(finished)
         try:
             return self._run(on_progress, should_stop)
+        except StorageError as error:
+            if error.code != "storage.no_space":
+                raise
+            raise StorageError(
+                error.code,
+                f"{error.message}; what is written so far is kept, and nothing is at {printable(self.target.url)} yet"
+                if not self.request.overwrite
+                else f"{error.message}; what is written so far is kept",
+                fix=error.fix + f"; to give it up: reshard clean {shlex.quote(self.target.url)}",
+            ) from error
         except RequestError as error:
             # Another process may have finished this very conversion since we looked.
             if error.code in {"request.target_exists", "request.target_busy"} and (finished := self._finished()):
@@ -180,6 +191,7 @@ class Conversion:
     ) -> ConvertResult:
         plan, seconds = self.plan, {"plan": self.planning_s}
         clock = time.monotonic()
+        self.sink.examine(plan, overwrite=self.request.overwrite)
         disagreements = check_agreements(self.checkpoint, self.request.replicas, stop_check(should_stop))
         clock = _lap(seconds, "agreement", clock)
         if on_progress is not None:

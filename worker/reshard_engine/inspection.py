@@ -5,15 +5,15 @@ from __future__ import annotations
 from math import prod
 
 from reshard.errors import listed
-from reshard.models import Inspection, TensorInfo
+from reshard.models import Inspection, SourceSpec, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.left_out import left_out
 from reshard_engine.possible_targets import possible_targets
 from reshard_engine.writers.cautions import sectioned
 
 
-def describe(checkpoint: Checkpoint) -> Inspection:
-    """The inspection of a checkpoint that was read."""
+def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspection:
+    """The inspection of a checkpoint that was read; `source` is how the user named it."""
     tensors = checkpoint.shard_map.tensors
     knows_frozen = bool(checkpoint.trained)  # weights alone do not say who trained them
 
@@ -58,7 +58,7 @@ def describe(checkpoint: Checkpoint) -> Inspection:
         foreign_globals=checkpoint.foreign_globals,
         warnings=(*checkpoint.warnings, *_cautions(checkpoint), *_left_out(checkpoint)),
         not_carried=checkpoint.not_carried,
-        targets=possible_targets(checkpoint),
+        targets=possible_targets(checkpoint, source),
         tensors=tuple(infos),
     )
 

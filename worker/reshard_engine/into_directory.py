@@ -19,7 +19,7 @@ from reshard_engine.execute.local_sink import writing
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.storage.locations import Location, open_location
 
-_INNER = ".reshard-into"
+INNER = ".reshard-into"
 _IN_THE_WAY = frozenset({"request.target_exists", "request.overlap"})
 
 
@@ -44,7 +44,7 @@ def convert_into(
         target = open_location(request.target, request.target_profile)
         if error.code not in _IN_THE_WAY or target.store.scheme != "file" or not os.path.isdir(target.path):
             raise
-    inner = os.path.join(target.path, _INNER)
+    inner = os.path.join(target.path, INNER)
     hidden = request.model_copy(update={"target": inner, "overwrite": True})
     result = Conversion.prepare(hidden).run(on_progress=on_progress, should_stop=should_stop)
     names = [f.path for f in result.files]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from reshard._wire import ConvertOptions, convert_request
 from reshard.diffs import DiffOptions, DiffReport
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, SourceError, printable
 from reshard.local import StateDicts
 from reshard.models import (
+    CleanReport,
     ConvertRequest,
     ConvertResult,
     FileEntry,
@@ -38,7 +40,7 @@ class LocalEngine:
         from reshard_engine.inspection import describe
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
-        return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger))
+        return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), source)
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
         """Which file holds what; of one tensor, `NAME` or `NAME/STATE`, which part."""
@@ -109,15 +111,11 @@ class LocalEngine:
         """Write a torch file, or all files of a directory, anew, each storage as long as its tensors."""
         from reshard_engine.slimming import slim
 
-        request = ConvertRequest(
-            source=source,
-            target=target,
-            to=TargetFormat.SLIM,
-            target_profile=target_profile,
-            overwrite=overwrite,
-            # Whoever has the file has its objects: they stay what they are, data that is never executed.
-            opaque=OpaquePolicy.KEEP,
-        )
+        # Whoever has the file has its objects: they stay what they are, data that is never executed.
+        options: ConvertOptions = {"overwrite": overwrite, "opaque": OpaquePolicy.KEEP}
+        if target_profile is not None:
+            options["target_profile"] = target_profile
+        request = convert_request(source, target, TargetFormat.SLIM, options, flags={"target": "DST", "url": "SRC"})
         return slim(request, on_progress=on_progress, should_stop=should_stop)
 
     def state_dicts(self) -> StateDicts:
@@ -133,10 +131,22 @@ class LocalEngine:
         return state_dicts
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
-        """Re-read a target against its manifest; with `sample` only a random fraction of its bytes."""
+        """Re-read a target against its manifest; with `sample` only a random fraction of its bytes.
+
+        A directory without a manifest means the checkpoint that its `latest` names, as it does to `inspect` and `diff`.
+        """
+        from reshard_engine.manifest import MANIFEST_NAME
+        from reshard_engine.readers.registry import find_checkpoint
         from reshard_engine.verification import verify_target
 
-        return verify_target(open_location(target, profile), sample=sample)
+        location = open_location(target, profile)
+        if location.store.stat(location.child(MANIFEST_NAME).path) is None:
+            try:
+                location = find_checkpoint(location, None).location
+            except SourceError as error:
+                if error.code in ("source.not_found", "checkpoint.bad_latest"):
+                    raise
+        return verify_target(location, sample=sample)
 
     def diff(
         self,
@@ -159,6 +169,15 @@ class LocalEngine:
             for s in (a, b)
         )
         return diff_checkpoints(left, right, options, on_progress=on_progress, should_stop=should_stop)
+
+    def clean(
+        self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
+    ) -> CleanReport:
+        """Remove what unfinished conversions into a target left; `idle`: the caller knows that nobody is at work."""
+        from reshard_engine.cleaning import IDLE_S, clean_target
+
+        idle_s = 0.0 if idle else IDLE_S
+        return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
 
     def discard(self, request: ConvertRequest) -> None:
         """Remove what an unfinished conversion into this target left."""

@@ -8,10 +8,10 @@ Source: peft 0.21.2 `tuners/lora/layer.py` (`adapter_layer_names`), `utils/other
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from reshard.errors import RequestError, listed, printable
+from reshard.errors import RequestError, SourceError, listed, printable
 
 WRAPPED = "base_model.model."
 """What PEFT puts before every name of the model."""
@@ -24,6 +24,7 @@ _TOKENS = re.compile(rf"(?P<module>.+)\.token_adapter\.{TOKENS}\.(?P<adapter>[^.
 _KEPT = re.compile(r"\.(?:token_adapter\.base_layer|base_layer|original_module)(?=\.)")
 """Attributes in which a wrapper keeps what it wraps."""
 SHOWN_NAMES = 8
+_FACTORS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 _OTHERS = {
     "AdaLoRA": ("lora_E", "ranknum"),
     "AdaMSS": ("adamss_A", "adamss_B"),
@@ -149,16 +150,24 @@ def refuse_other_methods(names: Iterable[str]) -> None:
     )
 
 
-def refuse_halves(parts: Iterable[AdapterPart]) -> None:
-    """Refuse factors without their others: some ways to train freeze one of them, and a checkpoint may leave it out.
+def refuse_broken_factors(parts: Iterable[AdapterPart], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse factors without their others, which a checkpoint may leave out if they were frozen, and no matrices.
 
     Raises:
         RequestError: `request.unsatisfiable`.
+        SourceError: `checkpoint.malformed`.
     """
     held: dict[str, set[str]] = {}
     for part in parts:
-        if part.of_lora:
-            held.setdefault(part.module, set()).add(part.kind)
+        if not part.of_lora:
+            continue
+        held.setdefault(part.module, set()).add(part.kind)
+        if part.kind in _FACTORS and part.tail != ".bias" and len(shapes[part.fqn]) < 2:
+            raise SourceError(
+                "checkpoint.malformed",
+                f"{printable(part.fqn)} has the shape {shapes[part.fqn]}: a factor of a LoRA adapter is a matrix",
+                fix="write all weights as they are: --to safetensors",
+            )
     whole = ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"})
     halves = [m for m, kinds in held.items() if not any(pair <= kinds for pair in whole)]
     if halves:

@@ -21,7 +21,7 @@ from reshard_engine.peft_names import (
     adapter_parts,
     chosen_adapter,
     plain_name,
-    refuse_halves,
+    refuse_broken_factors,
     refuse_other_methods,
 )
 
@@ -80,7 +80,7 @@ def peft_run(checkpoint: Checkpoint, wanted: str | None) -> PeftRun:
     refuse_other_methods([*names, *(b.fqn for b in checkpoint.buffers)])
     parts = adapter_parts(stored)
     adapter = chosen_adapter(list(stored), parts, wanted)
-    refuse_halves(p for p in parts if p.adapter == adapter)
+    refuse_broken_factors((p for p in parts if p.adapter == adapter), checkpoint.shapes())
     run = PeftRun()
     for fqn in dict.fromkeys(names):
         place = checkpoint.shared.get(fqn, fqn)

@@ -29,7 +29,16 @@ def requested_checkpoint(request: ConvertRequest, source: Location) -> Checkpoin
         SourceError: Everything that can be wrong with the source.
         RequestError: `request.invalid` and `request.unsatisfiable`: it asks for what does not go together.
     """
-    checkpoint = _read(source, request)
+    return as_requested(_read(source, request), request)
+
+
+def as_requested(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """A checkpoint that was read as the writer of this request is to see it.
+
+    Raises:
+        SourceError: `checkpoint.unexplained`, and what can be wrong with a base model or an adapter's configuration.
+        RequestError: `request.invalid` and `request.unsatisfiable`: it asks for what does not go together.
+    """
     refuse_unexplained(checkpoint)
     return _with_model_files(relabelled(_dropped(checkpoint, request), request), request)
 

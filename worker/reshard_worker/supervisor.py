@@ -181,7 +181,7 @@ class Supervisor:
                 if not watch.tick().held:
                     return None
         return JobError(
-            "job.lost", "the clean-up of the cancelled job did not end", fix="remove the target's leftovers"
+            "job.lost", "the clean-up of the cancelled job did not end", fix="reshard clean DST of that job"
         )
 
     def _succeeded(self, claim: Claim, watch: LeaseWatch, end: Result) -> Outcome:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
-from reshard.cli.flags import read_rules
+from reshard.cli.flags import read_rules, source_spec
 from reshard.cli.progress import progress_shown
 
 
@@ -52,6 +52,7 @@ def ensure(
 
     SRC itself if it fits, an earlier result if there is one. `OUT=$(reshard ensure SRC --dp 16)` works.
     """
+    source_spec(source, tag, None)
     from reshard.ensuring import Outcome, ensured
     from reshard.ensuring.world import Wanted
 

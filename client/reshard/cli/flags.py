@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     # At run time where a command makes them: the help of a command needs the choices, and no model.
     from reshard.models import ConvertRequest, NativeLayout, SourceSpec
 
+CALLED = {
+    "url": "SRC",
+    "target": "DST",
+    "max_shard_bytes": "--max-shard-size",
+    "part_bytes": "--part-size",
+    "memory_limit_bytes": "--memory-limit",
+}
+"""Fields of requests that commands take under other names than an option of the same one."""
 _MAX_RULES_BYTES = 1 << 16
 _WORLD = "Layout (--to zero)"
 _CUTS = "Model parallelism"
@@ -178,7 +186,7 @@ class ConversionFlags:
         }
         if self.to is TargetFormat.ZERO:
             if self.dp is None:
-                raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="--dp N")
+                raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="add --dp N")
             return NativeLayout.model_validate(world | options)
         asked = self.dp is not None or any(v is not None for v in options.values())
         if asked or (self.tp, self.pp, self.ep) != (1, 1, 1):
@@ -225,7 +233,7 @@ class ConversionFlags:
                 offload=self.offload,
             )
         except ValidationError as error:
-            raise invalid(error) from None
+            raise invalid(error, CALLED) from None
 
 
 def read_rules(path: Path) -> str:
@@ -238,8 +246,12 @@ def read_rules(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(_MAX_RULES_BYTES + 1)
         text = data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError("request.invalid", f"--rules {printable(str(path))}: {type(error).__name__}") from None
+    except OSError as error:
+        text = f"--rules {printable(str(path))}: {error.strerror}"
+        raise RequestError("request.invalid", text, fix="name a file that you may read: docs/rules.md") from None
+    except UnicodeDecodeError:
+        text = f"--rules {printable(str(path))} is no text"
+        raise RequestError("request.invalid", text, fix="name a YAML file: docs/rules.md") from None
     if len(data) > _MAX_RULES_BYTES:
         raise RequestError("request.invalid", f"--rules {printable(str(path))} has more than {_MAX_RULES_BYTES} bytes")
     return text
@@ -259,7 +271,7 @@ def source_spec(url: str, tag: str | None, profile: str | None) -> SourceSpec:
     try:
         return SourceSpec(url=url, tag=tag, profile=profile)
     except ValidationError as error:
-        raise invalid(error) from None
+        raise invalid(error, CALLED) from None
 
 
 def takes_conversion(command: Callable[..., None]) -> Callable[..., None]:

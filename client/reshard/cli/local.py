@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ from reshard.errors import ExitCode, JobError, RequestError, printable
 from reshard.local import load_engine
 
 if TYPE_CHECKING:
-    from reshard.models import ConvertRequest, VerifyReport
+    from reshard.models import ConvertRequest, Inspection, VerifyReport
     from reshard.pictures import LayoutPicture
 
 Source = Annotated[
@@ -71,8 +72,19 @@ def inspect(
         _hint(f"warning: {warning}")
     for line in not_carried_lines(found.not_carried):
         _hint(line)
-    onward = "universal" if found.param_groups else "safetensors"  # weights alone have no optimizer
-    _hint(f"next: reshard convert {printable(source)} DST --to {onward}")
+    if (flags := onward(found)) is not None:
+        named = {"--tag": tag, "--profile": profile}
+        said = "".join(f" {flag} {shlex.quote(value)}" for flag, value in named.items() if value is not None)
+        _hint(f"next: reshard convert {shlex.quote(source)} DST {flags}{said}")
+
+
+def onward(found: Inspection) -> str | None:
+    """Flags of the conversion that most want of such a checkpoint, of those that are possible."""
+    examples = {t.name: t.example for t in found.targets if t.possible}
+    return next((examples[n] for n in ("universal", "zero --dp", "safetensors", "torch") if n in examples), None)
+
+
+_WRITABLE = "name a file in a directory that is there"
 
 
 def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_json: bool) -> None:
@@ -81,7 +93,11 @@ def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_jso
             try:
                 path.write_text(text(picture), encoding="utf-8")
             except OSError as error:
-                raise RequestError("request.invalid", f"{printable(str(path))}: {error.strerror}") from None
+                raise RequestError(
+                    "request.invalid",
+                    f"{printable(str(path))}: {error.strerror}",
+                    fix="name a file in a directory that is there",
+                ) from None
     if as_json:
         _say(picture.model_dump_json())
         return
@@ -135,7 +151,7 @@ def run_conversion(request: ConvertRequest, *, into: bool = False, as_json: bool
         raise JobError(
             "job.cancelled",
             "cancelled this local run; finished work is kept: the same command resumes it",
-            fix="run the same command again",
+            fix=f"run the same command again; to give it up: reshard clean {shlex.quote(request.target)}",
         ) from None
     for warning in result.warnings:
         _hint(f"warning: {warning}")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Container, Sequence
+from typing import Any
 
 import typer
 
-from reshard.cli import compare, ensuring, local, originals, remote, slimming
+from reshard.cli import cleaning, compare, ensuring, local, originals, remote, slimming
 from reshard.cli.overview import Overview
 from reshard.cli.watching import DetachedError
-from reshard.errors import ExitCode, JobError, RequestError, ReshardError, printable
+from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
 
 app = typer.Typer(
     name="reshard",
@@ -29,6 +31,7 @@ compare.register(app)
 ensuring.register(app)
 originals.register(app)
 slimming.register(app)
+cleaning.register(app)
 remote.register(app)
 
 # Newer versions of typer carry a click of their own, older ones import click: this finds the base in both.
@@ -58,8 +61,10 @@ def _root(
 
 
 def _with_default_command(arguments: Sequence[str], names: Container[str]) -> list[str]:
-    """`reshard PATH` means `reshard inspect PATH`."""
+    """`reshard PATH` means `reshard inspect PATH`, and `reshard help plan` means `reshard plan --help`."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
+        if arguments[0] == "help":
+            return [*arguments[1:], "--help"]
         looks_like_path = any(mark in arguments[0] for mark in ("/", ".", "\\"))
         if looks_like_path or not arguments[0].isidentifier() or os.path.exists(arguments[0]):
             return ["inspect", *arguments]
@@ -83,8 +88,32 @@ def _interrupted() -> JobError:
 
 
 def _help_hint(arguments: Sequence[str]) -> str:
-    command = next((a for a in arguments if not a.startswith("-")), "")
-    return f"reshard {command} --help" if command.isidentifier() else "reshard --help"
+    """The help of the command that the arguments name, as far as there is one."""
+    named: list[str] = []
+    group: Any = typer.main.get_command(app)
+    for word in _with_default_command(arguments, getattr(group, "commands", {})):
+        group = getattr(group, "commands", {}).get(word)
+        if group is None:
+            break
+        named.append(word)
+    return " ".join(["reshard", *named, "--help"])
+
+
+_LIBRARY_WORDS = (
+    (re.compile(r"\bValue error, "), ""),
+    (re.compile(r"Input should be greater than or equal to (\S+)"), r"it is at least \1"),
+    (re.compile(r"Input should be less than or equal to (\S+)"), r"it is at most \1"),
+    (re.compile(r"Input should be a valid integer.*"), "it is a whole number"),
+    (re.compile(r"Input should be a valid number.*"), "it is a number"),
+    (re.compile(r"\s+"), " "),
+)
+
+
+def _in_our_words(text: str) -> str:
+    """A message of the library that reads the command line, on one line and without its own jargon."""
+    for found, put in _LIBRARY_WORDS:
+        text = found.sub(put, text)
+    return text.strip()
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -111,6 +140,8 @@ def _run(arguments: Sequence[str], *, as_json: bool) -> int:
         known = _with_default_command(arguments, getattr(command, "commands", {}))
         outcome = command(args=known, standalone_mode=False, prog_name="reshard")
     except ReshardError as error:
+        if error.fix == SEE_HELP:
+            error.fix = _help_hint(arguments)
         return report(error, as_json=as_json)
     except DetachedError as error:
         return int(error.exit_code)
@@ -118,7 +149,7 @@ def _run(arguments: Sequence[str], *, as_json: bool) -> int:
         return error.exit_code
     except _UsageProblem as error:
         text = getattr(error, "format_message", error.__str__)()
-        return report(RequestError("request.invalid", text, fix=_help_hint(arguments)), as_json=as_json)
+        return report(RequestError("request.invalid", _in_our_words(text), fix=_help_hint(arguments)), as_json=as_json)
     except (typer.Abort, KeyboardInterrupt):
         return report(_interrupted(), as_json=as_json)
     if outcome == ExitCode.INTERRUPTED:

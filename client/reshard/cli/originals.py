@@ -117,4 +117,6 @@ def ds_to_universal(
             sys.stderr.write(f"note: {flag} is not needed: {why}\n")
     from reshard._wire import convert_request
 
-    run_conversion(convert_request(input_folder, output_folder, "universal", {"overwrite": overwrite}))
+    called = {"url": "--input_folder", "target": "--output_folder"}
+
+    run_conversion(convert_request(input_folder, output_folder, "universal", {"overwrite": overwrite}, flags=called))

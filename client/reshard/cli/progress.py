@@ -42,12 +42,12 @@ def _nothing(_progress: Progress) -> None:
 def _bar() -> Generator[Callable[[Progress], None]]:
     # rich.progress costs 60 ms to import: only where a bar is shown.
     from rich.console import Console
-    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+
+    from reshard.cli.bars import SpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"))
-    with Bar(
-        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
+    with Bar(*columns, SpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("planning", total=None, size="")
 
         def show(progress: Progress) -> None:

@@ -1,11 +1,12 @@
-"""Sizes as people write and read them: `5GB` is decimal, `1GiB` is binary."""
+"""Sizes as people write them: `5GB` is decimal, `1GiB` is binary."""
 
 from __future__ import annotations
 
 import re
 
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, format_size, printable
 
+__all__ = ["format_size", "parse_percent", "parse_size"]
 _UNITS = {
     "": 1,
     "b": 1,
@@ -45,13 +46,3 @@ def parse_percent(text: str) -> float:
             "request.invalid", f"{printable(text)!r} is not a part of a whole", fix="write 2% for a fiftieth"
         )
     return fraction
-
-
-def format_size(size_bytes: float) -> str:
-    """A size in binary units, three digits."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB"

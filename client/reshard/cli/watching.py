@@ -71,12 +71,14 @@ def _screen(*, quiet: bool) -> Generator[Callable[[JobEvent], None]]:
         return
     # Imported by those who watch: other commands draw nothing and start sooner.
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from reshard.cli.bars import SpeedColumn
 
     console = Console(stderr=True)
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"))
-        with Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console) as bar:
+        with Progress(*columns, SpeedColumn(), TimeRemainingColumn(), console=console) as bar:
             task = bar.add_task("QUEUED", total=None, size="")
 
             def show(event: JobEvent) -> None:

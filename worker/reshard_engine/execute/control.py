@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 from reshard.errors import IntegrityError, RequestError, SourceError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Plan
-from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
+from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, parent_and_name, read_bytes
 
 _THREADS = 8
 MAX_CONTROL_BYTES = 256 << 20
@@ -80,7 +81,7 @@ class ControlObjects:
             except SourceError as error:
                 if error.code != "source.changed":
                     raise
-        raise self._busy("")
+        raise self.busy("")
 
     def claimed_by(self) -> Claim | None:
         """The claim on the target, if there is one.
@@ -93,6 +94,11 @@ class ControlObjects:
             return None
         facts = _facts(self._claim_path, text, {"plan": str, "clearing": bool})
         return Claim(facts["plan"], facts["clearing"])
+
+    def is_claimed_by(self, digest: str) -> bool:
+        """Whether the claim on the target is that of this plan."""
+        claim = self.claimed_by()
+        return claim is not None and claim.plan == digest
 
     def claim(self, plan: Plan) -> Claim:
         """Take the target for this plan; attempts at the same plan share one claim.
@@ -112,12 +118,12 @@ class ControlObjects:
                 if there is None and error.retryable:
                     raise
                 if there is not None and there.plan != plan.digest:
-                    raise self._busy(there.plan) from error
+                    raise self.busy(there.plan) from error
                 if there is not None:
                     return there
             else:
                 return wanted
-        raise self._busy("")
+        raise self.busy("")
 
     def require_claim(self, plan: Plan) -> None:
         """Stop a conversion whose target someone else has taken, finished or given up.
@@ -146,11 +152,13 @@ class ControlObjects:
             fix="let it finish; with the same options it writes the same files",
         )
 
-    def _busy(self, rival: str) -> RequestError:
+    def busy(self, rival: str) -> RequestError:
+        """The error for a target that the conversion of another plan has."""
         return RequestError(
             "request.target_busy",
             f"an unfinished conversion ({printable(rival[:16]) or 'or several'}) owns {printable(self._url)}",
-            fix="run that conversion again to finish it, or add --overwrite to discard it",
+            fix="run that conversion again to finish it, or add --overwrite to discard it; what it left: "
+            f"reshard clean {shlex.quote(self._url)} --dry-run",
         )
 
     def allow_clearing(self, plan: Plan) -> None:
@@ -229,6 +237,12 @@ class ControlObjects:
     def forget(self, journal: str = "") -> None:
         """Remove a journal, or the own one; the plan goes first, without which the rest means nothing."""
         self._store.delete([i.path for i in self._store.list_tree(journal or self._journal)])
+
+    def objects(self) -> list[ObjectInfo]:
+        """The claim and everything in every journal."""
+        found = [i for journal in self.journals() for i in self._store.list_tree(journal)]
+        claim = self._store.stat(self._claim_path)
+        return found if claim is None else [claim, *found]
 
     def journals(self) -> list[str]:
         """Every journal beside the target. Without a claim nobody is at work, and zombies have written them."""

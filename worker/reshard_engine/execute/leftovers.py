@@ -5,18 +5,22 @@ Everything that a conversion writes carries the digest of its plan, so that noth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from reshard.models import Leftover
 from reshard_engine.execute.control import ControlObjects
+from reshard_engine.execute.occupancy import target_exists
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
 
 PLAN_KEY = "reshard-plan"
 """Metadata of our objects: the digest of the plan that wrote them."""
 _THREADS = 8
+_CLAIM = "claim"
 
 
 class Leftovers:
@@ -54,6 +58,46 @@ class Leftovers:
         for path, upload_id in self._store.list_uploads(self._target + "/"):
             if path in paths and upload_id not in keep:
                 self._store.abort_multipart(path, upload_id)
+
+    def refuse_others(self, digest: str) -> None:
+        """Refuse a target that holds something else, or that another plan has claimed.
+
+        Raises:
+            RequestError: `request.target_exists`, `request.target_busy`.
+        """
+        rival = self._control.claimed_by()
+        if rival is not None and rival.plan != digest:
+            raise self._control.busy(rival.plan)
+        if rival is None and (there := self._store.list_tree(self._target)):
+            heads = {i.path.removeprefix(self._target + "/").partition("/")[0] for i in there}
+            raise target_exists(f"{self._store.scheme}://{self._target}", heads)
+
+    def found(self, *, idle_s: float) -> list[Leftover]:
+        """What is left, in use if something was written to a journal in the last `idle_s` seconds.
+
+        Nothing in an object store says whether a process lives: one at work writes a record after every unit.
+        """
+        control = self._control.objects()
+        signs = [i.modified_at for i in control if i.modified_at is not None]
+        in_use = bool(signs) and time.time() - max(signs) < idle_s
+        claim = self._control.claimed_by()
+        plan = {} if claim is None else self._control.stored_plan(claim.plan)
+        mine = {join(self._target, f[0]) for f in plan.get("files", [])} | {join(self._target, MANIFEST_NAME)}
+        known = {upload for journal in self._control.journals() for upload in self._control.uploads(journal).values()}
+        uploads = [u for u in self._store.list_uploads(self._target + "/") if u[1] in known or u[0] in mine]
+        unfinished = claim is not None and not self._is_finished(plan, claim.plan)
+        there = [i for i in self._store.list_tree(self._target) if i.path in mine] if unfinished else []
+        sizes = {i.path: (_CLAIM if i.path.endswith(".reshard-claim") else "journal", i.size_bytes) for i in control}
+        sizes |= {path: ("upload", self._uploaded_bytes(path, upload)) for path, upload in uploads}
+        sizes |= {i.path: ("object", i.size_bytes) for i in there}
+        scheme = self._store.scheme
+        return [
+            Leftover.model_validate({"path": f"{scheme}://{p}", "kind": k, "size_bytes": n, "in_use": in_use})
+            for p, (k, n) in sizes.items()
+        ]
+
+    def _uploaded_bytes(self, path: str, upload_id: str) -> int:
+        return sum(p.size_bytes for p in self._store.list_parts(path, upload_id) or ())
 
     def collect(self) -> None:
         """Remove what the conversion that claims this target wrote, commit files first, unless it is finished.

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import json
 import os
-import re
 import shutil
 import threading
+import time
 from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,8 +22,17 @@ from types import TracebackType
 from reshard.errors import IntegrityError, RequestError, SourceError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.local_chunk import LocalChunkFile
+from reshard_engine.execute.local_leftovers import (
+    abandoned_bytes,
+    busy,
+    held_by_others,
+    locked,
+    plans_beside,
+    remove_unless_held,
+)
 from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.execute.readback import crc_of_range
+from reshard_engine.execute.room import require_room
 from reshard_engine.layout import Pointer
 from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
@@ -35,6 +43,8 @@ from reshard_engine.storage.protocol import ObjectInfo, read_bytes
 _RENAME_NOREPLACE = 1
 _THREADS = 4
 _AT_FDCWD = -100
+_RIVALS_GIVE_UP_S = 2.0
+_RIVALS_LOOK_S = 0.05
 LIBC = ctypes.CDLL(None, use_errno=True)
 """The C library: one sync of one file system, and the rename that does not replace."""
 
@@ -60,10 +70,26 @@ class LocalSink:
         self._directories: set[str] = set()
 
     def _paths(self, digest: str) -> None:
-        self._staging = f"{self._stem}{digest[:16]}"
+        self._digest = digest[:16]
+        self._staging = f"{self._stem}{self._digest}"
         self._journal_path = self._staging + ".journal"
 
     # -- begin ------------------------------------------------------------------------------------------
+
+    def examine(self, plan: Plan, *, overwrite: bool) -> None:
+        """Refuse a target that is occupied, in use, or too large for its file system."""
+        self._paths(plan.digest)
+        occupied = self._refuse_occupied(overwrite=overwrite)
+        with writing(self._parent):
+            if held_by_others(self._target, but="") is not None:
+                raise busy(self._target)
+            require_room(
+                self._target,
+                [f.size_bytes for f in plan.files],
+                staging=self._staging,
+                replaces=occupied,
+                abandoned_bytes=abandoned_bytes(self._target, but=self._digest),
+            )
 
     def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
         """Take the target and read the journal of an earlier attempt."""
@@ -72,31 +98,49 @@ class LocalSink:
         self._paths(plan.digest)
         with writing(self._parent):
             os.makedirs(self._parent, exist_ok=True)
-        if self._occupied():
-            if not overwrite:
-                raise target_exists(self._target)
-            self._refuse_precious()
+        self._refuse_occupied(overwrite=overwrite)
         with writing(self._journal_path):
-            self._journal = _lock(self._journal_path)
+            self._journal = locked(self._journal_path)
         if self._journal < 0:
-            raise RequestError(
-                "request.target_busy",
-                f"another process is writing {printable(self._target)}",
-                fix="wait for it to finish",
-            )
+            raise busy(self._target)
         with writing(self._journal_path):
+            try:
+                self._refuse_rivals()
+                # Who had the target until a moment ago may have finished it.
+                self._refuse_occupied(overwrite=overwrite)
+            except RequestError:
+                if os.fstat(self._journal).st_size == 0:
+                    os.unlink(self._journal_path)
+                raise
             return self._resume()
 
-    def _occupied(self) -> bool:
-        with writing(self._target):
-            return os.path.lexists(self._target) and (not os.path.isdir(self._target) or bool(os.listdir(self._target)))
+    def _refuse_rivals(self) -> None:
+        """Refuse a target into which a process converts with other options.
 
-    def _refuse_precious(self) -> None:
+        Both lock their journals before they look: of two that begin at once at least one sees the other. The one that
+        comes first in order then gives the other the time to give up.
+        """
+        until = time.monotonic() + _RIVALS_GIVE_UP_S
+        while (rival := held_by_others(self._target, but=self._digest)) is not None:
+            if rival < self._digest or time.monotonic() > until:
+                raise busy(self._target)
+            time.sleep(_RIVALS_LOOK_S)
+
+    def _refuse_occupied(self, *, overwrite: bool) -> bool:
+        with writing(self._target):
+            there = os.path.lexists(self._target)
+            names = os.listdir(self._target) if os.path.isdir(self._target) else []
+            occupied = there and (bool(names) or not os.path.isdir(self._target))
+        if occupied and not overwrite:
+            raise target_exists(self._target, names)
+        if occupied:
+            self._refuse_precious(names)
+        return occupied
+
+    def _refuse_precious(self, names: Sequence[str]) -> None:
         """Let `--overwrite` remove checkpoints and our own outputs, nothing else."""
         here = os.path.realpath(os.getcwd())
         kept = {"/", os.path.realpath(os.path.expanduser("~")), here}
-        with writing(self._target):
-            names = os.listdir(self._target) if os.path.isdir(self._target) else []
         if self._target in kept or here.startswith(self._target + "/") or (names and not holds_checkpoint(names)):
             raise not_to_overwrite(self._target)
 
@@ -302,9 +346,8 @@ class LocalSink:
         """Remove what conversions that no process runs have left of staging, journals and a moved old target."""
         with writing(self._parent):
             names = set(os.listdir(self._parent)) if os.path.isdir(self._parent) else set[str]()
-            pattern = re.compile(re.escape(f".{self._name}.reshard-") + "([0-9a-f]{16})([.]journal)?")
-            found = {match[1] for name in names if (match := pattern.fullmatch(name))}
-            held = [digest for digest in sorted(found) if not _remove_unless_held(f"{self._stem}{digest}")]
+            found = plans_beside(self._target)
+            held = [digest for digest in sorted(found) if not remove_unless_held(f"{self._stem}{digest}")]
             if not held:
                 self._put_back(names)
 
@@ -328,42 +371,12 @@ class writing(translated):  # noqa: N801 - reads as the function that it is used
         found = self.typed(error) if isinstance(error, OSError) else error
         if isinstance(found, SourceError) and found.code == "source.not_found":
             raise StorageError(
-                "storage.denied", f"{printable(self._path)} cannot be written: a parent is missing or no directory"
+                "storage.denied",
+                f"{printable(self._path)} cannot be written: a parent is missing or no directory",
+                fix="choose another target, below a directory that you may write to",
             ) from found
         if found is not None and found is not error:
             raise found from None
-
-
-def _lock(path: str) -> int:
-    """A descriptor of a journal, made if need be and locked; -1 if another process has the lock."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        locked = False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had the lock may have removed the file: a lock on a file without a name protects nothing.
-            locked = os.fstat(descriptor).st_nlink > 0
-        except BlockingIOError:
-            return -1
-        finally:
-            if not locked:
-                os.close(descriptor)
-        if locked:
-            return descriptor
-
-
-def _remove_unless_held(staging: str) -> bool:
-    """Remove a staging directory and its journal, unless a process holds them: then False."""
-    journal = staging + ".journal"
-    descriptor = _lock(journal)
-    if descriptor < 0:
-        return False
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        _unlink(journal)
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _unlink(path: str) -> None:

@@ -70,14 +70,17 @@ class ObjectSink:
 
     # -- begin ------------------------------------------------------------------------------------------
 
+    def examine(self, plan: Plan, *, overwrite: bool) -> None:
+        """Refuse a target that holds something else, or that another plan has claimed."""
+        if not overwrite:
+            self._leftovers.refuse_others(plan.digest)
+
     def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
         """Claim the target and read the journal of an earlier attempt."""
         self._plan = plan
         self._numbers = part_numbers(plan.units)
-        occupied = bool(self._store.list_tree(self._target))
+        self.examine(plan, overwrite=overwrite)
         rival = self._control.claimed_by()
-        if occupied and rival is None and not overwrite:
-            raise target_exists(self._url)
         if rival is not None and rival.plan != plan.digest and overwrite:
             # Its uploads are known only to its journal: they go before the journal does.
             self.discard_all()
@@ -337,7 +340,7 @@ class ObjectSink:
 
     def finish(self, pointer: Pointer | None) -> None:
         """What is left after the manifest; safe to repeat. Without the claim the pointer may name a newer target."""
-        if pointer is not None and self._is_claimed():
+        if pointer is not None and self._control.is_claimed_by(self._plan.digest):
             self._take_back_if_discarded(self._put_pointer(pointer))
         self._leftovers.abort_uploads(self._paths())
         self._control.remove(self._plan.digest)
@@ -345,7 +348,7 @@ class ObjectSink:
     def finish_after_crash(self, plan: Plan, pointer: Pointer | None) -> None:
         """Do what a crash after the manifest left undone; without a claim that is at most a lost pointer."""
         self._plan = plan
-        if self._is_claimed():
+        if self._control.is_claimed_by(self._plan.digest):
             self.finish(pointer)
         elif pointer is not None and self._store.stat(join(self._parent, pointer.name)) is None:
             # One that is there may name a newer checkpoint.
@@ -358,10 +361,6 @@ class ObjectSink:
         path = join(self._parent, pointer.name)
         self._store.put(path, pointer.content, metadata=facts, if_absent=False)
         return path
-
-    def _is_claimed(self) -> bool:
-        claim = self._control.claimed_by()
-        return claim is not None and claim.plan == self._plan.digest
 
     def close(self) -> None:
         """Take back what was written after the claim was lost; otherwise nothing is held between calls."""
@@ -380,7 +379,7 @@ class ObjectSink:
 
     def _step_back(self) -> None:
         """Remove what only this process knows of: it wrote on after another one had ended the conversion."""
-        claimed = self._is_claimed()
+        claimed = self._control.is_claimed_by(self._plan.digest)
         # Another attempt at the same plan keeps the objects, and the uploads that the journal names.
         kept = set(self._control.uploads().values()) if claimed else set[str]()
         for upload_id, path in self._created.items():

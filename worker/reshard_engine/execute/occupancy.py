@@ -10,13 +10,17 @@ from reshard_engine.manifest import MANIFEST_NAME
 _CHECKPOINT_SUFFIXES = ("_states.pt", ".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 
 
-def target_exists(target: str) -> RequestError:
-    """The error for a target that holds something else."""
-    return RequestError(
-        "request.target_exists",
-        f"{printable(target)} exists already",
-        fix="choose another target, or add --overwrite (the old data will be gone)",
-    )
+def target_exists(target: str, names: Iterable[str] | None = None) -> RequestError:
+    """The error for a target that holds something else: these entries, where they are known."""
+    text = f"{printable(target)} exists already"
+    if names is not None and not holds_checkpoint(names):
+        return RequestError(
+            "request.target_exists",
+            f"{text}, and is no checkpoint and no output of reshard",
+            fix="choose another target, or remove it yourself: --overwrite replaces checkpoints and outputs only",
+        )
+    fix = "choose another target, or add --overwrite (the old data will be gone)"
+    return RequestError("request.target_exists", text, fix=fix)
 
 
 def holds_checkpoint(names: Iterable[str]) -> bool:

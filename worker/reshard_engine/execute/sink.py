@@ -15,6 +15,15 @@ from reshard_engine.storage.protocol import ObjectInfo
 class Sink(Protocol):
     """One target being written. Methods are called in the order in which they stand here, chunks after `begin`."""
 
+    def examine(self, plan: Plan, *, overwrite: bool) -> None:
+        """Refuse what `begin` will refuse, before anything is read or written.
+
+        Raises:
+            RequestError: `request.target_exists`, `request.target_busy`.
+            StorageError: `storage.no_room`.
+        """
+        ...
+
     def begin(self, plan: Plan, *, overwrite: bool) -> Mapping[int, UnitRecord]:
         """Take the target; returns what an earlier attempt at the same plan finished.
 

@@ -8,6 +8,7 @@ directory is taken for weights only if it is nothing else.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from reshard_engine.deepspeed_names import POINTERS
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.reader import DeepSpeedReader
+from reshard_engine.readers.other_kinds import unsupported_kind
 from reshard_engine.readers.protocol import Reader
 from reshard_engine.readers.universal.reader import UniversalReader
 from reshard_engine.readers.weights.safetensors import SafetensorsReader
@@ -30,6 +32,11 @@ TRAINING_READERS: tuple[Reader, ...] = (UniversalReader(), DeepSpeedReader())
 WEIGHTS_READERS: tuple[Reader, ...] = (SafetensorsReader(), TorchWeightsReader())
 READERS = TRAINING_READERS + WEIGHTS_READERS
 _POINTER_LIMIT_BYTES = 1_024
+_WITHOUT_TAGS = (
+    "copy the checkpoint again from where it was written: no tag is here",
+    "leave --tag out, or name the directory that holds the tags",
+)
+"""What to do where no tag is there: a pointer names one, and the user does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,8 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
             return _pointed(location, listing, pointer, name)
     if (here := _recognise(location, listing, None, WEIGHTS_READERS)) is not None:
         return here
+    if (other := unsupported_kind(location, listing)) is not None:
+        raise other
     raise SourceError(
         "source.unknown_kind",
         f"{printable(location.url)} holds no checkpoint of a known kind ({len(listing.files)} files, "
@@ -104,13 +113,17 @@ def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: st
 def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_by: str) -> Found:
     parts = tag.split("/")
     if not tag or len(tag) > 512 or not tag.isprintable() or any(p in ("", ".", "..") for p in parts) or "\\" in tag:
-        raise SourceError("checkpoint.bad_latest", f"{said_by} says {printable(tag)!r}, which is no directory name")
+        raise SourceError(
+            "source.not_found" if said_by == "--tag" else code,
+            f"{said_by} says {printable(tag)!r}, which is no directory name",
+            fix=_tag_fix(location, listing) or _WITHOUT_TAGS[said_by == "--tag"],
+        )
     found = _recognise_child(location, tag)
     if found is None:
         raise SourceError(
             code,
             f"{said_by} names {printable(tag)!r}, where no checkpoint of a known kind is",
-            fix=_tag_fix(location, listing) or "copy the checkpoint again",
+            fix=_tag_fix(location, listing) or _WITHOUT_TAGS[said_by == "--tag"],
             details={"tag": printable(tag)},
         )
     return found
@@ -118,7 +131,7 @@ def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_b
 
 def _tag_fix(location: Location, listing: Listing) -> str:
     tags = [d for d in listing.directories if _recognise_child(location, d) is not None]
-    return f"name one that is there: --tag {tags[-1]} (there are: {_some(tags)})" if tags else ""
+    return f"name one that is there: --tag {shlex.quote(tags[-1])} (there are: {_some(tags)})" if tags else ""
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from reshard.errors import SourceError, StorageError, printable
+from reshard.errors import RequestError, ReshardError, StorageError, printable
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.protocol import Listing, ObjectInfo
+
+_RAISED = (OSError, ValueError, ImportError)
+"""What file systems raise: errors of the system, of paths that are none of theirs, and of packages that they lack."""
 
 
 class FsspecStore:
@@ -32,7 +35,7 @@ class FsspecStore:
             entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return Listing((), ())
-        except OSError as error:
+        except _RAISED as error:
             raise self._typed(error, path) from error
         files = [self._info(e) for e in entries if e["type"] == "file" and e["name"].rstrip("/") != path.rstrip("/")]
         names = [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
@@ -42,7 +45,7 @@ class FsspecStore:
         """Every file below a directory, sorted by path."""
         try:
             found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
-        except OSError as error:
+        except _RAISED as error:
             raise self._typed(error, path) from error
         return sorted((self._info(e) for e in found.values()), key=lambda f: f.path)
 
@@ -52,7 +55,7 @@ class FsspecStore:
             entry: dict[str, Any] = self._fs.info(path)
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except _RAISED as error:
             raise self._typed(error, path) from error
         return self._info(entry) if entry["type"] == "file" else None
 
@@ -64,14 +67,25 @@ class FsspecStore:
             data = self._fs.cat_file(info.path, start=offset, end=offset + len(buffer))
         except FileNotFoundError:
             raise changed(info) from None
-        except OSError as error:
+        except _RAISED as error:
             raise self._typed(error, info.path) from error
         if len(data) != len(buffer):
             raise changed(info)
         buffer[:] = data
 
-    def _typed(self, error: OSError, path: str) -> SourceError | StorageError:
+    def _typed(self, error: BaseException, path: str) -> ReshardError:
         where = f"{self.scheme}://{printable(path)}"
+        if isinstance(error, ValueError | ImportError):
+            return RequestError(
+                "request.invalid",
+                f"{where}: {printable(str(error))}",
+                fix="copy the checkpoint to a local directory, and name that",
+            )
         if isinstance(error, PermissionError):
             return StorageError("storage.denied", f"{where}: {printable(str(error))}")
-        return StorageError("storage.unavailable", f"{where}: {printable(str(error))}")
+        text = f"{where} cannot be reached: {printable(str(error))}"
+        return StorageError(
+            "storage.unavailable",
+            text,
+            fix="check the network and the URL, or copy the checkpoint to this machine",
+        )

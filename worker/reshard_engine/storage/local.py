@@ -50,7 +50,7 @@ class translated:  # noqa: N801 - reads as the function that it is used as
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageError("storage.no_space", reason)
         if error.errno == errno.ENAMETOOLONG:
-            return SourceError("name.invalid", reason)
+            return SourceError("name.invalid", reason, fix="use a shorter path")
         return StorageError("storage.unavailable", reason)
 
 

@@ -80,6 +80,13 @@ def _generic(scheme: str) -> Store:
 
     from reshard_engine.storage.generic import FsspecStore
 
+    if scheme == "hf":
+        # Its client raises errors of whichever HTTP library it brings, and reads by whole blocks.
+        raise RequestError(
+            "request.unknown_scheme",
+            "hf:// is not read: a repository of the Hugging Face hub is downloaded first",
+            fix="hf download ORG/NAME --local-dir NAME, then name that directory",
+        )
     if scheme in _NOT_STORAGE:
         raise _unserved(scheme, "it lists no directories")
     try:

@@ -7,7 +7,7 @@ Paths are strings without a scheme (`/abs/path`, `bucket/key`): a key on an obje
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 
@@ -19,6 +19,8 @@ class ObjectInfo:
     size_bytes: int
     pin: str
     """Changes whenever the content does: an ETag, or mtime and size. Empty when the store has neither."""
+    modified_at: float | None = field(default=None, compare=False)
+    """When it was written, by the store's clock, where a listing said so."""
 
 
 @dataclass(frozen=True, slots=True)

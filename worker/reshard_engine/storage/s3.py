@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import botocore.exceptions
@@ -329,7 +330,9 @@ def _store_code(error: StorageError) -> str:
 
 
 def _info(entry: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(str(entry["name"]), int(entry["size"]), "etag:" + str(entry.get("ETag", "")).strip('"'))
+    pin, written = "etag:" + str(entry.get("ETag", "")).strip('"'), entry.get("LastModified")
+    modified_at = written.timestamp() if isinstance(written, datetime) else None
+    return ObjectInfo(str(entry["name"]), int(entry["size"]), pin, modified_at)
 
 
 def _crc(data: bytes | memoryview, known: int | None) -> str:

@@ -35,6 +35,8 @@ _DENIED = {
 _NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
 _PASSING = {"SlowDown", "RequestTimeout", "Throttling", "BadDigest", "XAmzContentChecksumMismatch"}
 """Failures that may pass, other bytes that arrived than were sent among them."""
+_FULL = {"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "InsufficientStorage"}
+"""How MinIO, Ceph and others say that there is no room; Amazon's is endless."""
 _CONFLICT = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
 
 
@@ -65,9 +67,7 @@ def _typed(error: BaseException, path: str) -> ReshardError:
             return StorageError(
                 "storage.conflict", f"{where} is there already", fix="choose another target, or --overwrite"
             )
-        if status >= 500 or code in _PASSING:
-            return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
-        return StorageError("storage.protocol", text)
+        return _failed(code, status, text)
     if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
         return StorageError(
             "storage.denied", f"{where}: no credentials", fix="export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
@@ -79,6 +79,14 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         f"{where}: {type(error).__name__}: {printable(str(error))}",
         fix="check AWS_ENDPOINT_URL and the network",
     )
+
+
+def _failed(code: str, status: int, text: str) -> StorageError:
+    if code in _FULL or status == 507:
+        return StorageError("storage.no_space", text)
+    if status >= 500 or code in _PASSING:
+        return StorageError("storage.unavailable", text, fix="run the same command again: it resumes")
+    return StorageError("storage.protocol", text)
 
 
 @contextmanager

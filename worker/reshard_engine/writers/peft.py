@@ -26,7 +26,7 @@ from reshard_engine.peft_names import (
     adapter_part,
     adapter_parts,
     chosen_adapter,
-    refuse_halves,
+    refuse_broken_factors,
     refuse_other_methods,
 )
 from reshard_engine.writers import not_carried
@@ -54,9 +54,9 @@ class PeftWriter:
         parts = adapter_parts([*held, *buffers])
         adapter = chosen_adapter(held, parts, request.adapter)
         mine = [p for p in parts if p.adapter == adapter]
-        text, config = _config(checkpoint, request, mine)
         refuse_other_methods([*held, *buffers])
-        refuse_halves(mine)
+        refuse_broken_factors(mine, checkpoint.shapes())
+        text, config = _config(checkpoint, request, mine)
         names = {p.fqn: p.saved_as for p in mine} | _biases(checkpoint, mine, str(config.get("bias", "none")))
         embeddings, absent = _embeddings(checkpoint, mine)
         _refuse_rest(checkpoint, {p.fqn for p in parts} | set(names))
@@ -90,7 +90,7 @@ def _config(
 
 
 def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> dict[str, Any]:
-    shapes = {p.fqn: p.shape for p in checkpoint.parameters}
+    shapes = checkpoint.shapes()
     # The rank is the first length of A, of embeddings too.
     ranks = {p.module: shapes[p.fqn][0] for p in mine if p.kind in ("lora_A", "lora_embedding_A")}
     usual = Counter(ranks.values()).most_common(1)[0][0]

@@ -30,7 +30,7 @@ def whole_optimizer(groups: Groups, model: LocalModel, target: Target) -> Node:
         entries |= _flat(groups, members)
     else:
         entries["optimizer_state_dict"] = _per_parameter(groups, members)
-        entries["fp32_groups"] = PList([PList([_whole(p, "fp32", groups, m) for p in m]) for m in members])
+        entries["fp32_groups"] = PList([_masters(groups, m) for m in members])
     clipping = clip_grad_of(target)
     # Unlike the others', this loader insists on it.
     entries["clip_grad"] = (1.0 if target.version.startswith("0.19.") else 0.0) if clipping is None else clipping
@@ -43,8 +43,10 @@ def _is_fused(groups: Groups) -> bool:
     return bool(keys) and all("bias_correction" in k and "amsgrad" not in k for k in keys)
 
 
-def _whole(parameter: LocalParameter, state: str, groups: Groups, members: Sequence[LocalParameter]) -> Node:
-    return PRuns(groups.dtype_of(state, members).name, parameter.shape, state_runs(parameter, state))
+def _masters(groups: Groups, members: Sequence[LocalParameter]) -> Node:
+    # One type for the group, asked once: with every parameter it would take the square of their number.
+    dtype = groups.dtype_of("fp32", members).name
+    return PList([PRuns(dtype, p.shape, state_runs(p, "fp32")) for p in members])
 
 
 def _per_parameter(groups: Groups, members: Sequence[Sequence[LocalParameter]]) -> Node:

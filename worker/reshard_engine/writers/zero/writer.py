@@ -56,7 +56,7 @@ class ZeroWriter:
         refuse_impossible_layout(target, checkpoint)
         source = checkpoint
         checkpoint = megatron_grouped(regrouped(checkpoint, target.layout.ep), sharded=target.stage == 3)
-        rows = _vocab_rows(checkpoint, target.layout)
+        rows = vocab_rows(checkpoint, target.layout)
         cutter = Cutter(checkpoint, target.layout.tp, rows, dtype=target.dtype)
         models = local_models(checkpoint, target, cutter)
         # Parts are numbered behind the source's tensors, and templates are made of both.
@@ -135,7 +135,7 @@ def refuse_empty_groups(models: Sequence[LocalModel], count: int) -> None:
             )
 
 
-def _vocab_rows(checkpoint: Checkpoint, layout: NativeLayout) -> int | None:
+def vocab_rows(checkpoint: Checkpoint, layout: NativeLayout) -> int | None:
     """Rows of the vocabulary with padding for the target's ranks; None where no parameter is one.
 
     Where nothing says to what models pad, the source's rows stay if they divide; another number of rows than the

@@ -1,0 +1,189 @@
+"""Every `fix` is read once, names commands and options that there are, and those that are commands are run.
+
+`make golden` writes the list anew: whoever adds a fix reads it there, beside all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from house.promises import command
+from house.repository import ROOT
+from house.saves import DATA
+from reshard import errors
+from reshard.cli.main import app
+
+GOLDEN = Path(__file__).with_name("golden") / "fixes.txt"
+FOLDERS = ("client", "worker", "service")
+_OTHERS = frozenset({"--local-dir"})
+"""Options of other programs that a fix names."""
+
+
+def _text(node: ast.expr) -> str:
+    """What an expression says, with braces for what is only known when it is raised."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(_text(p) if isinstance(p, ast.Constant) else "{}" for p in parts)
+        case ast.BinOp(left=left, right=right) | ast.BoolOp(values=[left, right]):
+            between = " | " if isinstance(node, ast.BoolOp) else ""
+            return f"{_text(left)}{between}{_text(right)}"
+        case ast.IfExp(body=first, orelse=second):
+            return f"{_text(first)} | {_text(second)}"
+        case _:
+            return "{}"
+
+
+def _fixes(path: Path) -> Iterator[tuple[str, str]]:
+    """(code, fix) of every error that a module raises; a fix that is a name stands as what was assigned to it."""
+    tree = ast.parse(path.read_text())
+    named: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            named.setdefault(node.targets[0].id, []).append(_text(node.value))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        for keyword in node.keywords:
+            if keyword.arg != "fix":
+                continue
+            code = _text(node.args[0]) if node.args else "{}"
+            found = named.get(keyword.value.id, []) if isinstance(keyword.value, ast.Name) else [_text(keyword.value)]
+            yield from ((code, text) for text in found if text.strip("{} |"))
+
+
+def fixes() -> list[str]:
+    """Every fix by its code, those that stand for a whole branch first."""
+    found = {f"{branch}.*\t{text}" for branch, text in errors._DEFAULT_FIXES.items()}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "testing" not in path.parts:
+                found |= {f"{code}\t{text}" for code, text in _fixes(path)}
+    return sorted(found)
+
+
+def test_every_fix_was_read() -> None:
+    text = "\n".join(fixes()) + "\n"
+    if os.environ.get("RESHARD_GOLDEN") == "write":
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text(), "read the new fix, then: make golden"
+
+
+def test_fixes_name_commands_and_options_that_there_are() -> None:
+    root = typer.main.get_command(app)
+    commands = {**root.commands, **root.commands["jobs"].commands}  # type: ignore[attr-defined]
+    options = {o for c in commands.values() for p in c.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+    wrong: list[str] = []
+    for line in fixes():
+        text = line.partition("\t")[2]
+        wrong += [
+            f"{o} in {line}" for o in re.findall(r"(?<![\w-])--[a-z][a-z_-]*", text) if o not in options | _OTHERS
+        ]
+        named = re.findall(r"(?<![\w'/.])(?<!a )(?<!of )reshard ([a-z][a-z-]+)(?: ([a-z]+))?", text)
+        wrong += [f"reshard {name} in {line}" for name, _ in named if name not in {*root.commands, "help"}]  # type: ignore[attr-defined]
+    assert wrong == []
+
+
+def test_fixes_say_no_library_words_and_nothing_twice() -> None:
+    lines = fixes()
+    assert not [line for line in lines if re.search(r"\b(see )?`?reshard convert --help", line)]
+    assert not [line for line in lines if len(line.partition("\t")[2]) > 400]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    shutil.copytree(DATA / "zero2_tiny", tmp_path / "source")
+    return tmp_path / "source"
+
+
+def _fix_of(*words: str) -> str:
+    code, _, said = command(*words)
+    assert code != 0
+    return next(line.removeprefix("fix: ") for line in said.splitlines() if line.startswith("fix: "))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("nope",),
+        ("--nope",),
+        ("inspect",),
+        ("inspect", "SRC", "--nope"),
+        ("jobs", "nope"),
+        ("jobs", "list", "--limit", "0"),
+        ("convert", "SRC", "DST", "--to", "nope"),
+        ("convert", "SRC", "DST", "--to", "safetensors", "--part-size", "1"),
+        ("inspect", ""),
+        ("verify", ""),
+        ("help", "nope"),
+    ],
+    ids=" ".join,
+)
+def test_help_that_a_fix_names_is_there(words: tuple[str, ...]) -> None:
+    fix = shlex.split(_fix_of(*words))
+    assert fix[0] == "reshard"
+    assert fix[-1] == "--help"
+    assert command(*fix[1:])[0] == 0
+
+
+def test_help_is_a_command() -> None:
+    assert command("help")[0] == 0
+    code, told, _ = command("help", "convert")
+    assert (code, "--zero-stage" in told) == (0, True)
+
+
+def test_a_tag_that_is_not_there(source: Path) -> None:
+    for words in (["inspect", str(source)], ["convert", str(source), str(source.parent / "out"), "--to", "universal"]):
+        found = re.search(r"--tag (\S+)", _fix_of(*words, "--tag", "nope"))
+        assert found
+        assert command(*words, "--tag", found[1])[0] == 0
+
+
+def test_an_occupied_target(source: Path, tmp_path: Path) -> None:
+    words = ["convert", str(source), str(tmp_path / "out"), "--to", "safetensors", "-q"]
+    assert command(*words)[0] == 0
+    assert "add --overwrite" in _fix_of(*words, "--dtype", "bf16")
+    assert command(*words, "--dtype", "bf16", "--overwrite")[0] == 0
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    words[2] = str(tmp_path / "mine")
+    assert "add --overwrite" not in _fix_of(*words)
+    assert "remove it yourself" in _fix_of(*words)
+    assert "remove it yourself" in _fix_of(*words, "--overwrite")
+
+
+def test_a_limit_that_is_too_small(source: Path, tmp_path: Path) -> None:
+    words = ["convert", str(source), str(tmp_path / "out"), "--to", "safetensors", "-q"]
+    fix = _fix_of(*words, "--memory-limit", "1")
+    assert command(*words, *shlex.split(fix))[0] == 0
+
+
+def test_a_layout_without_ranks(source: Path, tmp_path: Path) -> None:
+    words = ["convert", str(source), str(tmp_path / "out" / "global_step3"), "--to", "zero", "-q"]
+    assert _fix_of(*words) == "add --dp N"
+    assert command(*words, "--dp", "2")[0] == 0
+
+
+def test_a_tensor_that_is_not_there(source: Path) -> None:
+    fix = _fix_of("inspect", str(source), "--tensor", "nope")
+    words = [str(source) if w == "SRC" else w for w in shlex.split(fix.partition(" lists")[0])]
+    assert command(*words[1:])[0] == 0
+
+
+def test_what_is_abandoned(source: Path, tmp_path: Path) -> None:
+    """The command in `target_busy` runs as it stands."""
+    from reshard_engine.execute.local_leftovers import busy
+
+    fix = busy(str(tmp_path / "a place")).fix
+    words = shlex.split(fix[fix.index("reshard clean") :])
+    assert command(*words[1:]) == (0, f"nothing is left beside {tmp_path / 'a place'}\n", "")

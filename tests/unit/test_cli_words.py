@@ -1,0 +1,223 @@
+"""What the command line says: one unit family, one meaning of a path, and no words of libraries."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from rich.console import Console
+from rich.progress import Progress
+
+from house.promises import command
+from house.saves import DATA
+from reshard.cli.bars import SpeedColumn
+
+SOURCE = str(DATA / "zero2_tiny")
+
+
+def test_verify_follows_latest_as_inspect_and_diff_do(tmp_path: Path) -> None:
+    save = tmp_path / "run2"
+    target = str(save / "global_step3")
+    assert command("convert", SOURCE, target, "--to", "zero", "--dp", "3", "-q")[0] == 0
+    assert command("inspect", str(save))[0] == 0
+    assert command("diff", str(save), SOURCE, "-q")[0] == 0
+    code, told, said = command("verify", str(save))
+    assert code == 0, said
+    assert told.startswith("ok: ")
+    assert command("verify", target)[0] == 0
+    (save / "latest").write_text("global_step4")
+    code, _, said = command("verify", str(save))
+    assert code == 3
+    assert "global_step3" in said  # what is there
+
+
+def test_a_path_without_anything_is_not_found(tmp_path: Path) -> None:
+    code, _, said = command("verify", str(tmp_path / "nothing"))
+    assert (code, "source.not_found" in said) == (3, True)
+
+
+@pytest.mark.parametrize("speed_bytes", [900, 5 << 20, 3 << 30])
+def test_a_bar_says_its_speed_in_the_units_of_its_size(speed_bytes: int) -> None:
+    clock = iter(range(1000))
+    console = Console(record=True, width=100, file=io.StringIO())
+    with Progress(SpeedColumn(), console=console, auto_refresh=False, get_time=lambda: float(next(clock))) as bar:
+        task = bar.add_task("", total=10 * speed_bytes)
+        for _ in range(3):
+            bar.advance(task, speed_bytes)
+        shown = SpeedColumn().render(bar.tasks[0]).plain
+    assert re.fullmatch(r"[\d.e+]+ (B|KiB|MiB|GiB)/s", shown), shown
+
+
+def test_every_size_is_of_one_family() -> None:
+    client = Path(__file__).parents[2] / "client"
+    decimal = re.compile(r"TransferSpeedColumn|DownloadColumn|filesize\.decimal|\} ?[kMGT]B\b")
+    found = [
+        f"{p.name}:{n}"
+        for p in client.rglob("*.py")
+        for n, t in enumerate(p.read_text().splitlines(), 1)
+        if decimal.search(t)
+    ]
+    assert found == []
+
+
+# -- words of libraries ---------------------------------------------------------------------------------------------
+
+_LIBRARY = re.compile(
+    r"Value error|Input should|String should|valid dictionary|\[Errno|Traceback|pydantic|internal\.error|"
+    r"\b[A-Z][A-Za-z]+(Error|Exception)\b|max_shard_bytes|part_bytes|memory_limit_bytes|lora_alpha:|source\.url"
+)
+ODD: tuple[tuple[str, ...], ...] = (
+    ("inspect", ""),
+    ("inspect", "hf://x"),
+    ("inspect", "s3://"),
+    ("inspect", "foo://x/y"),
+    ("inspect", "{file}"),
+    ("inspect", "{empty}"),
+    ("inspect", "{source}", "--tag", ""),
+    ("inspect", "{source}", "--tag", "nope"),
+    ("inspect", "{source}", "--tag", "../x"),
+    ("inspect", "{source}", "--tensor", "nope"),
+    ("inspect", "{source}", "--svg", "{empty}"),
+    ("inspect", "a\0b"),
+    ("inspect", "x" * 5000),
+    ("inspect", "{source}", "--nope"),
+    ("inspect",),
+    ("convert", "{source}", "", "--to", "universal"),
+    ("convert", "{source}", "{file}/x", "--to", "universal"),
+    ("convert", "{source}", "{file}", "--to", "universal"),
+    ("convert", "{source}", "hf://x/y", "--to", "universal"),
+    ("convert", "{source}", "/", "--to", "universal"),
+    ("convert", "{source}", "/proc/x", "--to", "universal"),
+    ("convert", "{source}", "{empty}/" + "x" * 300, "--to", "universal"),
+    ("convert", "{source}", "{empty}/o", "--to", "nope"),
+    ("convert", "{source}", "{empty}/o"),
+    ("convert", "{source}", "{empty}/o", "--to", "zero"),
+    ("convert", "{source}", "{empty}/o", "--to", "zero", "--dp", "0"),
+    ("convert", "{source}", "{empty}/o", "--to", "zero", "--dp", "x"),
+    ("convert", "{source}", "{empty}/o", "--to", "zero", "--dp", "99999999999"),
+    ("convert", "{source}", "{empty}/o", "--to", "safetensors", "--max-shard-size", "0"),
+    ("convert", "{source}", "{empty}/o", "--to", "safetensors", "--part-size", "1"),
+    ("convert", "{source}", "{empty}/o", "--to", "safetensors", "--memory-limit", "0"),
+    ("convert", "{source}", "{empty}/o", "--to", "peft", "--lora-alpha", "nan"),
+    ("convert", "{source}", "{empty}/o", "--to", "peft", "--lora-alpha", "0"),
+    ("convert", "{source}", "{empty}/o", "--to", "peft", "--adapter", ""),
+    ("convert", "{source}", "{empty}/o", "--to", "safetensors", "--model-files", ""),
+    ("convert", "{source}", "{empty}/o", "--to", "safetensors", "--model-files", "hf://x"),
+    ("convert", "{source}", "{empty}/o", "--to", "safetensors", "--merge-adapter", "--base", ""),
+    ("convert", "{source}", "{empty}/o", "--to", "universal", "--rules", "{empty}"),
+    ("convert", "{source}", "{empty}/o", "--to", "universal", "--rules", "{empty}/none"),
+    ("convert", "{source}", "{empty}/o", "--to", "universal", "--rules", "{binary}"),
+    ("convert", "{source}", "{empty}/o", "--to", "universal", "--threads", "-1"),
+    ("plan", "{source}", "{empty}/o", "--to", "universal", "--memory-limit", "-5"),
+    ("verify", ""),
+    ("verify", "{file}"),
+    ("verify", "hf://x"),
+    ("verify", "{source}", "--sample", "nan%"),
+    ("diff", "{source}", ""),
+    ("diff", "{source}", "{empty}/none"),
+    ("diff", "{source}", "{source}", "--tag-a", "nope"),
+    ("ensure", "", "--dp", "2"),
+    ("ensure", "hf://x", "--dp", "2"),
+    ("ensure", "{source}", "--dp", "0"),
+    ("ensure", "{source}", "--dp", "2", "--timeout", "nan"),
+    ("ensure", "{source}", "--dp", "2", "--rules", "{empty}"),
+    ("slim", "", "{empty}/o"),
+    ("slim", "{source}", ""),
+    ("slim", "{empty}/none", "{empty}/o"),
+    ("clean", ""),
+    ("clean", "hf://x/y"),
+    ("zero-to-fp32", "", "{empty}/o"),
+    ("zero-to-fp32", "{source}", "{file}"),
+    ("zero-to-torch", "{source}", "{empty}/o", "--dtype", "x"),
+    ("ds-to-universal", "--input_folder", "", "--output_folder", "{empty}/o"),
+    ("ds-to-universal", "--input_folder", "{source}", "--output_folder", ""),
+    ("jobs", "list", "--limit", "0"),
+    ("jobs", "show", ""),
+    ("submit", "{source}", "{empty}/o", "--to", "universal"),
+    ("serve", "--port", "99999"),
+    ("serve", "--port", "0", "--log-level", "x"),
+    ("serve", "--port", "0", "--data-dir", "{file}"),
+    ("worker",),
+    ("nope",),
+    ("--nope",),
+)
+
+
+@pytest.mark.parametrize("words", ODD, ids=lambda words: " ".join(words).replace("\0", "NUL")[:60])
+def test_odd_input_is_answered_in_our_own_words(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RESHARD_URL", raising=False)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\0")
+    shutil.copytree(SOURCE, tmp_path / "source")  # some commands make a directory in it
+    places = {name: str(tmp_path / name) for name in ("empty", "file", "binary", "source")}
+    code, _, said = command(*(word.format(**places) if "{" in word else word for word in words))
+    assert code not in (0, 1), said
+    errors = [line for line in said.splitlines() if line.startswith(("error: ", "fix: "))]
+    assert len(errors) == 2, said
+    assert not _LIBRARY.search(said.replace(str(tmp_path), "")), said
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, _, said = command("serve", "--port", port, "--data-dir", str(tmp_path))
+    assert code == 5
+    assert "service.port_in_use" in said
+    assert port in said
+    assert "--port 0" in said
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        ([".metadata", "__0_0.distcp"], "DCP"),
+        (["pytorch_model_fsdp_0/.metadata"], "FSDP"),
+        (["metadata.json", "common.pt", ".metadata", "__0_0.distcp"], "megatron-core"),
+        (["latest_checkpointed_iteration.txt", "iter_0000010/mp_rank_00/model_optim_rng.pt"], "Megatron-LM"),
+        (["mp_rank_00_000/model_optim_rng.pt", "mp_rank_00_001/model_optim_rng.pt"], "Megatron-LM"),
+    ],
+)
+def test_other_frameworks_are_recognised(files: list[str], kind: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    for words in (["inspect"], ["diff", SOURCE], ["convert", "--to", "universal", str(tmp_path / "out")]):
+        place = [words[0], str(tmp_path), *words[1:]]
+        code, _, said = command(*place)
+        assert code == 8, said
+        assert "source.unsupported" in said
+        assert kind in said
+        assert "recognised, not supported yet" in said
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+def test_torch_s_own_conversion_is_what_the_fix_says(tmp_path: Path) -> None:
+    """A real DCP checkpoint: the command in the fix runs, and what it makes is read."""
+    dcp.save({"a.weight": torch.ones(3, 4)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    _, _, said = command("inspect", str(tmp_path / "dcp"))
+    fix = next(line.removeprefix("fix: ") for line in said.splitlines() if line.startswith("fix: "))
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
+    done = subprocess.run(
+        fix,
+        shell=True,
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "a.weight" in done.stdout
