@@ -1,25 +1,34 @@
 # The commands of the house; CI runs these and nothing else. `make` alone lists them.
 # Everything is installed into .venv with the exact versions of constraints.txt; no root is needed.
+# PYTHON=... does the same with that interpreter, in an environment of its own: .venv-3.12.1, say.
 
 SHELL  := /bin/bash
-PYTHON ?= $(firstword $(shell command -v python3.11 python3))
-BIN    := .venv/bin
-READY  := .venv/.ready
+ifdef PYTHON
+VENV   := .venv-$(shell $(PYTHON) -c 'import platform; print(platform.python_version())')
+$(if $(filter-out .venv-,$(VENV)),,$(error PYTHON=$(PYTHON) does not run))
+else
+PYTHON := $(firstword $(shell command -v python3.11 python3))
+VENV   := .venv
+endif
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # Two files of tests at a time: what files share (trained models, servers) is made once for each of the two.
 SPREAD ?= -n 2 --dist loadfile
+# The quick tier needs neither torch nor DeepSpeed, which take gigabytes where there is no build for the CPU alone.
+QUICK  := $(VENV)-quick
 
 # Programs of the environment are found by those that start them: weed, celery, ninja.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full laws chaos fuzz gpu golden bench bench-device bench-store demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test quick quick-all full laws chaos fuzz gpu golden bench bench-device bench-store demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	touch $@
 
@@ -30,6 +39,17 @@ demo: $(READY) ## the main job on this machine: S3 server, service, two jobs, bo
 
 test: $(READY) ## all tests but the long ones
 	@$(PYTEST) $(SPREAD) --durations=20 $(ARGS)
+
+$(QUICK)/.ready: pyproject.toml constraints.txt
+	test -x $(QUICK)/bin/python || $(PYTHON) -m venv $(QUICK)
+	$(QUICK)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quick]'
+	touch $@
+
+quick: $(QUICK)/.ready ## the tests that need no torch, in an environment without it
+	@PATH=$(CURDIR)/$(QUICK)/bin:$$PATH $(QUICK)/bin/python -m pytest $(SPREAD) $$(grep -v '^#' tests/quick.txt) $(ARGS)
+
+quick-all: ## the same under each supported Python that is here, the one of .venv left out
+	@scripts/each_python.sh $(MAKE) --no-print-directory quick
 
 full: $(READY) ## the long tests too
 	@$(PYTEST) --durations=40 -m 'not gpu' $(ARGS)
@@ -87,5 +107,5 @@ ci: ## what CI runs
 	@.ci/run
 
 clean: ## remove what these commands made
-	rm -rf .venv .demo dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* .demo dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client service worker tests deploy scripts bench -name __pycache__ -type d -prune -exec rm -rf {} +

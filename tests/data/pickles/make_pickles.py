@@ -231,6 +231,11 @@ def _torch_stand_ins():
         def __reduce__(self):
             return device, self.args
 
+        def __eq__(self, other):
+            return self.args == other.args
+
+        __hash__ = None
+
     class dtype(object):  # noqa: N801 - torch's name
         def __init__(self, name):
             self.name = name
