@@ -1,27 +1,45 @@
 # The commands of the house; CI runs these and nothing else. `make` alone lists them.
 # Everything is installed into .venv with the exact versions of constraints.txt; no root is needed.
+# PYTHON=... does the same with that interpreter, in an environment of its own: .venv-3.12.1, say.
 
 SHELL  := /bin/bash
-PYTHON ?= $(firstword $(shell command -v python3.11 python3))
-BIN    := .venv/bin
-READY  := .venv/.ready
+ifdef PYTHON
+VENV   := .venv-$(shell $(PYTHON) -c 'import platform; print(platform.python_version())')
+$(if $(filter-out .venv-,$(VENV)),,$(error PYTHON=$(PYTHON) does not run))
+else
+PYTHON := $(firstword $(shell command -v python3.11 python3))
+VENV   := .venv
+endif
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # Two files of tests at a time: what files share (trained models, servers) is made once for each of the two.
 SPREAD ?= -n 2 --dist loadfile
+# The quick tier needs neither torch nor DeepSpeed, which take gigabytes where there is no build for the CPU alone.
+QUICK  := $(VENV)-quick
+COMMA  := ,
 
 # Programs of the environment are found by those that start them: weed, celery, ninja.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test full laws chaos fuzz gpu golden bench bench-device bench-store demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test quick quick-all full laws chaos fuzz gpu golden bench bench-device bench-store demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
+# Makes an environment and installs extras of this project into it: $(call install,DIRECTORY,EXTRAS). What pip does is
+# said in short, because it takes minutes; all that it says is in install.log.
+define install
+@echo "installing into $(1) with $(PYTHON), about two minutes; the whole log is $(1)/install.log"
+@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+@set -o pipefail; $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
+	  -e '.[$(2)]' 2>&1 | tee $(1)/install.log | awk -f scripts/pip_progress.awk || { tail -n 20 $(1)/install.log; exit 1; }
+endef
+
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
-	touch $@
+	$(call install,$(VENV),all$(COMMA)dev)
+	@touch $@
 
 setup: $(READY) ## install everything into .venv (about 2 minutes)
 
@@ -30,6 +48,16 @@ demo: $(READY) ## the main job on this machine: S3 server, service, two jobs, bo
 
 test: $(READY) ## all tests but the long ones
 	@$(PYTEST) $(SPREAD) --durations=20 $(ARGS)
+
+$(QUICK)/.ready: pyproject.toml constraints.txt
+	$(call install,$(QUICK),quick)
+	@touch $@
+
+quick: $(QUICK)/.ready ## the tests that need no torch, in an environment without it
+	@PATH=$(CURDIR)/$(QUICK)/bin:$$PATH $(QUICK)/bin/python -m pytest $(SPREAD) $$(grep -v '^#' tests/quick.txt) $(ARGS)
+
+quick-all: ## the same under each supported Python that is here, the one of .venv left out
+	@scripts/each_python.sh $(MAKE) --no-print-directory quick
 
 full: $(READY) ## the long tests too
 	@$(PYTEST) --durations=40 -m 'not gpu' $(ARGS)
@@ -87,5 +115,5 @@ ci: ## what CI runs
 	@.ci/run
 
 clean: ## remove what these commands made
-	rm -rf .venv .demo dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* .demo dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client service worker tests deploy scripts bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -46,13 +46,28 @@ def _pickles(target: Path) -> Generator[bytes]:
 
 def _globals(target: Path) -> set[Global]:
     """Names in the output's pickles, as Python's own lister finds them."""
-    found: set[Global] = set()
-    for data in _pickles(target):
-        for opcode, argument, _ in pickletools.genops(data):
-            assert opcode.name not in {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}, "we write names as GLOBAL only"
-            if opcode.name == "GLOBAL":
-                module, _, name = str(argument).partition(" ")
-                found.add(Global(module, name))
+    return {name for data in _pickles(target) for name in _named(data)}
+
+
+def _named(data: bytes) -> list[Global]:
+    """Names of a pickle, those within a class (`getattr(Outer, "Inner")`, as protocol 2 spells them) whole."""
+    found: list[Global] = []
+    pushed: list[Global | str | None] = [None]
+    memo: dict[object, Global | str | None] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        assert opcode.name not in {"STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4"}, "we write names as GLOBAL only"
+        if opcode.name == "GLOBAL":
+            found.append(Global(*str(argument).split(" ", 1)))
+            pushed.append(found[-1])
+        elif opcode.name in {"BINPUT", "LONG_BINPUT"}:
+            memo[argument] = pushed[-1]
+        elif opcode.name in {"BINUNICODE", "BINGET", "LONG_BINGET"}:
+            pushed.append(str(argument) if opcode.name == "BINUNICODE" else memo.get(argument))
+        elif opcode.name == "REDUCE" and Global("__builtin__", "getattr") in pushed[-3:-2]:
+            owner, name = pushed[-2:]
+            assert isinstance(owner, Global)
+            pushed[-3:] = [Global(owner.module, f"{owner.name}.{name}")]
+            found = [n for n in found if n not in {owner, Global("__builtin__", "getattr")}] + pushed[-1:]
     return found
 
 

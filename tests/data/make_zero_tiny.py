@@ -1,11 +1,13 @@
-"""Makes ``zero2_tiny`` and ``zero3_tiny``: small real DeepSpeed checkpoints and the truth about them.
+"""Makes ``zero2_tiny``, ``zero3_tiny`` and their kin: small real DeepSpeed checkpoints and the truth about them.
 
-Run ``python tests/data/make_zero_tiny.py [name ...]`` where DeepSpeed is installed.  The same versions make the same
+Run ``python tests/data/make_zero_tiny.py [case[=folder] ...]`` where DeepSpeed is installed.  ``zero2_python3112`` and
+``zero3_python3112`` are the same cases by CPython 3.11.2, whose pickler names members of enums.  The same versions make the same
 bytes, but for the padding of ZeRO-3's last rank, which DeepSpeed leaves as uninitialised memory.
 """
 
 from __future__ import annotations
 
+import platform
 import shutil
 import sys
 import tempfile
@@ -21,8 +23,8 @@ from oracle.launcher import Worlds  # noqa: E402
 WORLD = 2
 _README = """# {name}
 
-A ZeRO-{stage} checkpoint as `engine.save_checkpoint` of DeepSpeed {deepspeed} (torch {torch}, CPU, gloo) wrote it:
-{world} data-parallel ranks, bf16, AdamW, WarmupLR, saved after {steps} steps of the tiny tied language model in
+A ZeRO-{stage} checkpoint as `engine.save_checkpoint` of DeepSpeed {deepspeed} (torch {torch}, CPU, gloo) wrote it
+under CPython {python}: {world} data-parallel ranks, bf16, AdamW, WarmupLR, saved after {steps} steps of the tiny tied language model in
 `tests/oracle/models.py` (tied head, one frozen matrix, one trainable parameter that is never used, an int and a float
 buffer). Made by `tests/data/make_zero_tiny.py`; only DeepSpeed's copies of its recovery scripts were left out.
 
@@ -34,24 +36,25 @@ buffer). Made by `tests/data/make_zero_tiny.py`; only DeepSpeed's copies of its 
 """
 
 
-def make(oracle: Oracle, name: str) -> None:
-    """Trains ``name`` and replaces its folder."""
+def make(oracle: Oracle, case: str, name: str) -> None:
+    """Trains ``case`` and replaces the folder ``name``."""
     target = _HERE / name
     with tempfile.TemporaryDirectory() as scratch:
-        run = oracle.train(CASES[name], Path(scratch), world=WORLD, steps_after=3)
+        run = oracle.train(CASES[case], Path(scratch), world=WORLD, steps_after=3)
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         shutil.copytree(run.tag_dir, target / run.tag)
         shutil.copy(run.dir / "latest", target)
         (target / "expected.safetensors").write_bytes(run.truth.tensors_path.read_bytes())
         shutil.copy(run.truth.meta_path, target / "expected.json")
-        (target / "README.md").write_text(_readme(run))
+        (target / "README.md").write_text(_readme(run, name))
 
 
-def _readme(run: Trained) -> str:
+def _readme(run: Trained, name: str) -> str:
     meta = run.truth.meta
     return _README.format(
-        name=run.case.name,
+        name=name,
+        python=platform.python_version(),
         stage=ds_config(run.case, run.world)["zero_optimization"]["stage"],
         deepspeed=meta["ds_version"],
         torch=meta["torch_version"],
@@ -65,4 +68,5 @@ def _readme(run: Trained) -> str:
 if __name__ == "__main__":
     with Worlds() as worlds:
         for wanted in sys.argv[1:] or ["zero2_tiny", "zero3_tiny"]:
-            make(Oracle(worlds), wanted)
+            case, _, folder = wanted.partition("=")
+            make(Oracle(worlds), case, folder or case)

@@ -46,8 +46,16 @@ class Worlds:
             per_rank = worlds.run("oracle.train:train_and_save", world=2, case=..., save_dir=...)
     """
 
-    def __init__(self, import_paths: tuple[Path, ...] = (), timeout_s: float = 120.0) -> None:
-        """Starts the server; ``import_paths`` are searched for rank functions besides the ``tests`` folder."""
+    def __init__(
+        self, import_paths: tuple[Path, ...] = (), timeout_s: float = 120.0, python: str = sys.executable
+    ) -> None:
+        """Starts the server.
+
+        Args:
+            import_paths: searched for rank functions besides the ``tests`` folder.
+            timeout_s: how long a launch may take unless it says otherwise.
+            python: the interpreter of the server and its ranks.
+        """
         self.timeout_s = timeout_s
         self.launches: list[Launch] = []
         path = os.pathsep.join([str(_TESTS), *map(str, import_paths), os.environ.get("PYTHONPATH", "")])
@@ -60,7 +68,7 @@ class Worlds:
         }
         self._log = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 - closed in close()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "oracle.server"],
+            [python, "-m", "oracle.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -55,6 +55,13 @@ _GETATTR = op.call(
     ),
     COMMAND,
 )
+_STAGE = op.name("deepspeed.runtime.zero.config", "ZeroStageEnum")
+
+
+def _getattr(owner: op.Code, attribute: str) -> op.Code:
+    return op.Code(op.call(op.name("builtins", "getattr"), owner, attribute))
+
+
 _ATTRGETTER = op.call(
     op.Code(
         op.call(
@@ -131,6 +138,15 @@ ENTRIES = (
     _refused(9, "ext2", b"\x83\x01\x00", "pickle.ext_forbidden"),
     _refused(9, "ext4", b"\x84\x01\x00\x00\x00", "pickle.ext_forbidden"),
     _refused(10, "getattr-chain", _GETATTR, runs=True),
+    _value(10, "getattr-of-names", op.call(op.Code(_getattr(_getattr(op.name("torch", "serialization"), "os"), "system")), COMMAND)),
+    _value(10, "getattr-of-an-enum", op.call(op.Code(_getattr(_STAGE, "mro"))), runs=False),
+    _value(10, "getattr-of-no-member", _getattr(_STAGE, "optimizer"), GLOBAL, runs=False),
+    _value(10, "getattr-of-a-method", _getattr(op.ordered({}), "keys"), runs=False),
+    _refused(10, "getattr-dunder", _getattr(_STAGE, "__subclasses__")),
+    _refused(10, "getattr-default", op.call(op.name("builtins", "getattr"), _STAGE, "optimizer", SYSTEM)),
+    _refused(10, "getattr-build", _getattr(_STAGE, "weights") + op.push({"__class__": SYSTEM}) + b"b", BUILD),
+    _refused(10, "getattr-member-called", op.call(op.Code(_getattr(_STAGE, "weights")), COMMAND)),
+    _value(10, "getattr-mentioned", op.push([op.name("builtins", "getattr")]), GLOBAL, runs=False),
     _refused(10, "attrgetter-chain", _ATTRGETTER, runs=True),
     _refused(11, "pkgutil-resolve-name", _RESOLVED, runs=True),
     _value(12, "importlib", op.call(op.name("importlib", "import_module"), "os"), runs=False),

@@ -55,8 +55,11 @@ def check_state(cls: Global, state: Node) -> None:
 
 
 def _is_data(node: Node) -> bool:
-    encoded = isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "_codecs.encode"
-    return encoded or isinstance(node, bytes | str | PBytearray)
+    if isinstance(node, PObject) and isinstance(node.cls, Global):
+        # How protocol 2 spells bytes, and those of an array of no elements.
+        empty = node.cls.dotted in ("__builtin__.bytes", "builtins.bytes") and not node.args.items
+        return empty or node.cls.dotted == "_codecs.encode"
+    return isinstance(node, bytes | str | PBytearray)
 
 
 def _is_dtype(node: Node) -> bool:
@@ -90,5 +93,7 @@ def _itemsize_bytes(dtype: PObject) -> int:
 
 def _data_bytes(node: Node) -> int:
     if isinstance(node, PObject):
-        node = node.args.items[0]  # text of one character per byte, for `_codecs.encode(_, "latin1")`
+        node = (
+            node.args.items[0] if node.args.items else b""
+        )  # text of one character per byte, for `_codecs.encode(_, "latin1")`
     return len(node.data if isinstance(node, PBytearray) else node)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from reshard.errors import SourceError, printable
-from reshard_engine.pickles import arrays
+from reshard_engine.pickles import arrays, stdlib
 from reshard_engine.pickles.nodes import Global, Node, PBytearray, PList, PObject, PTuple
 
 _ENCODINGS = ("latin1", "latin-1", "ascii", "utf-8")
@@ -48,8 +48,8 @@ _CHECKS: dict[str, Callable[[tuple[Node, ...]], bool]] = {
     "numpy.ndarray": _never,
     "numpy.dtype": arrays.is_dtype_call,
     "torch.Size": _one_sequence,
-    "collections.OrderedDict": _one_sequence,
     "datetime.timedelta": _numbers,
+    **stdlib.CHECKS,
     **{f"{b}.{n}": _bytes_like for b in ("builtins", "__builtin__") for n in ("bytes", "bytearray")},
     **{f"{b}.complex": _numbers for b in ("builtins", "__builtin__")},
     **{f"numpy.{c}.multiarray._reconstruct": arrays.is_empty_array_call for c in ("core", "_core")},
@@ -71,13 +71,13 @@ def check_call(func: Global, args: PTuple) -> None:
         raise SourceError("pickle.forbidden_call", f"{printable(func.dotted)} with arguments that no writer gives")
 
 
-def check_instance(cls: Global) -> None:
-    """Refuse to instantiate a listed name that is only ever called.
+def check_instance(cls: Global, args: PTuple) -> None:
+    """Refuse to instantiate a listed name that is only ever called, or an OrderedDict with entries as arguments.
 
     Raises:
         SourceError: `pickle.forbidden_build`.
     """
-    if cls.dotted in _NO_INSTANCES:
+    if cls.dotted in _NO_INSTANCES or (cls.dotted in _CHECKS and args.items):
         raise SourceError(
             "pickle.forbidden_build", f"an instance of {printable(cls.dotted)}, which is only ever called"
         )

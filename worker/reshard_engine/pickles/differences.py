@@ -122,8 +122,15 @@ def same_scalar(a: Node, b: Node) -> bool:
     if isinstance(a, int | float) and isinstance(b, int | float) and isinstance(a, bool) == isinstance(b, bool):
         return a == b or (math.isnan(a) and math.isnan(b))
     if isinstance(a, Global) and isinstance(b, Global):
-        return a == b
+        return _name(a) == _name(b)
     return type(a) is type(b) and (a is None or isinstance(a, str | bytes | bool)) and a == b
+
+
+def _name(name: Global) -> str:
+    """The name, as every numpy spelt it before 2.0."""
+    return (
+        name.dotted.replace("numpy._core.", "numpy.core.", 1) if name.module.startswith("numpy._core.") else name.dotted
+    )
 
 
 def _same_plain(a: Node, b: Node) -> bool:

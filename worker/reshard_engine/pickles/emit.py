@@ -149,12 +149,18 @@ class _Emitter:
                 f"{name.dotted} would be written out, and is not on the allow-list",
                 fix="--opaque keep writes such objects out again, unexecuted; --opaque drop writes None instead",
             )
-        known = self._globals.get(name.dotted)
+        owner, _, attribute = name.name.rpartition(".")
+        key = f"{name.module}\n{name.name}" if owner else name.dotted
+        known = self._globals.get(key)
         if known is not None:
             self._get(known)
             return
-        self._out.append(b"c" + name.module.encode() + b"\n" + name.name.encode() + b"\n")
-        self._globals[name.dotted] = self._put_index()
+        if owner:
+            # Before protocol 4 no unpickler follows dots: Python's pickler writes nested classes so too.
+            self._call(Global("__builtin__", "getattr"), (Global(name.module, owner), attribute))
+        else:
+            self._out.append(b"c" + name.module.encode() + b"\n" + name.name.encode() + b"\n")
+        self._globals[key] = self._put_index()
 
     def tuple_(self, node: PTuple) -> None:
         """A tuple; one that contains itself through a list is fetched from the memo."""

@@ -25,7 +25,7 @@ class PickleMachine:
 
     __slots__ = (
         "_extra_work", "at", "boundary", "cost_bytes", "cost_limit", "data", "end", "in_frame", "ledger", "limits",
-        "marks", "memo", "stack", "storages", "unlisted",
+        "marks", "memo", "names_getattr", "stack", "storages", "unlisted",
     )  # fmt: skip
 
     def __init__(self, data: bytes | memoryview, ledger: OpaqueLedger, limits: PickleLimits) -> None:
@@ -46,6 +46,7 @@ class PickleMachine:
         self.cost_bytes = 0
         self.cost_limit = limits.node_bytes
         self.unlisted: dict[str, Global] = {}
+        self.names_getattr = False
         self.storages: dict[str, tuple[str, int]] = {}
         self._extra_work = 0
 

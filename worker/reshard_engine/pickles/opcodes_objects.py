@@ -6,7 +6,7 @@ Source: CPython 3.11 `Lib/pickletools.py`; torch 2.13.0 `torch/serialization.py`
 from __future__ import annotations
 
 from reshard.errors import SourceError, printable
-from reshard_engine.pickles import calls, rebuild
+from reshard_engine.pickles import attributes, calls, rebuild, stdlib
 from reshard_engine.pickles.machine import MARK, PickleMachine, bad
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PTensor, PTuple
 from reshard_engine.pickles.policy import is_listed
@@ -124,7 +124,9 @@ def op_name(m: PickleMachine, module: object, name: object) -> Global:
         if part.count(".") >= limits.name_dots or not part.isascii() or not all(map(str.isidentifier, part.split("."))):
             raise bad("forbidden_global", f"a name that is {printable(part)!r}")
     found = Global(str(module), str(name))
-    if not is_listed(found):
+    if found.dotted in attributes.GETATTR:
+        m.names_getattr = True
+    elif not is_listed(found):
         m.unlisted[found.dotted] = found
         if len(m.unlisted) > limits.foreign_names:
             raise bad("too_much_work", f"more than {limits.foreign_names} names that are not on the allow-list")
@@ -157,15 +159,28 @@ def op_checked_class(m: PickleMachine, cls: Node, code: str) -> None:
 def op_reduce(m: PickleMachine) -> None:
     """REDUCE."""
     args, func = m.pop(), m.pop()
+    if isinstance(func, Global) and func.dotted in attributes.GETATTR and isinstance(args, PTuple):
+        m.push(op_attribute(m, func, args), 128)
+        return
     op_checked_class(m, func, "forbidden_call")
     if not isinstance(args, PTuple):
         raise bad("type_confusion", "REDUCE with arguments that are no tuple")
     m.work(len(args.items))
     result = rebuild.apply(func, args, m.limits)
-    if isinstance(result, PSet):
-        m.work(len(result.items))
-        m.charge(8 * len(result.items))
+    if type(result) is not PTensor and (steps := stdlib.steps_of(result)):
+        m.work(steps)
+        m.charge(8 * steps)
     m.push(result, 64)
+
+
+def op_attribute(m: PickleMachine, func: Global, args: PTuple) -> Node:
+    """REDUCE of `getattr`: an enum's member, a name within a named class, or an opaque object by policy."""
+    owner, name = attributes.checked_arguments(args)
+    if isinstance(owner, Global):
+        return attributes.member(owner, name) or op_name(m, owner.module, f"{owner.name}.{name}")
+    # Bound methods are written so.
+    op_checked_class(m, func, "forbidden_call")
+    return PObject("reduce", func, args, depth=args.depth + 1)
 
 
 def op_newobj(m: PickleMachine) -> None:
@@ -188,7 +203,7 @@ def op_object(m: PickleMachine, how: str, cls: Node, args: Node, kwargs: Node) -
     if not isinstance(args, PTuple):
         raise bad("type_confusion", f"{how} with arguments that are no tuple")
     if isinstance(cls, Global):
-        calls.check_instance(cls)
+        calls.check_instance(cls, args)
     m.push(PObject(how, cls, args, kwargs, depth=m.depth([args, kwargs])), 128)
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import struct
 
 from reshard.errors import printable
+from reshard_engine.pickles import attributes
 from reshard_engine.pickles.machine import MARK, PickleMachine, bad
-from reshard_engine.pickles.nodes import Node
+from reshard_engine.pickles.nodes import Global, Node
 
 _U32 = struct.Struct("<I")
 _I32 = struct.Struct("<i")
@@ -24,6 +25,8 @@ def op_stop(m: PickleMachine) -> tuple[Node, int]:
     if m.stack:
         raise bad("malformed", f"{len(m.stack)} values left on the stack at STOP")
     # Calls were met, with their own codes, when they happened; this is for names that are only mentioned.
+    if m.names_getattr and attributes.is_mentioned(value):
+        m.unlisted["getattr"] = Global("builtins", "getattr")
     for name in m.unlisted.values():
         m.ledger.meet(name, code="pickle.forbidden_global")
     return value, m.at

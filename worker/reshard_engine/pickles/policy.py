@@ -6,7 +6,8 @@ nothing that acts beyond building the value. Re-emission is a threat of its own:
 written out unchanged carries the source's names into our output.
 
 Source: names seen in checkpoints written by deepspeed 0.19.8, Megatron-DeepSpeed (July 2025),
-torch 2.13.0, numpy 2.4 and their older spellings (`numpy.core` before numpy 2).
+torch 2.13.0, numpy 2.4 and their older spellings (`numpy.core` before numpy 2); plain values of CPython's
+standard library as 3.8 to 3.13 write them (`tests/data/pickles`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from reshard.errors import SourceError, printable
 from reshard.models import OpaquePolicy
 from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
 from reshard_engine.pickles.nodes import Global
+from reshard_engine.pickles.stdlib import FACTORIES, PATHS
 
 _CALLABLE = frozenset(
     {
@@ -57,21 +59,34 @@ _CALLABLE = frozenset(
         "__builtin__.complex",
         "builtins.complex",
         "datetime.timedelta",
+        "datetime.date",
+        "datetime.time",
+        "datetime.datetime",
+        "datetime.timezone",
+        "collections.Counter",
+        "collections.deque",
+        "types.SimpleNamespace",
+        *PATHS,
     }
 )
 _PLAIN = frozenset(
     {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.float8_e4m3fn", "torch.storage.UntypedStorage"}
+    # What a defaultdict makes of a missing key.
+    | {f"{b}.{name}" for b in ("builtins", "__builtin__") for name in FACTORIES}
     | {f"torch.{name}" for name in BY_STORAGE_CLASS}
     | {f"torch.{name}" for name in BY_NAME}
 )
 # Enumerations of Megatron: pure values, rebuilt by calling the class with an integer or a string.
-_ENUMS = re.compile(r"megatron\.(?:core\.)?(?:model\.|transformer\.)?enums\.[A-Z][A-Za-z]{0,63}")
+_ENUMS = re.compile(r"megatron\.(?:core\.)?(?:model\.|transformer\.)?enums\.[A-Z][A-Za-z0-9]{0,63}")
 
 
 def is_listed(name: Global) -> bool:
     """Whether the name is on the allow-list."""
     dotted = name.dotted
-    return dotted in _CALLABLE or dotted in _PLAIN or _ENUMS.fullmatch(dotted) is not None
+    if dotted not in _CALLABLE and dotted not in _PLAIN and _ENUMS.fullmatch(dotted) is None:
+        return False
+    # Nothing on the list is nested in a class, and before protocol 4 no unpickler follows dots.
+    return "." not in name.name
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
-from reshard_engine.pickles import arrays, calls
+from reshard_engine.pickles import arrays, calls, stdlib
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
 
@@ -133,7 +133,7 @@ def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
     if name in ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"):
         return _set(items, frozen=name.endswith("frozenset"))
     calls.check_call(func, args)
-    return PObject("reduce", func, args, depth=args.depth + 1)
+    return stdlib.normal_form(func, args) or PObject("reduce", func, args, depth=args.depth + 1)
 
 
 def _rebuilt(name: str, items: tuple[Node, ...], limits: PickleLimits) -> PTensor | None:
