@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_an_extra_declares_what_its_code_imports(extra: str) -> None:
 @pytest.fixture(scope="module", params=["service", "worker"])
 def installed(
     request: pytest.FixtureRequest, wheel: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
+) -> Generator[tuple[str, Path]]:
     """An extra, and the `bin` folder of an environment that has it alone."""
     directory = tmp_path_factory.mktemp(request.param)
     subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
@@ -79,7 +80,9 @@ def installed(
     what = f"reshard[{request.param}] @ {wheel.as_uri()}"
     done = subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), what], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return request.param, directory / "bin"
+    yield request.param, directory / "bin"
+    # With torch a gigabyte, which pytest would keep for three runs.
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.mark.full

@@ -45,10 +45,13 @@ class Image:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path]:
     if os.geteuid() != 0 or not scratch_root.can_mount():
         pytest.skip("needs root, and mounts in a namespace")
-    return tmp_path_factory.mktemp("roots")
+    directory = tmp_path_factory.mktemp("roots")
+    yield directory
+    # Gigabytes, which pytest would keep for three runs.
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(params=["cpu", "gpu"])

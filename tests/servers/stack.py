@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import psycopg
 
 from reshard.client import Client
 from servers.process import ServerProcess, free_port, running
@@ -119,7 +120,9 @@ def runners_of(pid: int) -> list[psutil.Process]:
 
 
 def pause(processes: Iterable[psutil.Process], *, database_url: str) -> None:
-    """SIGSTOP, but not inside a transaction: a sleeper that holds SQLite's one write lock stops everybody."""
+    """SIGSTOP, but not inside a transaction: a sleeper that holds SQLite's one write lock, or the row of its job in
+    PostgreSQL, stops everybody.
+    """
     for _ in range(100):
         for process in processes:
             process.send_signal(signal.SIGSTOP)
@@ -133,7 +136,7 @@ def pause(processes: Iterable[psutil.Process], *, database_url: str) -> None:
 def _is_writable(database_url: str) -> bool:
     scheme, _, path = database_url.partition(":///")
     if not scheme.startswith("sqlite"):
-        return True
+        return _no_row_is_locked(database_url)
     connection = sqlite3.connect(path, timeout=0.3, isolation_level=None)
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -142,6 +145,15 @@ def _is_writable(database_url: str) -> bool:
         return False
     finally:
         connection.close()
+    return True
+
+
+def _no_row_is_locked(database_url: str) -> bool:
+    with psycopg.connect(database_url, autocommit=True) as connection:
+        try:
+            connection.execute("SELECT id FROM jobs FOR UPDATE NOWAIT")
+        except psycopg.errors.LockNotAvailable:
+            return False
     return True
 
 
