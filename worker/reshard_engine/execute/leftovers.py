@@ -65,10 +65,12 @@ class Leftovers:
         Raises:
             RequestError: `request.target_exists`, `request.target_busy`.
         """
+        # Listed first: what another attempt at this plan writes after its claim must not look like someone else's.
+        there = self._store.list_tree(self._target)
         rival = self._control.claimed_by()
         if rival is not None and rival.plan != digest:
             raise self._control.busy(rival.plan)
-        if rival is None and (there := self._store.list_tree(self._target)):
+        if rival is None and there:
             heads = {i.path.removeprefix(self._target + "/").partition("/")[0] for i in there}
             raise target_exists(f"{self._store.scheme}://{self._target}", heads)
 
