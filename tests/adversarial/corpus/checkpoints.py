@@ -15,7 +15,6 @@ from adversarial.corpus.pickle_code import CALL, COMMAND, SYSTEM
 
 _LATEST, _INCOMPLETE, _AMBIGUOUS = "checkpoint.bad_latest", "checkpoint.incomplete", "checkpoint.ambiguous"
 _MIXED, _COVERAGE, _MALFORMED = "checkpoint.mixed", "checkpoint.coverage", "checkpoint.malformed"
-_KIND = "source.unknown_kind"
 
 
 def _latest(name: str, text: bytes, expected: str = _LATEST, *, why: str = "") -> Entry:
@@ -258,7 +257,7 @@ ENTRIES = (
     Entry(114, "universal-atom-missing", _INCOMPLETE, _universal(lambda files: files.pop("zero/w/fp32.pt"))),
     Entry(114, "universal-optimizer-missing", _INCOMPLETE, _universal(lambda files: files.pop("zero/optimizer_state.pt"))),
     *(
-        Entry(115, f"dcp-{label}", _KIND, _dcp(data), why="no reader of DCP checkpoints recognises it yet, and nothing of it is parsed")
+        Entry(115, f"dcp-{label}", "source.unsupported", _dcp(data), why="recognised by names; nothing of it is parsed")
         for label, data in {
             "metadata-that-calls": b"\x80\x02cos\nsystem\n" + op.push(("touch reshard-canary",)) + b"R.",
             "chunk-past-global": op.stream({"state_dict_metadata": {"w": {"chunks": [{"offsets": (1 << 60,), "sizes": (4,)}]}}}),

@@ -19,6 +19,8 @@ _OF_USER, _OF_GROUP = 0, 1
 _QUOTA_BLOCK_BYTES = 1024
 _BLOCK_BYTES = 4096
 _RECORD_BYTES = 512
+# Looked up once, at import: nothing is loaded into a process that has begun to read a checkpoint.
+_SYSCALL = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
 _PER_RECORD_BYTES = 4 << 20
 
 
@@ -56,8 +58,7 @@ def room_at(path: str) -> Room | None:
 
 def _quota_bytes(place: str) -> list[int]:
     """What the quotas of the user and the group leave; nothing where there are none, or the system does not say."""
-    library = ctypes.CDLL(None, use_errno=True)
-    if os.uname().sysname != "Linux" or not hasattr(library, "syscall"):
+    if os.uname().sysname != "Linux" or _SYSCALL is None:
         return []
     found: list[int] = []
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -65,7 +66,7 @@ def _quota_bytes(place: str) -> list[int]:
         for kind, number in ((_OF_USER, os.geteuid()), (_OF_GROUP, os.getegid())):
             quota = _Quota()
             command = ctypes.c_uint32((_GET_QUOTA << 8) | kind)
-            if library.syscall(_QUOTACTL_FD, descriptor, command, number, ctypes.byref(quota)) == 0 and quota.hard:
+            if _SYSCALL(_QUOTACTL_FD, descriptor, command, number, ctypes.byref(quota)) == 0 and quota.hard:
                 found.append(quota.hard * _QUOTA_BLOCK_BYTES - quota.used_bytes)
     finally:
         os.close(descriptor)

@@ -47,7 +47,9 @@ _MEGATRON = (
 
 def _dcp(url: str) -> str:
     place = shlex.quote(url)
+    # torch unpickles `.metadata`: what a stranger put there would run.
     return (
+        "if you trust whoever wrote it: "
         f"mkdir weights && python -m torch.distributed.checkpoint.format_utils dcp_to_torch {place} "
         "weights/pytorch_model.bin && reshard inspect weights"
     )
