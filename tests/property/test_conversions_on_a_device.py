@@ -13,7 +13,7 @@ import torch
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine import conversion
-from reshard_engine.execute import agreement, executor, passing
+from reshard_engine.execute import agreement, executor, second_gathering
 from reshard_engine.execute.cast import CastKernel, NumpyCast
 from reshard_engine.execute.device import lanes
 from reshard_engine.execute.device.kernel import DeviceCast
@@ -28,7 +28,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Makes a kernel that of every conversion from now on."""
 
     def choose(kernel: CastKernel) -> None:
-        for module in (conversion, executor, passing, agreement):
+        for module in (conversion, executor, second_gathering, agreement):
             monkeypatch.setattr(module, "default_kernel", lambda: kernel)
 
     return choose
