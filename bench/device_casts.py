@@ -32,10 +32,10 @@ from cases import RESHARD, environment, sized
 from checkpoints import write_zero_checkpoint
 from measure import measure
 
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.cast import CastKernel, NumpyCast
 from reshard_engine.execute.device.kernel import DeviceCast
 from reshard_engine.execute.rows import Kind, Rows
+from reshard_engine.tensors.dtypes import BY_NAME
 
 PAIRS = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))
 BATCH_MIB = (1, 4, 16)

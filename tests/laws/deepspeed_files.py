@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from laws.torch_values import tensor_of, torch_value
-from reshard_engine.dtypes import BY_NAME
+from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState
 
 Stage = Literal[0, 1, 2, 3, "bf16"]

@@ -14,7 +14,7 @@ from safetensors.torch import load
 
 from laws.torch_values import bits_of, cast, load as torch_load, tensor_of, tree_of
 from reshard.models import ConvertRequest, TargetFormat
-from reshard_engine.dtypes import SHORT_NAMES
+from reshard_engine.tensors.dtypes import SHORT_NAMES
 from reshard_engine.testing.formats import Content, Saved
 from reshard_engine.testing.logical import MASTER, Bits, LogicalState, Tree
 

@@ -14,7 +14,7 @@ from laws.torch_values import bits_of, tree_of
 from oracle.cases import CASES, Case, ds_config
 from oracle.fixtures import TrainedFactory
 from oracle.truth import RawTensor, Truth
-from reshard_engine.dtypes import BY_SAFETENSORS
+from reshard_engine.tensors.dtypes import BY_SAFETENSORS
 from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState
 
 DATA = Path(__file__).parent.parent / "data"

@@ -28,10 +28,10 @@ from laws.profiles import laws_profile, laws_seed
 from laws.torch_values import Fragment, load, tree_of
 from reshard.diffs import DiffOptions
 from reshard.models import ConvertRequest, NativeLayout, SourceSpec, TargetFormat
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.local import LocalEngine
 from reshard_engine.storage.locations import serving
+from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.testing.formats import Case
 from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState, tree_difference
 from reshard_engine.testing.memory_store import MemoryStore

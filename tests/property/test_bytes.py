@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.crc import combine
 from reshard_engine.execute.gather import ChunkFiller
@@ -20,6 +19,7 @@ from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
+from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.writers.registry import writer_of
 
 DATA = Path(__file__).parent.parent / "data"

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from house.casts import BITS, PAIRS, by_the_rule, elements, hold, special, weights
 from reshard.errors import IntegrityError
-from reshard_engine.dtypes import BY_NAME, Dtype
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.device import lanes
 from reshard_engine.execute.device.cost import CostModel, Line, Pair
@@ -24,6 +23,7 @@ from reshard_engine.execute.device.lanes import LANE_FACTOR, Station
 from reshard_engine.execute.device.program import Outcome, run
 from reshard_engine.execute.device.sums import ROW_BYTES, padded_bytes, position_sum
 from reshard_engine.execute.rows import Kind, Rows
+from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
 FP32, BF16, FP16 = BY_NAME["float32"], BY_NAME["bfloat16"], BY_NAME["float16"]
 

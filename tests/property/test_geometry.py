@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from reshard.errors import ReshardError
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.readers.deepspeed.flat_groups import Partition, add_flat_group
 from reshard_engine.readers.deepspeed.naming import assign_names
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
-from reshard_engine.shardmap import ShardMap, ShardMapBuilder, is_packed, packed_stride
+from reshard_engine.tensors.dtypes import BY_NAME
+from reshard_engine.tensors.shard_map import ShardMap, ShardMapBuilder, is_packed, packed_stride
 
 FLOAT = BY_NAME["float32"]
 shapes = st.lists(st.integers(1, 7), min_size=0, max_size=3).map(tuple)

@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from reshard_engine.cuts import Cut, CutError, joined, local_grid, parts, taken, whole_shape
 from reshard_engine.deepspeed_names import round_robin_order
-from reshard_engine.layout import ZEROS
-from reshard_engine.views import Box, View, composed
+from reshard_engine.tensors.cuts import Cut, CutError, joined, local_grid, parts, taken, whole_shape
+from reshard_engine.tensors.layout import ZEROS
+from reshard_engine.tensors.views import Box, View, composed
 from reshard_engine.writers.zero.partitions import (
     Run,
     alignment_elems,

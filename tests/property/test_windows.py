@@ -15,15 +15,15 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.checksums import crc32
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.digests import BLOCK_BYTES
-from reshard_engine.dtypes import BY_NAME, FLOAT32
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.gather import STRAIGHT_BYTES, ChunkFiller
 from reshard_engine.execute.rows import INDEXED_BYTES, copy_rows
 from reshard_engine.execute.windows import steps_of
-from reshard_engine.layout import Body, FileTemplate, TargetFile
 from reshard_engine.plan.model import Chunk, Unit
-from reshard_engine.shardmap import ShardMapBuilder
 from reshard_engine.storage.local import LocalStore, kept_open
+from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
+from reshard_engine.tensors.layout import Body, FileTemplate, TargetFile
+from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
 def _file(header: int, elems: int, begin: int) -> TargetFile:

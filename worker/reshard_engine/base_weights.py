@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.shardmap import ShardMap
+from reshard_engine.tensors.shard_map import ShardMap
 
 
 def with_files_of(checkpoint: Checkpoint, base: Checkpoint) -> tuple[Checkpoint, list[Parameter], Mapping[str, str]]:

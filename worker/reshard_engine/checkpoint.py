@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models import NotCarried
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.cuts import Cut
-from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
 from reshard_engine.pickles.state_dict import KeyPath, name_of
-from reshard_engine.shardmap import ShardMap
+from reshard_engine.tensors.cuts import Cut
+from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.shard_map import ShardMap
 
 RNG_KEYS = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
 """Entries of model states that hold random states: Megatron's, and the names of its members."""

@@ -32,7 +32,6 @@ from reshard_engine.execute.offload import CopyingSink, Offloader
 from reshard_engine.execute.receipt import build_manifest, casts_of, with_pins
 from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
 from reshard_engine.execute.source_check import check_source
-from reshard_engine.layout import TargetLayout
 from reshard_engine.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
@@ -42,6 +41,7 @@ from reshard_engine.requested import requested_checkpoint
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name
 from reshard_engine.storage.urls import is_within, scheme_of
+from reshard_engine.tensors.layout import TargetLayout
 from reshard_engine.verification import verify_target
 from reshard_engine.writers.registry import writer_of
 

@@ -12,8 +12,8 @@ from reshard.errors import RequestError, printable
 from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.readers.deepspeed.files import rank_of
-from reshard_engine.shardmap import ShardMap
-from reshard_engine.views import Box, View
+from reshard_engine.tensors.shard_map import ShardMap
+from reshard_engine.tensors.views import Box, View
 
 MAX_REGIONS = 4_096
 """Of one tensor; more are counted, not listed."""

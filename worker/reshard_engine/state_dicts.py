@@ -13,7 +13,6 @@ from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest, OpaquePolicy, ReplicaPolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.conversion import REMOTE_THREADS
-from reshard_engine.dtypes import SHORT_NAMES
 from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather import ChunkFiller
@@ -23,6 +22,7 @@ from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.requested import refuse_unexplained
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
+from reshard_engine.tensors.dtypes import SHORT_NAMES
 from reshard_engine.writers.consolidated import Weight, weights_of
 
 _BLOCK_BYTES = 16 << 20

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from reshard.errors import SourceError
-from reshard_engine.dtypes import BY_NAME, FLOAT32
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.execute.means import mean_of
 from reshard_engine.readers.deepspeed.parallel import Joiner
 from reshard_engine.rules.cut_rules import AVERAGED, CutRules
 from reshard_engine.rules.layers import RuleLayers
-from reshard_engine.shardmap import ShardMap, ShardMapBuilder
-from reshard_engine.views import Box, View
+from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
+from reshard_engine.tensors.shard_map import ShardMap, ShardMapBuilder
+from reshard_engine.tensors.views import Box, View
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 KERNEL = NumpyCast()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from reshard_engine.cuts import Cut
 from reshard_engine.rules.cut_rules import COLUMN, HEADS, REPLICATED, ROW, TWO_SECTIONS, VOCABULARY, CutRules
 from reshard_engine.rules.layers import RuleLayers
+from reshard_engine.tensors.cuts import Cut
 
 OWN = {
     REPLICATED: [r"norm\."],

@@ -17,8 +17,8 @@ from reshard_engine.containers.source_file import SourceFile, Window
 from reshard_engine.containers.zip_format import U32_MAX
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.containers.zip_reader import ZipDirectory, read_zip_directory
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.storage.local import LocalStore
+from reshard_engine.tensors.dtypes import BY_NAME
 
 
 class FarStore(LocalStore):

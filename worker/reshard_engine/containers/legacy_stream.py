@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.source_file import Window
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.vm import parse_pickle
+from reshard_engine.tensors.dtypes import BY_NAME
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

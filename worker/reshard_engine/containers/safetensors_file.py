@@ -16,7 +16,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.containers.bounded_json import parse_json
 from reshard_engine.containers.safetensors_layout import MAX_HEADER_BYTES, METADATA_KEY
 from reshard_engine.containers.source_file import SourceFile, Window
-from reshard_engine.dtypes import BY_SAFETENSORS, Dtype
+from reshard_engine.tensors.dtypes import BY_SAFETENSORS, Dtype
 
 MAX_DIMS = 64
 _LENGTH_BYTES = 8

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import SourceError
-from reshard_engine.dtypes import Dtype
-from reshard_engine.layout import Body, FileTemplate, require_distinct
+from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.layout import Body, FileTemplate, require_distinct
 
 MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"

@@ -13,10 +13,10 @@ from reshard_engine.containers.shared_pickles import SharedPickles
 from reshard_engine.containers.source_file import SourceFile, Window
 from reshard_engine.containers.zip_format import ZipEntry
 from reshard_engine.containers.zip_reader import ZipDirectory, read_record, read_zip_directory
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.limits import PickleLimits, configured_limits
 from reshard_engine.pickles.nodes import Node, PStorage, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.tensors.dtypes import BY_NAME
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _SMALL_RECORD_BYTES = 16

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard_engine.checksums import crc32
-from reshard_engine.dtypes import Dtype
-from reshard_engine.layout import Body, FileTemplate
+from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.layout import Body, FileTemplate
 
 _FLAGS = 0x0808
 _EMPTY_FLAGS = 0x0800  # miniz writes no descriptor behind an empty record
@@ -31,7 +31,7 @@ class StorageRecord:
 
     key: str
     runs: tuple[tuple[int, int, int, Dtype], ...]
-    """(slot, begin, end, dtype) as in `layout.Body`."""
+    """(slot, begin, end, dtype) as in `tensors.layout.Body`."""
     data: bytes | None = None
     """The bytes, where they are known; then there are no runs."""
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, Scalar
-from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.differences import same_scalar, text_of
-from reshard_engine.shardmap import StoredTensor
+from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.shard_map import StoredTensor
 
 MASTER = "fp32"
 _CASTS_FROM = ("float64", "float32", "float16", "bfloat16")

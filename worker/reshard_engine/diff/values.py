@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.dtypes import Dtype
+from reshard_engine.tensors.dtypes import Dtype
 
 Bytes = npt.NDArray[np.uint8]
 _WIDE = {"float64": np.float64, "float32": np.float32, "float16": np.float16}

@@ -10,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from reshard.errors import RequestError, SourceError
-from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.losses import special
 from reshard_engine.execute.rows import Buffer, Kind, Rows, copy_rows, starts_of
 from reshard_engine.execute.tiles import (
@@ -23,6 +22,7 @@ from reshard_engine.execute.tiles import (
     widen_bfloat16,
     widen_float16,
 )
+from reshard_engine.tensors.dtypes import Dtype
 
 CAST_BYTES = 32 << 10
 """Mean length from which stretches are cast one by one: shorter ones cost more as calls than as copies."""

@@ -32,10 +32,10 @@ from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.rows import Buffer
 from reshard_engine.execute.sink import StreamSink, WholeSink
 from reshard_engine.execute.windows import CACHED_BYTES, steps_of
-from reshard_engine.layout import TargetLayout
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import Chunk, Plan, Unit
 from reshard_engine.storage.local import kept_open
+from reshard_engine.tensors.layout import TargetLayout
 
 _PROGRESS_PERIOD_S = 0.2
 

@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.dtypes import FLOAT32, Dtype
 from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.losses import Losses
 from reshard_engine.execute.means import mean_of
@@ -19,9 +18,10 @@ from reshard_engine.execute.merges import ROW_BLOCK_ELEMS, merged_rows, replace_
 from reshard_engine.execute.rows import Buffer, Column, Kind
 from reshard_engine.execute.stretches import Mover, Stretches
 from reshard_engine.execute.strided import STRIDED_ELEMS, read_strided
-from reshard_engine.layout import ZEROS, Body, TargetFile
-from reshard_engine.merge_rules import Merge, NewRows, Shift
-from reshard_engine.shardmap import Piece
+from reshard_engine.tensors.dtypes import FLOAT32, Dtype
+from reshard_engine.tensors.layout import ZEROS, Body, TargetFile
+from reshard_engine.tensors.merge_rules import Merge, NewRows, Shift
+from reshard_engine.tensors.shard_map import Piece
 
 STRAIGHT_BYTES = 128 << 10
 """Of elements in one piece that are worth a read of their own: shorter ones are read together with their neighbours."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.rows import Buffer
+from reshard_engine.tensors.dtypes import Dtype
 
 _BITS = {8: np.uint64, 4: np.uint32, 2: np.uint16}
 _INFINITY = {"float64": 0x7FF << 52, "float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.dtypes import FLOAT32, Dtype
 from reshard_engine.execute.cast import CastKernel
+from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 
 Buffer = npt.NDArray[np.uint8]
 

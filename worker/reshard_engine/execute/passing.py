@@ -11,8 +11,8 @@ from reshard_engine.digests import BLOCK_BYTES, BlockRun, block_digest, blocks_b
 from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.execute.rows import Buffer
-from reshard_engine.layout import ZEROS, Body, TargetFile
 from reshard_engine.plan.model import Chunk
+from reshard_engine.tensors.layout import ZEROS, Body, TargetFile
 
 
 class PassingDigests:

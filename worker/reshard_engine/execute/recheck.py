@@ -20,11 +20,11 @@ from reshard_engine.containers.source_file import SourceFile, Window
 from reshard_engine.containers.zip_reader import read_zip_directory
 from reshard_engine.execute.crc import combine
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.layout import TargetFile
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, Store
+from reshard_engine.tensors.layout import TargetFile
 
 _THREADS = 32
 LISTED_FROM = 16

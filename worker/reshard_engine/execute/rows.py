@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.dtypes import Dtype
+from reshard_engine.tensors.dtypes import Dtype
 
 INDEXED_BYTES = 2 << 10
 """Mean length below which stretches are moved by index: a copy of its own costs about as much as this many bytes."""

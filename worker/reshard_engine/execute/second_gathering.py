@@ -20,11 +20,11 @@ from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.windows import CACHED_BYTES, steps_of
-from reshard_engine.layout import ZEROS, TargetFile
 from reshard_engine.manifest import Manifest, ManifestTensor
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import Chunk, Unit
 from reshard_engine.storage.local import kept_open
+from reshard_engine.tensors.layout import ZEROS, TargetFile
 
 
 class SecondGathering:

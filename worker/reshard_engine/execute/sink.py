@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.layout import Pointer
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
+from reshard_engine.tensors.layout import Pointer
 
 
 class Sink(Protocol):

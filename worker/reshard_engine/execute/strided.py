@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.plan.budget import READ_BATCH_BYTES
-from reshard_engine.shardmap import Strides
+from reshard_engine.tensors.shard_map import Strides
 
 STRIDED_ELEMS = READ_BATCH_BYTES // 4
 """Elements of a strided tensor that are put together at once."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from reshard_engine.digests import BLOCK_BYTES
 from reshard_engine.execute.gather import Part
-from reshard_engine.layout import FileTemplate, TargetFile
 from reshard_engine.plan.model import Unit
+from reshard_engine.tensors.layout import FileTemplate, TargetFile
 
 CACHED_BYTES = 2 << 20
 """Of a window: about what a core's own cache holds. Shorter ones make threads hand Python's lock over more often: a

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.errors import SourceError
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -29,6 +28,7 @@ from reshard_engine.pickles.nodes import (
     kind_of,
 )
 from reshard_engine.pickles.policy import is_listed
+from reshard_engine.tensors.dtypes import BY_NAME
 
 _BATCH = 1_000
 _UINT, _FLOAT = struct.Struct("<I"), struct.Struct(">d")

@@ -148,7 +148,7 @@ class PRuns:
     dtype: str
     shape: tuple[int, ...]
     runs: tuple[tuple[int, int, int], ...]
-    """(tensor of the shard map or `layout.ZEROS`, first element, last element + 1), in row-major order."""
+    """(tensor of the shard map or `tensors.layout.ZEROS`, first element, last element + 1), in row-major order."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from reshard.errors import SourceError, printable
 from reshard.models import OpaquePolicy
-from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
 from reshard_engine.pickles.nodes import Global
 from reshard_engine.pickles.stdlib import FACTORIES, PATHS
+from reshard_engine.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS
 
 _CALLABLE = frozenset(
     {

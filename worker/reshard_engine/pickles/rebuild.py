@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.errors import SourceError, printable
-from reshard_engine.dtypes import BY_NAME, BY_STORAGE_CLASS
 from reshard_engine.pickles import arrays, calls, stdlib
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
+from reshard_engine.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS
 
 MAX_ELEMS = 1 << 62
 _ATTRIBUTES, _ATTRIBUTE_CHARS = 8, 64

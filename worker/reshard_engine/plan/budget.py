@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from reshard.errors import RequestError
 from reshard_engine.digests import BLOCK_BYTES
-from reshard_engine.layout import FileTemplate, TargetFile
-from reshard_engine.shardmap import ShardMap
+from reshard_engine.tensors.layout import FileTemplate, TargetFile
+from reshard_engine.tensors.shard_map import ShardMap
 
 READ_BATCH_BYTES = 16 << 20
 """Largest run of source bytes read at once beside the chunk that it fills."""

@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.layout import ZEROS, Body, TargetFile
 from reshard_engine.plan.model import Chunk, Offload, RecordSum, Unit
+from reshard_engine.tensors.layout import ZEROS, Body, TargetFile
 
 MAX_CUTS = 9_900
 MAX_BODIES = 500_000

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, OverflowPolicy
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.layout import ZEROS, TargetFile, TargetLayout
 from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
 from reshard_engine.plan.offload import Cuts, plan_offloads
+from reshard_engine.tensors.layout import ZEROS, TargetFile, TargetLayout
 
 MAX_PARTS = 9_000
 MAX_FILES_PER_UNIT = 256

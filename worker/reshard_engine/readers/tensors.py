@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import PTensor
-from reshard_engine.shardmap import ShardMapBuilder
+from reshard_engine.tensors.dtypes import BY_NAME
+from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
 def add_whole_tensor(

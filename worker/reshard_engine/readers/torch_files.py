@@ -10,15 +10,15 @@ from reshard_engine.checkpoint import FILE_STATE, Checkpoint
 from reshard_engine.containers.shared_pickles import SharedPickles
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
-from reshard_engine.dtypes import UINT8
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.tensors import add_whole_tensor, place_of
-from reshard_engine.shardmap import ShardMapBuilder
 from reshard_engine.storage.locations import Location
+from reshard_engine.tensors.dtypes import UINT8
+from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 _LEGACY_HEAD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The pickle of torch's magic number. Source: torch 2.13.0 `serialization.py` (`MAGIC_NUMBER`)."""

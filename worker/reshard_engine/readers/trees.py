@@ -9,7 +9,7 @@ from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.readers.tensors import add_whole_tensor
-from reshard_engine.shardmap import ShardMapBuilder
+from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
 class TreeTensors:

@@ -14,7 +14,7 @@ from typing import Any
 from reshard.errors import SourceError, printable
 from reshard_engine.rules.facts import as_items, as_lengths, as_mapping
 from reshard_engine.rules.patterns import Patterns
-from reshard_engine.views import MAX_BOXES, Box, View
+from reshard_engine.tensors.views import MAX_BOXES, Box, View
 
 FORMAT_VERSION = 1
 

@@ -15,9 +15,9 @@ from math import gcd, prod
 from typing import Any
 
 from reshard.errors import SourceError, printable
-from reshard_engine.cuts import Cut, CutError
 from reshard_engine.rules.facts import as_count, as_items, as_lengths, as_mapping, as_number, as_texts
 from reshard_engine.rules.patterns import MAX_PATTERNS, Patterns
+from reshard_engine.tensors.cuts import Cut, CutError
 
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from reshard_engine.checkpoint import Parameter
-from reshard_engine.cuts import Cut
 from reshard_engine.deepspeed_names import TIED
 from reshard_engine.rules.cut_rules import (
     AVERAGED,
@@ -29,6 +28,7 @@ from reshard_engine.rules.cut_rules import (
     VERSION,
     VOCABULARY,
 )
+from reshard_engine.tensors.cuts import Cut
 
 
 def info_of(parameters: Iterable[Parameter], *, vocab_rows: int | None) -> dict[str, Any]:

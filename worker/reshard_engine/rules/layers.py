@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reshard_engine.cuts import Cut
 from reshard_engine.rules.cut_rules import CutRules
+from reshard_engine.tensors.cuts import Cut
 
 
 class RuleLayers:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from reshard_engine.dtypes import BY_NAME
+from reshard_engine.tensors.dtypes import BY_NAME
 
 Tree: TypeAlias = Any
 """None, bool, int, float, str, bytes, `Bits`, `Instance`, and lists, tuples, sets and dicts of them."""

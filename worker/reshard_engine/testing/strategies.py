@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from reshard_engine.dtypes import BY_NAME
+from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState, Tree
 
 _T = TypeVar("_T")

@@ -6,8 +6,8 @@ Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`: the
 
 from __future__ import annotations
 
-from reshard_engine.cuts import Cut
 from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PTuple, mapping_of
+from reshard_engine.tensors.cuts import Cut
 
 
 def cut_keys(cut: Cut | None, name: str) -> dict[str | int, Node]:

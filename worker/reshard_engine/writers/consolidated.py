@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NotCarried, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
-from reshard_engine.layout import FileTemplate, TargetFile, TargetLayout, literal_template, require_distinct
 from reshard_engine.pickles.nodes import Node
+from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
+from reshard_engine.tensors.layout import FileTemplate, TargetFile, TargetLayout, literal_template, require_distinct
 from reshard_engine.writers import not_carried
 from reshard_engine.writers.cautions import padding_left_out, sectioned
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.layout import TargetLayout
+from reshard_engine.tensors.layout import TargetLayout
 
 
 class Writer(Protocol):

@@ -11,12 +11,12 @@ from math import prod
 from reshard.models import OpaquePolicy
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
-from reshard_engine.dtypes import BY_NAME, UINT8, Dtype
-from reshard_engine.layout import FileTemplate
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Node, PLiteral, PRuns, PRunsPart, PStorage, PTensor, PTensorRef
 from reshard_engine.pickles.rewrite import rewrite
-from reshard_engine.shardmap import ShardMap, packed_stride
+from reshard_engine.tensors.dtypes import BY_NAME, UINT8, Dtype
+from reshard_engine.tensors.layout import FileTemplate
+from reshard_engine.tensors.shard_map import ShardMap, packed_stride
 
 _REHEARSED: ContextVar[bool] = ContextVar("rehearsed", default=False)
 

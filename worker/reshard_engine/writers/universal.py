@@ -19,8 +19,6 @@ from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.deepspeed_names import LATEST_UNIVERSAL, LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
-from reshard_engine.dtypes import FLOAT32, Dtype
-from reshard_engine.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -33,6 +31,8 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     ordered_dict,
 )
+from reshard_engine.tensors.dtypes import FLOAT32, Dtype
+from reshard_engine.tensors.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
 from reshard_engine.writers import not_carried
 from reshard_engine.writers.atoms import cut_keys
 from reshard_engine.writers.cautions import padding_left_out, sectioned, uncut_warnings

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reshard_engine.dtypes import Dtype
+from reshard_engine.tensors.dtypes import Dtype
 
 Pair = tuple[Dtype, Dtype]
 _REPEATS = 3

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.cast import NumpyCast
 from reshard_engine.execute.device.cost import CostModel, Pair
 from reshard_engine.execute.losses import may_lose
 from reshard_engine.execute.rows import Buffer, Kind, Rows
+from reshard_engine.tensors.dtypes import Dtype
 
 if TYPE_CHECKING:
     from reshard_engine.execute.device.lanes import Stations

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reshard_engine.dtypes import Dtype
 from reshard_engine.execute.device.sums import ROW_WORDS
+from reshard_engine.tensors.dtypes import Dtype
 
 _INF32, _ABS32 = 0x7F800000, 0x7FFFFFFF
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -26,7 +26,7 @@ from reshard_engine.readers.deepspeed.trees import ModelTrees
 from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.rules.cut_rules import AVERAGED
-from reshard_engine.shardmap import ShardMapBuilder
+from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
 @dataclass(frozen=True)

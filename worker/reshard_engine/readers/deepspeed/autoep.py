@@ -25,8 +25,8 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.optim_states import RankStates
 from reshard_engine.readers.names import checked_name
 from reshard_engine.rules.facts import as_count, as_items, as_lengths, as_mapping
-from reshard_engine.shardmap import ShardMapBuilder
-from reshard_engine.views import Box, View
+from reshard_engine.tensors.shard_map import ShardMapBuilder
+from reshard_engine.tensors.views import Box, View
 
 _FOLDING = "folding"
 _PARTITION_GROUPS = "ds_zero_partition_groups"

@@ -15,7 +15,7 @@ from reshard_engine.pickles.differences import TensorsAt, compare_trees
 from reshard_engine.pickles.nodes import Node, PTensorRef
 from reshard_engine.readers.deepspeed.trees import ModelTrees
 from reshard_engine.readers.not_carried import NotCarriedKeys
-from reshard_engine.shardmap import ShardMapBuilder
+from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
 class Copies:

@@ -18,7 +18,7 @@ import numpy as np
 
 from reshard.errors import SourceError
 from reshard_engine.readers.deepspeed.model_states import Shapes
-from reshard_engine.shardmap import Column, ShardMapBuilder
+from reshard_engine.tensors.shard_map import Column, ShardMapBuilder
 
 NCCL_START_ALIGNMENT = 2
 

@@ -9,7 +9,6 @@ from reshard.models import NotCarried
 from reshard_engine.checkpoint import Buffer, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.deepspeed_names import FROZEN_SHAPES
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import PTensor, is_mapping, mapping_items
 from reshard_engine.pickles.state_dict import is_extra_state
 from reshard_engine.readers.deepspeed.flat_groups import Partition
@@ -18,7 +17,8 @@ from reshard_engine.readers.deepspeed.run_config import may_be_quantized
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_tensor
 from reshard_engine.readers.not_carried import NotCarriedKeys
 from reshard_engine.readers.tensors import add_whole_tensor, place_of
-from reshard_engine.shardmap import ShardMapBuilder
+from reshard_engine.tensors.dtypes import BY_NAME
+from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
 class ModuleTensors:

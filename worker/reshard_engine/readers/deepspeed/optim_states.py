@@ -15,7 +15,6 @@ from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.deepspeed_names import INFO
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -27,6 +26,7 @@ from reshard_engine.pickles.nodes import (
     sequence_items,
 )
 from reshard_engine.readers.names import checked_state
+from reshard_engine.tensors.dtypes import BY_NAME
 
 MAX_WORLD = 1 << 20
 FP32_KEYS = ("single_partition_of_fp32_groups", "fp32_flat_groups", "single_partition_of_fp32_params")

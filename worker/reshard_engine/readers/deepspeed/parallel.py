@@ -17,7 +17,6 @@ import numpy as np
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Agreement, Parameter
-from reshard_engine.cuts import Cut, CutError, joined, rows_of, whole_shape
 from reshard_engine.deepspeed_names import PARALLEL_DIMENSIONS
 from reshard_engine.pickles.nodes import is_mapping, mapping_items
 from reshard_engine.readers.deepspeed.model_states import ModelStates
@@ -25,8 +24,9 @@ from reshard_engine.readers.deepspeed.slices import Slice, counters
 from reshard_engine.rules.affine import AffineMaps
 from reshard_engine.rules.families import is_unused_copy
 from reshard_engine.rules.layers import RuleLayers
-from reshard_engine.shardmap import ShardMapBuilder
-from reshard_engine.views import Column, Runs, View
+from reshard_engine.tensors.cuts import Cut, CutError, joined, rows_of, whole_shape
+from reshard_engine.tensors.shard_map import ShardMapBuilder
+from reshard_engine.tensors.views import Column, Runs, View
 
 
 def degrees(model: ModelStates, ranks: int, layer_ranks: int) -> tuple[int, int]:

@@ -14,7 +14,6 @@ from math import prod
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.readers.deepspeed.autoep import FusedExperts, fused_experts
 from reshard_engine.readers.deepspeed.experts import ExpertGroup, data_before_experts, expert_groups, in_model_order
@@ -26,7 +25,8 @@ from reshard_engine.readers.deepspeed.run_config import uses_round_robin
 from reshard_engine.readers.deepspeed.shapes import shapes_by_group
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_params
 from reshard_engine.readers.deepspeed.swapped import swapped_partition
-from reshard_engine.shardmap import ShardMapBuilder
+from reshard_engine.tensors.dtypes import BY_NAME
+from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
 @dataclass(frozen=True)

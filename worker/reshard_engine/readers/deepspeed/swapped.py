@@ -19,7 +19,6 @@ from dataclasses import replace
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.dtypes import FLOAT32 as MASTER
 from reshard_engine.pickles.nodes import PTensor
 from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.model_states import ModelStates
@@ -27,6 +26,7 @@ from reshard_engine.readers.deepspeed.optim_states import RankStates
 from reshard_engine.readers.deepspeed.run_config import has_16bit_masters
 from reshard_engine.readers.links import refuse_link_elsewhere
 from reshard_engine.storage.locations import Location
+from reshard_engine.tensors.dtypes import FLOAT32 as MASTER
 
 FOLDER = "offloaded_tensors"
 _CPU_FIX = "save with offload_optimizer.device cpu"

@@ -10,7 +10,6 @@ from reshard.errors import SourceError, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.cuts import Cut
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.autoep import fused_experts
 from reshard_engine.readers.deepspeed.cutting import rules_of
@@ -22,7 +21,8 @@ from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.atoms import FOLDER, MASTER, STEP, Atom, AtomFiles, parse_atom
 from reshard_engine.readers.universal.notes import LayoutNotes
 from reshard_engine.readers.universal.optimizer import OptimizerFile
-from reshard_engine.shardmap import ShardMapBuilder, StoredTensor, is_packed
+from reshard_engine.tensors.cuts import Cut
+from reshard_engine.tensors.shard_map import ShardMapBuilder, StoredTensor, is_packed
 
 
 class Assembly:

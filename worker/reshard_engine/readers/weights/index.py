@@ -13,8 +13,8 @@ from typing import cast
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.bounded_json import parse_json
-from reshard_engine.layout import MAX_NAME_BYTES
 from reshard_engine.storage.protocol import ObjectInfo, Store, read_bytes
+from reshard_engine.tensors.layout import MAX_NAME_BYTES
 
 MAX_INDEX_BYTES = 100_000_000
 _CODE = "checkpoint.bad_index"

@@ -13,7 +13,6 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
-from reshard_engine.dtypes import BY_NAME
 from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.state_dict import is_extra_state
@@ -23,6 +22,7 @@ from reshard_engine.readers.weights.consolidated import HeldTensor, Shard, read_
 from reshard_engine.readers.weights.files import WeightFiles, weight_files
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
+from reshard_engine.tensors.dtypes import BY_NAME
 
 # Other .bin files beside weights are none: training_args.bin, optimizer.bin, scheduler.bin, ...
 _STEMS = re.compile(r"pytorch_model|adapter_model|diffusion_pytorch_model")

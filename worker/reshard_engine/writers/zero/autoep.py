@@ -20,7 +20,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.deepspeed_names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, FUSED_WEIGHTS, INFO
 from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of, sequence_items
 from reshard_engine.pickles.plain import node_of
-from reshard_engine.shardmap import packed_stride
+from reshard_engine.tensors.shard_map import packed_stride
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 from reshard_engine.writers.zero.partitions import Run, clipped
 from reshard_engine.writers.zero.target import Target

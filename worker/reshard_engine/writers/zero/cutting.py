@@ -6,11 +6,11 @@ from math import prod
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.cuts import Cut, CutError, local_grid, parts, require_units, rows_of, taken
-from reshard_engine.dtypes import Dtype
-from reshard_engine.layout import ZEROS
-from reshard_engine.shardmap import StoredTensor
-from reshard_engine.views import View
+from reshard_engine.tensors.cuts import Cut, CutError, local_grid, parts, require_units, rows_of, taken
+from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.layout import ZEROS
+from reshard_engine.tensors.shard_map import StoredTensor
+from reshard_engine.tensors.views import View
 from reshard_engine.writers.zero.model import LocalParameter
 from reshard_engine.writers.zero.partitions import Run
 

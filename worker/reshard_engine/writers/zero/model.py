@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reshard_engine.checkpoint import Scalar
-from reshard_engine.dtypes import Dtype
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.pickles.state_dict import KeyPath
+from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.writers.zero.partitions import Run
 
 

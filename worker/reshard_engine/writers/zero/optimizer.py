@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, Scalar
-from reshard_engine.dtypes import FLOAT32, Dtype
-from reshard_engine.layout import ZEROS
 from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PRuns, PTuple, mapping_items, mapping_of
+from reshard_engine.tensors.dtypes import FLOAT32, Dtype
+from reshard_engine.tensors.layout import ZEROS
 from reshard_engine.writers.optimizer_states import group_nodes
 from reshard_engine.writers.trees import scalar_node
 from reshard_engine.writers.zero.experts import renamed_group

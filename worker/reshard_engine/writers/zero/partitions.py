@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
-from reshard_engine.layout import ZEROS
+from reshard_engine.tensors.layout import ZEROS
 
 NCCL_START_ALIGNMENT = 2
 Run = tuple[int, int, int]

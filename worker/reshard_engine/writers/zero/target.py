@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, ZeroStage
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.dtypes import BY_NAME, SHORT_NAMES, Dtype
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
 from reshard_engine.writers.zero.config import DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
 
 _STAGES = {ZeroStage.STAGE_0: 0, ZeroStage.STAGE_1: 1, ZeroStage.STAGE_2: 2, ZeroStage.STAGE_3: 3, ZeroStage.BF16: 1}

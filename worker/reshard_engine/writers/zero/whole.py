@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard_engine.dtypes import FLOAT32
 from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_items, mapping_of
+from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.writers.zero.model import LocalModel, LocalParameter
 from reshard_engine.writers.zero.optimizer import Groups, clip_grad_of, flat_runs, state_runs, trained_groups
 from reshard_engine.writers.zero.partitions import Run

@@ -16,9 +16,9 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, NotCarried, OpaquePolicy, RngPolicy
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.deepspeed_names import LATEST, TIED
-from reshard_engine.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.megatron import ITERATION, TRACKER, is_megatron
 from reshard_engine.pickles.nodes import Node, PTensorRef, is_mapping, mapping_items, mapping_of, ordered_dict
+from reshard_engine.tensors.layout import Pointer, TargetFile, TargetLayout
 from reshard_engine.writers.cautions import padding_changes, sectioned
 from reshard_engine.writers.configured_groups import configured_warnings
 from reshard_engine.writers.not_carried import AS_ASKED, named, random_states

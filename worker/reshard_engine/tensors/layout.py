@@ -16,9 +16,9 @@ from functools import cached_property
 
 from reshard.errors import SourceError, printable
 from reshard.models import NotCarried
-from reshard_engine.dtypes import Dtype
-from reshard_engine.shardmap import ShardMap, StoredTensor
-from reshard_engine.views import View
+from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.shard_map import ShardMap, StoredTensor
+from reshard_engine.tensors.views import View
 
 MAX_NAME_BYTES = 255
 """Of one component of a path: what file systems take."""

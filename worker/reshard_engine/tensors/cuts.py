@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from reshard_engine.views import Box, View
+from reshard_engine.tensors.views import Box, View
 
 
 class CutError(ValueError):

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import SourceError, printable
-from reshard_engine.dtypes import Dtype
-from reshard_engine.merge_rules import MergeRule
-from reshard_engine.views import View, composed
+from reshard_engine.tensors.dtypes import Dtype
+from reshard_engine.tensors.merge_rules import MergeRule
+from reshard_engine.tensors.views import View, composed
 
 Column = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]
