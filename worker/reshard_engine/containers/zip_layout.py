@@ -15,7 +15,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reshard_engine.checksums import crc32
+from reshard_engine.storage.checksums import crc32
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import Body, FileTemplate
 

@@ -18,7 +18,6 @@ import unicodedata
 from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checksums import crc32
 from reshard_engine.containers.source_file import Window
 from reshard_engine.containers.zip_columns import COLUMNS_FROM, entries_in_columns
 from reshard_engine.containers.zip_format import (
@@ -30,6 +29,7 @@ from reshard_engine.containers.zip_format import (
     UTF8_FLAG,
     ZipEntry,
 )
+from reshard_engine.storage.checksums import crc32
 
 _EOCD = struct.Struct("<4sHHHHIIH")
 _EOCD64 = struct.Struct("<4sQHHIIQQQQ")

@@ -17,7 +17,6 @@ import numpy as np
 from reshard.errors import JobError, SourceError, printable
 from reshard.models import OverflowPolicy, Progress
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.checksums import crc32
 from reshard_engine.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.execute.cast import CastKernel
 from reshard_engine.execute.crc import CrcBoard
@@ -34,6 +33,7 @@ from reshard_engine.execute.sink import StreamSink, WholeSink
 from reshard_engine.execute.windows import CACHED_BYTES, steps_of
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import Chunk, Plan, Unit
+from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.local import kept_open
 from reshard_engine.tensors.layout import TargetLayout
 

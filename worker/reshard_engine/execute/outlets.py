@@ -6,11 +6,11 @@ from concurrent.futures import Executor, Future, wait
 from types import TracebackType
 from typing import Protocol, Self
 
-from reshard_engine.checksums import crc32
 from reshard_engine.execute.journal import ChunkRecord
 from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.sink import ChunkFile, StreamSink, WholeSink
 from reshard_engine.plan.model import Chunk, Unit
+from reshard_engine.storage.checksums import crc32
 
 
 class Outlet(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from reshard_engine.checksums import crc32
+from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.pieces import pieces_of
 from reshard_engine.storage.protocol import ObjectInfo, Store
 

@@ -10,9 +10,9 @@ from functools import partial
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.checksums import crc32
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import checksummed_spans
+from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.pieces import pieces_of
 
 _THREADS = 4

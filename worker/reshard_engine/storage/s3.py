@@ -24,7 +24,7 @@ import s3fs
 from botocore.config import Config
 
 from reshard.errors import SourceError, StorageError, printable
-from reshard_engine.checksums import crc32
+from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo, Store

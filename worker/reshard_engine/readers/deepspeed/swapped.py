@@ -24,7 +24,7 @@ from reshard_engine.readers.deepspeed.flat_groups import Partition
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.optim_states import RankStates
 from reshard_engine.readers.deepspeed.run_config import has_16bit_masters
-from reshard_engine.readers.links import refuse_link_elsewhere
+from reshard_engine.storage.links import refuse_link_elsewhere
 from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.dtypes import FLOAT32 as MASTER
 
