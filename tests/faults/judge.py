@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from house.measured import say
-from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.integrity.manifest import MANIFEST_NAME
 
 Tree = Mapping[str, bytes]
 """Files by their path relative to the target's parent."""

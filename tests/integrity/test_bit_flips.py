@@ -140,7 +140,7 @@ def test_flips_of_a_source_are_found_or_harmless(name: str, tmp_path: Path, rng:
 
 def names_read(target: Path) -> set[str]:
     """The source files that the manifest of a conversion names."""
-    from reshard_engine.manifest import parse_manifest
+    from reshard_engine.integrity.manifest import parse_manifest
 
     return {s.path for s in parse_manifest((target / "reshard.json").read_bytes()).sources}
 

@@ -26,12 +26,18 @@ from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.conversion import Conversion
-from reshard_engine.digests import BLOCK_BYTES, TensorDigests, TensorStream, blocks_beginning_in, tensor_digest
 from reshard_engine.execute import local_sink
 from reshard_engine.execute.local_chunk import LocalChunkFile
 from reshard_engine.execute.object_sink import ObjectSink
 from reshard_engine.execute.passing import PassingDigests
-from reshard_engine.manifest import Manifest, parse_manifest
+from reshard_engine.integrity.digests import (
+    BLOCK_BYTES,
+    TensorDigests,
+    TensorStream,
+    blocks_beginning_in,
+    tensor_digest,
+)
+from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.testing.memory_store import MemoryStore

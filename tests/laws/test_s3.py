@@ -10,8 +10,8 @@ from hypothesis import Phase, given, settings, strategies as st
 
 from laws.drawing import SOURCES, trials
 from laws.profiles import laws_profile
+from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.local import LocalEngine
-from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.testing.comparison import assert_same_files
 from reshard_engine.testing.trial import SOURCE, TARGET_NAME
 from servers.s3 import S3Server

@@ -17,7 +17,7 @@ from reshard_engine.execute import agreement, executor, second_gathering
 from reshard_engine.execute.cast import CastKernel, NumpyCast
 from reshard_engine.execute.device import lanes
 from reshard_engine.execute.device.kernel import DeviceCast
-from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.integrity.manifest import MANIFEST_NAME
 
 DATA = Path(__file__).parent.parent / "data"
 Use = Callable[[CastKernel], None]

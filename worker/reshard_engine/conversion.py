@@ -32,7 +32,7 @@ from reshard_engine.execute.offload import CopyingSink, Offloader
 from reshard_engine.execute.receipt import build_manifest, casts_of, with_pins
 from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
 from reshard_engine.execute.source_check import check_source
-from reshard_engine.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan

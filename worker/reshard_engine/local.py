@@ -135,7 +135,7 @@ class LocalEngine:
 
         A directory without a manifest means the checkpoint that its `latest` names, as it does to `inspect` and `diff`.
         """
-        from reshard_engine.manifest import MANIFEST_NAME
+        from reshard_engine.integrity.manifest import MANIFEST_NAME
         from reshard_engine.readers.registry import find_checkpoint
         from reshard_engine.verification import verify_target
 

@@ -16,14 +16,14 @@ from adversarial.corpus.archives import Ending, archive
 from adversarial.corpus.pickle_code import ENTRIES as PAYLOADS
 from reshard.errors import ReshardError
 from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
-from reshard_engine import manifest
 from reshard_engine.containers.safetensors_file import open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.execute.control import ControlObjects
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.inspection import describe
-from reshard_engine.manifest import parse_manifest
+from reshard_engine.integrity import manifest
+from reshard_engine.integrity.manifest import parse_manifest
 from reshard_engine.pickles import policy
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.limits import PickleLimits

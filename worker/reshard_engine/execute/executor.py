@@ -17,9 +17,7 @@ import numpy as np
 from reshard.errors import JobError, SourceError, printable
 from reshard.models import OverflowPolicy, Progress
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.execute.cast import CastKernel
-from reshard_engine.execute.crc import CrcBoard
 from reshard_engine.execute.flights import CALLS_AT_ONCE
 from reshard_engine.execute.gather import ChunkFiller, Part
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
@@ -31,6 +29,8 @@ from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.rows import Buffer
 from reshard_engine.execute.sink import StreamSink, WholeSink
 from reshard_engine.execute.windows import CACHED_BYTES, steps_of
+from reshard_engine.integrity.crc import CrcBoard
+from reshard_engine.integrity.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import Chunk, Plan, Unit
 from reshard_engine.storage.checksums import crc32

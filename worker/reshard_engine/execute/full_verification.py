@@ -11,8 +11,8 @@ from reshard_engine.execute.receipt import name_in_manifest, with_full_checks
 from reshard_engine.execute.second_gathering import SecondGathering
 from reshard_engine.execute.sink import Sink
 from reshard_engine.execute.source_check import SourceSums, check_source
-from reshard_engine.file_check import TargetCheck
-from reshard_engine.manifest import Manifest
+from reshard_engine.integrity.file_check import TargetCheck
+from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.plan.model import Plan
 from reshard_engine.tensors.layout import TargetLayout
 

@@ -8,8 +8,8 @@ from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard_engine.digests import BlockRun
 from reshard_engine.execute.losses import Losses
+from reshard_engine.integrity.digests import BlockRun
 from reshard_engine.plan.model import Chunk, Plan
 
 RecordSpan = tuple[int, int, int, int, int]

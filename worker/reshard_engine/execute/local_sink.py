@@ -31,9 +31,9 @@ from reshard_engine.execute.local_leftovers import (
     remove_unless_held,
 )
 from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
-from reshard_engine.execute.readback import crc_of_range
 from reshard_engine.execute.room import require_room
-from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.integrity.readback import crc_of_range
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.local import LocalStore, translated
 from reshard_engine.storage.locations import Location

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from reshard.errors import RequestError, printable
-from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.integrity.manifest import MANIFEST_NAME
 
 _CHECKPOINT_SUFFIXES = ("_states.pt", ".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 

@@ -17,9 +17,9 @@ from typing import Protocol, runtime_checkable
 
 from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.crc import without_prefix, without_suffix
 from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
-from reshard_engine.execute.readback import crc_of_range
+from reshard_engine.integrity.crc import without_prefix, without_suffix
+from reshard_engine.integrity.readback import crc_of_range
 from reshard_engine.plan.model import Chunk, Offload, Plan, Unit
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 

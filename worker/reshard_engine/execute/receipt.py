@@ -9,22 +9,22 @@ from reshard.errors import IntegrityError, printable
 from reshard.models import CastLoss, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.digests import TensorDigests
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.losses import Losses
 from reshard_engine.execute.offload_receipt import chunk_sums, offloaded_ranges, undigested
 from reshard_engine.execute.source_check import SourceSums
-from reshard_engine.manifest import (
+from reshard_engine.integrity.digests import TensorDigests
+from reshard_engine.integrity.manifest import (
     MANIFEST_SCHEMA_VERSION,
     Manifest,
     ManifestFile,
     ManifestSource,
     ManifestTensor,
 )
+from reshard_engine.integrity.version import TOOL_VERSION
 from reshard_engine.plan.model import Plan
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.layout import ZEROS, TargetFile
-from reshard_engine.version import TOOL_VERSION
 
 Extent = tuple[int, int, int, int]
 """As in `ManifestTensor.extents`."""

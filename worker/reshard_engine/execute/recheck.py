@@ -18,8 +18,8 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_file import open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile, Window
 from reshard_engine.containers.zip_reader import read_zip_directory
-from reshard_engine.execute.crc import combine
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.integrity.crc import combine
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.locations import Location

@@ -14,13 +14,13 @@ import numpy as np
 
 from reshard.errors import IntegrityError
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.digests import TensorDigests
 from reshard_engine.execute.flights import CALLS_AT_ONCE
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.windows import CACHED_BYTES, steps_of
-from reshard_engine.manifest import Manifest, ManifestTensor
+from reshard_engine.integrity.digests import TensorDigests
+from reshard_engine.integrity.manifest import Manifest, ManifestTensor
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import Chunk, Unit
 from reshard_engine.storage.local import kept_open

@@ -17,8 +17,8 @@ import numpy as np
 
 from reshard.errors import printable
 from reshard.models import TargetFormat
+from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.local import LocalEngine
-from reshard_engine.manifest import MANIFEST_NAME
 from reshard_engine.storage.locations import open_location, serving
 from reshard_engine.testing.comparison import assert_same_files, content_difference
 from reshard_engine.testing.formats import Content

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from reshard.errors import RequestError, SourceError, StorageError
 from reshard_engine.execute.executor import StoppedError
-from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.testing.comparison import assert_same_files, elements_that_differ, tensors_that_differ
 from reshard_engine.testing.faults import Fault, FaultyStore, Killed, Steps
 from reshard_engine.testing.memory_store import MemoryStore

@@ -14,7 +14,7 @@ from typing import TypeVar
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.split_files import joined_parts, whole_copy
-from reshard_engine.manifest import MANIFEST_NAME
+from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store
 
 _N = r"(0|[1-9][0-9]{0,8})"  # a rank that is not padded

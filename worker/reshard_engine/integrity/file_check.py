@@ -16,8 +16,8 @@ from functools import partial
 
 from reshard.errors import printable
 from reshard.models import VerifyProblem
-from reshard_engine.digests import TensorStream
-from reshard_engine.manifest import Manifest, ManifestFile, ManifestTensor
+from reshard_engine.integrity.digests import TensorStream
+from reshard_engine.integrity.manifest import Manifest, ManifestFile, ManifestTensor
 from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.pieces import pieces_of
 from reshard_engine.storage.protocol import ObjectInfo, Store
