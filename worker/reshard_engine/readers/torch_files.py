@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard_engine.checkpoint import FILE_STATE, Checkpoint
+from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.shared_pickles import SharedPickles
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
+from reshard_engine.containers.torch_tensors import add_whole_tensor, place_of
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import rewrite
-from reshard_engine.readers.opening import open_all
-from reshard_engine.readers.tensors import add_whole_tensor, place_of
 from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.dtypes import UINT8
 from reshard_engine.tensors.shard_map import ShardMapBuilder

@@ -9,6 +9,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import RNG_KEYS, Agreement, Buffer, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.containers.torch_tensors import add_whole_tensor
 from reshard_engine.deepspeed_names import TIED
 from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -24,7 +25,6 @@ from reshard_engine.readers.deepspeed.ranks import note_models, note_optimizers
 from reshard_engine.readers.deepspeed.slices import Slice, add_slice
 from reshard_engine.readers.deepspeed.trees import ModelTrees
 from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
-from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.rules.cut_rules import AVERAGED
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 

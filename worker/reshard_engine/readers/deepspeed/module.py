@@ -8,6 +8,7 @@ from reshard.errors import SourceError, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Buffer, Parameter
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_tensors import add_whole_tensor, place_of
 from reshard_engine.deepspeed_names import FROZEN_SHAPES
 from reshard_engine.pickles.nodes import PTensor, is_mapping, mapping_items
 from reshard_engine.pickles.state_dict import is_extra_state
@@ -16,7 +17,6 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.run_config import may_be_quantized
 from reshard_engine.readers.deepspeed.sharded_params import add_sharded_tensor
 from reshard_engine.readers.not_carried import NotCarriedKeys
-from reshard_engine.readers.tensors import add_whole_tensor, place_of
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 

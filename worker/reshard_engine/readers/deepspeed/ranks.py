@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from reshard_engine.checkpoint import RNG_KEYS
+from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.deepspeed_names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, INFO
@@ -22,7 +23,6 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, parse_mod
 from reshard_engine.readers.deepspeed.optim_states import RankStates
 from reshard_engine.readers.deepspeed.rank_opener import RankOpener
 from reshard_engine.readers.not_carried import NotCarriedKeys
-from reshard_engine.readers.opening import open_all
 
 OTHER = "ranks hold different values: the first rank's is carried"
 _OWN = frozenset(

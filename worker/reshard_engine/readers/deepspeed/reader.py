@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
+from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -21,7 +22,6 @@ from reshard_engine.readers.deepspeed.run_config import zero_options
 from reshard_engine.readers.deepspeed.stage0 import assemble_stage0
 from reshard_engine.readers.deepspeed.swapped import FOLDER, with_swapped
 from reshard_engine.readers.not_carried import NotCarriedKeys
-from reshard_engine.readers.opening import open_all
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 

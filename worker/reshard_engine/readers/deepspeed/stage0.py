@@ -18,6 +18,7 @@ from typing import Any
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.containers.torch_tensors import add_whole_tensor
 from reshard_engine.pickles.nodes import Node, PTensor, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.cutting import rules_of
@@ -28,7 +29,6 @@ from reshard_engine.readers.deepspeed.naming import assign_names, assign_names_f
 from reshard_engine.readers.deepspeed.optim_states import BASE_KEYS, named_states, read_scalar
 from reshard_engine.readers.deepspeed.trees import ModelTrees
 from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
-from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from reshard_engine.containers.torch_trees import TreeTensors
 from reshard_engine.deepspeed_names import FROZEN_FRAGMENTS
 from reshard_engine.pickles.nodes import Node, PDict, PObject, PTensorRef, is_mapping, mapping_of, ordered_dict
 from reshard_engine.pickles.state_dict import KeyPath, name_of, nested_dict
 from reshard_engine.readers.deepspeed.model_states import ModelStates
 from reshard_engine.readers.deepspeed.module import ModuleTensors
-from reshard_engine.readers.trees import TreeTensors
 
 
 class ModelTrees(TreeTensors):

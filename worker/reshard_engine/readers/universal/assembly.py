@@ -9,6 +9,7 @@ from typing import Any
 from reshard.errors import SourceError, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.deepspeed.autoep import fused_experts
@@ -17,7 +18,6 @@ from reshard_engine.readers.deepspeed.model_states import ModelStates, Shapes
 from reshard_engine.readers.deepspeed.module import ModuleTensors
 from reshard_engine.readers.deepspeed.run_config import configured_stage, uses_round_robin
 from reshard_engine.readers.deepspeed.trees import ModelTrees
-from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.atoms import FOLDER, MASTER, STEP, Atom, AtomFiles, parse_atom
 from reshard_engine.readers.universal.notes import LayoutNotes
 from reshard_engine.readers.universal.optimizer import OptimizerFile

@@ -11,6 +11,7 @@ from typing import Any
 
 from reshard.errors import SourceError
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -22,7 +23,6 @@ from reshard_engine.readers.deepspeed.rank_opener import RankOpener
 from reshard_engine.readers.deepspeed.ranks import note_copies, note_models
 from reshard_engine.readers.deepspeed.reader import missing_rank, refuse_by_config
 from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
-from reshard_engine.readers.opening import open_all
 from reshard_engine.readers.universal.assembly import Assembly
 from reshard_engine.readers.universal.atoms import FOLDER, OPTIMIZER_FILE, list_atoms
 from reshard_engine.readers.universal.optimizer import parse_optimizer_file

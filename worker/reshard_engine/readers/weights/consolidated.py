@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 from reshard.errors import printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.containers.torch_trees import TreeTensors
 from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.names import checked_name
 from reshard_engine.readers.not_carried import NotCarriedKeys
-from reshard_engine.readers.opening import open_all
-from reshard_engine.readers.trees import TreeTensors
 from reshard_engine.readers.weights.files import WeightFiles, stem_of_index
 from reshard_engine.readers.weights.index import WeightIndex, read_index
 from reshard_engine.storage.locations import Location

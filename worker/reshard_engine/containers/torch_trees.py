@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.containers.torch_tensors import add_whole_tensor
 from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef
 from reshard_engine.pickles.rewrite import rewrite
-from reshard_engine.readers.tensors import add_whole_tensor
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
