@@ -17,7 +17,7 @@ from reshard_engine.conversion import Conversion
 from reshard_engine.integrity.crc import combine, without_prefix, without_suffix
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.plan.model import Plan
-from reshard_engine.plan.offload import part_numbers
+from reshard_engine.plan.server_copy import part_numbers
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 from reshard_engine.testing.faults import Fault, FaultyStore, Killed, Steps

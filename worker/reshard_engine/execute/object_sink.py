@@ -23,7 +23,7 @@ from reshard_engine.execute.leftovers import PLAN_KEY, Leftovers
 from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
-from reshard_engine.plan.offload import part_numbers
+from reshard_engine.plan.server_copy import part_numbers
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name
 from reshard_engine.tensors.layout import Pointer

@@ -9,7 +9,7 @@ from reshard.models import ConvertRequest, OverflowPolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
-from reshard_engine.plan.offload import Cuts, plan_offloads
+from reshard_engine.plan.server_copy import Cuts, plan_offloads
 from reshard_engine.tensors.layout import ZEROS, TargetFile, TargetLayout
 
 MAX_PARTS = 9_000
