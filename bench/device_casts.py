@@ -32,9 +32,9 @@ from cases import RESHARD, environment, sized
 from checkpoints import write_zero_checkpoint
 from measure import measure
 
-from reshard_engine.execute.cast import CastKernel, NumpyCast
-from reshard_engine.execute.device.kernel import DeviceCast
-from reshard_engine.execute.rows import Kind, Rows
+from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
+from reshard_engine.execute.casts.device.kernel import DeviceCast
+from reshard_engine.execute.casts.rows import Kind, Rows
 from reshard_engine.tensors.dtypes import BY_NAME
 
 PAIRS = (("float32", "bfloat16"), ("float32", "float16"), ("bfloat16", "float32"))

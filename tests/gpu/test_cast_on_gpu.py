@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from house.casts import EDGES, PAIRS, Bytes, hold, weights
-from reshard_engine.execute.cast import NumpyCast
-from reshard_engine.execute.device import lanes
-from reshard_engine.execute.device.kernel import DeviceCast
-from reshard_engine.execute.rows import Kind, Rows
+from reshard_engine.execute.casts.cast import NumpyCast
+from reshard_engine.execute.casts.device import lanes
+from reshard_engine.execute.casts.device.kernel import DeviceCast
+from reshard_engine.execute.casts.rows import Kind, Rows
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from reshard_engine.execute.cast import CastKernel
+from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
 Bytes = npt.NDArray[np.uint8]

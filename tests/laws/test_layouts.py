@@ -28,7 +28,7 @@ from laws.profiles import laws_profile, laws_seed
 from laws.torch_values import Fragment, load, tree_of
 from reshard.diffs import DiffOptions
 from reshard.models import ConvertRequest, NativeLayout, SourceSpec, TargetFormat
-from reshard_engine.execute.kernels import default_kernel
+from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.local import LocalEngine
 from reshard_engine.storage.locations import serving
 from reshard_engine.tensors.dtypes import BY_NAME

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
-from reshard_engine.execute.cast import NumpyCast
+from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.integrity.crc import combine
 from reshard_engine.pickles.policy import OpaqueLedger

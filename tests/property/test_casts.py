@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from house.casts import BITS, EDGES, PAIRS, elements, hold
-from reshard_engine.execute.cast import NumpyCast
-from reshard_engine.execute.tiles import TILE_ELEMS
+from reshard_engine.execute.casts.cast import NumpyCast
+from reshard_engine.execute.casts.tiles import TILE_ELEMS
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
 

@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from house.casts import BITS, PAIRS, by_the_rule, elements, hold, special, weights
 from reshard.errors import IntegrityError
-from reshard_engine.execute.cast import NumpyCast
-from reshard_engine.execute.device import lanes
-from reshard_engine.execute.device.cost import CostModel, Line, Pair
-from reshard_engine.execute.device.kernel import DeviceCast
-from reshard_engine.execute.device.lanes import LANE_FACTOR, Station
-from reshard_engine.execute.device.program import Outcome, run
-from reshard_engine.execute.device.sums import ROW_BYTES, padded_bytes, position_sum
-from reshard_engine.execute.rows import Kind, Rows
+from reshard_engine.execute.casts.cast import NumpyCast
+from reshard_engine.execute.casts.device import lanes
+from reshard_engine.execute.casts.device.cost import CostModel, Line, Pair
+from reshard_engine.execute.casts.device.kernel import DeviceCast
+from reshard_engine.execute.casts.device.lanes import LANE_FACTOR, Station
+from reshard_engine.execute.casts.device.program import Outcome, run
+from reshard_engine.execute.casts.device.sums import ROW_BYTES, padded_bytes, position_sum
+from reshard_engine.execute.casts.rows import Kind, Rows
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
 FP32, BF16, FP16 = BY_NAME["float32"], BY_NAME["bfloat16"], BY_NAME["float16"]

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.errors import StorageError
 from reshard_engine.execute import stretches
-from reshard_engine.execute.cast import NumpyCast
+from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.flights import READS_OF_A_UNIT, Flights
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32

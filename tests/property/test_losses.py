@@ -17,8 +17,8 @@ from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models import CastLoss, ConvertRequest, ConvertResult, SourceSpec, TargetFormat
-from reshard_engine.execute.cast import NumpyCast
-from reshard_engine.execute.losses import Losses, are_nan, losses_of
+from reshard_engine.execute.casts.cast import NumpyCast
+from reshard_engine.execute.casts.losses import Losses, are_nan, losses_of
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
 _LARGEST = {"float32": torch.finfo(torch.float32).max, "bfloat16": torch.finfo(torch.bfloat16).max, "float16": 65504.0}

@@ -23,9 +23,9 @@ from reshard.models import (
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.deepspeed_names import POINTERS
 from reshard_engine.execute.agreement import check_agreements
+from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.full_verification import FullVerification
-from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.local_sink import LocalSink
 from reshard_engine.execute.object_sink import ObjectSink
 from reshard_engine.execute.offload import CopyingSink, Offloader

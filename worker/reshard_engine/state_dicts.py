@@ -14,9 +14,9 @@ from reshard.models import ConvertRequest, OpaquePolicy, ReplicaPolicy, SourceSp
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.conversion import REMOTE_THREADS
 from reshard_engine.execute.agreement import check_agreements
+from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather import ChunkFiller
-from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.requested import refuse_unexplained

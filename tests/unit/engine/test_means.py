@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reshard.errors import SourceError
-from reshard_engine.execute.cast import NumpyCast
+from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.gather import ChunkFiller
 from reshard_engine.execute.means import mean_of
 from reshard_engine.readers.deepspeed.parallel import Joiner

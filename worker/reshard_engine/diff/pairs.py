@@ -15,7 +15,7 @@ from reshard_engine.tensors.shard_map import StoredTensor
 MASTER = "fp32"
 _CASTS_FROM = ("float64", "float32", "float16", "bfloat16")
 _CASTS_TO = ("float32", "float16", "bfloat16")
-"""What `execute.cast` rounds."""
+"""What `execute.casts.cast` rounds."""
 
 
 @dataclass(frozen=True, slots=True)

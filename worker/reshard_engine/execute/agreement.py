@@ -16,10 +16,10 @@ import numpy as np
 from reshard.errors import SourceError, printable
 from reshard.models import ReplicaPolicy
 from reshard_engine.checkpoint import Agreement, Checkpoint
-from reshard_engine.execute.cast import CastKernel
+from reshard_engine.execute.casts.cast import CastKernel
+from reshard_engine.execute.casts.kernels import default_kernel
+from reshard_engine.execute.casts.losses import are_nan
 from reshard_engine.execute.gather import ChunkFiller
-from reshard_engine.execute.kernels import default_kernel
-from reshard_engine.execute.losses import are_nan
 
 _THREADS = 4
 _BLOCK_ELEMS = 1 << 20

@@ -17,16 +17,16 @@ import numpy as np
 from reshard.errors import JobError, SourceError, printable
 from reshard.models import OverflowPolicy, Progress
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.cast import CastKernel
+from reshard_engine.execute.casts.cast import CastKernel
+from reshard_engine.execute.casts.kernels import default_kernel
+from reshard_engine.execute.casts.losses import Losses
+from reshard_engine.execute.casts.rows import Buffer
 from reshard_engine.execute.flights import CALLS_AT_ONCE
 from reshard_engine.execute.gather import ChunkFiller, Part
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
-from reshard_engine.execute.kernels import default_kernel
-from reshard_engine.execute.losses import Losses
 from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
-from reshard_engine.execute.rows import Buffer
 from reshard_engine.execute.sink import StreamSink, WholeSink
 from reshard_engine.execute.windows import CACHED_BYTES, steps_of
 from reshard_engine.integrity.crc import CrcBoard

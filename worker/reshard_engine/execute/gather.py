@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.cast import CastKernel
-from reshard_engine.execute.losses import Losses
+from reshard_engine.execute.casts.cast import CastKernel
+from reshard_engine.execute.casts.losses import Losses
+from reshard_engine.execute.casts.rows import Buffer, Column, Kind
 from reshard_engine.execute.means import mean_of
 from reshard_engine.execute.merges import ROW_BLOCK_ELEMS, merged_rows, replace_rows, shifted
-from reshard_engine.execute.rows import Buffer, Column, Kind
 from reshard_engine.execute.stretches import Mover, Stretches
 from reshard_engine.execute.strided import STRIDED_ELEMS, read_strided
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype

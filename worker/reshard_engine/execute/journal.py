@@ -8,7 +8,7 @@ from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard_engine.execute.losses import Losses
+from reshard_engine.execute.casts.losses import Losses
 from reshard_engine.integrity.digests import BlockRun
 from reshard_engine.plan.model import Chunk, Plan
 

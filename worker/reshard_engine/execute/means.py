@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.execute.cast import CastKernel
+from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 
 Buffer = npt.NDArray[np.uint8]

@@ -14,9 +14,9 @@ import numpy as np
 
 from reshard.errors import IntegrityError
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.flights import CALLS_AT_ONCE
 from reshard_engine.execute.gather import ChunkFiller
-from reshard_engine.execute.kernels import default_kernel
 from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.windows import CACHED_BYTES, steps_of
 from reshard_engine.integrity.digests import TensorDigests

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from reshard_engine.execute.device.sums import ROW_WORDS
+from reshard_engine.execute.casts.device.sums import ROW_WORDS
 from reshard_engine.tensors.dtypes import Dtype
 
 _INF32, _ABS32 = 0x7F800000, 0x7FFFFFFF

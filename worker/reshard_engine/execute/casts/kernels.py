@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError
-from reshard_engine.execute.cast import CastKernel, NumpyCast
+from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
 
 DEVICE_VARIABLE = "RESHARD_DEVICE"
 MEMORY_VARIABLE = "RESHARD_DEVICE_MEMORY"
@@ -26,7 +26,7 @@ def default_kernel() -> CastKernel:
     wanted = os.environ.get(DEVICE_VARIABLE, "auto")
     if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
         return NumpyCast()
-    from reshard_engine.execute.device.kernel import WARM_UP_BYTES, DeviceCast  # what no other machine needs
+    from reshard_engine.execute.casts.device.kernel import WARM_UP_BYTES, DeviceCast  # what no other machine needs
 
     memory = os.environ.get(MEMORY_VARIABLE)
     memory_bytes = parse_size(memory) if memory else None

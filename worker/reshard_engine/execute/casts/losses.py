@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.execute.rows import Buffer
+from reshard_engine.execute.casts.rows import Buffer
 from reshard_engine.tensors.dtypes import Dtype
 
 _BITS = {8: np.uint64, 4: np.uint32, 2: np.uint16}

@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 
 from reshard.errors import IntegrityError
-from reshard_engine.execute.cast import NumpyCast
-from reshard_engine.execute.device.program import run
-from reshard_engine.execute.device.sums import ROW_BYTES, padded_bytes, position_sum
-from reshard_engine.execute.rows import INDEXED_BYTES, Buffer, Rows, copy_rows, starts_of
+from reshard_engine.execute.casts.cast import NumpyCast
+from reshard_engine.execute.casts.device.program import run
+from reshard_engine.execute.casts.device.sums import ROW_BYTES, padded_bytes, position_sum
+from reshard_engine.execute.casts.rows import INDEXED_BYTES, Buffer, Rows, copy_rows, starts_of
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.tensors.dtypes import Dtype
 

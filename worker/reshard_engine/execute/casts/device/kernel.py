@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard_engine.execute.cast import NumpyCast
-from reshard_engine.execute.device.cost import CostModel, Pair
-from reshard_engine.execute.losses import may_lose
-from reshard_engine.execute.rows import Buffer, Kind, Rows
+from reshard_engine.execute.casts.cast import NumpyCast
+from reshard_engine.execute.casts.device.cost import CostModel, Pair
+from reshard_engine.execute.casts.losses import may_lose
+from reshard_engine.execute.casts.rows import Buffer, Kind, Rows
 from reshard_engine.tensors.dtypes import Dtype
 
 if TYPE_CHECKING:
-    from reshard_engine.execute.device.lanes import Stations
+    from reshard_engine.execute.casts.device.lanes import Stations
 
 SLICE_BYTES = 4 << 20
 """Of the source, per lane: enough that the launches of a dozen kernels are short beside the transfer."""
@@ -113,7 +113,7 @@ class DeviceCast:
         """
         with self._lock:
             if self._stations is None:
-                from reshard_engine.execute.device.lanes import Stations  # imports torch
+                from reshard_engine.execute.casts.device.lanes import Stations  # imports torch
 
                 self._stations = Stations(
                     self._name, self._memory_bytes, most=MOST_STATIONS, slice_bytes=self._slice_bytes

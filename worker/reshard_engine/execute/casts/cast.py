@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from reshard.errors import RequestError, SourceError
-from reshard_engine.execute.losses import special
-from reshard_engine.execute.rows import Buffer, Kind, Rows, copy_rows, starts_of
-from reshard_engine.execute.tiles import (
+from reshard_engine.execute.casts.losses import special
+from reshard_engine.execute.casts.rows import Buffer, Kind, Rows, copy_rows, starts_of
+from reshard_engine.execute.casts.tiles import (
     INF32,
     TILE_ELEMS,
     Scratch,
