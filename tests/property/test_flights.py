@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from reshard.errors import StorageError
-from reshard_engine.execute import stretches
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.flights import READS_OF_A_UNIT, Flights
-from reshard_engine.execute.gather import ChunkFiller
+from reshard_engine.execute.gather import scattered_reads as stretches
+from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.execute.gather.concurrent_reads import READS_OF_A_UNIT, Flights
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 

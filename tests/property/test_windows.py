@@ -15,8 +15,8 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.casts.rows import INDEXED_BYTES, copy_rows
-from reshard_engine.execute.gather import STRAIGHT_BYTES, ChunkFiller
-from reshard_engine.execute.windows import steps_of
+from reshard_engine.execute.gather.chunks import STRAIGHT_BYTES, ChunkFiller
+from reshard_engine.execute.gather.windows import steps_of
 from reshard_engine.integrity.digests import BLOCK_BYTES
 from reshard_engine.plan.model import Chunk, Unit
 from reshard_engine.storage.checksums import crc32

@@ -16,7 +16,7 @@ from reshard_engine.conversion import REMOTE_THREADS
 from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.executor import stop_check
-from reshard_engine.execute.gather import ChunkFiller
+from reshard_engine.execute.gather.chunks import ChunkFiller
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.requested import refuse_unexplained

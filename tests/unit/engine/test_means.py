@@ -11,8 +11,8 @@ import torch
 
 from reshard.errors import SourceError
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.gather import ChunkFiller
-from reshard_engine.execute.means import mean_of
+from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.execute.gather.mean import mean_of
 from reshard_engine.readers.deepspeed.parallel import Joiner
 from reshard_engine.rules.cut_rules import AVERAGED, CutRules
 from reshard_engine.rules.layers import RuleLayers
@@ -102,7 +102,7 @@ def _filler(copies: list[torch.Tensor], build: Any) -> tuple[ChunkFiller, Any]:
 
 
 def test_a_mean_is_gathered_in_any_interval_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard_engine.execute.gather.MEAN_ELEMS", 7)
+    monkeypatch.setattr("reshard_engine.execute.gather.chunks.MEAN_ELEMS", 7)
     copies = list(torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(1)))
     filler, mean = _filler(copies, lambda b, numbers, dtype: b.mean("w", "fp32", numbers, dtype))
     expected = (sum(copies) / 3).flatten()

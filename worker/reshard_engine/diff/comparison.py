@@ -25,7 +25,7 @@ from reshard_engine.diff.pairs import Matching, Side, TensorPair
 from reshard_engine.diff.values import ValueDifference, compare_elements
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
-from reshard_engine.execute.gather import ChunkFiller
+from reshard_engine.execute.gather.chunks import ChunkFiller
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one side that are compared at once."""

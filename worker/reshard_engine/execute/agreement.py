@@ -19,7 +19,7 @@ from reshard_engine.checkpoint import Agreement, Checkpoint
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.casts.losses import are_nan
-from reshard_engine.execute.gather import ChunkFiller
+from reshard_engine.execute.gather.chunks import ChunkFiller
 
 _THREADS = 4
 _BLOCK_ELEMS = 1 << 20

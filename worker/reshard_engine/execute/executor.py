@@ -21,14 +21,14 @@ from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.casts.losses import Losses
 from reshard_engine.execute.casts.rows import Buffer
-from reshard_engine.execute.flights import CALLS_AT_ONCE
-from reshard_engine.execute.gather import ChunkFiller, Part
+from reshard_engine.execute.gather.chunks import ChunkFiller, Part
+from reshard_engine.execute.gather.concurrent_reads import CALLS_AT_ONCE
+from reshard_engine.execute.gather.windows import CACHED_BYTES, steps_of
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
 from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.sink import StreamSink, WholeSink
-from reshard_engine.execute.windows import CACHED_BYTES, steps_of
 from reshard_engine.integrity.crc import CrcBoard
 from reshard_engine.integrity.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.plan.budget import READ_BATCH_BYTES

@@ -9,7 +9,7 @@ import numpy as np
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.rows import Buffer
-from reshard_engine.execute.gather import ChunkFiller
+from reshard_engine.execute.gather.chunks import ChunkFiller
 from reshard_engine.integrity.digests import BLOCK_BYTES, BlockRun, block_digest, blocks_beginning_in
 from reshard_engine.plan.model import Chunk
 from reshard_engine.tensors.layout import ZEROS, Body, TargetFile

@@ -1,4 +1,4 @@
-"""Rules that make a weight from other tensors where no file has its bytes; see `execute.merges`."""
+"""Rules that make a weight from other tensors where no file has its bytes; see `execute.gather.lora_merge`."""
 
 from __future__ import annotations
 

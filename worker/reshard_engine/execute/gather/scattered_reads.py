@@ -18,7 +18,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.losses import Losses, losses_of, may_lose
 from reshard_engine.execute.casts.rows import Buffer, Column, Kind, Rows, copy_rows
-from reshard_engine.execute.flights import Flights
+from reshard_engine.execute.gather.concurrent_reads import Flights
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.tensors.dtypes import Dtype
 

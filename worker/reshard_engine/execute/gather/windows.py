@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from reshard_engine.execute.gather import Part
+from reshard_engine.execute.gather.chunks import Part
 from reshard_engine.integrity.digests import BLOCK_BYTES
 from reshard_engine.plan.model import Unit
 from reshard_engine.tensors.layout import FileTemplate, TargetFile

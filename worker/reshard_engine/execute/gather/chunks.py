@@ -14,10 +14,10 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.losses import Losses
 from reshard_engine.execute.casts.rows import Buffer, Column, Kind
-from reshard_engine.execute.means import mean_of
-from reshard_engine.execute.merges import ROW_BLOCK_ELEMS, merged_rows, replace_rows, shifted
-from reshard_engine.execute.stretches import Mover, Stretches
-from reshard_engine.execute.strided import STRIDED_ELEMS, read_strided
+from reshard_engine.execute.gather.lora_merge import ROW_BLOCK_ELEMS, merged_rows, replace_rows, shifted
+from reshard_engine.execute.gather.mean import mean_of
+from reshard_engine.execute.gather.scattered_reads import Mover, Stretches
+from reshard_engine.execute.gather.strided import STRIDED_ELEMS, read_strided
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS, Body, TargetFile
 from reshard_engine.tensors.merge_rules import Merge, NewRows, Shift
