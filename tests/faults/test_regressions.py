@@ -15,7 +15,7 @@ from faults.small import NAME, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, TargetFormat, WeightDtype
-from reshard_engine.execute.local_sink import LocalSink
+from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.faults import Fault, FaultyStore, Steps

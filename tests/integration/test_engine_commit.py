@@ -20,7 +20,7 @@ from reshard.errors import ReshardError, StorageError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.conversion import Conversion
-from reshard_engine.execute.object_sink import ObjectSink
+from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 from reshard_engine.storage.s3 import S3Store

@@ -13,8 +13,8 @@ import pytest
 from house.promises import command
 from house.saves import DATA
 from reshard.errors import ExitCode, StorageError
-from reshard_engine.execute import room
-from reshard_engine.execute.room import Room, require_room, room_at
+from reshard_engine.execute.sinks import free_space as room
+from reshard_engine.execute.sinks.free_space import Room, require_room, room_at
 from reshard_engine.storage.local import translated
 
 SOURCE = str(DATA / "zero2_tiny")

@@ -26,11 +26,11 @@ from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.full_verification import FullVerification
-from reshard_engine.execute.local_sink import LocalSink
-from reshard_engine.execute.object_sink import ObjectSink
 from reshard_engine.execute.offload import CopyingSink, Offloader
 from reshard_engine.execute.receipt import build_manifest, casts_of, with_pins
 from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
+from reshard_engine.execute.sinks.local import LocalSink
+from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.execute.source_check import check_source
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.collector import collector_paused

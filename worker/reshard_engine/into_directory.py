@@ -15,7 +15,7 @@ from contextlib import suppress
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, Progress
 from reshard_engine.conversion import Conversion
-from reshard_engine.execute.local_sink import writing
+from reshard_engine.execute.sinks.local import writing
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.storage.locations import Location, open_location
 

@@ -19,8 +19,8 @@ from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetForma
 from reshard_engine.containers.safetensors_file import open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
-from reshard_engine.execute.control import ControlObjects
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.inspection import describe
 from reshard_engine.integrity import manifest
 from reshard_engine.integrity.manifest import parse_manifest

@@ -28,7 +28,7 @@ from reshard_engine.execute.journal import RecordSpan, UnitRecord
 from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
-from reshard_engine.execute.sink import StreamSink, WholeSink
+from reshard_engine.execute.sinks.protocol import StreamSink, WholeSink
 from reshard_engine.integrity.crc import CrcBoard
 from reshard_engine.integrity.digests import DIGEST_BYTES, BlockRun
 from reshard_engine.plan.budget import READ_BATCH_BYTES

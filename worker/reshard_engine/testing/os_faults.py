@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from reshard_engine.execute import local_sink
+from reshard_engine.execute.sinks import local as local_sink
 from reshard_engine.testing.faults import Steps
 
 _BY_PATH = ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "stat", "lstat", "scandir", "listdir")

@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from reshard.errors import IntegrityError, ReshardError, StorageError, printable
-from reshard_engine.execute.control import ControlObjects
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.leftovers import PLAN_KEY, Leftovers
-from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
+from reshard_engine.execute.sinks.control_objects import ControlObjects
+from reshard_engine.execute.sinks.object_leftovers import PLAN_KEY, Leftovers
+from reshard_engine.execute.sinks.overwrite import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.plan.server_copy import part_numbers

@@ -21,8 +21,9 @@ from types import TracebackType
 
 from reshard.errors import IntegrityError, RequestError, SourceError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.local_chunk import LocalChunkFile
-from reshard_engine.execute.local_leftovers import (
+from reshard_engine.execute.sinks.free_space import require_room
+from reshard_engine.execute.sinks.local_chunk import LocalChunkFile
+from reshard_engine.execute.sinks.local_leftovers import (
     abandoned_bytes,
     busy,
     held_by_others,
@@ -30,8 +31,7 @@ from reshard_engine.execute.local_leftovers import (
     plans_beside,
     remove_unless_held,
 )
-from reshard_engine.execute.occupancy import holds_checkpoint, not_to_overwrite, target_exists
-from reshard_engine.execute.room import require_room
+from reshard_engine.execute.sinks.overwrite import holds_checkpoint, not_to_overwrite, target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.integrity.readback import crc_of_range
 from reshard_engine.plan.model import Chunk, Plan

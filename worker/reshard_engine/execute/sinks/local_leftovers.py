@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from reshard.errors import RequestError, printable
 from reshard.models import Leftover
-from reshard_engine.execute.room import allocated_bytes
+from reshard_engine.execute.sinks.free_space import allocated_bytes
 
 _TRIES = 5
 _LOOK_S = 0.01

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from reshard.models import Leftover
-from reshard_engine.execute.control import ControlObjects
-from reshard_engine.execute.occupancy import target_exists
+from reshard_engine.execute.sinks.control_objects import ControlObjects
+from reshard_engine.execute.sinks.overwrite import target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
 
