@@ -25,9 +25,9 @@ from reshard_engine.execute.gather.chunks import ChunkFiller, Part
 from reshard_engine.execute.gather.concurrent_reads import CALLS_AT_ONCE
 from reshard_engine.execute.gather.windows import CACHED_BYTES, steps_of
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
-from reshard_engine.execute.offload import Offloader
 from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.passing import PassingDigests
+from reshard_engine.execute.server_copy.copier import Offloader
 from reshard_engine.execute.sinks.protocol import StreamSink, WholeSink
 from reshard_engine.integrity.crc import CrcBoard
 from reshard_engine.integrity.digests import DIGEST_BYTES, BlockRun

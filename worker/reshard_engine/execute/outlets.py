@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from reshard_engine.execute.journal import ChunkRecord
-from reshard_engine.execute.offload import Offloader
+from reshard_engine.execute.server_copy.copier import Offloader
 from reshard_engine.execute.sinks.protocol import ChunkFile, StreamSink, WholeSink
 from reshard_engine.plan.model import Chunk, Unit
 from reshard_engine.storage.checksums import crc32

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.offload import NO_RECORD
+from reshard_engine.execute.server_copy.copier import NO_RECORD
 from reshard_engine.integrity.crc import combine
 from reshard_engine.integrity.manifest import Manifest, ManifestOffload, ManifestTensor
 from reshard_engine.plan.model import Offload, Plan

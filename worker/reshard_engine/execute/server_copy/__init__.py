@@ -1,0 +1,1 @@
+"""Server-side copies: chunks that a store copies from source objects itself."""
