@@ -26,7 +26,7 @@ from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.conversion import Conversion
-from reshard_engine.execute.passing import PassingDigests
+from reshard_engine.execute.checks.tensor_digests import PassingDigests
 from reshard_engine.execute.sinks import local as local_sink
 from reshard_engine.execute.sinks.local_chunk import LocalChunkFile
 from reshard_engine.execute.sinks.object_store import ObjectSink

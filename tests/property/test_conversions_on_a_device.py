@@ -13,10 +13,11 @@ import torch
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine import conversion
-from reshard_engine.execute import agreement, executor, second_gathering
+from reshard_engine.execute import executor
 from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
 from reshard_engine.execute.casts.device import lanes
 from reshard_engine.execute.casts.device.kernel import DeviceCast
+from reshard_engine.execute.checks import agreements as agreement, second_gathering
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 
 DATA = Path(__file__).parent.parent / "data"

@@ -22,16 +22,16 @@ from reshard.models import (
 )
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.deepspeed_names import POINTERS
-from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.casts.kernels import default_kernel
+from reshard_engine.execute.checks.agreements import check_agreements
+from reshard_engine.execute.checks.before_commit import prove_complete, prove_source_unchanged, prove_structure
+from reshard_engine.execute.checks.full import FullVerification
+from reshard_engine.execute.checks.receipt import build_manifest, casts_of, with_pins
+from reshard_engine.execute.checks.source import check_source
 from reshard_engine.execute.executor import Executor, stop_check
-from reshard_engine.execute.full_verification import FullVerification
-from reshard_engine.execute.receipt import build_manifest, casts_of, with_pins
-from reshard_engine.execute.recheck import prove_complete, prove_source_unchanged, prove_structure
 from reshard_engine.execute.server_copy.copier import CopyingSink, Offloader
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
-from reshard_engine.execute.source_check import check_source
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within

@@ -13,8 +13,8 @@ from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest, OpaquePolicy, ReplicaPolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.conversion import REMOTE_THREADS
-from reshard_engine.execute.agreement import check_agreements
 from reshard_engine.execute.casts.kernels import default_kernel
+from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather.chunks import ChunkFiller
 from reshard_engine.pickles.policy import OpaqueLedger

@@ -21,12 +21,12 @@ from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.casts.losses import Losses
 from reshard_engine.execute.casts.rows import Buffer
+from reshard_engine.execute.checks.tensor_digests import PassingDigests
+from reshard_engine.execute.chunk_writers import Outlet, StreamedChunks, WholeChunks
 from reshard_engine.execute.gather.chunks import ChunkFiller, Part
 from reshard_engine.execute.gather.concurrent_reads import CALLS_AT_ONCE
 from reshard_engine.execute.gather.windows import CACHED_BYTES, steps_of
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
-from reshard_engine.execute.outlets import Outlet, StreamedChunks, WholeChunks
-from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.execute.server_copy.copier import Offloader
 from reshard_engine.execute.sinks.protocol import StreamSink, WholeSink
 from reshard_engine.integrity.crc import CrcBoard

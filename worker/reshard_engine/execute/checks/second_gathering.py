@@ -15,10 +15,10 @@ import numpy as np
 from reshard.errors import IntegrityError
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.kernels import default_kernel
+from reshard_engine.execute.checks.tensor_digests import PassingDigests
 from reshard_engine.execute.gather.chunks import ChunkFiller
 from reshard_engine.execute.gather.concurrent_reads import CALLS_AT_ONCE
 from reshard_engine.execute.gather.windows import CACHED_BYTES, steps_of
-from reshard_engine.execute.passing import PassingDigests
 from reshard_engine.integrity.digests import TensorDigests
 from reshard_engine.integrity.manifest import Manifest, ManifestTensor
 from reshard_engine.plan.budget import READ_BATCH_BYTES

@@ -10,9 +10,9 @@ from reshard.models import CastLoss, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.casts.losses import Losses
+from reshard_engine.execute.checks.source import SourceSums
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.server_copy.receipt import chunk_sums, offloaded_ranges, undigested
-from reshard_engine.execute.source_check import SourceSums
 from reshard_engine.integrity.digests import TensorDigests
 from reshard_engine.integrity.manifest import (
     MANIFEST_SCHEMA_VERSION,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from reshard.errors import IntegrityError, printable
 from reshard.models import VerifyProblem
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.receipt import name_in_manifest, with_full_checks
-from reshard_engine.execute.second_gathering import SecondGathering
+from reshard_engine.execute.checks.receipt import name_in_manifest, with_full_checks
+from reshard_engine.execute.checks.second_gathering import SecondGathering
+from reshard_engine.execute.checks.source import SourceSums, check_source
 from reshard_engine.execute.sinks.protocol import Sink
-from reshard_engine.execute.source_check import SourceSums, check_source
 from reshard_engine.integrity.file_check import TargetCheck
 from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.plan.model import Plan

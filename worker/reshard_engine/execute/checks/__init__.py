@@ -1,0 +1,1 @@
+"""Checks before, during and after a run, and the manifest that states their results."""
