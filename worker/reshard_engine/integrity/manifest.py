@@ -67,8 +67,8 @@ class ManifestTensor(_Facts):
     dtype: str
     shape: tuple[int, ...]
     xxh3: str
-    """Digest that does not depend on the layout: see `reshard_engine.integrity.digests`. Empty where the store copied bytes of
-    the tensor, which nobody saw: `Manifest.offloaded` has their CRC-32s."""
+    """Digest that does not depend on the layout: see `reshard_engine.integrity.digests`. Empty where the store
+    copied bytes of the tensor, which nobody saw: `Manifest.offloaded` has their CRC-32s."""
     extents: tuple[tuple[int, int, int, int], ...]
     """(file, byte offset, first byte, last byte + 1): bytes of the packed tensor and where they are."""
 

@@ -50,7 +50,7 @@ class Bits:
         return BY_NAME[self.dtype].floating
 
     def with_plain_nans(self) -> Bits:
-        """The same with one payload for all NaNs, signs kept: casts agree on everything else (see `execute.casts.cast`)."""
+        """The bits with one payload for all NaNs, signs kept: casts agree on the rest (see `execute.casts.cast`)."""
         if self.dtype not in _EXPONENTS:
             return self
         word, exponent = _EXPONENTS[self.dtype]
