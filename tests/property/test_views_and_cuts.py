@@ -11,11 +11,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from reshard_engine.deepspeed_names import round_robin_order
-from reshard_engine.tensors.cuts import Cut, CutError, joined, local_grid, parts, taken, whole_shape
-from reshard_engine.tensors.layout import ZEROS
-from reshard_engine.tensors.views import Box, View, composed
-from reshard_engine.writers.zero.partitions import (
+from reshard_engine.formats.deepspeed.names import round_robin_order
+from reshard_engine.formats.deepspeed.writer.native.partitions import (
     Run,
     alignment_elems,
     clipped,
@@ -23,6 +20,9 @@ from reshard_engine.writers.zero.partitions import (
     pieces,
     sub_groups,
 )
+from reshard_engine.tensors.cuts import Cut, CutError, joined, local_grid, parts, taken, whole_shape
+from reshard_engine.tensors.layout import ZEROS
+from reshard_engine.tensors.views import Box, View, composed
 
 Places = npt.NDArray[np.int64]
 """Per element (tensor, element of it)."""

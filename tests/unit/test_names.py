@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from reshard.errors import RequestError
 from reshard.models import NameScheme
-from reshard_engine.rules.names import nesting_of, rename_all
+from reshard_engine.formats.deepspeed.rules.names import nesting_of, rename_all
 
 _INNER = (
     "input_layernorm.weight",

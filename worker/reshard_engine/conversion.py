@@ -21,7 +21,6 @@ from reshard.models import (
     VerifyLevel,
 )
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.deepspeed_names import POINTERS
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.checks.before_commit import prove_complete, prove_source_unchanged, prove_structure
@@ -32,6 +31,7 @@ from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.server_copy.copier import CopyingSink, Offloader
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
+from reshard_engine.formats.deepspeed.names import POINTERS
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within

@@ -11,7 +11,7 @@ import numpy as np
 from reshard.errors import RequestError, printable
 from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.readers.deepspeed.files import rank_of
+from reshard_engine.formats.deepspeed.reader.native.files import rank_of
 from reshard_engine.tensors.shard_map import ShardMap
 from reshard_engine.tensors.views import Box, View
 

@@ -159,7 +159,7 @@ class LocalEngine:
     ) -> DiffReport:
         """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
         from reshard_engine.diff.comparison import diff_checkpoints
-        from reshard_engine.rules.request import requested_rules
+        from reshard_engine.formats.deepspeed.rules.request import requested_rules
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from reshard.errors import RequestError, ReshardError, listed
 from reshard.models import ConvertRequest, NativeLayout, PossibleTarget, SourceSpec, TargetFormat, ZeroStage
 from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, uncut
+from reshard_engine.formats.deepspeed.writer.native.autoep import fused_experts
+from reshard_engine.formats.deepspeed.writer.native.cutting import Cutter
+from reshard_engine.formats.deepspeed.writer.native.experts import experts_by_layer, require_divisible
+from reshard_engine.formats.deepspeed.writer.native.local import is_pipeline
+from reshard_engine.formats.deepspeed.writer.native.target import resolve
+from reshard_engine.formats.deepspeed.writer.native.writer import vocab_rows
 from reshard_engine.left_out import left_out
 from reshard_engine.peft_names import adapter_names, adapter_parts
 from reshard_engine.peft_run import lacks_base
 from reshard_engine.rehearsal import Rehearsal
-from reshard_engine.writers.cautions import HOW_TO_SAY, uncut
-from reshard_engine.writers.zero.autoep import fused_experts
-from reshard_engine.writers.zero.cutting import Cutter
-from reshard_engine.writers.zero.experts import experts_by_layer, require_divisible
-from reshard_engine.writers.zero.local import is_pipeline
-from reshard_engine.writers.zero.target import resolve
-from reshard_engine.writers.zero.writer import vocab_rows
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of tensor-parallel ranks that are tried."""

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 from reshard.models import ConvertRequest, NameScheme
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.deepspeed_names import INFO
-from reshard_engine.megatron import ARGS, NO_PIPELINE_ARG, with_args
+from reshard_engine.formats.deepspeed.megatron import ARGS, NO_PIPELINE_ARG, with_args
+from reshard_engine.formats.deepspeed.names import INFO
+from reshard_engine.formats.deepspeed.rules.describe import info_of
+from reshard_engine.formats.deepspeed.rules.names import Renamed, nesting_of, rename_all
 from reshard_engine.pickles.nodes import (
     Node,
     PTensorRef,
@@ -21,8 +23,6 @@ from reshard_engine.pickles.nodes import (
 )
 from reshard_engine.pickles.plain import node_of
 from reshard_engine.pickles.state_dict import KeyPath, nested_dict
-from reshard_engine.rules.describe import info_of
-from reshard_engine.rules.names import Renamed, nesting_of, rename_all
 
 _OF_ONE_SCHEME = ("param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
 

@@ -13,9 +13,9 @@ from reshard.errors import SourceError
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.gather.chunks import ChunkFiller
 from reshard_engine.execute.gather.mean import mean_of
-from reshard_engine.readers.deepspeed.parallel import Joiner
-from reshard_engine.rules.cut_rules import AVERAGED, CutRules
-from reshard_engine.rules.layers import RuleLayers
+from reshard_engine.formats.deepspeed.reader.native.parallel import Joiner
+from reshard_engine.formats.deepspeed.rules.cut_rules import AVERAGED, CutRules
+from reshard_engine.formats.deepspeed.rules.layers import RuleLayers
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.shard_map import ShardMap, ShardMapBuilder
 from reshard_engine.tensors.views import Box, View

@@ -14,13 +14,17 @@ from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, seeded_mode
 from reshard.errors import RequestError
 from reshard.models import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
+    group_changes,
+    megatron_grouped,
+    sharded_nodes,
+)
 from reshard_engine.pickles.nodes import mapping_items, mapping_of
 from reshard_engine.pickles.plain import node_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.possible_targets import possible_targets
 from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
-from reshard_engine.writers.zero.megatron_groups import group_changes, megatron_grouped, sharded_nodes
 
 _SHAPES: dict[str, tuple[tuple[int, ...], Part]] = {
     "embed.tokens.weight": ((10, 3), Part("vocabulary", 0)),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from reshard_engine.checkpoint import Parameter
+from reshard_engine.formats.deepspeed.writer.native import regrouping
+from reshard_engine.formats.deepspeed.writer.native.regrouping import MAX_GROUP_ELEMS, regrouped
 from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of
-from reshard_engine.writers.zero import regrouping
-from reshard_engine.writers.zero.regrouping import MAX_GROUP_ELEMS, regrouped
 
 HEAD = "moe.experts.deepspeed_experts."
 SIZES = {"w": 10, "b": 3}

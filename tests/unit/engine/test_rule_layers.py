@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from reshard_engine.rules.cut_rules import COLUMN, HEADS, REPLICATED, ROW, TWO_SECTIONS, VOCABULARY, CutRules
-from reshard_engine.rules.layers import RuleLayers
+from reshard_engine.formats.deepspeed.rules.cut_rules import (
+    COLUMN,
+    HEADS,
+    REPLICATED,
+    ROW,
+    TWO_SECTIONS,
+    VOCABULARY,
+    CutRules,
+)
+from reshard_engine.formats.deepspeed.rules.layers import RuleLayers
 from reshard_engine.tensors.cuts import Cut
 
 OWN = {

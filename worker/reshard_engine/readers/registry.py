@@ -15,13 +15,13 @@ from typing import Any
 
 from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.deepspeed_names import POINTERS
+from reshard_engine.formats.deepspeed.names import POINTERS
+from reshard_engine.formats.deepspeed.reader.native.reader import DeepSpeedReader
+from reshard_engine.formats.deepspeed.reader.universal.reader import UniversalReader
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.deepspeed.reader import DeepSpeedReader
 from reshard_engine.readers.other_kinds import unsupported_kind
 from reshard_engine.readers.protocol import Reader
-from reshard_engine.readers.universal.reader import UniversalReader
 from reshard_engine.readers.weights.safetensors import SafetensorsReader
 from reshard_engine.readers.weights.torch_weights import TorchWeightsReader
 from reshard_engine.storage.locations import Location

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NotCarried, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed import not_written as not_carried
+from reshard_engine.formats.deepspeed.cautions import padding_left_out, sectioned
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
 from reshard_engine.tensors.layout import FileTemplate, TargetFile, TargetLayout, literal_template, require_distinct
-from reshard_engine.writers import not_carried
-from reshard_engine.writers.cautions import padding_left_out, sectioned
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 

@@ -18,6 +18,7 @@ from reshard.models import ConvertRequest
 from reshard_engine.adapter_config import CONFIG, adapter_config
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
+from reshard_engine.formats.deepspeed import not_written as not_carried
 from reshard_engine.peft_names import (
     TOKENS,
     WRAPPED,
@@ -29,7 +30,6 @@ from reshard_engine.peft_names import (
     refuse_other_methods,
 )
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
-from reshard_engine.writers import not_carried
 from reshard_engine.writers.consolidated import Weight, weights_of
 
 WEIGHTS = "adapter_model.safetensors"

@@ -12,7 +12,7 @@ def writer_of(target: TargetFormat) -> Writer:
     """The writer of a target format."""
     match target:
         case TargetFormat.UNIVERSAL:
-            from reshard_engine.writers.universal import UniversalWriter
+            from reshard_engine.formats.deepspeed.writer.universal.writer import UniversalWriter
 
             return UniversalWriter()
         case TargetFormat.SAFETENSORS:
@@ -24,7 +24,7 @@ def writer_of(target: TargetFormat) -> Writer:
 
             return TorchWeightsWriter()
         case TargetFormat.ZERO:
-            from reshard_engine.writers.zero.writer import ZeroWriter
+            from reshard_engine.formats.deepspeed.writer.native.writer import ZeroWriter
 
             return ZeroWriter()
         case TargetFormat.PEFT:

@@ -1,0 +1,1 @@
+"""DeepSpeed checkpoints, native and universal: names, configuration, tensor-parallel rules, readers, writers."""

@@ -1,0 +1,101 @@
+"""Warnings about cuts that nothing in the files proves, and about rows that a target does not hold.
+
+A warning stands only where it can matter: for a target that is cut differently, or that may be loaded so.
+"""
+
+from __future__ import annotations
+
+from reshard.errors import listed
+from reshard.models import ConvertRequest
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.megatron import is_megatron
+from reshard_engine.formats.deepspeed.names import INFO
+from reshard_engine.formats.deepspeed.rules.families import SECTIONED_WARNING, may_be_sectioned
+from reshard_engine.pickles.nodes import is_mapping, mapping_items
+
+HOW_TO_SAY = "--family gpt-megatron|llama-megatron|bloom, or --rules FILE"
+LOSS_OF_PADDING = (
+    "a softmax over padded rows counts them, so the next losses move a little (about 0.005 in one small model)"
+)
+
+AT_STAGE_3 = (
+    "Where the target's vocabulary is padded, its loader of stage 3 knows no padding and shifts every parameter behind "
+    "the vocabulary without an error: write that with --to zero --zero-stage 3"
+)
+
+
+def sectioned(checkpoint: Checkpoint, request: ConvertRequest | None) -> list[str]:
+    """The warning of fused matrices whose order within a slice is taken on trust; none where the user gave rules."""
+    if request is not None and request.rules is not None:
+        return []
+    return [SECTIONED_WARNING] if any(map(may_be_sectioned, checkpoint.parameters)) else []
+
+
+def uncut(checkpoint: Checkpoint) -> str | None:
+    """Why a checkpoint is fit for one tensor-parallel rank only; None if rules say how every parameter is cut."""
+    names = [p.fqn for p in checkpoint.parameters if p.cut is None]
+    if not names:
+        return None
+    return f"nothing says how tensor parallelism cuts {len(names)} of {len(checkpoint.parameters)} parameters"
+
+
+def uncut_warnings(checkpoint: Checkpoint) -> list[str]:
+    """The warning of a universal form that DeepSpeed would cut wrongly, of runs that tensor parallelism is made for.
+
+    Megatron-DeepSpeed names replicated and row-parallel parameters only where its own tensor parallelism is above 1;
+    DeepSpeed's loader cuts what nothing names along dimension 0, without a word.
+    """
+    reason, state = uncut(checkpoint), checkpoint.model_state
+    entries = mapping_items(state, what="model states") if is_mapping(state) else {}
+    if reason is None or not (INFO in entries or is_megatron(state)):
+        return []
+    names = [p.fqn for p in checkpoint.parameters if p.cut is None]
+    text = (
+        f"{reason} ({listed(names, 3)}): Megatron-DeepSpeed writes that only where its own tensor parallelism is above "
+        "1. Resume this at tensor parallelism 1 only: above it DeepSpeed cuts each of them along dimension 0 without "
+        f"an error, and trains on wrong weights. Convert with {HOW_TO_SAY}"
+    )
+    return [text]
+
+
+def padding_changes(checkpoint: Checkpoint, rows: int | None) -> list[str]:
+    """Warnings about padding behind vocabularies in a target of so many rows; none where all of it is kept."""
+    data = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
+    if rows is None or not data:
+        return []
+    kept = _padding_rows(checkpoint)
+    missing = rows - max(data) - kept
+    before = f"{max(data) + kept} in the source"
+    if not kept and checkpoint.vocab_rows not in (None, max(data)):
+        before = f"{max(data)} in the source, which holds none of its run's padding"
+    if missing > 0:
+        what = f"{missing} rows of zeros are added behind the vocabulary: {rows} rows, {before}"
+    elif missing < 0:
+        what = f"{-missing} rows of padding behind the vocabulary are cut off: {rows} rows, {before}"
+    else:
+        return []
+    return [f"{what}; {LOSS_OF_PADDING}"]
+
+
+def padding_left_out(checkpoint: Checkpoint, *, refilled: bool) -> list[str]:
+    """That a target holds vocabularies without the padding that the source has.
+
+    Args:
+        checkpoint: The source.
+        refilled: Whether loaders put zeros in its place.
+    """
+    kept = _padding_rows(checkpoint)
+    if not kept:
+        return []
+    text = f"{kept} rows of padding behind the vocabulary are left out"
+    if not refilled:
+        return [text]
+    # deepspeed 0.19.8, `runtime/zero/stage3.py` (`load_hp_checkpoint_state`): it cuts what is there as it is.
+    return [
+        f"{text}. DeepSpeed puts zeros in their place at stages 1 and 2; {LOSS_OF_PADDING}. {AT_STAGE_3}",
+    ]
+
+
+def _padding_rows(checkpoint: Checkpoint) -> int:
+    tensors = checkpoint.shard_map.tensors
+    return max((tensors[n].shape[0] for p in checkpoint.parameters for n in p.padding.values()), default=0)

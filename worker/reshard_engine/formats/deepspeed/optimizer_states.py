@@ -1,0 +1,73 @@
+"""What writers of optimizer states ask of any source: which states there are, and the groups' hyper-parameters."""
+
+from __future__ import annotations
+
+from reshard.errors import RequestError, printable
+from reshard_engine.checkpoint import Checkpoint, OptimizerState
+from reshard_engine.formats.deepspeed.configured_groups import configured_groups
+from reshard_engine.pickles.nodes import Node, mapping_items
+
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+
+
+def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
+    """The optimizer's state.
+
+    Raises:
+        RequestError: `request.unsatisfiable` for a source that has weights only.
+    """
+    if checkpoint.optimizer is None:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{what} is made of optimizer states, and this source has none: "
+            f"{'; '.join(checkpoint.warnings) or 'no training state is in it'}",
+            fix="name the training checkpoint as the source, or write the weights alone: --to safetensors",
+        )
+    return checkpoint.optimizer
+
+
+def states_to_write(checkpoint: Checkpoint) -> list[str]:
+    """The per-element states of the trained parameters, `fp32` first.
+
+    Raises:
+        RequestError: `request.unsatisfiable` if some parameters lack states that others have, or if ranks have numbers
+            of their own.
+    """
+    if checkpoint.optimizer is not None and (own := checkpoint.optimizer.rank_numbers):
+        raise RequestError(
+            "request.unsatisfiable",
+            f"optimizer state {printable(own[0])!r} is one number for each rank's partition, another on each: "
+            "other partitions have none",
+            fix="write the weights alone: --to safetensors",
+        )
+    states: dict[str, None] = {"fp32": None}
+    for parameter in checkpoint.trained:
+        states |= dict.fromkeys(parameter.states)
+    lacking = [p.fqn for p in checkpoint.trained if set(states) - set(p.states)]
+    if lacking and len(states) > 1:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{len(lacking)} of {len(checkpoint.trained)} parameters have no optimizer states "
+            f"({printable(lacking[0])}, ...): they were offloaded and not saved",
+            fix="write the weights alone: --to safetensors",
+        )
+    return list(states)
+
+
+def is_adam(checkpoint: Checkpoint) -> bool:
+    """True if every group that is written is an Adam's by its hyper-parameters, and by its states if there are any.
+
+    Raises:
+        RequestError: `request.unsatisfiable`, as `group_nodes` does.
+    """
+    states = {name for p in checkpoint.trained for name in p.states} - {"fp32"}
+    if states and not states.issuperset(ADAM_STATES):
+        return False
+    groups = [mapping_items(g, what="param_groups") for g in group_nodes(checkpoint)]
+    return bool(groups) and all("betas" in g and "eps" in g for g in groups)
+
+
+def group_nodes(checkpoint: Checkpoint) -> list[Node]:
+    """The param groups' hyper-parameters: the source's own, or its config's where its states carry none."""
+    optimizer = checkpoint.optimizer
+    return list(optimizer.param_groups) if optimizer and optimizer.param_groups else configured_groups(checkpoint)

@@ -1,0 +1,1 @@
+"""Readers of DeepSpeed's native checkpoints and of universal ones."""

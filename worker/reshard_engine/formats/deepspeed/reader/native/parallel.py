@@ -1,0 +1,265 @@
+"""Model parallelism: how many stages and tensor-parallel ranks there are, and their slices put together.
+
+Stages hold different layers; a name that several stages have is one tied parameter, of which each holds a copy.
+Tensor-parallel ranks hold parts of parameters of one name, by the rules of the checkpoint or of the user. Copies are
+compared before anything is written: `Checkpoint.agreements` lists them.
+
+Source: deepspeed 0.19.8 `runtime/pipe/topology.py` (`mp = pp_rank * TP + tp_rank`), `checkpoint/reshape_3d_utils.py`
+(`get_model_3d_descriptor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from reshard.errors import SourceError, printable
+from reshard_engine.checkpoint import Agreement, Parameter
+from reshard_engine.formats.deepspeed.names import PARALLEL_DIMENSIONS
+from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
+from reshard_engine.formats.deepspeed.reader.native.slices import Slice, counters
+from reshard_engine.formats.deepspeed.rules.affine import AffineMaps
+from reshard_engine.formats.deepspeed.rules.families import is_unused_copy
+from reshard_engine.formats.deepspeed.rules.layers import RuleLayers
+from reshard_engine.pickles.nodes import is_mapping, mapping_items
+from reshard_engine.tensors.cuts import Cut, CutError, joined, rows_of, whole_shape
+from reshard_engine.tensors.shard_map import ShardMapBuilder
+from reshard_engine.tensors.views import Column, Runs, View
+
+
+def degrees(model: ModelStates, ranks: int, layer_ranks: int) -> tuple[int, int]:
+    """(pipeline stages, tensor-parallel ranks) of a run with so many model-parallel ranks.
+
+    Args:
+        model: Model states of model-parallel rank 0.
+        ranks: Model-parallel ranks that have files.
+        layer_ranks: Tensor-parallel ranks in the names of layer files; 0 without any.
+
+    Raises:
+        SourceError: `checkpoint.mixed`, `checkpoint.incomplete` if what files say and what is there do not go together.
+    """
+    stated = model.integer("mp_world_size")
+    if stated is not None and stated != ranks:
+        code = "checkpoint.incomplete" if ranks < stated else "checkpoint.mixed"
+        raise SourceError(
+            code,
+            f"files of {ranks} model-parallel ranks; the model states say {stated}",
+            fix="copy the files of every mp_rank" if ranks < stated else "remove what an older save left behind",
+        )
+    entry = model.entries.get(PARALLEL_DIMENSIONS)
+    facts = mapping_items(entry, what=PARALLEL_DIMENSIONS) if is_mapping(entry) else {}
+    pp, tp = facts.get("pp_degree"), facts.get("tp_degree")
+    if type(pp) is not int or type(tp) is not int:
+        tp = max(layer_ranks, 1) if layer_ranks else ranks
+        pp = ranks // tp
+    if stated == ranks == 1:
+        # Under sequence parallelism (`runtime/sequence_parallel/parallel_state_sp.py` as mpu, 0.19.8) the entry counts
+        # the ranks of a sequence as tensor-parallel ones; they share ZeRO's partitions, as data-parallel ranks do.
+        return 1, 1
+    if pp < 1 or tp < 1 or pp * tp != ranks:
+        raise SourceError(
+            "checkpoint.mixed", f"{pp} pipeline stages of {tp} tensor-parallel ranks, and files of {ranks}"
+        )
+    return pp, tp
+
+
+class Joiner:
+    """Puts the slices of all model-parallel ranks together."""
+
+    def __init__(
+        self, builder: ShardMapBuilder, rules: RuleLayers | None, affine: AffineMaps | None, *, tp: int
+    ) -> None:
+        """For `tp` tensor-parallel ranks."""
+        self._builder, self._rules, self._affine, self._tp = builder, rules, affine, tp
+        self.agreements: list[Agreement] = []
+        self.unexplained: list[str] = []
+        self.vocab_rows: int | None = None
+        self.rank_numbers: set[str] = set()
+        """States that are one number for each rank, and not the same on all."""
+        self.averaged: dict[str, None] = {}
+        """Parameters whose copies may differ, and are averaged."""
+        self.padding: dict[str, dict[str, int]] = {}
+        """Rows behind the data of vocabularies, by parameter and state."""
+        self._copies: dict[tuple[str, str], tuple[int, ...]] = {}
+        self._cuts: dict[str, Cut | None] = {}
+
+    def trained(self, slices: Sequence[Slice]) -> list[Parameter]:
+        """The parameters of all ranks, whole, stage by stage.
+
+        Raises:
+            SourceError: `checkpoint.mixed` if ranks hold different parameters, groups or counters, `rules.*`.
+        """
+        found: dict[str, Parameter] = {}
+        for first in range(0, len(slices), self._tp):
+            stage = slices[first : first + self._tp]
+            by_name = [{p.fqn: p for p in s.trained} for s in stage]
+            for rank, table in enumerate(by_name):
+                if list(table) != list(by_name[0]):
+                    raise SourceError(
+                        "checkpoint.mixed",
+                        f"tensor-parallel rank {rank} of stage {first // self._tp} has other parameters",
+                    )
+            for name, parameter in by_name[0].items():
+                parts = [table[name] for table in by_name]
+                whole = self._parameter(parameter, parts)
+                if name in found:
+                    self._tied(found[name], whole)
+                else:
+                    found[name] = whole
+        return list(found.values())
+
+    def _parameter(self, first: Parameter, parts: Sequence[Parameter]) -> Parameter:
+        for rank, part in enumerate(parts):
+            if (part.group, list(part.states)) != (first.group, list(first.states)) or not self._agree(first, part):
+                raise SourceError(
+                    "checkpoint.mixed",
+                    f"{printable(first.fqn)}: tensor-parallel rank {rank} has another group, other states or counters",
+                    fix="the files are of different steps: copy one whole save",
+                )
+        shape, cut = self.shape_and_cut(first.fqn, [p.shape for p in parts])
+        states = {key: self.joined(first.fqn, key, [p.states[key] for p in parts], cut, shape) for key in first.states}
+        scalars = {k: s for k, s in first.scalars.items() if all(p.scalars.get(k) == s for p in parts)}
+        return replace(first, shape=self._data_shape(cut, shape), states=states, cut=cut, scalars=scalars)
+
+    def _agree(self, first: Parameter, other: Parameter) -> bool:
+        """True if two parts were counted alike; noted are numbers of which each rank has its own."""
+        names = first.scalars.keys() | other.scalars.keys()
+        self.rank_numbers |= {k for k in names if first.scalars.get(k) != other.scalars.get(k)}
+        return counters(first.scalars) == counters(other.scalars)
+
+    def shape_and_cut(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], Cut | None]:
+        """The shape of the whole, padding included, and how it is cut; None, and noted, if nothing says.
+
+        Raises:
+            SourceError: `rules.*`.
+        """
+        cut = self._cut_of(name, shapes)
+        if cut is None:
+            return shapes[0], None
+        try:
+            shape = whole_shape(cut, shapes)
+            if cut.vocabulary is not None:
+                self.vocab_rows = shape[0]
+            return shape, cut
+        except CutError as error:
+            raise _contradiction(name, error) from None
+
+    def _cut_of(self, name: str, shapes: Sequence[tuple[int, ...]]) -> Cut | None:
+        cut = self._rules.cut_of(name, shapes) if self._rules is not None else None
+        if cut is None and self._tp > 1 and name not in self.unexplained:
+            self.unexplained.append(name)
+        return cut
+
+    @staticmethod
+    def _data_shape(cut: Cut | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if cut is None or cut.vocabulary is None:
+            return shape
+        return (min(cut.vocabulary, shape[0]), *shape[1:])
+
+    def joined(self, name: str, state: str, tensors: Sequence[int], cut: Cut | None, shape: tuple[int, ...]) -> int:
+        """One state of a parameter as one tensor; copies are noted for comparison.
+
+        Args:
+            name: The parameter.
+            state: The state.
+            tensors: Each tensor-parallel rank's part.
+            cut: How they were cut; None where nothing says: the first rank's part then stands for them.
+            shape: Of the whole, with padding.
+
+        Raises:
+            SourceError: `rules.contradiction`, `source.unsupported` if the parts cannot be put together so.
+        """
+        if cut is None:
+            return tensors[0]
+        whole = tensors[0]
+        if cut.averaged and len(tensors) > 1:
+            return self._mean(name, state, tensors)
+        if cut.dim is None:
+            for rank, other in enumerate(tensors[1:], start=1):
+                self.agreements.append(Agreement(name, state, tensors[0], other, f"tensor-parallel rank {rank}"))
+        elif len(tensors) > 1:
+            whole = self._view(name, state, self._layout(name, tensors, cut, shape), shape)
+        data = self._data_shape(cut, shape)
+        if data != shape:
+            if len(tensors) == 1 and cut.shape_in(shape) != shape:
+                raise _contradiction(name, CutError("a vocabulary in another shape than its own"))
+            behind = rows_of(shape, whole, data[0], shape[0])
+            padding = self._view(f"{name}@padding", state, behind, behind.grid)
+            # Of copies on several pipeline stages the first counts.
+            self.padding.setdefault(name, {}).setdefault(state, padding)
+            whole = self._view(name, state, rows_of(shape, whole, 0, data[0]), data)
+        return whole
+
+    def _layout(self, name: str, tensors: Sequence[int], cut: Cut, shape: tuple[int, ...]) -> View:
+        try:
+            described = self._affine.view_of(name, tensors) if self._affine is not None else None
+            by_rule = joined(cut, shape, tensors)
+        except (CutError, ValueError) as error:
+            raise _contradiction(name, error) from None
+        if described is not None and not _same(described, by_rule):
+            raise _contradiction(name, CutError("its affine map and its pattern say different things"))
+        return by_rule
+
+    def _view(self, name: str, state: str, view: View, shape: tuple[int, ...]) -> int:
+        try:
+            return self._builder.view(name, state, view, shape)
+        except ValueError as error:
+            raise SourceError("source.unsupported", f"{printable(state)} of {printable(name)}: {error}") from None
+
+    def _mean(self, name: str, state: str, copies: Sequence[int]) -> int:
+        """The mean of a state's copies; a weight beside masters is their mean's rounding, as each copy is its own's."""
+        self.averaged[name] = None
+        own = tuple(copies)
+        self._copies.setdefault((name, state), own)
+        masters = self._copies.get((name, "fp32"), own) if state == "weight" else own
+        if masters is not own:
+            pairs = enumerate(zip(masters, copies, strict=True))
+            self.agreements += [
+                Agreement(name, "fp32", m, w, f"the weight of tensor-parallel rank {rank}", rounded=True)
+                for rank, (m, w) in pairs
+            ]
+        try:
+            return self._builder.mean(name, state, masters, self._builder.tensors[copies[0]].dtype)
+        except ValueError as error:
+            raise SourceError("source.unsupported", f"{printable(state)} of {printable(name)}: {error}") from None
+
+    def _tied(self, first: Parameter, other: Parameter) -> None:
+        if (first.shape, first.group, list(first.states)) != (other.shape, other.group, list(other.states)):
+            raise SourceError(
+                "checkpoint.mixed", f"{printable(first.fqn)} is on several pipeline stages, with other shapes or states"
+            )
+        if not self._agree(first, other):
+            raise SourceError(
+                "checkpoint.mixed", f"{printable(first.fqn)} has other counters on another pipeline stage"
+            )
+        # A module shared by stages is there whole on each, and only what it is tied by is kept equal: of the rest, such
+        # as position embeddings beside tied word embeddings, the first stage's copy is the one in use.
+        if is_unused_copy(first.fqn):
+            return
+        unused = self._rules is not None and self._rules.first_stage_counts(first.fqn)
+        for key, tensor in first.states.items():
+            where = "another pipeline stage"
+            self.agreements.append(Agreement(first.fqn, key, tensor, other.states[key], where, advisory=unused))
+
+
+def _same(a: View, b: View) -> bool:
+    """Whether two views take every element from the same place: their runs, cut at each other's boundaries."""
+    numel = sum(box.numel for box in a.boxes)
+    left, right = a.runs(0, numel), b.runs(0, numel)
+    cuts = np.union1d(left.begin, right.begin)
+
+    def places(runs: Runs) -> tuple[Column, Column]:
+        row = np.searchsorted(runs.begin, cuts, side="right") - 1
+        return runs.tensor[row], runs.source[row] + cuts - runs.begin[row]
+
+    return all(bool((x == y).all()) for x, y in zip(places(left), places(right), strict=True))
+
+
+def _contradiction(name: str, error: Exception) -> SourceError:
+    return SourceError(
+        "rules.contradiction",
+        f"{printable(name)}: {error}",
+        fix="give rules that fit its parts: --rules FILE, or --family NAME",
+    )

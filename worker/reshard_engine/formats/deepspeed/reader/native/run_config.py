@@ -1,0 +1,47 @@
+"""Settings of the run that decide what its files mean: `zero_optimization` of the `ds_config` in the model states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
+from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+
+
+def zero_options(model: ModelStates) -> Mapping[str | int, Node] | None:
+    """The section `zero_optimization`; None where the config is a path or absent, so that nothing is known of it."""
+    return _section(model, "zero_optimization")
+
+
+def configured_stage(model: ModelStates) -> int:
+    """The run's ZeRO stage; 0 where its config does not say."""
+    stage = (zero_options(model) or {}).get("stage")
+    return stage if type(stage) is int else 0
+
+
+def has_16bit_masters(model: ModelStates) -> bool:
+    """Whether the run kept masters in the model's 16 bits (`*_master_weights_and_grads`)."""
+    types = ("bf16", "fp16")
+    return any((_section(model, t) or {}).get(f"{t}_master_weights_and_grads") is True for t in types)
+
+
+def _section(model: ModelStates, name: str) -> Mapping[str | int, Node] | None:
+    config = model.entries.get("ds_config")
+    if not is_mapping(config):
+        return None
+    section = mapping_items(config, what="ds_config").get(name)
+    return mapping_items(section, what=name) if is_mapping(section) else {}
+
+
+def uses_round_robin(model: ModelStates) -> bool:
+    """Whether gradients were dealt out over the ranks (`round_robin_gradients`)."""
+    return (zero_options(model) or {}).get("round_robin_gradients") is True
+
+
+def may_be_quantized(model: ModelStates) -> bool:
+    """Whether 8-bit frozen weights may be what `zero_quantized_nontrainable_weights` leaves, which lacks the scales.
+
+    Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py` (`_partition_param`).
+    """
+    options = zero_options(model)
+    return options is None or options.get("zero_quantized_nontrainable_weights") not in (None, False)

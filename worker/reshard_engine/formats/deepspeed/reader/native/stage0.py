@@ -1,0 +1,283 @@
+"""Stage 0: no partitions; weights in `module`, the optimizer's state beside them.
+
+The optimizer numbers its parameters group by group and stores no names. Names follow from `module`
+(which is in the model's order) only if exactly one assignment keeps that order within each group and
+fits every shape; otherwise the optimizer states are left out and said so, never guessed.
+
+Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`: `optimizer` at stage 0),
+`runtime/fp16/fused_optimizer.py` and `unfused_optimizer.py` (`state_dict`), torch 2.13.0 `optim/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from reshard.errors import SourceError, printable
+from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.containers.torch_tensors import add_whole_tensor
+from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
+from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition, add_flat_group
+from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
+from reshard_engine.formats.deepspeed.reader.native.module import ModuleTensors
+from reshard_engine.formats.deepspeed.reader.native.naming import assign_names, assign_names_flat
+from reshard_engine.formats.deepspeed.reader.native.optim_states import BASE_KEYS, named_states, read_scalar
+from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees
+from reshard_engine.pickles.nodes import Node, PTensor, mapping_items, sequence_items
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
+from reshard_engine.tensors.dtypes import BY_NAME
+from reshard_engine.tensors.shard_map import ShardMapBuilder
+
+EXTRA_KEYS = (
+    "dynamic_loss_scale",
+    "cur_scale",
+    "cur_iter",
+    "last_overflow_iter",
+    "scale_factor",
+    "scale_window",
+    "clip_grad",
+)
+
+_WRAPPER_KEYS = frozenset({"fp32_groups", "fp32_groups_flat", "optimizer_state_dict"})
+
+
+def assemble_stage0(
+    model: ModelStates,
+    others: Sequence[str] = (),
+    *,
+    url: str,
+    tag: str | None,
+    ledger: OpaqueLedger,
+    rules: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """The checkpoint of a run without ZeRO. `others` names files of its directory that are none of DeepSpeed's.
+
+    Optimizer states that cannot be given names are left out with a warning.
+    """
+    builder = ShardMapBuilder()
+    number = {model.torch_file.file: 0}
+    module = ModuleTensors(builder, [model], number, owned={}, sharded=False)
+    # Without `param_shapes` everything that is no buffer and no alias is a candidate, in the model's order.
+    candidates = {p.fqn: p for p in module.frozen_parameters}
+    trees = ModelTrees(builder, number)
+    extra_states = {n: trees.carried(v, model.torch_file) for n, v in model.extra_states.items()}
+    node = model.entries.get("optimizer")
+    optimizer: OptimizerState | None = None
+    parameters = list(candidates.values())
+    warnings: list[str] = []
+    states = None if node is None else _Stage0Optimizer(node, model.torch_file, builder)
+    owned = None if states is None else _named(states, candidates, warnings)
+    noted = NotCarriedKeys()
+    noted.add_all(others, "no file of DeepSpeed's")
+    if states is not None:
+        left = states.unread if owned is not None else ["optimizer"]
+        noted.add_all(left, UNKNOWN if owned is not None else "its states have no names", file=states.file_name)
+    if states is None:
+        warnings.append("the checkpoint has no optimizer: weights only")
+    elif owned is not None:
+        parameters = [owned.get(n, p) for n, p in candidates.items()]
+        order = {n: i for i, n in enumerate(owned)}
+        parameters.sort(key=lambda p: (p.fqn not in order, order.get(p.fqn, 0)))
+        optimizer = OptimizerState(
+            tuple(trees.carried(n, model.torch_file) for n in states.group_nodes),
+            {k: trees.carried(v, model.torch_file) for k, v in states.extras.items()}
+            | ({"ds_version": model.version} if model.version else {}),
+        )
+        if "cur_scale" in states.extras:
+            warnings.append("stage 0 keeps its loss scale in another form than stages 1 to 3: it starts anew there")
+        if not any(p.states.keys() - {"fp32"} for p in owned.values()) and not model.stepped:
+            warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
+    cut_rules, _ = rules_of(model, rules)
+    if cut_rules is not None:
+        parameters = [replace(p, cut=cut_rules.cut_of(p.fqn, [p.shape])) for p in parameters]
+    return Checkpoint(
+        url=url,
+        tag=tag,
+        format="deepspeed-stage0",
+        framework_version=model.version,
+        zero_stage=0,
+        world={"dp": model.integer("dp_world_size") or 1, "tp": 1, "pp": 1},
+        step=model.integer("global_steps"),
+        files=(model.torch_file.file,),
+        parameters=tuple(parameters),
+        buffers=module.buffer_entries(),
+        shared=module.shared,
+        optimizer=optimizer,
+        model_state=trees.model_state(model, module.numbers, module, extra_states=extra_states),
+        module_paths=model.paths,
+        extra_states=extra_states,
+        not_carried=noted.found(),
+        shard_map=builder.build(),
+        foreign_globals=tuple(sorted(ledger.foreign)),
+        warnings=tuple(warnings),
+    )
+
+
+def _named(
+    states: _Stage0Optimizer, candidates: Mapping[str, Parameter], warnings: list[str]
+) -> dict[str, Parameter] | None:
+    """The parameters that the optimizer owns; None, with a warning, if its states cannot be given names."""
+    shapes, weights = {n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()}
+    try:
+        return states.assign(shapes, weights)
+    except SourceError as error:
+        if error.code != "source.unsupported":
+            raise
+        # The weights have names all the same; writers of optimizer states refuse, and say why.
+        warnings.append(f"weights only, as precise as the model's dtype: {error.message}")
+        return None
+
+
+class _Stage0Optimizer:
+    """The `optimizer` entry: torch's own state dict, or the 16-bit wrapper with fp32 masters around it."""
+
+    def __init__(self, node: Node, torch_file: TorchFile, builder: ShardMapBuilder) -> None:
+        outer = mapping_items(node, what="optimizer")
+        self._torch_file = torch_file
+        self._builder = builder
+        self._flat = _tensors(outer.get("fp32_groups_flat"))
+        self._masters = (
+            [_tensors(g) for g in sequence_items(outer["fp32_groups"], what="fp32_groups")]
+            if "fp32_groups" in outer
+            else []
+        )
+        inner = (
+            mapping_items(outer["optimizer_state_dict"], what="optimizer") if "optimizer_state_dict" in outer else outer
+        )
+        self.file_name = torch_file.file.name
+        known = BASE_KEYS if inner is outer else _WRAPPER_KEYS | frozenset(EXTRA_KEYS)
+        self.unread = [f"optimizer.{k}" for k in outer if k not in known]
+        if inner is not outer:
+            self.unread += [f"optimizer.optimizer_state_dict.{k}" for k in inner if k not in BASE_KEYS]
+        self.extras: dict[str, Node] = {k: outer[k] for k in EXTRA_KEYS if k in outer}
+        state = inner.get("state")
+        self._state = {} if state is None else mapping_items(state, what="optimizer state")
+        self._elementwise = _elementwise_keys([_states_of(entry) for entry in self._state.values()])
+        self.group_nodes = tuple(sequence_items(inner.get("param_groups"), what="param_groups"))
+        self._groups = [
+            [
+                i
+                for i in sequence_items(mapping_items(g, what="param_groups").get("params"), what="params")
+                if type(i) is int
+            ]
+            for g in self.group_nodes
+        ]
+        ids = [i for group in self._groups for i in group]
+        owned = range(len(self._flat)) if self._flat else ids
+        self.unread += [f"optimizer.state.{k}" for k in self._state if k not in owned]
+        lengths = [len(g) for g in self._masters]
+        if len(set(ids)) != len(ids) or (self._masters and lengths != [len(g) for g in self._groups]):
+            raise SourceError("checkpoint.malformed", "the optimizer's groups and its masters do not fit together")
+
+    def assign(
+        self, candidates: Mapping[str, tuple[int, ...]], weights: Mapping[str, int | None]
+    ) -> dict[str, Parameter]:
+        """The parameters that the optimizer owns, in its order, with their states registered."""
+        if self._flat:
+            return self._assign_flat(candidates, weights)
+        shapes = [[self._shape(g, p, i) for p, i in enumerate(ids)] for g, ids in enumerate(self._groups)]
+        names = assign_names(list(candidates.items()), shapes)
+        owned: dict[str, Parameter] = {}
+        for group, (ids, group_names) in enumerate(zip(self._groups, names, strict=True)):
+            for place, (index, name) in enumerate(zip(ids, group_names, strict=True)):
+                states, scalars = self._whole_states(name, index, group)
+                master = self._masters[group][place] if self._masters else None
+                if master is not None:
+                    states["fp32"] = add_whole_tensor(
+                        self._builder, name, "fp32", master, torch_file=self._torch_file, file=0
+                    )
+                elif (weight := weights[name]) is not None:
+                    states["fp32"] = weight
+                owned[name] = Parameter(name, candidates[name], group, weights[name], states, scalars)
+        return owned
+
+    def _shape(self, group: int, place: int, index: int) -> tuple[int, ...] | None:
+        """The shape that the optimizer's own tensors show, or None before the first step."""
+        if self._masters:
+            return self._masters[group][place].shape
+        entry = self._state.get(index)
+        if entry is not None:
+            for key, value in _states_of(entry).items():
+                if isinstance(value, PTensor) and key in self._elementwise:
+                    return value.shape
+        return None
+
+    def _whole_states(self, name: str, index: int, group: int) -> tuple[dict[str, int], dict[str, Scalar]]:
+        states: dict[str, int] = {}
+        scalars: dict[str, Scalar] = {}
+        entry = _states_of(self._state.get(index))
+        for key, value in entry.items():
+            if isinstance(value, PTensor) and key in self._elementwise:
+                states[key] = add_whole_tensor(self._builder, name, key, value, torch_file=self._torch_file, file=0)
+            elif value is not None:
+                scalars[key] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(key)}")
+        return states, self._counted(scalars, entry, group)
+
+    def _counted(self, scalars: dict[str, Scalar], entry: Mapping[str, Node], group: int) -> dict[str, Scalar]:
+        """With the group's own counter where the states have none: so do fused optimizers."""
+        step = mapping_items(self.group_nodes[group], what="param_groups").get("step")
+        if entry and step is not None and "step" not in scalars:
+            scalars["step"] = read_scalar(step, self._torch_file, what="param_groups: step")
+        return scalars
+
+    def _assign_flat(
+        self, candidates: Mapping[str, tuple[int, ...]], weights: Mapping[str, int | None]
+    ) -> dict[str, Parameter]:
+        names = assign_names_flat(list(candidates.items()), [f.numel for f in self._flat])
+        owned: dict[str, Parameter] = {}
+        for group, group_names in enumerate(names):
+            shapes = tuple((n, candidates[n]) for n in group_names)
+            flats: dict[str, PTensor] = {"fp32": self._flat[group]}
+            scalars: dict[str, Scalar] = {}
+            entry = _states_of(self._state.get(group))
+            for key, value in entry.items():
+                if isinstance(value, PTensor) and value.shape:
+                    flats[key] = value
+                elif value is not None:
+                    scalars[key] = read_scalar(value, self._torch_file, what=f"optimizer state {printable(key)}")
+            scalars = self._counted(scalars, entry, group)
+            by_name: dict[str, dict[str, int]] = {n: {} for n in group_names}
+            for key, flat in flats.items():
+                dtype = BY_NAME[flat.dtype]
+                tensors = [self._builder.tensor(n, key, dtype, s) for n, s in shapes]
+                for name, tensor in zip(group_names, tensors, strict=True):
+                    by_name[name][key] = tensor
+                add_flat_group(
+                    self._builder,
+                    tensors,
+                    shapes,
+                    partitions=[Partition(0, self._torch_file.tensor_offset(flat), flat.numel)],
+                    paddings=(),
+                    itemsize_bytes=dtype.itemsize_bytes,
+                    what=f"group {group}, {printable(key)}",
+                )
+            for name, shape in shapes:
+                owned[name] = Parameter(name, shape, group, weights[name], by_name[name], scalars)
+        return owned
+
+
+def _states_of(entry: Node) -> dict[str, Node]:
+    return {} if entry is None else named_states(mapping_items(entry, what="optimizer state"))
+
+
+def _elementwise_keys(entries: Sequence[Mapping[str, Node]]) -> set[str]:
+    """The states that have an element for each of the parameter's, not one number.
+
+    Parameters without dimensions do not tell the two apart; the others do, and where there are no others, every
+    optimizer of torch and DeepSpeed calls its only number `step`.
+    """
+    tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, PTensor)]
+    return {key for key, value in tensors if value.shape} or {key for key, _ in tensors if key != "step"}
+
+
+def _tensors(node: Node) -> list[PTensor]:
+    items: Sequence[Node] = [] if node is None else sequence_items(node, what="fp32 groups")
+    if not all(isinstance(i, PTensor) for i in items):
+        raise SourceError("checkpoint.malformed", "an fp32 group holds something that is no tensor")
+    if any(prod(i.shape) != i.numel for i in items):
+        raise SourceError("checkpoint.malformed", "an fp32 group has an impossible shape")
+    return list(items)

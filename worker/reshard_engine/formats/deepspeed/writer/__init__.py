@@ -1,0 +1,1 @@
+"""Writers of DeepSpeed's native checkpoints and of universal ones."""

@@ -1,0 +1,151 @@
+"""The target run as a request and a source describe it together: what is not said is as in the source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from reshard.errors import RequestError
+from reshard.models import ConvertRequest, NativeLayout, ZeroStage
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.writer.native.config import DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
+from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
+
+_STAGES = {ZeroStage.STAGE_0: 0, ZeroStage.STAGE_1: 1, ZeroStage.STAGE_2: 2, ZeroStage.STAGE_3: 3, ZeroStage.BF16: 1}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A resolved native target."""
+
+    stage: int
+    bf16_optimizer: bool
+    dtype: Dtype
+    """The model's element type."""
+    layout: NativeLayout
+    round_robin: bool
+    aligned: bool
+    sub_group_size: int
+    source: RunConfig
+    source_config: Node
+    """The source's `ds_config`."""
+    source_world: Mapping[str, int]
+    extras: Mapping[str, Node]
+    """What the source's optimizer keeps beside its states: loss scaler, clipping, flags."""
+    version: str
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.layout.dp
+
+    def expert_place(self, rank: int) -> tuple[int, int]:
+        """(expert-parallel rank, place among the ranks that hold the same experts) of a data-parallel rank."""
+        if self.source.data_before_experts:
+            return divmod(rank, self.dp // self.layout.ep)
+        return rank % self.layout.ep, rank // self.layout.ep
+
+    @property
+    def tp_changes(self) -> bool:
+        """Whether parameters are cut over another number of ranks than in the source."""
+        return self.layout.tp != self.source_world.get("tp", 1)
+
+    @property
+    def prefix(self) -> str:
+        """What DeepSpeed puts before the names of optimizer files: `bf16_` if the config enables bf16."""
+        return "bf16_" if self.dtype.name == "bfloat16" else ""
+
+    @property
+    def config(self) -> Node:
+        """The source's `ds_config`, for this target."""
+        # Switched off where the source had it on, absent where neither does: older versions do not know all options.
+        return config_for(
+            self.source_config,
+            stage=self.stage,
+            dtype=self.dtype.name,
+            bf16_optimizer=self.bf16_optimizer,
+            ep=self.layout.ep,
+            options={
+                "round_robin_gradients": self.round_robin or (False if self.source.round_robin else None),
+                "parameter_alignment": self.aligned or (False if self.source.aligned else None),
+                "sub_group_size": self.layout.sub_group_size or self.source.sub_group_size,
+                "elastic_checkpoint": None,
+            },
+        )
+
+    @property
+    def master_is_weight(self) -> bool:
+        """Whether the optimizer works on the model's own tensors (stage 0 in fp32)."""
+        return self.stage == 0 and self.dtype.name == "float32"
+
+
+def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
+    """The target of a request for this source.
+
+    Raises:
+        RequestError: `request.invalid` without a layout or with options that do not go together.
+    """
+    layout = request.layout
+    if layout is None:
+        raise RequestError(
+            "request.invalid", "a native target needs a layout", fix="--dp N, and --zero-stage if it changes"
+        )
+    if request.max_shard_bytes is not None or request.exclude_frozen:
+        raise RequestError("request.invalid", "max_shard_bytes and exclude_frozen do not apply to native checkpoints")
+    entries = mapping_items(checkpoint.model_state, what="model states") if is_mapping(checkpoint.model_state) else {}
+    source = RunConfig.of(entries.get("ds_config"))
+    dtype = BY_NAME[SHORT_NAMES[request.dtype.value]] if request.dtype else _model_dtype(checkpoint, source)
+    stage = layout.zero_stage or _stage_like(checkpoint, source, dtype)
+    bf16_optimizer = stage is ZeroStage.BF16
+    if bf16_optimizer and dtype.name != "bfloat16":
+        if request.dtype is not None:
+            raise RequestError(
+                "request.invalid", f"BF16_Optimizer trains in bf16, not {dtype.name}", fix="--dtype bf16"
+            )
+        dtype = BY_NAME["bfloat16"]
+    flat = _STAGES[stage] in (1, 2) and not bf16_optimizer
+    version = entries.get("ds_version")
+    return Target(
+        stage=_STAGES[stage],
+        bf16_optimizer=bf16_optimizer,
+        dtype=dtype,
+        layout=layout,
+        round_robin=flat and _first(layout.round_robin_gradients, source.round_robin),
+        aligned=flat and _first(layout.parameter_alignment, source.aligned),
+        sub_group_size=layout.sub_group_size or source.sub_group_size or DEFAULT_SUB_GROUP_SIZE,
+        source=source,
+        source_config=entries.get("ds_config"),
+        source_world=checkpoint.world,
+        extras=_extras(checkpoint),
+        # Loaders insist on it; where it is unknown, the oldest whose stage 1 is laid out as today's stands in.
+        version=version if isinstance(version, str) and version else "0.7.4",
+    )
+
+
+def _extras(checkpoint: Checkpoint) -> Mapping[str, Node]:
+    return checkpoint.optimizer.extras if checkpoint.optimizer is not None else dict[str, Node]()
+
+
+def _first(*choices: bool | None) -> bool:
+    return next(c for c in choices if c is not None)
+
+
+def _model_dtype(checkpoint: Checkpoint, source: RunConfig) -> Dtype:
+    for parameter in checkpoint.trained:
+        if parameter.weight is not None:
+            return checkpoint.shard_map.tensors[parameter.weight].dtype
+    return BY_NAME[source.dtype or "float32"]
+
+
+def _stage_like(checkpoint: Checkpoint, source: RunConfig, dtype: Dtype) -> ZeroStage:
+    """The source's own stage; of a source that has none, what its config says."""
+    stage = checkpoint.zero_stage if checkpoint.zero_stage is not None else source.stage
+    if stage is None:
+        raise RequestError(
+            "request.invalid", "the source does not say which ZeRO stage its run used", fix="--zero-stage 0|1|2|3|bf16"
+        )
+    extras = _extras(checkpoint)
+    if stage == 1 and dtype.name == "bfloat16" and "zero_stage" not in extras and "loss_scaler" not in extras:
+        return ZeroStage.BF16
+    return ZeroStage(str(stage))

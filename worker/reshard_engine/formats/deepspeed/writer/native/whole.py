@@ -1,0 +1,83 @@
+"""The optimizer entry of stage 0: every rank has all of it, so the model states hold it once.
+
+Which of the two 16-bit forms a run uses depends on its optimizer: fused ones keep one flat master per group, others a
+list of masters. Fused optimizers of DeepSpeed are told by their hyper-parameters.
+
+Source: deepspeed 0.19.8 `runtime/engine.py` (`_configure_fp16_optimizer`), `runtime/fp16/fused_optimizer.py` and
+`unfused_optimizer.py` (`state_dict`), torch 2.13.0 `optim/optimizer.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
+from reshard_engine.formats.deepspeed.writer.native.optimizer import (
+    Groups,
+    clip_grad_of,
+    flat_runs,
+    state_runs,
+    trained_groups,
+)
+from reshard_engine.formats.deepspeed.writer.native.partitions import Run
+from reshard_engine.formats.deepspeed.writer.native.scaling import plain_entries
+from reshard_engine.formats.deepspeed.writer.native.target import Target
+from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_items, mapping_of
+from reshard_engine.tensors.dtypes import FLOAT32
+
+
+def whole_optimizer(groups: Groups, model: LocalModel, target: Target) -> Node:
+    """The `optimizer` entry of the model states."""
+    members = trained_groups(model, groups.count)
+    if target.master_is_weight:
+        return _per_parameter(groups, members)
+    entries = plain_entries(target)
+    if _is_fused(groups):
+        entries |= _flat(groups, members)
+    else:
+        entries["optimizer_state_dict"] = _per_parameter(groups, members)
+        entries["fp32_groups"] = PList([_masters(groups, m) for m in members])
+    clipping = clip_grad_of(target)
+    # Unlike the others', this loader insists on it.
+    entries["clip_grad"] = (1.0 if target.version.startswith("0.19.") else 0.0) if clipping is None else clipping
+    return mapping_of(entries)
+
+
+def _is_fused(groups: Groups) -> bool:
+    # FusedAdam's groups have `bias_correction`; DeepSpeedCPUAdam's have it too, and `amsgrad` beside it.
+    keys = [mapping_items(n, what="param_groups").keys() for n in groups.nodes]
+    return bool(keys) and all("bias_correction" in k and "amsgrad" not in k for k in keys)
+
+
+def _masters(groups: Groups, members: Sequence[LocalParameter]) -> Node:
+    # One type for the group, asked once: with every parameter it would take the square of their number.
+    dtype = groups.dtype_of("fp32", members).name
+    return PList([PRuns(dtype, p.shape, state_runs(p, "fp32")) for p in members])
+
+
+def _per_parameter(groups: Groups, members: Sequence[Sequence[LocalParameter]]) -> Node:
+    state: dict[str | int, Node] = {}
+    numbers: list[list[int]] = []
+    count = 0
+    for group in members:
+        numbers.append(list(range(count, count + len(group))))
+        for number, parameter in zip(numbers[-1], group, strict=True):
+            runs: dict[str, tuple[Run, ...]] = {s: state_runs(parameter, s) for s in groups.states}
+            if len(groups.states) > 1 or parameter.scalars:
+                state[number] = groups.state_entry([parameter], runs, parameter.shape)
+        count += len(group)
+    return mapping_of({"state": mapping_of(state), "param_groups": groups.with_params(numbers)})
+
+
+def _flat(groups: Groups, members: Sequence[Sequence[LocalParameter]]) -> dict[str | int, Node]:
+    state: dict[str | int, Node] = {}
+    masters: list[Node] = []
+    for index, group in enumerate(members):
+        runs = {s: tuple(flat_runs(group, [0] * len(group), s)) for s in groups.states}
+        shape = (sum(p.numel for p in group),)
+        masters.append(PRuns((groups.dtype_of("fp32", group) if group else FLOAT32).name, shape, runs["fp32"]))
+        if group and (len(groups.states) > 1 or any(p.scalars for p in group)):
+            state[index] = groups.state_entry(group, runs, shape)
+    numbers = [[index] for index in range(len(members))]
+    inner = mapping_of({"state": mapping_of(state), "param_groups": groups.with_params(numbers)})
+    return {"optimizer_state_dict": inner, "fp32_groups_flat": PList(masters)}

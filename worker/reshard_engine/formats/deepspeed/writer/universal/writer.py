@@ -1,0 +1,281 @@
+"""The DeepSpeed universal checkpoint: one directory that stages 1, 2, 3 and BF16_Optimizer all load.
+
+A superset of what `ds_to_universal` writes for each stage: dict atoms with real shapes and `step.pt`
+(which stages 1 and 2 address by name, and stage 3 flattens), an `optimizer_state.pt` with the keys
+that both loaders read, and the model states under both names. Frozen parameters have atoms too, and
+the model states hold them and the buffers whole, although DeepSpeed's universal loader restores neither. The weights
+of trained parameters are in the first file of model states only.
+
+Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (tree), `checkpoint/universal_checkpoint.py`
+(`load_hp_checkpoint_state`), `runtime/base_optimizer.py` (`load_hp_checkpoint_state_from_checkpoint_dir`),
+`runtime/zero/stage3.py` (`load_hp_checkpoint_state_from_checkpoint_dir_stage3`); verified by running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+from reshard.errors import RequestError, printable
+from reshard.models import ConvertRequest, OpaquePolicy
+from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
+from reshard_engine.formats.deepspeed import not_written as not_carried
+from reshard_engine.formats.deepspeed.cautions import padding_left_out, sectioned, uncut_warnings
+from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
+from reshard_engine.formats.deepspeed.names import LATEST_UNIVERSAL, LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
+from reshard_engine.formats.deepspeed.optimizer_states import (
+    ADAM_STATES,
+    group_nodes,
+    is_adam,
+    require_optimizer,
+    states_to_write,
+)
+from reshard_engine.formats.deepspeed.writer.native.autoep import expert_keys, fused_experts
+from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
+    FOR_EVERY_STAGE,
+    megatron_grouped,
+    sharded_nodes,
+)
+from reshard_engine.formats.deepspeed.writer.universal.cut_entries import cut_keys
+from reshard_engine.formats.deepspeed.writer.universal.empty_ranks import empty_rank_warnings
+from reshard_engine.pickles.nodes import (
+    Global,
+    Node,
+    PList,
+    PObject,
+    PTensorRef,
+    PTuple,
+    is_mapping,
+    mapping_items,
+    mapping_of,
+    ordered_dict,
+)
+from reshard_engine.tensors.dtypes import FLOAT32, Dtype
+from reshard_engine.tensors.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
+from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template
+
+PARAM_KEY = "param"
+MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+class UniversalWriter:
+    """Lays out the universal form."""
+
+    def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
+        """Atoms by state, then the files that loaders refuse to do without.
+
+        Raises:
+            RequestError: `request.unsatisfiable` if moments are missing for some parameters only.
+        """
+        if request.dtype is not None or request.max_shard_bytes is not None:
+            raise RequestError("request.invalid", "dtype and max_shard_bytes apply to consolidated weights only")
+        require_optimizer(checkpoint, "a universal checkpoint")
+        source, checkpoint = checkpoint, megatron_grouped(checkpoint, sharded=False)
+        states, warnings = _states_to_write(checkpoint)
+        if checkpoint is not source:
+            warnings.append(FOR_EVERY_STAGE)
+        warnings += uncut_warnings(checkpoint)
+        warnings += sectioned(checkpoint, request)
+        warnings += padding_left_out(checkpoint, refilled=True)
+        files = _atoms(checkpoint, states)
+        files += _step_files(checkpoint)
+        if not request.exclude_frozen:
+            files += _frozen_atoms(checkpoint)
+        files += _commit_files(checkpoint, request)
+        warnings = [*warnings, *configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
+        frozen = not_carried.frozen_parameters(checkpoint) if request.exclude_frozen else ()
+        return TargetLayout(
+            tuple(files),
+            Pointer(LATEST_UNIVERSAL, name.encode()),
+            tuple(warnings),
+            not_carried=(*not_carried.random_states(checkpoint, 1), *frozen),
+        )
+
+
+def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    for parameter in checkpoint.trained:
+        if other := sorted(set(parameter.scalars) - {"step"}):
+            raise RequestError(
+                "request.unsatisfiable",
+                f"optimizer state {printable(other[0])!r} is one number per group, and the universal form has no such",
+                fix="write the weights alone: --to safetensors",
+            )
+    states = states_to_write(checkpoint)
+    if len(states) == 1 and is_adam(checkpoint):
+        # What Adam itself starts from; DeepSpeed's stage-3 loader refuses atoms without moments.
+        return [*states, *ADAM_STATES], ["no optimizer step had been taken: moments are zero, step is 0"]
+    if not any(p.scalars for p in checkpoint.trained) and is_adam(checkpoint):
+        return states, ["the source has moments and no step counter: step is 0, so bias correction begins anew"]
+    return states, []
+
+
+def _atoms(checkpoint: Checkpoint, states: list[str]) -> list[TargetFile]:
+    # State by state: the parameters of one flat partition follow one another in both files' order,
+    # so that a unit reads one long run from each rank.
+    cache: dict[object, FileTemplate] = {}
+    tensors, fused = checkpoint.shard_map.tensors, fused_experts(checkpoint)
+    files: list[TargetFile] = []
+    for state in states:
+        for parameter in checkpoint.trained:
+            index = parameter.states.get(state, ZEROS)
+            dtype = FLOAT32 if index == ZEROS else tensors[index].dtype
+            template = _atom(state, dtype, parameter, cache, experts=expert_keys(fused, parameter.fqn))
+            files.append(TargetFile(f"zero/{parameter.fqn}/{state}.pt", template, (index,)))
+    return files
+
+
+def _atom(
+    state: str,
+    dtype: Dtype,
+    parameter: Parameter,
+    cache: dict[object, FileTemplate],
+    *,
+    experts: dict[str | int, Node],
+) -> FileTemplate:
+    keys = cut_keys(parameter.cut, parameter.fqn) | experts
+    # Atoms of one shape share a template, unless they say by name how they are cut.
+    kind = parameter.fqn if "sub_param_shape" in keys else tuple(sorted(map(str, keys.items())))
+
+    def wrapped(tensor: Node) -> Node:
+        return mapping_of({**keys, PARAM_KEY: tensor})
+
+    return single_tensor_template(state, dtype, parameter.shape, wrapped, cache=cache, kind=kind)
+
+
+def _frozen_atoms(checkpoint: Checkpoint) -> list[TargetFile]:
+    # fp32, so that a run that unfreezes the parameter can start its master from it (16 bits widen exactly).
+    cache: dict[object, FileTemplate] = {}
+    fused = fused_experts(checkpoint)
+    files: list[TargetFile] = []
+    for parameter in checkpoint.frozen:
+        if parameter.weight is None or not checkpoint.shard_map.tensors[parameter.weight].dtype.floating:
+            continue
+        template = _atom("fp32", FLOAT32, parameter, cache, experts=expert_keys(fused, parameter.fqn))
+        files.append(TargetFile(f"zero/{parameter.fqn}/fp32.pt", template, (parameter.weight,)))
+    return files
+
+
+def _step(parameter: Parameter) -> Scalar:
+    return parameter.scalars.get("step") or Scalar(0.0, FLOAT32, bytes(4), ())
+
+
+def _step_files(checkpoint: Checkpoint) -> list[TargetFile]:
+    cache: dict[tuple[object, ...], FileTemplate] = {}
+    files: list[TargetFile] = []
+    counts = any(p.scalars for p in checkpoint.trained) or is_adam(checkpoint)
+    for parameter in checkpoint.trained if counts else ():
+        step = _step(parameter)
+        # 0.0 and -0.0 or nan would be one key by value: the bytes decide.
+        key = (step.raw, step.dtype, step.shape, type(step.value), None if step.dtype else repr(step.value))
+        if key not in cache:
+            cache[key], _ = tree_template("step", scalar_node(step), checkpoint.shard_map, opaque=OpaquePolicy.REFUSE)
+        files.append(TargetFile(f"zero/{parameter.fqn}/step.pt", cache[key], ()))
+    return files
+
+
+def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[TargetFile]:
+    files: list[TargetFile] = []
+    entries = mapping_items(checkpoint.model_state, what="model states")
+    if request.exclude_frozen:
+        entries = _without_frozen(entries, checkpoint)
+    entries |= _described(entries, checkpoint)
+    entries["mp_world_size"] = 1
+    if PARALLEL_DIMENSIONS in entries:
+        # The source's degrees would say that files of other ranks are missing.
+        entries[PARALLEL_DIMENSIONS] = mapping_of({"pp_degree": 1, "tp_degree": 1})
+    if (layout := _layout_notes(checkpoint)) is not None:
+        entries[LAYOUT_NOTES] = layout
+    for path, held in zip(MODEL_FILES, (entries, _without_trained(entries, checkpoint)), strict=True):
+        root = path.removesuffix(".pt")
+        template, slots = tree_template(root, mapping_of(held), checkpoint.shard_map, opaque=request.opaque)
+        files.append(TargetFile(path, template, slots, commit=True))
+    template, slots = tree_template(
+        "optimizer_state", _optimizer_state(checkpoint), checkpoint.shard_map, opaque=request.opaque
+    )
+    files.append(TargetFile("zero/optimizer_state.pt", template, slots, commit=True))
+    return files
+
+
+def _described(entries: Mapping[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
+    """What the source's version or stage does not list, so that the output can be read again without the source."""
+    found: dict[str | int, Node] = {}
+    if not isinstance(entries.get("param_shapes"), PList | PTuple):
+        groups = sorted({p.group for p in checkpoint.trained if p.group is not None})
+        shapes = [{p.fqn: _size(p.shape) for p in checkpoint.trained if p.group == g} for g in groups]
+        found["param_shapes"] = PList([ordered_dict(s) for s in shapes])
+    if checkpoint.shared and "shared_params" not in entries:
+        found["shared_params"] = mapping_of({**checkpoint.shared})
+    return found
+
+
+def _layout_notes(checkpoint: Checkpoint) -> Node:
+    """What a later target with model parallelism asks for and no name says; None where there is nothing to say."""
+    tied = {p.fqn: p.layer for p in checkpoint.parameters if p.layer is not None and p.fqn.startswith(TIED)}
+    notes: dict[str | int, Node] = {}
+    if any(p.layer is not None for p in checkpoint.parameters):
+        notes["tied_layers"] = mapping_of({**tied})
+    if checkpoint.vocab_divisor is not None:
+        notes["vocab_divisor"] = checkpoint.vocab_divisor
+    if checkpoint.vocab_rows is not None:
+        notes["vocab_rows"] = checkpoint.vocab_rows
+    if any(len(path) > 1 for path in checkpoint.module_paths):
+        # ZeRO-3 stores no weights in `module`: nothing else says how the state dict is nested.
+        notes["module_paths"] = PList([PList(list(path)) for path in checkpoint.module_paths])
+    return mapping_of(notes) if notes else None
+
+
+def _size(shape: tuple[int, ...]) -> Node:
+    return PObject("reduce", Global("torch", "Size"), PTuple((PTuple(shape),)))
+
+
+def _without_trained(entries: dict[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
+    """The entries without the weights of trained parameters, as stage 3 keeps them: the atoms hold their values.
+
+    The loader does not look at `module`, and the other file has all of it: whole weights here would be an eighth of the
+    directory, written twice.
+    """
+    # At stage 0 of an fp32 run the weight in `module` is the master itself.
+    weights = {n for p in checkpoint.trained for n in (p.weight, p.states.get("fp32"))}
+
+    def kept(node: Node) -> Node:
+        items = mapping_items(node, what="module").items()
+        held = {str(n): kept(v) if is_mapping(v) else v for n, v in items if not _is_one_of(v, weights)}
+        return ordered_dict(held)
+
+    module = entries.get("module")
+    return {**entries, "module": kept(module)} if is_mapping(module) else entries
+
+
+def _is_one_of(node: Node, tensors: Container[int | None]) -> bool:
+    return isinstance(node, PTensorRef) and node.index in tensors
+
+
+def _without_frozen(entries: dict[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
+    # As `save_checkpoint(exclude_frozen_parameters=True)` leaves it; other names of frozen parameters go with them.
+    frozen = {p.fqn for p in checkpoint.frozen}
+    gone = frozen | {alias for alias, owner in checkpoint.shared.items() if owner in frozen}
+    kept = dict(entries)
+    for key in ("module", "shared_params"):
+        if is_mapping(entries.get(key)):
+            items = mapping_items(entries[key], what=key)
+            kept[key] = mapping_of({n: v for n, v in items.items() if n not in gone})
+    for key in ("frozen_param_shapes", "frozen_param_fragments"):
+        if key in kept:
+            kept[key] = None
+    return kept
+
+
+def _optimizer_state(checkpoint: Checkpoint) -> Node:
+    optimizer = require_optimizer(checkpoint, "a universal checkpoint")
+    groups: Node = PList(group_nodes(checkpoint))
+    first = checkpoint.trained[0] if checkpoint.trained else None
+    step: Node = scalar_node(_step(first)) if first is not None else 0
+    # Stage 3 reads these, the other stages those at the top: Megatron-DeepSpeed has other groups there.
+    others = sharded_nodes(checkpoint)
+    sharded: Node = PList(others) if others else groups
+    inner = mapping_of({"state": mapping_of({0: mapping_of({"step": step})}), "param_groups": sharded})
+    entries: dict[str | int, Node] = {**optimizer.extras}
+    # Both loaders insist on it; the oldest version that wrote universal checkpoints stands in where it is unknown.
+    entries.setdefault("ds_version", checkpoint.framework_version or "0.7.4")
+    entries["param_groups"] = groups
+    entries["optimizer_state_dict"] = inner
+    return mapping_of(entries)
