@@ -19,6 +19,7 @@ from reshard_engine.adapter_config import CONFIG, adapter_config
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.formats.deepspeed import not_written as not_carried
+from reshard_engine.formats.weights.writer.consolidated import Weight, weights_of
 from reshard_engine.peft_names import (
     TOKENS,
     WRAPPED,
@@ -30,7 +31,6 @@ from reshard_engine.peft_names import (
     refuse_other_methods,
 )
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
-from reshard_engine.writers.consolidated import Weight, weights_of
 
 WEIGHTS = "adapter_model.safetensors"
 _EMBEDDINGS = ("embed_tokens", "lm_head")

@@ -16,11 +16,11 @@ def writer_of(target: TargetFormat) -> Writer:
 
             return UniversalWriter()
         case TargetFormat.SAFETENSORS:
-            from reshard_engine.writers.safetensors import SafetensorsWriter
+            from reshard_engine.formats.weights.writer.safetensors import SafetensorsWriter
 
             return SafetensorsWriter()
         case TargetFormat.TORCH:
-            from reshard_engine.writers.torch_weights import TorchWeightsWriter
+            from reshard_engine.formats.weights.writer.torch_weights import TorchWeightsWriter
 
             return TorchWeightsWriter()
         case TargetFormat.ZERO:

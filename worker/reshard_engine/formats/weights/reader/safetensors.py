@@ -14,9 +14,9 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_file import open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.weights.reader.consolidated import HeldTensor, Shard, read_weights
+from reshard_engine.formats.weights.reader.files import WeightFiles, weight_files
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.weights.consolidated import HeldTensor, Shard, read_weights
-from reshard_engine.readers.weights.files import WeightFiles, weight_files
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
