@@ -8,7 +8,7 @@ from reshard.errors import listed
 from reshard.models import Inspection, SourceSpec, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.deepspeed.cautions import sectioned
-from reshard_engine.left_out import left_out
+from reshard_engine.formats.peft.left_out import left_out
 from reshard_engine.possible_targets import possible_targets
 
 

@@ -18,9 +18,9 @@ from reshard_engine.formats.deepspeed.writer.native.experts import experts_by_la
 from reshard_engine.formats.deepspeed.writer.native.local import is_pipeline
 from reshard_engine.formats.deepspeed.writer.native.target import resolve
 from reshard_engine.formats.deepspeed.writer.native.writer import vocab_rows
-from reshard_engine.left_out import left_out
-from reshard_engine.peft_names import adapter_names, adapter_parts
-from reshard_engine.peft_run import lacks_base
+from reshard_engine.formats.peft.left_out import left_out
+from reshard_engine.formats.peft.names import adapter_names, adapter_parts
+from reshard_engine.formats.peft.run import lacks_base
 from reshard_engine.rehearsal import Rehearsal
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

@@ -9,7 +9,7 @@ from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models import ConvertRequest, NotCarried, OpaquePolicy, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.rules.request import requested_rules
-from reshard_engine.left_out import left_out
+from reshard_engine.formats.peft.left_out import left_out
 from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import foreign_paths
@@ -139,7 +139,7 @@ def _refuse_contradictions(request: ConvertRequest) -> None:
 
 def _merged(checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Checkpoint, bool]:
     """The model that a LoRA run trained, and whether names that were tied are not any more."""
-    from reshard_engine.adapters import merged
+    from reshard_engine.formats.peft.adapters import merged
     from reshard_engine.readers.base_model import read_base_model
 
     base = None

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from reshard.errors import SourceError, printable
 from reshard.models import WeightDtype
-from reshard_engine.adapter_config import CONFIG as ADAPTER_CONFIG
+from reshard_engine.formats.peft.adapter_config import CONFIG as ADAPTER_CONFIG
 from reshard_engine.storage.links import refuse_link_elsewhere
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes

@@ -28,7 +28,7 @@ def writer_of(target: TargetFormat) -> Writer:
 
             return ZeroWriter()
         case TargetFormat.PEFT:
-            from reshard_engine.writers.peft import PeftWriter
+            from reshard_engine.formats.peft.writer import PeftWriter
 
             return PeftWriter()
         case TargetFormat.SLIM:

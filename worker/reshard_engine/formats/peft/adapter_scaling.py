@@ -15,8 +15,8 @@ from typing import Any
 import re2
 
 from reshard.errors import RequestError, SourceError, printable
-from reshard_engine.adapter_config import AdapterConfig, not_lora
 from reshard_engine.checkpoint import Parameter
+from reshard_engine.formats.peft.adapter_config import AdapterConfig, not_lora
 from reshard_engine.tensors.merge_rules import Merge, Shift
 
 _RE2: Any = re2

@@ -15,12 +15,11 @@ from typing import Any
 
 from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest
-from reshard_engine.adapter_config import CONFIG, adapter_config
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.formats.deepspeed import not_written as not_carried
-from reshard_engine.formats.weights.writer.consolidated import Weight, weights_of
-from reshard_engine.peft_names import (
+from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config
+from reshard_engine.formats.peft.names import (
     TOKENS,
     WRAPPED,
     AdapterPart,
@@ -30,6 +29,7 @@ from reshard_engine.peft_names import (
     refuse_broken_factors,
     refuse_other_methods,
 )
+from reshard_engine.formats.weights.writer.consolidated import Weight, weights_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 
 WEIGHTS = "adapter_model.safetensors"

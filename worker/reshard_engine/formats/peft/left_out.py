@@ -8,7 +8,7 @@ Source: deepspeed 0.19.8 `runtime/engine.py` (`_save_checkpoint`: with `exclude_
 from __future__ import annotations
 
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.peft_run import lacks_base
+from reshard_engine.formats.peft.run import lacks_base
 
 
 def left_out(checkpoint: Checkpoint) -> str | None:

@@ -33,7 +33,7 @@ _UNDERSTOOD = frozenset(
         "trainable_token_indices",
     }
 )
-"""Keys of peft 0.21.2's `LoraConfig` under which a merge is what `reshard_engine.adapters` computes."""
+"""Keys of peft 0.21.2's `LoraConfig` under which a merge is what `reshard_engine.formats.peft.adapters` computes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.peft_names import (
+from reshard_engine.formats.peft.names import (
     TOKENS,
     AdapterPart,
     adapter_part,

@@ -14,12 +14,19 @@ from typing import Any, cast
 
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models import ConvertRequest, NotCarried
-from reshard_engine.adapter_config import CONFIG, AdapterConfig, adapter_config, refuse_other_rules
-from reshard_engine.adapter_scaling import Scaling, merge_of, scaling_of, shift_of, transposed_by_shape, unmergeable
-from reshard_engine.base_weights import with_files_of
 from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, Parameter
-from reshard_engine.peft_names import own_name, plain_name
-from reshard_engine.peft_run import PeftRun, lacks_base, peft_run, with_base
+from reshard_engine.formats.peft.adapter_config import CONFIG, AdapterConfig, adapter_config, refuse_other_rules
+from reshard_engine.formats.peft.adapter_scaling import (
+    Scaling,
+    merge_of,
+    scaling_of,
+    shift_of,
+    transposed_by_shape,
+    unmergeable,
+)
+from reshard_engine.formats.peft.base_weights import with_files_of
+from reshard_engine.formats.peft.names import own_name, plain_name
+from reshard_engine.formats.peft.run import PeftRun, lacks_base, peft_run, with_base
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.merge_rules import MergeRule, NewRows
 from reshard_engine.tensors.shard_map import StoredTensor
