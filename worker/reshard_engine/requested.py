@@ -10,11 +10,11 @@ from reshard.models import ConvertRequest, NotCarried, OpaquePolicy, TargetForma
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.rules.request import requested_rules
 from reshard_engine.formats.peft.left_out import left_out
+from reshard_engine.formats.torch_files.reader import read_torch_files
 from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import foreign_paths
 from reshard_engine.readers.registry import read_checkpoint
-from reshard_engine.readers.torch_files import read_torch_files
 from reshard_engine.relabel import relabelled
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import parent_and_name

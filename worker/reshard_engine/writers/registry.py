@@ -32,7 +32,7 @@ def writer_of(target: TargetFormat) -> Writer:
 
             return PeftWriter()
         case TargetFormat.SLIM:
-            from reshard_engine.writers.slim import SlimWriter
+            from reshard_engine.formats.torch_files.writer import SlimWriter
 
             return SlimWriter()
         case _:

@@ -1,0 +1,1 @@
+"""Torch files as they are: any tree with its tensors, read and written again."""
