@@ -14,13 +14,13 @@ from hypothesis import given, settings, strategies as st
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.formats.sources import read_checkpoint
+from reshard_engine.formats.targets import writer_of
 from reshard_engine.integrity.crc import combine
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.plan.planner import plan_conversion
-from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.dtypes import BY_NAME
-from reshard_engine.writers.registry import writer_of
 
 DATA = Path(__file__).parent.parent / "data"
 FLOATS = [BY_NAME[n] for n in ("float32", "bfloat16", "float16", "float64")]

@@ -23,9 +23,9 @@ from reshard.models import OpaquePolicy, SourceSpec
 from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
 from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.layout_map import MAX_COPIES, MAX_REGIONS, MAX_STRETCHES, picture_of
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.tensors.cuts import Cut, joined, local_grid, parts

@@ -32,6 +32,7 @@ from reshard_engine.execute.server_copy.copier import CopyingSink, Offloader
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.formats.deepspeed.names import POINTERS
+from reshard_engine.formats.targets import writer_of
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
@@ -43,7 +44,6 @@ from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_an
 from reshard_engine.storage.urls import is_within, scheme_of
 from reshard_engine.tensors.layout import TargetLayout
 from reshard_engine.verification import verify_target
-from reshard_engine.writers.registry import writer_of
 
 REMOTE_THREADS = 8
 """Units in flight where latency, not the processor, is what they wait for."""

@@ -27,8 +27,8 @@ from reshard.models import (
     VerifyReport,
 )
 from reshard.pictures import LayoutPicture
+from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.storage.locations import open_location
 
 
@@ -135,8 +135,8 @@ class LocalEngine:
 
         A directory without a manifest means the checkpoint that its `latest` names, as it does to `inspect` and `diff`.
         """
+        from reshard_engine.formats.sources import find_checkpoint
         from reshard_engine.integrity.manifest import MANIFEST_NAME
-        from reshard_engine.readers.registry import find_checkpoint
         from reshard_engine.verification import verify_target
 
         location = open_location(target, profile)

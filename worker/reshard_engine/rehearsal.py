@@ -8,9 +8,9 @@ from typing import Any
 from reshard.errors import RequestError, SourceError
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, ZeroStage
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.targets import writer_of
+from reshard_engine.formats.torch_archive import rehearsal
 from reshard_engine.requested import as_requested
-from reshard_engine.writers.registry import writer_of
-from reshard_engine.writers.trees import rehearsal
 
 _NAME = "global_step0"
 """Of the target: which name it has changes nothing."""

@@ -10,11 +10,11 @@ from reshard.models import ConvertRequest, NotCarried, OpaquePolicy, TargetForma
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.rules.request import requested_rules
 from reshard_engine.formats.peft.left_out import left_out
+from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.formats.torch_files.reader import read_torch_files
 from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import foreign_paths
-from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.relabel import relabelled
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import parent_and_name
@@ -106,7 +106,7 @@ def _with_model_files(checkpoint: Checkpoint, request: ConvertRequest) -> Checkp
         return checkpoint
     if not weights:
         raise RequestError("request.invalid", f"model files lie beside weights, not in {request.to.value}")
-    from reshard_engine.readers.model_files import read_model_files
+    from reshard_engine.formats.model_files import read_model_files
 
     location = open_location(request.model_files, request.source.profile)
     dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
@@ -151,7 +151,7 @@ def _merged(checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Checkpoint
 
 
 def _adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[str, bytes]:
-    from reshard_engine.readers.model_files import read_adapter_config
+    from reshard_engine.formats.model_files import read_adapter_config
 
     profile = request.source.profile
     if request.lora_alpha is not None:

@@ -17,9 +17,9 @@ from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.formats.weights.writer.consolidated import Weight, weights_of
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.registry import read_checkpoint
 from reshard_engine.requested import refuse_unexplained
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location

@@ -21,6 +21,8 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
+from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
+from reshard_engine.formats.targets import writer_of
 from reshard_engine.formats.weights.reader.index import read_index
 from reshard_engine.inspection import describe
 from reshard_engine.integrity import manifest
@@ -32,10 +34,8 @@ from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.pickles.vm import parse_pickle
 from reshard_engine.plan.model import Chunk
-from reshard_engine.readers.registry import find_checkpoint, read_checkpoint
 from reshard_engine.storage.locations import Location
 from reshard_engine.testing.memory_store import MemoryStore
-from reshard_engine.writers.registry import writer_of
 
 DATA = Path(__file__).parents[2] / "data"
 LIMITS = PickleLimits(opcodes=100_000, node_bytes=16 << 20, stream_bytes=1 << 20)

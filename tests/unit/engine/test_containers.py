@@ -22,13 +22,13 @@ from reshard_engine.containers.split_files import joined_parts
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.containers.zip_reader import read_zip_directory
+from reshard_engine.formats.torch_archive import output_tensor
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import PTensor, mapping_items, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.layout import FileTemplate
-from reshard_engine.writers.trees import output_tensor
 
 FLOAT = BY_NAME["float32"]
 

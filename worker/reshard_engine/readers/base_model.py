@@ -9,8 +9,8 @@ import re
 
 from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.sources import WEIGHTS_READERS
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.registry import WEIGHTS_READERS
 from reshard_engine.storage.links import refuse_link_elsewhere
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import FILE_STATE, Checkpoint
+from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import PTensorRef, mapping_items
 from reshard_engine.tensors.dtypes import UINT8
 from reshard_engine.tensors.layout import Body, FileTemplate, TargetFile, TargetLayout
-from reshard_engine.writers.trees import tree_template
 
 
 class SlimWriter:

@@ -11,12 +11,12 @@ from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_trees import TreeTensors
+from reshard_engine.formats.names import checked_name
+from reshard_engine.formats.not_carried import NotCarriedKeys
 from reshard_engine.formats.weights.reader.files import WeightFiles, stem_of_index
 from reshard_engine.formats.weights.reader.index import WeightIndex, read_index
 from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.names import checked_name
-from reshard_engine.readers.not_carried import NotCarriedKeys
 from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import ShardMapBuilder

@@ -14,12 +14,12 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.containers.torch_tensors import place_of
+from reshard_engine.formats.names import checked_name
 from reshard_engine.formats.weights.reader.consolidated import HeldTensor, Shard, read_weights
 from reshard_engine.formats.weights.reader.files import WeightFiles, weight_files
 from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.state_dict import is_extra_state
-from reshard_engine.readers.names import checked_name
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import BY_NAME

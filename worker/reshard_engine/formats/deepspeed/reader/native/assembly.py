@@ -22,10 +22,10 @@ from reshard_engine.formats.deepspeed.reader.native.ranks import note_models, no
 from reshard_engine.formats.deepspeed.reader.native.slices import Slice, add_slice
 from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees
 from reshard_engine.formats.deepspeed.rules.cut_rules import AVERAGED
+from reshard_engine.formats.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.pickles.nodes import Node, PTensor
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.state_dict import is_extra_state
-from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 

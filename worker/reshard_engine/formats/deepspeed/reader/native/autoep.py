@@ -22,9 +22,9 @@ from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LE
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates
 from reshard_engine.formats.deepspeed.rules.facts import as_count, as_items, as_lengths, as_mapping
+from reshard_engine.formats.names import checked_name
 from reshard_engine.pickles.nodes import mapping_items
 from reshard_engine.pickles.plain import plain_value
-from reshard_engine.readers.names import checked_name
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 from reshard_engine.tensors.views import Box, View
 

@@ -12,9 +12,9 @@ from reshard.models import OpaquePolicy
 from reshard_engine.checkpoint import Agreement
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees
+from reshard_engine.formats.not_carried import NotCarriedKeys
 from reshard_engine.pickles.differences import TensorsAt, compare_trees
 from reshard_engine.pickles.nodes import Node, PTensorRef
-from reshard_engine.readers.not_carried import NotCarriedKeys
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.deepspeed.names import FROZEN_FRAGMENTS, FROZEN_SHAPES
+from reshard_engine.formats.names import checked_name
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -27,7 +28,6 @@ from reshard_engine.pickles.nodes import (
     sequence_items,
 )
 from reshard_engine.pickles.state_dict import Entry, KeyPath, state_dict_entries, tensors_of
-from reshard_engine.readers.names import checked_name
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 

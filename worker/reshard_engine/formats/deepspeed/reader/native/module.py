@@ -14,9 +14,9 @@ from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
 from reshard_engine.formats.deepspeed.reader.native.run_config import may_be_quantized
 from reshard_engine.formats.deepspeed.reader.native.sharded_params import add_sharded_tensor
+from reshard_engine.formats.not_carried import NotCarriedKeys
 from reshard_engine.pickles.nodes import PTensor, is_mapping, mapping_items
 from reshard_engine.pickles.state_dict import is_extra_state
-from reshard_engine.readers.not_carried import NotCarriedKeys
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 

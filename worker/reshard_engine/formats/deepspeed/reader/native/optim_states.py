@@ -15,6 +15,7 @@ from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.formats.deepspeed.names import INFO
+from reshard_engine.formats.names import checked_state
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -25,7 +26,6 @@ from reshard_engine.pickles.nodes import (
     mapping_items,
     sequence_items,
 )
-from reshard_engine.readers.names import checked_state
 from reshard_engine.tensors.dtypes import BY_NAME
 
 MAX_WORLD = 1 << 20

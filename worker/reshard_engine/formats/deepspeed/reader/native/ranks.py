@@ -20,9 +20,9 @@ from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LE
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, parse_model_states
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates
 from reshard_engine.formats.deepspeed.reader.native.rank_opener import RankOpener
+from reshard_engine.formats.not_carried import NotCarriedKeys
 from reshard_engine.pickles.differences import TensorsAt, TreeDifference, compare_trees
 from reshard_engine.pickles.nodes import Node, PTensor
-from reshard_engine.readers.not_carried import NotCarriedKeys
 
 OTHER = "ranks hold different values: the first rank's is carried"
 _OWN = frozenset(

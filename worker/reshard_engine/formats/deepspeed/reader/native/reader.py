@@ -20,8 +20,8 @@ from reshard_engine.formats.deepspeed.reader.native.ranks import note_copies
 from reshard_engine.formats.deepspeed.reader.native.run_config import zero_options
 from reshard_engine.formats.deepspeed.reader.native.stage0 import assemble_stage0
 from reshard_engine.formats.deepspeed.reader.native.swapped import FOLDER, with_swapped
+from reshard_engine.formats.not_carried import NotCarriedKeys
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.not_carried import NotCarriedKeys
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 

@@ -26,9 +26,9 @@ from reshard_engine.formats.deepspeed.reader.native.module import ModuleTensors
 from reshard_engine.formats.deepspeed.reader.native.naming import assign_names, assign_names_flat
 from reshard_engine.formats.deepspeed.reader.native.optim_states import BASE_KEYS, named_states, read_scalar
 from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees
+from reshard_engine.formats.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.pickles.nodes import Node, PTensor, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 

@@ -15,9 +15,9 @@ from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.formats.deepspeed.reader.native.optim_states import read_scalar
+from reshard_engine.formats.names import checked_name, checked_state
 from reshard_engine.pickles.nodes import Node, PObject, PTensor, is_mapping, kind_of, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.names import checked_name, checked_state
 from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 

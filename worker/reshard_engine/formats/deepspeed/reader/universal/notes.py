@@ -10,9 +10,9 @@ from reshard.errors import SourceError
 from reshard_engine.formats.deepspeed.names import LAYOUT_NOTES, NUMBERED, TIED
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
 from reshard_engine.formats.deepspeed.rules.facts import as_count, as_items, as_mapping
+from reshard_engine.formats.names import checked_name
 from reshard_engine.pickles.plain import plain_value
 from reshard_engine.pickles.state_dict import KeyPath, name_of
-from reshard_engine.readers.names import checked_name
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from reshard_engine.formats.deepspeed.reader.native.reader import missing_rank, 
 from reshard_engine.formats.deepspeed.reader.universal.assembly import Assembly
 from reshard_engine.formats.deepspeed.reader.universal.atoms import FOLDER, OPTIMIZER_FILE, list_atoms
 from reshard_engine.formats.deepspeed.reader.universal.optimizer import parse_optimizer_file
+from reshard_engine.formats.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 

@@ -15,10 +15,10 @@ from reshard_engine.formats.deepspeed.writer.native.experts import renamed_group
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
 from reshard_engine.formats.deepspeed.writer.native.partitions import Run
 from reshard_engine.formats.deepspeed.writer.native.target import Target
+from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PRuns, PTuple, mapping_items, mapping_of
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS
-from reshard_engine.writers.trees import scalar_node
 
 
 class Groups:

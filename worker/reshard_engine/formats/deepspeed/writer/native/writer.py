@@ -41,9 +41,9 @@ from reshard_engine.formats.deepspeed.writer.native.scaling import scaler_attrib
 from reshard_engine.formats.deepspeed.writer.native.sharded import ShardedStates
 from reshard_engine.formats.deepspeed.writer.native.target import Target, resolve
 from reshard_engine.formats.deepspeed.writer.native.whole import whole_optimizer
+from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PTensorRef, is_mapping, mapping_items, mapping_of, ordered_dict
 from reshard_engine.tensors.layout import Pointer, TargetFile, TargetLayout
-from reshard_engine.writers.trees import tree_template
 
 
 class ZeroWriter:

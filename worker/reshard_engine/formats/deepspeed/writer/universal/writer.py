@@ -37,6 +37,7 @@ from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
 )
 from reshard_engine.formats.deepspeed.writer.universal.cut_entries import cut_keys
 from reshard_engine.formats.deepspeed.writer.universal.empty_ranks import empty_rank_warnings
+from reshard_engine.formats.torch_archive import scalar_node, single_tensor_template, tree_template
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -51,7 +52,6 @@ from reshard_engine.pickles.nodes import (
 )
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
-from reshard_engine.writers.trees import scalar_node, single_tensor_template, tree_template
 
 PARAM_KEY = "param"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")

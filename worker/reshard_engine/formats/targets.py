@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from reshard.models import TargetFormat
-from reshard_engine.writers.protocol import Writer
+from reshard_engine.formats.writer import Writer
 
 
 def writer_of(target: TargetFormat) -> Writer:

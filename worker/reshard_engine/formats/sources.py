@@ -18,12 +18,12 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.names import POINTERS
 from reshard_engine.formats.deepspeed.reader.native.reader import DeepSpeedReader
 from reshard_engine.formats.deepspeed.reader.universal.reader import UniversalReader
+from reshard_engine.formats.reader import Reader
+from reshard_engine.formats.unsupported import unsupported_kind
 from reshard_engine.formats.weights.reader.safetensors import SafetensorsReader
 from reshard_engine.formats.weights.reader.torch_weights import TorchWeightsReader
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.readers.other_kinds import unsupported_kind
-from reshard_engine.readers.protocol import Reader
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 from reshard_engine.storage.urls import canonical_url, is_within
