@@ -17,7 +17,7 @@ from faults.small import NAME, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat
-from reshard_engine.conversion import Conversion
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.testing.faults import Fault, Operation, Steps
 from reshard_engine.testing.os_faults import disturbed_calls
 

@@ -19,8 +19,8 @@ from checkpoints import gpt_parameters, write_zero_checkpoint
 from reshard.errors import ReshardError, StorageError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
-from reshard_engine.conversion import Conversion
 from reshard_engine.execute.sinks.object_store import ObjectSink
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 from reshard_engine.storage.s3 import S3Store

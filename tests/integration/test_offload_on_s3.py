@@ -14,8 +14,8 @@ from checkpoints import write_zero_checkpoint
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, NativeLayout, OffloadPolicy, SourceSpec, TargetFormat
-from reshard_engine.conversion import Conversion
 from reshard_engine.integrity.manifest import parse_manifest
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 from reshard_engine.storage.s3 import S3Store

@@ -12,7 +12,7 @@ import pytest
 
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat
-from reshard_engine.conversion import Conversion
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.memory_store import MemoryStore
 

@@ -16,9 +16,9 @@ from house.promises import command
 from house.saves import DATA
 from reshard.errors import ExitCode, RequestError
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat
-from reshard_engine.cleaning import clean_target
-from reshard_engine.conversion import Conversion
 from reshard_engine.execute.sinks.local_leftovers import is_held, journal_of, plans_beside
+from reshard_engine.operations.cleaning import clean_target
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import open_location, serving
 from reshard_engine.testing.memory_store import MemoryStore
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, NativeLayout, OffloadPolicy, SourceSpec, TargetFormat
-from reshard_engine.conversion import Conversion
 from reshard_engine.integrity.crc import combine, without_prefix, without_suffix
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.server_copy import part_numbers
 from reshard_engine.storage.locations import serving

@@ -25,7 +25,6 @@ from reshard.errors import IntegrityError, JobError, RequestError, ReshardError,
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.conversion import Conversion
 from reshard_engine.execute.checks.tensor_digests import PassingDigests
 from reshard_engine.execute.sinks import local as local_sink
 from reshard_engine.execute.sinks.local_chunk import LocalChunkFile
@@ -38,6 +37,7 @@ from reshard_engine.integrity.digests import (
     tensor_digest,
 )
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.testing.memory_store import MemoryStore

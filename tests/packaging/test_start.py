@@ -23,7 +23,11 @@ sys.stderr.write(json.dumps([status, sorted(sys.modules)]))
 NETWORK = ("aiohttp", "botocore", "fsspec", "h11", "httpcore", "httpx", "s3fs", "ssl")
 GUESTS = ("celery", "fastapi", "redis", "sqlalchemy", "torch", "transformers")
 ENGINE = ("numpy", "reshard_engine", "xxhash")
-CONVERSION = ("reshard_engine.conversion", "reshard_engine.execute.executor", "reshard_engine.diff.comparison")
+CONVERSION = (
+    "reshard_engine.operations.conversion",
+    "reshard_engine.execute.executor",
+    "reshard_engine.operations.diff.comparison",
+)
 SCREEN = ("rich", "rich.console", "rich.progress")
 MODELS = ("reshard.models", "reshard.diffs", "reshard.pictures", "reshard.ensuring")
 

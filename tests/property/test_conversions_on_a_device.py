@@ -12,13 +12,13 @@ import torch
 
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
-from reshard_engine import conversion
 from reshard_engine.execute import executor
 from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
 from reshard_engine.execute.casts.device import lanes
 from reshard_engine.execute.casts.device.kernel import DeviceCast
-from reshard_engine.execute.checks import agreements as agreement, second_gathering
+from reshard_engine.execute.checks import agreements, second_gathering
 from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.operations import conversion
 
 DATA = Path(__file__).parent.parent / "data"
 Use = Callable[[CastKernel], None]
@@ -29,7 +29,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Makes a kernel that of every conversion from now on."""
 
     def choose(kernel: CastKernel) -> None:
-        for module in (conversion, executor, second_gathering, agreement):
+        for module in (conversion, executor, second_gathering, agreements):
             monkeypatch.setattr(module, "default_kernel", lambda: kernel)
 
     return choose

@@ -21,7 +21,7 @@ from reshard.diffs import DifferenceKind, DiffOptions, DiffReport
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine import local as engine_module
-from reshard_engine.diff import comparison
+from reshard_engine.operations.diff import comparison
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.testing.formats import Case
 from reshard_engine.testing.logical import MASTER, Bits, Instance, LogicalParameter, LogicalState

@@ -24,7 +24,7 @@ from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
 from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.layout_map import MAX_COPIES, MAX_REGIONS, MAX_STRETCHES, picture_of
+from reshard_engine.operations.layout_map import MAX_COPIES, MAX_REGIONS, MAX_STRETCHES, picture_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import ObjectInfo

@@ -37,21 +37,21 @@ class LocalEngine:
 
     def inspect(self, source: SourceSpec) -> Inspection:
         """What the checkpoint is. Foreign objects are listed, never refused: nothing is written."""
-        from reshard_engine.inspection import describe
+        from reshard_engine.operations.inspection import describe
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), source)
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
         """Which file holds what; of one tensor, `NAME` or `NAME/STATE`, which part."""
-        from reshard_engine.layout_map import picture_of
+        from reshard_engine.operations.layout_map import picture_of
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return picture_of(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), tensor)
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """What `convert` would do."""
-        from reshard_engine.conversion import Conversion
+        from reshard_engine.operations.conversion import Conversion
 
         conversion = Conversion.prepare(request)
         plan, checkpoint = conversion.plan, conversion.checkpoint
@@ -80,7 +80,7 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
         """Run the conversion to its commit, resuming what an interrupted run left."""
-        from reshard_engine.conversion import Conversion
+        from reshard_engine.operations.conversion import Conversion
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
@@ -94,7 +94,7 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
         """Convert; files of the same names in a local directory that exists are replaced."""
-        from reshard_engine.into_directory import convert_into
+        from reshard_engine.operations.into_directory import convert_into
 
         return convert_into(request, on_progress=on_progress, should_stop=should_stop)
 
@@ -109,7 +109,7 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> SlimResult:
         """Write a torch file, or all files of a directory, anew, each storage as long as its tensors."""
-        from reshard_engine.slimming import slim
+        from reshard_engine.operations.slimming import slim
 
         # Whoever has the file has its objects: they stay what they are, data that is never executed.
         options: ConvertOptions = {"overwrite": overwrite, "opaque": OpaquePolicy.KEEP}
@@ -121,7 +121,7 @@ class LocalEngine:
     def state_dicts(self) -> StateDicts:
         """Weights as torch tensors."""
         try:
-            from reshard_engine import state_dicts
+            from reshard_engine.operations import state_dicts
         except ModuleNotFoundError as error:
             raise RequestError(
                 "request.engine_missing",
@@ -137,7 +137,7 @@ class LocalEngine:
         """
         from reshard_engine.formats.sources import find_checkpoint
         from reshard_engine.integrity.manifest import MANIFEST_NAME
-        from reshard_engine.verification import verify_target
+        from reshard_engine.operations.verification import verify_target
 
         location = open_location(target, profile)
         if location.store.stat(location.child(MANIFEST_NAME).path) is None:
@@ -158,8 +158,8 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
         """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
-        from reshard_engine.diff.comparison import diff_checkpoints
         from reshard_engine.formats.deepspeed.rules.request import requested_rules
+        from reshard_engine.operations.diff.comparison import diff_checkpoints
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
@@ -174,14 +174,14 @@ class LocalEngine:
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
     ) -> CleanReport:
         """Remove what unfinished conversions into a target left; `idle`: the caller knows that nobody is at work."""
-        from reshard_engine.cleaning import IDLE_S, clean_target
+        from reshard_engine.operations.cleaning import IDLE_S, clean_target
 
         idle_s = 0.0 if idle else IDLE_S
         return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
 
     def discard(self, request: ConvertRequest) -> None:
         """Remove what an unfinished conversion into this target left."""
-        from reshard_engine.conversion import sink_for
+        from reshard_engine.operations.conversion import sink_for
 
         sink = sink_for(open_location(request.target, request.target_profile))
         if sink is None:

@@ -24,9 +24,9 @@ from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
 from reshard_engine.formats.targets import writer_of
 from reshard_engine.formats.weights.reader.index import read_index
-from reshard_engine.inspection import describe
 from reshard_engine.integrity import manifest
 from reshard_engine.integrity.manifest import parse_manifest
+from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles import policy
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.limits import PickleLimits

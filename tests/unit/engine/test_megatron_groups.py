@@ -20,10 +20,10 @@ from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
     sharded_nodes,
 )
 from reshard_engine.formats.sources import read_checkpoint
+from reshard_engine.operations.possible_targets import possible_targets
 from reshard_engine.pickles.nodes import mapping_items, mapping_of
 from reshard_engine.pickles.plain import node_of
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.possible_targets import possible_targets
 from reshard_engine.storage.locations import open_location
 
 _SHAPES: dict[str, tuple[tuple[int, ...], Part]] = {

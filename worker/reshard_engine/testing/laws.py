@@ -19,6 +19,7 @@ from reshard.errors import printable
 from reshard.models import TargetFormat
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.local import LocalEngine
+from reshard_engine.operations.verification import verify_target
 from reshard_engine.storage.locations import open_location, serving
 from reshard_engine.testing.comparison import assert_same_files, content_difference
 from reshard_engine.testing.formats import Content
@@ -38,7 +39,6 @@ from reshard_engine.testing.trial import (
     nothing_left_over,
     prepared,
 )
-from reshard_engine.verification import verify_target
 
 _WEIGHTS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
 

@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from reshard.models import ConvertRequest, ConvertResult, SourceSpec
-from reshard_engine.conversion import Conversion
 from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import Listing, ObjectInfo, ObjectStore, PartInfo
 from reshard_engine.testing.faults import FaultyStore, Steps

@@ -17,7 +17,7 @@ from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
-from reshard_engine.formats.deepspeed import not_written as not_carried
+from reshard_engine.formats.deepspeed import not_written
 from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config
 from reshard_engine.formats.peft.names import (
     TOKENS,
@@ -66,9 +66,9 @@ class PeftWriter:
         files = (_weights_file(weights), TargetFile(CONFIG, literal_template(text), (), commit=True))
         rest = sorted(by_name.keys() - {fqn for _, fqn in wanted})
         left = (
-            *not_carried.training_state(checkpoint),
-            *not_carried.extra_states(checkpoint),
-            *not_carried.named((f"module.{fqn}" for fqn in rest), "no part of the adapter"),
+            *not_written.training_state(checkpoint),
+            *not_written.extra_states(checkpoint),
+            *not_written.named((f"module.{fqn}" for fqn in rest), "no part of the adapter"),
         )
         return TargetLayout(files, None, warnings=absent, not_carried=left)
 

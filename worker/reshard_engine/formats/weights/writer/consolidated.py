@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NotCarried, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed import not_written as not_carried
+from reshard_engine.formats.deepspeed import not_written
 from reshard_engine.formats.deepspeed.cautions import padding_left_out, sectioned
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
@@ -134,9 +134,9 @@ def _not_carried(
     checkpoint: Checkpoint, request: ConvertRequest, extra_states: Mapping[str, Node] | None
 ) -> tuple[NotCarried, ...]:
     return (
-        *not_carried.training_state(checkpoint),
-        *(not_carried.extra_states(checkpoint) if extra_states is None else ()),
-        *(not_carried.frozen_parameters(checkpoint) if request.exclude_frozen else ()),
+        *not_written.training_state(checkpoint),
+        *(not_written.extra_states(checkpoint) if extra_states is None else ()),
+        *(not_written.frozen_parameters(checkpoint) if request.exclude_frozen else ()),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Container, Mapping
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
-from reshard_engine.formats.deepspeed import not_written as not_carried
+from reshard_engine.formats.deepspeed import not_written
 from reshard_engine.formats.deepspeed.cautions import padding_left_out, sectioned, uncut_warnings
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
 from reshard_engine.formats.deepspeed.names import LATEST_UNIVERSAL, LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
@@ -82,12 +82,12 @@ class UniversalWriter:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
         warnings = [*warnings, *configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
-        frozen = not_carried.frozen_parameters(checkpoint) if request.exclude_frozen else ()
+        frozen = not_written.frozen_parameters(checkpoint) if request.exclude_frozen else ()
         return TargetLayout(
             tuple(files),
             Pointer(LATEST_UNIVERSAL, name.encode()),
             tuple(warnings),
-            not_carried=(*not_carried.random_states(checkpoint, 1), *frozen),
+            not_carried=(*not_written.random_states(checkpoint, 1), *frozen),
         )
 
 

@@ -21,7 +21,7 @@ from reshard_engine.formats.deepspeed.writer.native.writer import vocab_rows
 from reshard_engine.formats.peft.left_out import left_out
 from reshard_engine.formats.peft.names import adapter_names, adapter_parts
 from reshard_engine.formats.peft.run import lacks_base
-from reshard_engine.rehearsal import Rehearsal
+from reshard_engine.operations.rehearsal import Rehearsal
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of tensor-parallel ranks that are tried."""

@@ -34,16 +34,16 @@ from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.formats.deepspeed.names import POINTERS
 from reshard_engine.formats.targets import writer_of
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard_engine.operations.requested import requested_checkpoint
+from reshard_engine.operations.verification import verify_target
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
-from reshard_engine.requested import requested_checkpoint
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name
 from reshard_engine.storage.urls import is_within, scheme_of
 from reshard_engine.tensors.layout import TargetLayout
-from reshard_engine.verification import verify_target
 
 REMOTE_THREADS = 8
 """Units in flight where latency, not the processor, is what they wait for."""

@@ -12,15 +12,15 @@ import torch
 from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest, OpaquePolicy, ReplicaPolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.conversion import REMOTE_THREADS
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather.chunks import ChunkFiller
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.formats.weights.writer.consolidated import Weight, weights_of
+from reshard_engine.operations.conversion import REMOTE_THREADS
+from reshard_engine.operations.requested import refuse_unexplained
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.requested import refuse_unexplained
 from reshard_engine.storage.local import kept_open
 from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.dtypes import SHORT_NAMES

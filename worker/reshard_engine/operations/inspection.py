@@ -9,7 +9,7 @@ from reshard.models import Inspection, SourceSpec, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.deepspeed.cautions import sectioned
 from reshard_engine.formats.peft.left_out import left_out
-from reshard_engine.possible_targets import possible_targets
+from reshard_engine.operations.possible_targets import possible_targets
 
 
 def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspection:

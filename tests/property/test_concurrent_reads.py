@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.errors import StorageError
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.gather import scattered_reads as stretches
+from reshard_engine.execute.gather import scattered_reads
 from reshard_engine.execute.gather.chunks import ChunkFiller
 from reshard_engine.execute.gather.concurrent_reads import READS_OF_A_UNIT, Flights
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
@@ -76,14 +76,14 @@ def test_reads_together_give_the_bytes_of_reads_in_turn(
     target = BY_NAME[dtype]
     expected = NumpyCast().cast(values[begin:end].view(np.uint8), FLOAT32, target).tobytes()
     _Remote.reset()
-    before = stretches.READ_BATCH_BYTES
-    stretches.READ_BATCH_BYTES = batch
+    before = scattered_reads.READ_BATCH_BYTES
+    scattered_reads.READ_BATCH_BYTES = batch
     try:
         with ThreadPoolExecutor(32) as pool:
             filler = ChunkFiller(source, NumpyCast(), pool=pool)
             assert filler.elements(tensor, target, begin, end).tobytes() == expected
     finally:
-        stretches.READ_BATCH_BYTES = before
+        scattered_reads.READ_BATCH_BYTES = before
     assert filler.read_bytes >= (end - begin) * 4
     assert _Remote.most <= READS_OF_A_UNIT
     if dtype != "float32":

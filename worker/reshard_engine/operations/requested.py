@@ -12,10 +12,10 @@ from reshard_engine.formats.deepspeed.rules.request import requested_rules
 from reshard_engine.formats.peft.left_out import left_out
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.formats.torch_files.reader import read_torch_files
+from reshard_engine.operations.relabel import relabelled
 from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import foreign_paths
-from reshard_engine.relabel import relabelled
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import parent_and_name
 
@@ -140,7 +140,7 @@ def _refuse_contradictions(request: ConvertRequest) -> None:
 def _merged(checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Checkpoint, bool]:
     """The model that a LoRA run trained, and whether names that were tied are not any more."""
     from reshard_engine.formats.peft.adapters import merged
-    from reshard_engine.readers.base_model import read_base_model
+    from reshard_engine.operations.base_model import read_base_model
 
     base = None
     if request.base is not None:

@@ -10,7 +10,7 @@ from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpe
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.targets import writer_of
 from reshard_engine.formats.torch_archive import rehearsal
-from reshard_engine.requested import as_requested
+from reshard_engine.operations.requested import as_requested
 
 _NAME = "global_step0"
 """Of the target: which name it has changes nothing."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from reshard.errors import RequestError, printable
 from reshard.models import CleanReport
-from reshard_engine.conversion import sink_for
 from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.execute.sinks.local import LocalSink, writing
 from reshard_engine.execute.sinks.local_leftovers import leftovers_of
 from reshard_engine.execute.sinks.object_leftovers import Leftovers
-from reshard_engine.into_directory import INNER
+from reshard_engine.operations.conversion import sink_for
+from reshard_engine.operations.into_directory import INNER
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectStore
 

@@ -20,12 +20,12 @@ from reshard.diffs import Difference, DifferenceKind, DiffOptions, DiffReport, D
 from reshard.errors import JobError
 from reshard.models import Progress
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.diff.facts import FactComparison, Facts
-from reshard_engine.diff.pairs import Matching, Side, TensorPair
-from reshard_engine.diff.values import ValueDifference, compare_elements
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.operations.diff.facts import FactComparison, Facts
+from reshard_engine.operations.diff.pairs import Matching, Side, TensorPair
+from reshard_engine.operations.diff.values import ValueDifference, compare_elements
 
 BLOCK_BYTES = 4 << 20
 """Bytes of one side that are compared at once."""

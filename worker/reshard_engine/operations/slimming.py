@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, Progress, SlimResult
-from reshard_engine.conversion import Conversion
-from reshard_engine.into_directory import moved_out
+from reshard_engine.operations.conversion import Conversion
+from reshard_engine.operations.into_directory import moved_out
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.protocol import parent_and_name
 

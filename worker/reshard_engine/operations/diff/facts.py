@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, OptimizerState
-from reshard_engine.diff.pairs import Matching, TensorPair
 from reshard_engine.formats.deepspeed.megatron import ARGS, without_layout
 from reshard_engine.formats.deepspeed.names import INFO, LAYOUT_NOTES, PARALLEL_DIMENSIONS
+from reshard_engine.operations.diff.pairs import Matching, TensorPair
 from reshard_engine.pickles.differences import TensorsAt, compare_trees, text_of
 from reshard_engine.pickles.nodes import Node, PObject, PTensorRef, is_mapping, mapping_items
 

@@ -14,9 +14,9 @@ from contextlib import suppress
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, Progress
-from reshard_engine.conversion import Conversion
 from reshard_engine.execute.sinks.local import writing
 from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import Location, open_location
 
 INNER = ".reshard-into"
