@@ -14,8 +14,8 @@ from hypothesis import given, settings, strategies as st
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.formats.targets import writer_of
 from reshard_engine.integrity.crc import combine
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.plan.planner import plan_conversion

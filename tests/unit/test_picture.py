@@ -138,8 +138,8 @@ def _cut_up(shape: tuple[int, ...], cut: Cut, tp: int, dp: int) -> Checkpoint:
     facts: Mapping[str, Any] = {"framework_version": None, "zero_stage": 1, "step": 0, "model_state": None}
     rest: Mapping[str, Any] = {"buffers": (), "shared": {}, "foreign_globals": (), "warnings": ()}
     return Checkpoint(
-        url="memory://x", tag=None, format="deepspeed-zero1", world={"dp": dp, "tp": tp, "pp": 1}, files=files,
-        shard_map=builder.build(), parameters=(parameter,), optimizer=OptimizerState((), {}), **facts, **rest,
+        url="memory://x", tag=None, format="deepspeed-zero1", family="deepspeed", world={"dp": dp, "tp": tp, "pp": 1},
+        files=files, shard_map=builder.build(), parameters=(parameter,), optimizer=OptimizerState((), {}), **facts, **rest,
     )  # fmt: skip
 
 

@@ -163,6 +163,10 @@ class Checkpoint:
     """Everything that the source holds and this checkpoint does not."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
+    unties: bool = False
+    """True if names that the source ties are not tied here: a configuration that says they are would be wrong."""
+    family: str = ""
+    """Name of the format whose reader read it; empty for a checkpoint that was made otherwise."""
     frozen_left_out: bool = False
     """True if the save left out frozen weights, or may have (`exclude_frozen_parameters`): what is here is not all."""
 

@@ -158,12 +158,12 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
         """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
-        from reshard_engine.formats.deepspeed.rules.request import requested_rules
+        from reshard_engine.formats.registry import rules_of
         from reshard_engine.operations.diff.comparison import diff_checkpoints
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
-        rules = requested_rules(options)
+        rules = rules_of(options)
         left, right = (
             read_checkpoint(open_location(s.url, s.profile), s.tag, OpaqueLedger(OpaquePolicy.KEEP), rules)
             for s in (a, b)

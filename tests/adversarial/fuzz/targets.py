@@ -21,8 +21,8 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
+from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
-from reshard_engine.formats.targets import writer_of
 from reshard_engine.formats.weights.reader.index import read_index
 from reshard_engine.integrity import manifest
 from reshard_engine.integrity.manifest import parse_manifest

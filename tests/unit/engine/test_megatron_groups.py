@@ -20,7 +20,7 @@ from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
     sharded_nodes,
 )
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.operations.possible_targets import possible_targets
+from reshard_engine.operations.rehearsal import possible_targets
 from reshard_engine.pickles.nodes import mapping_items, mapping_of
 from reshard_engine.pickles.plain import node_of
 from reshard_engine.pickles.policy import OpaqueLedger

@@ -15,9 +15,9 @@ from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
 from reshard_engine.containers.safetensors_layout import safetensors_template
+from reshard_engine.formats.model_weights import weights_of
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.formats.weights.writer import safetensors
-from reshard_engine.formats.weights.writer.consolidated import weights_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.dtypes import FLOAT32

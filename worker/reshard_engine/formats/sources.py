@@ -1,4 +1,4 @@
-"""Which readers there are, and how a URL becomes a checkpoint.
+"""How a URL becomes a checkpoint: the directory that the user means, and the reader that recognises it.
 
 Users name what they have: the directory they save into (with `latest` or `latest_universal`), one tag in it, a
 Hugging Face `checkpoint-N`, an Accelerate or Lightning directory: all of them hold a tag directory one level down.
@@ -10,27 +10,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.names import POINTERS
-from reshard_engine.formats.deepspeed.reader.native.reader import DeepSpeedReader
-from reshard_engine.formats.deepspeed.reader.universal.reader import UniversalReader
+from reshard_engine.formats.format import Format
 from reshard_engine.formats.reader import Reader
+from reshard_engine.formats.registry import FORMATS, known_files
 from reshard_engine.formats.unsupported import unsupported_kind
-from reshard_engine.formats.weights.reader.safetensors import SafetensorsReader
-from reshard_engine.formats.weights.reader.torch_weights import TorchWeightsReader
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 from reshard_engine.storage.urls import canonical_url, is_within
 
-TRAINING_READERS: tuple[Reader, ...] = (UniversalReader(), DeepSpeedReader())
-WEIGHTS_READERS: tuple[Reader, ...] = (SafetensorsReader(), TorchWeightsReader())
-READERS = TRAINING_READERS + WEIGHTS_READERS
 _POINTER_LIMIT_BYTES = 1_024
 _WITHOUT_TAGS = (
     "copy the checkpoint again from where it was written: no tag is here",
@@ -46,15 +40,19 @@ class Found:
     location: Location
     listing: Listing
     tag: str | None
+    format: Format
     reader: Reader
 
 
 def _recognise(
-    location: Location, listing: Listing, tag: str | None, readers: tuple[Reader, ...] = READERS
+    location: Location, listing: Listing, tag: str | None, *, of_training: tuple[bool, ...] = (True, False)
 ) -> Found | None:
-    for reader in readers:
-        if reader.recognises(listing):
-            return Found(location, listing, tag, reader)
+    """The directory as the first format sees it that recognises it; those of training states are asked first."""
+    for wanted in of_training:
+        for known in (f for f in FORMATS if f.of_training is wanted):
+            for reader in known.readers:
+                if reader.recognises(listing):
+                    return Found(location, listing, tag, known, reader)
     return None
 
 
@@ -82,13 +80,13 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         )
     if tag is not None:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
-    if (here := _recognise(location, listing, None, TRAINING_READERS)) is not None:
+    if (here := _recognise(location, listing, None, of_training=(True,))) is not None:
         return here
     by_name = {f.path.rpartition("/")[2]: f for f in listing.files}
-    for name in POINTERS:
+    for name in known_files().pointers:
         if (pointer := by_name.get(name)) is not None:
             return _pointed(location, listing, pointer, name)
-    if (here := _recognise(location, listing, None, WEIGHTS_READERS)) is not None:
+    if (here := _recognise(location, listing, None, of_training=(False,))) is not None:
         return here
     if (other := unsupported_kind(location, listing)) is not None:
         raise other
@@ -154,4 +152,17 @@ def read_checkpoint(
     """
     found = find_checkpoint(location, tag)
     with collector_paused():
-        return found.reader.read(found.location, found.listing, tag=found.tag, ledger=ledger, rules=rules)
+        checkpoint = found.reader.read(found.location, found.listing, tag=found.tag, ledger=ledger, rules=rules)
+        return replace(checkpoint, family=found.format.name)
+
+
+def read_weights(location: Location, listing: Listing, ledger: OpaqueLedger) -> Checkpoint | None:
+    """The weights of a directory that is no training state; None if no format recognises any.
+
+    Raises:
+        SourceError: Everything that the reader finds.
+    """
+    found = _recognise(location, listing, None, of_training=(False,))
+    if found is None:
+        return None
+    return replace(found.reader.read(location, listing, tag=None, ledger=ledger), family=found.format.name)

@@ -9,7 +9,7 @@ import re
 
 from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.sources import WEIGHTS_READERS
+from reshard_engine.formats.sources import read_weights
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.links import refuse_link_elsewhere
 from reshard_engine.storage.locations import Location
@@ -27,9 +27,8 @@ def read_base_model(location: Location, ledger: OpaqueLedger) -> Checkpoint:
         SourceError: `source.not_found`, `source.unknown_kind` if there are no weights, and what their reader finds.
     """
     location, listing = _snapshot(location)
-    for reader in WEIGHTS_READERS:
-        if reader.recognises(listing):
-            return reader.read(location, listing, tag=None, ledger=ledger)
+    if (weights := read_weights(location, listing, ledger)) is not None:
+        return weights
     models = [d for d in listing.directories if d.startswith("models--")]
     raise SourceError(
         "source.unknown_kind",

@@ -8,6 +8,7 @@ from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.execute.sinks.local import LocalSink, writing
 from reshard_engine.execute.sinks.local_leftovers import leftovers_of
 from reshard_engine.execute.sinks.object_leftovers import Leftovers
+from reshard_engine.formats.registry import known_files
 from reshard_engine.operations.conversion import sink_for
 from reshard_engine.operations.into_directory import INNER
 from reshard_engine.storage.locations import Location
@@ -34,7 +35,7 @@ def clean_target(target: Location, *, dry_run: bool, idle_s: float = IDLE_S) -> 
             found = [*leftovers_of(target.path), *leftovers_of(inner.path)]
         sinks.append(sink_for(inner))
     elif isinstance(store, ObjectStore):
-        found = Leftovers(store, target.path, ControlObjects(store, target.path)).found(idle_s=idle_s)
+        found = Leftovers(store, target.path, ControlObjects(store, target.path), known_files()).found(idle_s=idle_s)
     else:
         raise RequestError(
             "request.unknown_scheme",

@@ -31,8 +31,7 @@ from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.server_copy.copier import CopyingSink, Offloader
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
-from reshard_engine.formats.deepspeed.names import POINTERS
-from reshard_engine.formats.targets import writer_of
+from reshard_engine.formats.registry import known_files, writer_of
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.operations.requested import requested_checkpoint
 from reshard_engine.operations.verification import verify_target
@@ -56,9 +55,9 @@ def sink_for(target: Location) -> LocalSink | ObjectSink | None:
             "request.invalid", f"{printable(target.url)} is no directory that can be created", fix="name one below it"
         )
     if target.store.scheme == "file":
-        return LocalSink(target.path, pointer_names=POINTERS)
+        return LocalSink(target.path, known=known_files())
     if isinstance(target.store, ObjectStore):
-        return ObjectSink(target.store, target.path, pointer_names=POINTERS)
+        return ObjectSink(target.store, target.path, known=known_files())
     return None
 
 

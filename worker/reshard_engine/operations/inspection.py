@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from reshard.errors import listed
 from reshard.models import Inspection, SourceSpec, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.formats.deepspeed.cautions import sectioned
-from reshard_engine.formats.peft.left_out import left_out
-from reshard_engine.operations.possible_targets import possible_targets
+from reshard_engine.formats.registry import cautions
+from reshard_engine.operations.rehearsal import possible_targets
 
 
 def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspection:
@@ -56,20 +54,8 @@ def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspec
         files=sum(len(f.objects) for f in checkpoint.files),
         total_bytes=sum(f.size_bytes for f in checkpoint.files),
         foreign_globals=checkpoint.foreign_globals,
-        warnings=(*checkpoint.warnings, *_cautions(checkpoint), *_left_out(checkpoint)),
+        warnings=(*checkpoint.warnings, *cautions(checkpoint)),
         not_carried=checkpoint.not_carried,
         targets=possible_targets(checkpoint, source),
         tensors=tuple(infos),
     )
-
-
-def _left_out(checkpoint: Checkpoint) -> list[str]:
-    lost = left_out(checkpoint)
-    return [] if lost is None else [lost]
-
-
-def _cautions(checkpoint: Checkpoint) -> list[str]:
-    names = checkpoint.unexplained
-    if not names:
-        return sectioned(checkpoint, None) if checkpoint.world.get("tp", 1) > 1 else []
-    return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed(names, 20)}"]

@@ -11,7 +11,7 @@ import numpy as np
 from reshard.errors import RequestError, printable
 from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.formats.deepspeed.reader.native.files import rank_of
+from reshard_engine.formats.registry import format_of
 from reshard_engine.tensors.shard_map import ShardMap
 from reshard_engine.tensors.views import Box, View
 
@@ -50,7 +50,7 @@ def _name(text: str) -> str:
 
 
 def _ranks(checkpoint: Checkpoint, file: str) -> str:
-    return rank_of(file, tp=checkpoint.world.get("tp", 1))
+    return format_of(checkpoint).rank_label(file, checkpoint.world)
 
 
 def _shares(checkpoint: Checkpoint) -> Iterator[FileShare]:

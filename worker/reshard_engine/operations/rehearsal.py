@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import RequestError, SourceError
-from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, ZeroStage
+from reshard.errors import RequestError, ReshardError, SourceError
+from reshard.models import ConvertRequest, OpaquePolicy, PossibleTarget, SourceSpec, TargetFormat
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.targets import writer_of
+from reshard_engine.formats.registry import FORMATS, left_out, writer_of
 from reshard_engine.formats.torch_archive import rehearsal
 from reshard_engine.operations.requested import as_requested
 
@@ -41,6 +41,30 @@ class Rehearsal:
             return error
         return None
 
-    def native(self, stage: ZeroStage, **world: int) -> RequestError | SourceError | None:
-        """The same of a DeepSpeed run of this stage on `dp` ranks, with `tp`, `pp` and `ep` where they are given."""
-        return self.refusal(TargetFormat.ZERO, layout=NativeLayout.model_validate({"zero_stage": stage, **world}))
+    @property
+    def lacks_parameters(self) -> bool:
+        """True if the checkpoint was saved without some of its parameters."""
+        return left_out(self.checkpoint) is not None
+
+    def possible(self, name: str, detail: str, flags: str) -> PossibleTarget:
+        """A target that is possible with these flags of `reshard convert`."""
+        if not self.checkpoint.foreign_globals:
+            return PossibleTarget(name=name, possible=True, detail=detail, example=flags)
+        detail += "; with --opaque drop, or keep: it holds objects of classes that are not on the allow-list"
+        return PossibleTarget(name=name, possible=True, detail=detail, example=f"{flags} --opaque {self.opaque.value}")
+
+    def impossible(self, name: str, refusal: ReshardError) -> PossibleTarget:
+        """A target that is refused for this reason."""
+        detail = f"{refusal.message}; {refusal.fix}" if refusal.fix else refusal.message
+        return PossibleTarget(name=name, possible=False, detail=detail)
+
+
+def possible_targets(checkpoint: Checkpoint, source: SourceSpec | None = None) -> tuple[PossibleTarget, ...]:
+    """Targets by name, each with what is possible or what stands in the way.
+
+    Args:
+        checkpoint: A checkpoint that was read.
+        source: How the user named it; its own URL if that is not known.
+    """
+    tried = Rehearsal(checkpoint, source or SourceSpec(url=checkpoint.url))
+    return tuple(target for known in FORMATS for target in known.possible_targets(tried))

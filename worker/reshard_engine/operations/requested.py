@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from reshard.errors import RequestError, SourceError, listed, printable
-from reshard.models import ConvertRequest, NotCarried, OpaquePolicy, TargetFormat, WeightDtype
+from reshard.models import ConvertRequest, NotCarried, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.rules.request import requested_rules
-from reshard_engine.formats.peft.left_out import left_out
+from reshard_engine.formats.registry import FORMATS, format_writing, left_out, relabelled, rules_of
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.formats.torch_files.reader import read_torch_files
-from reshard_engine.operations.relabel import relabelled
 from reshard_engine.pickles.nodes import Node, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import foreign_paths
 from reshard_engine.storage.locations import Location, open_location
-from reshard_engine.storage.protocol import parent_and_name
-
-_WEIGHTS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
 
 
 def requested_checkpoint(request: ConvertRequest, source: Location) -> Checkpoint:
@@ -40,7 +34,7 @@ def as_requested(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         RequestError: `request.invalid` and `request.unsatisfiable`: it asks for what does not go together.
     """
     refuse_unexplained(checkpoint)
-    return _with_model_files(relabelled(_dropped(checkpoint, request), request), request)
+    return _completed(relabelled(_dropped(checkpoint, request), request), request)
 
 
 def _dropped(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
@@ -82,81 +76,29 @@ def refuse_unexplained(checkpoint: Checkpoint) -> None:
 
 
 def _read(source: Location, request: ConvertRequest) -> Checkpoint:
-    if request.to is not TargetFormat.SLIM:
-        return read_checkpoint(source, request.source.tag, OpaqueLedger(request.opaque), requested_rules(request))
-    if request.source.tag is not None:
-        raise RequestError(
-            "request.invalid", "--to slim takes files as they are: no tag", fix="name the tag's directory"
-        )
-    return read_torch_files(source, OpaqueLedger(request.opaque))
+    ledger = OpaqueLedger(request.opaque)
+    for_target = format_writing(request.to).read_for(request, source, ledger)
+    if for_target is not None:
+        return for_target
+    return read_checkpoint(source, request.source.tag, ledger, rules_of(request))
 
 
-def _with_model_files(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
-    """The checkpoint with the files that are to lie beside its weights, its adapter merged if that is asked."""
-    weights = request.to in _WEIGHTS
-    _refuse_contradictions(request)
-    if request.to is TargetFormat.PEFT or request.merge_adapter:
-        checkpoint = replace(checkpoint, model_files=_adapter_files(checkpoint, request))
-    unties = False
-    if request.merge_adapter:
-        checkpoint, unties = _merged(checkpoint, request)
-    elif weights and not request.exclude_frozen and (lost := left_out(checkpoint)) is not None:
-        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, lost))
-    if request.model_files is None or request.to is TargetFormat.PEFT:
-        return checkpoint
-    if not weights:
-        raise RequestError("request.invalid", f"model files lie beside weights, not in {request.to.value}")
-    from reshard_engine.formats.model_files import read_model_files
-
-    location = open_location(request.model_files, request.source.profile)
-    dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
-    try:
-        return replace(checkpoint, model_files=read_model_files(location, dtype, unties=unties))
-    except SourceError as error:
-        if request.merge_adapter and error.code == "source.not_found":
-            return checkpoint  # it was named for the adapter's configuration alone
-        raise
-
-
-def _refuse_contradictions(request: ConvertRequest) -> None:
-    """Refuse options of adapters where none is written or merged."""
-    adapts = request.to is TargetFormat.PEFT or request.merge_adapter
-    if request.merge_adapter and request.to not in _WEIGHTS:
-        raise RequestError("request.invalid", "an adapter is merged into consolidated weights", fix="--to safetensors")
-    if not adapts and (request.adapter is not None or request.lora_alpha is not None):
-        raise RequestError(
-            "request.invalid", "adapter and lora_alpha are for adapters", fix="--to peft, or --merge-adapter"
-        )
-    if request.base is not None and not request.merge_adapter:
-        raise RequestError(
-            "request.invalid", "--base is of --merge-adapter: what it is merged into", fix="leave it out"
-        )
-    if request.exclude_frozen and request.merge_adapter:
-        raise RequestError(
-            "request.invalid", "--exclude-frozen and --merge-adapter: a merged model is whole", fix="leave out one"
-        )
-
-
-def _merged(checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Checkpoint, bool]:
-    """The model that a LoRA run trained, and whether names that were tied are not any more."""
-    from reshard_engine.formats.peft.adapters import merged
-    from reshard_engine.operations.base_model import read_base_model
-
+def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+    """The checkpoint with what the request takes from elsewhere: a base model, an adapter, a model's files."""
+    for known in FORMATS:
+        known.check_request(request)
     base = None
     if request.base is not None:
-        location = open_location(request.base, request.source.profile)
-        base = read_base_model(location, OpaqueLedger(request.opaque))
-    model = merged(checkpoint, request, base)
-    return replace(model.checkpoint, model_files={}), model.unties
+        from reshard_engine.operations.base_model import read_base_model
 
-
-def _adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[str, bytes]:
-    from reshard_engine.formats.model_files import read_adapter_config
-
-    profile = request.source.profile
-    if request.lora_alpha is not None:
-        return {}
-    # Trainers leave it in their own directory, above the tag's.
-    named = [] if request.model_files is None else [request.model_files]
-    places = dict.fromkeys((*named, request.source.url, parent_and_name(checkpoint.url)[0]))
-    return read_adapter_config([open_location(url, profile) for url in places], required=bool(named))
+        base = read_base_model(open_location(request.base, request.source.profile), OpaqueLedger(request.opaque))
+    written = format_writing(request.to)
+    if written.whole_models and not request.merge_adapter and not request.exclude_frozen:
+        lost = left_out(checkpoint)
+        checkpoint = checkpoint if lost is None else replace(checkpoint, warnings=(*checkpoint.warnings, lost))
+    if request.model_files is not None and not written.takes_model_files:
+        raise RequestError("request.invalid", f"model files lie beside weights, not in {request.to.value}")
+    # Adapters are merged before the files beside the weights are read: those say which names are tied.
+    for known in reversed(FORMATS):
+        checkpoint = known.completed(checkpoint, request, base)
+    return checkpoint

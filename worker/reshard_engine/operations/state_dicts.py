@@ -16,8 +16,8 @@ from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.executor import stop_check
 from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.formats.weights.writer.consolidated import Weight, weights_of
 from reshard_engine.operations.conversion import REMOTE_THREADS
 from reshard_engine.operations.requested import refuse_unexplained
 from reshard_engine.pickles.policy import OpaqueLedger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from reshard.errors import SourceError, printable
@@ -26,3 +27,17 @@ def refuse_link_elsewhere(location: Location, path: str, *, also: Sequence[str] 
         raise SourceError(
             "name.invalid", f"{printable(path)} is a link to a file elsewhere", fix="copy the file itself there"
         )
+
+
+def refuse_hub_link_elsewhere(location: Location, path: str) -> None:
+    """Like `refuse_link_elsewhere`, but takes links into the cache of huggingface_hub that the location is part of.
+
+    Such links are what that cache is made of: `snapshots/REVISION` beside `blobs`.
+
+    Raises:
+        SourceError: `name.invalid`.
+    """
+    snapshots = os.path.dirname(location.url)
+    cached = os.path.basename(snapshots) == "snapshots"
+    blobs = [os.path.join(os.path.dirname(snapshots), "blobs")] if cached else []
+    refuse_link_elsewhere(location, path, also=blobs)

@@ -171,6 +171,35 @@ class Pointer:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownFiles:
+    """The names by which a directory that exists already is known for a checkpoint."""
+
+    pointers: tuple[str, ...] = ()
+    """Names of small files beside such directories that name one of them; the training run's own comes first."""
+    entries: tuple[str, ...] = ()
+    """Names of entries of such a directory."""
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of the names of its entries."""
+    needed: tuple[str, ...] = ()
+    """Suffixes of files without which no loader takes it for a checkpoint: they are removed first."""
+
+    @classmethod
+    def of_all(cls, known: Iterable[KnownFiles]) -> KnownFiles:
+        """The names of several formats together."""
+        parts = list(known)
+        return cls(
+            tuple(n for k in parts for n in k.pointers),
+            tuple(n for k in parts for n in k.entries),
+            tuple(n for k in parts for n in k.suffixes),
+            tuple(n for k in parts for n in k.needed),
+        )
+
+    def holds_checkpoint(self, names: Iterable[str]) -> bool:
+        """True if a directory with these entries is a checkpoint: what `--overwrite` may remove."""
+        return any(n in self.entries or n.endswith(self.suffixes) for n in names)
+
+
+@dataclass(frozen=True, slots=True)
 class TargetLayout:
     """All files of a target in the order in which they are written, commit files last."""
 

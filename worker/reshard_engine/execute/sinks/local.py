@@ -31,14 +31,14 @@ from reshard_engine.execute.sinks.local_leftovers import (
     plans_beside,
     remove_unless_held,
 )
-from reshard_engine.execute.sinks.overwrite import holds_checkpoint, not_to_overwrite, target_exists
+from reshard_engine.execute.sinks.overwrite import not_to_overwrite, target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.integrity.readback import crc_of_range
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.local import LocalStore, translated
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, read_bytes
-from reshard_engine.tensors.layout import Pointer
+from reshard_engine.tensors.layout import KnownFiles, Pointer
 
 _RENAME_NOREPLACE = 1
 _THREADS = 4
@@ -58,10 +58,10 @@ def _boot_id() -> str:
 class LocalSink:
     """Writes one local directory."""
 
-    def __init__(self, target: str, *, pointer_names: Sequence[str]) -> None:
+    def __init__(self, target: str, *, known: KnownFiles) -> None:
         """`target` is absolute, symbolic links resolved; its parent is created when the sink begins."""
         self._target = target
-        self._pointer_names = pointer_names
+        self._known = known
         self._parent, self._name = os.path.split(target)
         self._stem = os.path.join(self._parent, f".{self._name}.reshard-")
         self._aside = f"{self._stem}old"
@@ -132,7 +132,7 @@ class LocalSink:
             names = os.listdir(self._target) if os.path.isdir(self._target) else []
             occupied = there and (bool(names) or not os.path.isdir(self._target))
         if occupied and not overwrite:
-            raise target_exists(self._target, names)
+            raise target_exists(self._target, self._known, names)
         if occupied:
             self._refuse_precious(names)
         return occupied
@@ -141,7 +141,11 @@ class LocalSink:
         """Let `--overwrite` remove checkpoints and our own outputs, nothing else."""
         here = os.path.realpath(os.getcwd())
         kept = {"/", os.path.realpath(os.path.expanduser("~")), here}
-        if self._target in kept or here.startswith(self._target + "/") or (names and not holds_checkpoint(names)):
+        if (
+            self._target in kept
+            or here.startswith(self._target + "/")
+            or (names and not self._known.holds_checkpoint(names))
+        ):
             raise not_to_overwrite(self._target)
 
     def _resume(self) -> Mapping[int, UnitRecord]:
@@ -281,7 +285,7 @@ class LocalSink:
 
     def _withdraw(self) -> None:
         store = LocalStore()
-        for path in (os.path.join(self._parent, name) for name in self._pointer_names):
+        for path in (os.path.join(self._parent, name) for name in self._known.pointers):
             info = store.stat(path)
             if info is not None and read_bytes(store, info).strip() == self._name.encode():
                 os.unlink(path)
@@ -330,7 +334,7 @@ class LocalSink:
                 return
             code = ctypes.get_errno()
         if code == errno.EEXIST:
-            raise target_exists(self._target)
+            raise target_exists(self._target, self._known)
         if code not in (errno.ENOSYS, errno.EINVAL):
             raise OSError(code, os.strerror(code), self._target)
         # File systems without the flag: a directory does not replace a non-empty one either.

@@ -16,6 +16,7 @@ from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.execute.sinks.overwrite import target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
+from reshard_engine.tensors.layout import KnownFiles
 
 PLAN_KEY = "reshard-plan"
 """Metadata of our objects: the digest of the plan that wrote them."""
@@ -26,21 +27,22 @@ _CLAIM = "claim"
 class Leftovers:
     """What is left in and beside one target."""
 
-    def __init__(self, store: ObjectStore, target: str, control: ControlObjects) -> None:
+    def __init__(self, store: ObjectStore, target: str, control: ControlObjects, known: KnownFiles) -> None:
         """`target` is `bucket/key...` without a trailing slash."""
         self._store = store
         self._target = target
         self._parent, self._name = parent_and_name(target)
         self._control = control
+        self._known = known
 
     def is_written_by(self, path: str, digest: str) -> bool:
         """Whether an object is there and of this plan."""
         return (self._store.metadata(path) or {}).get(PLAN_KEY) == digest
 
-    def pointers(self, names: Sequence[str]) -> list[str]:
-        """Those of the pointers of these names beside the target that name it."""
+    def pointers(self) -> list[str]:
+        """The pointers beside the target that name it."""
         found: list[str] = []
-        for path in (join(self._parent, name) for name in names):
+        for path in (join(self._parent, name) for name in self._known.pointers):
             info = self._store.stat(path)
             content = b"" if info is None or info.size_bytes >= 1024 else read_bytes(self._store, info)
             if content.decode("utf-8", "replace").strip() == self._name:
@@ -72,7 +74,7 @@ class Leftovers:
             raise self._control.busy(rival.plan)
         if rival is None and there:
             heads = {i.path.removeprefix(self._target + "/").partition("/")[0] for i in there}
-            raise target_exists(f"{self._store.scheme}://{self._target}", heads)
+            raise target_exists(f"{self._store.scheme}://{self._target}", self._known, heads)
 
     def found(self, *, idle_s: float) -> list[Leftover]:
         """What is left, in use if something was written to a journal in the last `idle_s` seconds.

@@ -20,13 +20,13 @@ from reshard.errors import IntegrityError, ReshardError, StorageError, printable
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.execute.sinks.object_leftovers import PLAN_KEY, Leftovers
-from reshard_engine.execute.sinks.overwrite import holds_checkpoint, not_to_overwrite, target_exists
+from reshard_engine.execute.sinks.overwrite import not_to_overwrite, target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.plan.server_copy import part_numbers
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name
-from reshard_engine.tensors.layout import Pointer
+from reshard_engine.tensors.layout import KnownFiles, Pointer
 
 CRC_KEY = "reshard-crc32"
 _THREADS = 8
@@ -42,15 +42,15 @@ class ObjectSink:
     fence_s = 0.5
     """How long a look at the claim is good for while old objects are removed."""
 
-    def __init__(self, store: ObjectStore, target: str, *, pointer_names: Sequence[str]) -> None:
+    def __init__(self, store: ObjectStore, target: str, *, known: KnownFiles) -> None:
         """`target` is `bucket/key...` without a trailing slash."""
-        self._pointer_names = pointer_names
+        self._known = known
         self._store = store
         self._target = target
         self._url = f"{store.scheme}://{target}"
         self._parent = parent_and_name(target)[0]
         self._control = ControlObjects(store, target)
-        self._leftovers = Leftovers(store, target, self._control)
+        self._leftovers = Leftovers(store, target, self._control, known)
         self._uploads: dict[int, str] = {}
         self._created: dict[str, str] = {}
         """Path by upload id, of uploads that this process created."""
@@ -98,19 +98,19 @@ class ObjectSink:
 
     def _make_room(self, paths: Sequence[str], *, allowed: bool, overwrite: bool) -> None:
         heads = {p.removeprefix(self._target + "/").partition("/")[0] for p in paths}
-        if not allowed and (not overwrite or not holds_checkpoint(heads)):
+        if not allowed and (not overwrite or not self._known.holds_checkpoint(heads)):
             self._control.remove(self._plan.digest)
-            raise not_to_overwrite(self._url) if overwrite else target_exists(self._url)
+            raise not_to_overwrite(self._url) if overwrite else target_exists(self._url, self._known)
         self._control.allow_clearing(self._plan)
         with self._doubting():
             self._clear(paths)
 
     def _clear(self, paths: Sequence[str]) -> None:
         # What makes the old target readable goes first.
-        first = [p for p in paths if p.endswith((MANIFEST_NAME, ".index.json", "_states.pt", "optimizer_state.pt"))]
+        first = [p for p in paths if p.endswith(self._known.needed)]
         last = set(paths).difference(first)
         checked_at = -math.inf
-        for path in (*self._leftovers.pointers(self._pointer_names), *first, *sorted(last)):
+        for path in (*self._leftovers.pointers(), *first, *sorted(last)):
             if time.monotonic() - checked_at > self.fence_s:
                 # Who slept since the last look may find what another attempt has written since.
                 self._control.require_clearing(self._plan)

@@ -1,19 +1,17 @@
-"""What a target may hold before we write it: nothing, or with `--overwrite` a checkpoint or an output of ours."""
+"""Errors for targets that hold something: nothing is replaced without `--overwrite`, and checkpoints only with it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from reshard.errors import RequestError, printable
-from reshard_engine.integrity.manifest import MANIFEST_NAME
-
-_CHECKPOINT_SUFFIXES = ("_states.pt", ".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+from reshard_engine.tensors.layout import KnownFiles
 
 
-def target_exists(target: str, names: Iterable[str] | None = None) -> RequestError:
+def target_exists(target: str, known: KnownFiles, names: Iterable[str] | None = None) -> RequestError:
     """The error for a target that holds something else: these entries, where they are known."""
     text = f"{printable(target)} exists already"
-    if names is not None and not holds_checkpoint(names):
+    if names is not None and not known.holds_checkpoint(names):
         return RequestError(
             "request.target_exists",
             f"{text}, and is no checkpoint and no output of reshard",
@@ -21,11 +19,6 @@ def target_exists(target: str, names: Iterable[str] | None = None) -> RequestErr
         )
     fix = "choose another target, or add --overwrite (the old data will be gone)"
     return RequestError("request.target_exists", text, fix=fix)
-
-
-def holds_checkpoint(names: Iterable[str]) -> bool:
-    """Whether a directory with these entries is a checkpoint or an output of ours: what `--overwrite` may remove."""
-    return any(n in {MANIFEST_NAME, "zero"} or n.endswith(_CHECKPOINT_SUFFIXES) for n in names)
 
 
 def not_to_overwrite(target: str) -> RequestError:

@@ -9,7 +9,7 @@ tied to an adapted weight changes with it; where a saved module left its origina
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 from reshard.errors import RequestError, SourceError, listed, printable
@@ -32,16 +32,7 @@ from reshard_engine.tensors.merge_rules import MergeRule, NewRows
 from reshard_engine.tensors.shard_map import StoredTensor
 
 
-@dataclass(frozen=True, slots=True)
-class MergedModel:
-    """The model that a run trained."""
-
-    checkpoint: Checkpoint
-    unties: bool
-    """True if names that were tied are not any more: a configuration that says they are would be wrong."""
-
-
-def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> MergedModel:
+def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
     """The checkpoint's weights with an adapter merged, under the names of the model without PEFT.
 
     Args:
@@ -83,7 +74,7 @@ def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | N
             tensors, [rule for _, rule in rules.values()]
         ),
     )
-    return MergedModel(model, bool(run.untied))
+    return replace(model, unties=bool(run.untied))
 
 
 def _unused(checkpoint: Checkpoint, used: AbstractSet[int]) -> Iterator[NotCarried]:

@@ -18,6 +18,7 @@ from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.formats.deepspeed import not_written
+from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config
 from reshard_engine.formats.peft.names import (
     TOKENS,
@@ -29,7 +30,6 @@ from reshard_engine.formats.peft.names import (
     refuse_broken_factors,
     refuse_other_methods,
 )
-from reshard_engine.formats.weights.writer.consolidated import Weight, weights_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout, literal_template
 
 WEIGHTS = "adapter_model.safetensors"

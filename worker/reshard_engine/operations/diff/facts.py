@@ -7,37 +7,14 @@ from dataclasses import dataclass
 
 from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, OptimizerState
-from reshard_engine.formats.deepspeed.megatron import ARGS, without_layout
-from reshard_engine.formats.deepspeed.names import INFO, LAYOUT_NOTES, PARALLEL_DIMENSIONS
+from reshard_engine.formats.format import RunFacts
+from reshard_engine.formats.registry import format_of
 from reshard_engine.operations.diff.pairs import Matching, TensorPair
 from reshard_engine.pickles.differences import TensorsAt, compare_trees, text_of
-from reshard_engine.pickles.nodes import Node, PObject, PTensorRef, is_mapping, mapping_items
+from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_items
 
-LAYOUT_KEYS = frozenset(
-    {
-        "module",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "frozen_param_fragments",
-        "buffer_names",
-        "shared_params",
-        "dp_world_size",
-        "mp_world_size",
-        PARALLEL_DIMENSIONS,
-        LAYOUT_NOTES,
-        INFO,
-        "ds_config",
-        "ds_version",
-    }
-)
-"""Entries of model states that describe the files, or that are compared as tensors: another layout has others.
-
-Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`, `_save_checkpoint`).
-"""
 _NOT_HYPER = frozenset({"params", "step"})
 """Numbers of a group's members, and the counter that is compared per parameter."""
-_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +46,13 @@ class FactComparison:
         Raises:
             SourceError: `checkpoint.malformed` for trees of the wrong shape.
         """
+        mine, theirs = (format_of(side).run_facts(side) for side in (self._a, self._b))
         if self._a.optimizer is not None and self._b.optimizer is not None:
             self._hyper_parameters(self._a.optimizer, self._b.optimizer)
-            self._optimizer_facts(self._a.optimizer, self._b.optimizer)
+            self._optimizer_facts(mine, theirs)
         elif self._a.optimizer is not self._b.optimizer:
             self._lone("optimizer states", in_a=self._a.optimizer is not None)
-        mine, theirs = _entries(self._a), _entries(self._b)
-        if bool(mine) != bool(theirs):
-            self._lone("counters and client state", in_a=bool(mine))
-        else:
-            self._model_states(mine, theirs)
+        self._run_state(mine, theirs)
         self._extra_states(self._a.extra_states, self._b.extra_states)
         return Facts(tuple(self._differences), tuple(self._pairs), tuple(self._notes), self._values)
 
@@ -104,28 +78,20 @@ class FactComparison:
                     parameters=count,
                 )
 
-    def _optimizer_facts(self, a: OptimizerState, b: OptimizerState) -> None:
-        """The loss scale whatever object keeps it, and the clipping; the rest describes the stage."""
-        mine, theirs = _scaler(a.extras), _scaler(b.extras)
-        for key in _SCALER:
-            if key == "cur_scale":
-                # Stage 0 in fp32 and BF16_Optimizer keep none: they scale by one.
-                left, right = mine.get(key, 1.0), theirs.get(key, 1.0)
-            elif key in mine and key in theirs:
-                left, right = mine[key], theirs[key]
-            else:
-                continue
-            self._tree((left, right), DifferenceKind.STATE, f"loss_scaler.{key}")
-        if "clip_grad" in a.extras and "clip_grad" in b.extras:
-            self._tree((a.extras["clip_grad"], b.extras["clip_grad"]), DifferenceKind.STATE, "clip_grad")
+    def _optimizer_facts(self, mine: RunFacts, theirs: RunFacts) -> None:
+        """Values beside the param groups; those that not every layout keeps, where both sides have them."""
+        for name in dict.fromkeys((*mine.optimizer, *theirs.optimizer)):
+            both = name in mine.optimizer and name in theirs.optimizer
+            if both or name not in mine.optional | theirs.optional:
+                self._tree((mine.optimizer.get(name), theirs.optimizer.get(name)), DifferenceKind.STATE, name)
 
-    def _model_states(self, mine: Mapping[str | int, Node], theirs: Mapping[str | int, Node]) -> None:
-        for key in dict.fromkeys((*mine, *theirs)):
-            if key not in LAYOUT_KEYS:
-                nodes = (mine.get(key), theirs.get(key))
-                if key == ARGS:
-                    nodes = (without_layout(nodes[0]), without_layout(nodes[1]))
-                self._tree(nodes, DifferenceKind.STATE, str(key))
+    def _run_state(self, mine: RunFacts, theirs: RunFacts) -> None:
+        if mine.state is None or theirs.state is None:
+            if mine.state is not theirs.state:
+                self._lone("counters and client state", in_a=mine.state is not None)
+            return
+        for key in dict.fromkeys((*mine.state, *theirs.state)):
+            self._tree((mine.state.get(key), theirs.state.get(key)), DifferenceKind.STATE, key)
 
     def _extra_states(self, mine: Mapping[str, Node], theirs: Mapping[str, Node]) -> None:
         """Entries of the models' state dicts that are no tensors."""
@@ -168,18 +134,3 @@ class FactComparison:
             return
         pair = TensorPair(name, state or "value", *numbers, left.dtype, rounded=False, shape=left.shape)
         self._pairs.append(pair)
-
-
-def _entries(checkpoint: Checkpoint) -> Mapping[str | int, Node]:
-    return mapping_items(checkpoint.model_state, what="model states") if is_mapping(checkpoint.model_state) else {}
-
-
-def _scaler(extras: Mapping[str, Node]) -> Mapping[str | int, Node]:
-    """The loss scaler's attributes: of the object of stages 1 to 3, or of stage 0's own entries.
-
-    Source: deepspeed 0.19.8 `runtime/fp16/loss_scaler.py` (`LossScalerBase`), `runtime/fp16/fused_optimizer.py`.
-    """
-    node = extras.get("loss_scaler")
-    if isinstance(node, PObject) and node.has_state and is_mapping(node.state):
-        return mapping_items(node.state, what="loss_scaler")
-    return {k: v for k, v in extras.items() if k in _SCALER}

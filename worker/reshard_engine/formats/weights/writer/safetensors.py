@@ -12,7 +12,8 @@ from reshard.errors import SourceError
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
-from reshard_engine.formats.weights.writer.consolidated import Weight, lay_out_weights
+from reshard_engine.formats.model_weights import Weight
+from reshard_engine.formats.weights.writer.consolidated import lay_out_weights
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.layout import FileTemplate, TargetLayout
 

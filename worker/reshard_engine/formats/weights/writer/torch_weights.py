@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.model_weights import Weight
 from reshard_engine.formats.torch_archive import tree_template
-from reshard_engine.formats.weights.writer.consolidated import Weight, lay_out_weights
+from reshard_engine.formats.weights.writer.consolidated import lay_out_weights
 from reshard_engine.pickles.nodes import Node, PRuns, ordered_dict
 from reshard_engine.tensors.layout import FileTemplate, TargetLayout
 

@@ -7,15 +7,13 @@ Source: transformers 5.23.0 `utils/__init__.py` (`CONFIG_NAME`, `GENERATION_CONF
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from reshard.errors import SourceError, printable
 from reshard.models import WeightDtype
-from reshard_engine.formats.peft.adapter_config import CONFIG as ADAPTER_CONFIG
-from reshard_engine.storage.links import refuse_link_elsewhere
+from reshard_engine.storage.links import refuse_hub_link_elsewhere
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.tensors.dtypes import SHORT_NAMES
@@ -29,7 +27,6 @@ _NAMES = re.compile(
 """Data only: code that a repository may have beside them is not carried."""
 _MAX_BYTES = 128 << 20
 """Of all of them: they are in memory while a conversion runs. A large tokenizer has 30 MB."""
-_MAX_CONFIG_BYTES = 1 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -53,7 +50,7 @@ def read_model_files(location: Location, dtype: WeightDtype | None, *, unties: b
             fix="--model-files names the directory that `save_pretrained` wrote, or the trainer's checkpoint",
         )
     for info in found.values():
-        _refuse_link_elsewhere(location, info.path)
+        refuse_hub_link_elsewhere(location, info.path)
     total = sum(i.size_bytes for i in found.values())
     if total > _MAX_BYTES:
         raise SourceError(
@@ -61,40 +58,6 @@ def read_model_files(location: Location, dtype: WeightDtype | None, *, unties: b
         )
     files = {name: read_bytes(location.store, info) for name, info in sorted(found.items())}
     return files | {"config.json": _fitting(files["config.json"], dtype, unties=unties)}
-
-
-def read_adapter_config(locations: Sequence[Location], *, required: bool) -> Mapping[str, bytes]:
-    """`adapter_config.json` of the first of some directories that has one; nothing if none does.
-
-    Raises:
-        SourceError: `source.not_found` if it is required and not there, `checkpoint.too_large`.
-    """
-    for location in locations:
-        for info in location.store.list_directory(location.path).files:
-            if info.path.rpartition("/")[2] != ADAPTER_CONFIG:
-                continue
-            _refuse_link_elsewhere(location, info.path)
-            if info.size_bytes > _MAX_CONFIG_BYTES:
-                raise SourceError("checkpoint.too_large", f"{ADAPTER_CONFIG} has {info.size_bytes} bytes")
-            return {ADAPTER_CONFIG: read_bytes(location.store, info)}
-    if required:
-        raise SourceError(
-            "source.not_found",
-            f"{printable(locations[0].url)} has no {ADAPTER_CONFIG}",
-            fix="name the directory that PEFT's save_pretrained wrote, or give --lora-alpha instead",
-        )
-    return {}
-
-
-def _refuse_link_elsewhere(location: Location, path: str) -> None:
-    """What these files say is written out as it is: a link must not carry another file's content there.
-
-    Links into the cache of huggingface_hub are what that cache is made of (`snapshots/REVISION` beside `blobs`).
-    """
-    snapshots = os.path.dirname(location.url)
-    cached = os.path.basename(snapshots) == "snapshots"
-    blobs = [os.path.join(os.path.dirname(snapshots), "blobs")] if cached else []
-    refuse_link_elsewhere(location, path, also=blobs)
 
 
 def _fitting(data: bytes, dtype: WeightDtype | None, *, unties: bool) -> bytes:
