@@ -120,6 +120,10 @@ class Agreement:
     """Whether the first one is meant in any case, so that a difference is only worth knowing."""
 
 
+class FormatFacts:
+    """Base of the record of facts that one format family writes and reads, and that means nothing to any other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A checkpoint as data: metadata and extents, no tensor bytes."""
@@ -129,7 +133,6 @@ class Checkpoint:
     format: str
     """Name of the reader's format, for people."""
     framework_version: str | None
-    zero_stage: int | None
     world: Mapping[str, int]
     step: int | None
     files: tuple[SourceFile, ...]
@@ -145,14 +148,8 @@ class Checkpoint:
     warnings: tuple[str, ...]
     agreements: tuple[Agreement, ...] = ()
     """What must hold for the parts to have been put together rightly; compared before anything is written."""
-    stage_layers: tuple[int, ...] = ()
-    """Of a pipeline: the first layer with parameters of each stage."""
     rng: tuple[Mapping[str, Node], ...] = ()
     """Random states by rank, where the source has any: of each model-parallel rank, at ZeRO-3 of all ranks."""
-    vocab_divisor: int | None = None
-    """Vocabularies are padded to a multiple of this times the tensor-parallel ranks; None where nothing says."""
-    vocab_rows: int | None = None
-    """Rows of the vocabulary in the source, with padding."""
     model_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Configuration, tokenizer and the like by file name, where they are to lie beside the weights."""
     module_paths: tuple[KeyPath, ...] = ()
@@ -163,6 +160,8 @@ class Checkpoint:
     """Everything that the source holds and this checkpoint does not."""
     unexplained: tuple[str, ...] = ()
     """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
+    facts: FormatFacts | None = None
+    """The facts of its own that the format noted."""
     unties: bool = False
     """True if names that the source ties are not tied here: a configuration that says they are would be wrong."""
     family: str = ""

@@ -136,6 +136,10 @@ class Format:
         """The rank whose file this is, for people; empty for a file that is no rank's own."""
         return ""
 
+    def zero_stage(self, checkpoint: Checkpoint) -> int | None:
+        """The ZeRO stage that `inspect` and `diff` show; None for formats that know no stages."""
+        return None
+
     def cautions(self, checkpoint: Checkpoint) -> list[str]:
         """Warnings that `inspect` adds to those of the reader."""
         return []

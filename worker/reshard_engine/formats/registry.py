@@ -75,7 +75,8 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
 
 def left_out(checkpoint: Checkpoint) -> str | None:
     """A note about parameters that the checkpoint was saved without; None if there is nothing to say."""
-    return next((text for known in FORMATS if (text := known.left_out(checkpoint)) is not None), None)
+    # An adapter's base model is the better reason than any frozen parameters.
+    return next((text for known in reversed(FORMATS) if (text := known.left_out(checkpoint)) is not None), None)
 
 
 def cautions(checkpoint: Checkpoint) -> list[str]:

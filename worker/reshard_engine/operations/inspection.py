@@ -6,7 +6,7 @@ from math import prod
 
 from reshard.models import Inspection, SourceSpec, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
-from reshard_engine.formats.registry import cautions
+from reshard_engine.formats.registry import cautions, format_of
 from reshard_engine.operations.rehearsal import possible_targets
 
 
@@ -43,7 +43,7 @@ def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspec
         tag=checkpoint.tag,
         format=checkpoint.format,
         framework_version=checkpoint.framework_version,
-        zero_stage=checkpoint.zero_stage,
+        zero_stage=format_of(checkpoint).zero_stage(checkpoint),
         world=dict(checkpoint.world),
         step=checkpoint.step,
         param_groups=len(checkpoint.optimizer.param_groups) if checkpoint.optimizer else 0,

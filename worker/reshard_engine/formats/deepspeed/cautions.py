@@ -8,6 +8,7 @@ from __future__ import annotations
 from reshard.errors import listed
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.megatron import is_megatron
 from reshard_engine.formats.deepspeed.names import INFO
 from reshard_engine.formats.deepspeed.rules.families import SECTIONED_WARNING, may_be_sectioned
@@ -66,7 +67,7 @@ def padding_changes(checkpoint: Checkpoint, rows: int | None) -> list[str]:
     kept = _padding_rows(checkpoint)
     missing = rows - max(data) - kept
     before = f"{max(data) + kept} in the source"
-    if not kept and checkpoint.vocab_rows not in (None, max(data)):
+    if not kept and facts_of(checkpoint).vocab_rows not in (None, max(data)):
         before = f"{max(data)} in the source, which holds none of its run's padding"
     if missing > 0:
         what = f"{missing} rows of zeros are added behind the vocabulary: {rows} rows, {before}"

@@ -9,6 +9,7 @@ from reshard.diffs import DiffOptions
 from reshard.errors import listed
 from reshard.models import ConvertRequest, PossibleTarget, TargetFormat
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.names import POINTERS
 from reshard_engine.formats.deepspeed.reader.native.files import rank_of
 from reshard_engine.formats.deepspeed.reader.native.reader import DeepSpeedReader
@@ -58,6 +59,23 @@ class DeepSpeed(Format):
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The ranks in the file's name."""
         return rank_of(file, tp=world.get("tp", 1))
+
+    def left_out(self, checkpoint: Checkpoint) -> str | None:
+        """Frozen parameters, where the save was told to leave them out.
+
+        Source: deepspeed 0.19.8 `runtime/engine.py` (`_save_checkpoint`: with `exclude_frozen_parameters=True` the
+        entry `frozen_param_shapes` is None at stages 2 and 3, where it is a mapping else; `module_state_dict`).
+        """
+        # Stages 0 and 1 never say; a universal form, of no stage, may have been made of one of these.
+        if facts_of(checkpoint).zero_stage not in (2, 3) or not checkpoint.frozen_left_out or checkpoint.frozen:
+            return None
+        return (
+            "it was saved with exclude_frozen_parameters=True: frozen parameters, if the model had any, are not in it"
+        )
+
+    def zero_stage(self, checkpoint: Checkpoint) -> int | None:
+        """The stage of a native checkpoint; a universal one is of none."""
+        return facts_of(checkpoint).zero_stage
 
     def cautions(self, checkpoint: Checkpoint) -> list[str]:
         """Cuts that nothing in the files proves, or that nothing says."""

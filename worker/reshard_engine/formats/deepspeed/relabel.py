@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from reshard.models import ConvertRequest, NameScheme
 from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.megatron import ARGS, NO_PIPELINE_ARG, with_args
 from reshard_engine.formats.deepspeed.names import INFO
 from reshard_engine.formats.deepspeed.rules.describe import info_of
@@ -40,7 +41,7 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     if not is_mapping(checkpoint.model_state):
         return checkpoint
     entries = dict(mapping_items(checkpoint.model_state, what="model states"))
-    entries[INFO] = node_of(info_of(checkpoint.parameters, vocab_rows=checkpoint.vocab_rows))
+    entries[INFO] = node_of(info_of(checkpoint.parameters, vocab_rows=facts_of(checkpoint).vocab_rows))
     return replace(checkpoint, model_state=mapping_of(entries))
 
 
@@ -65,7 +66,7 @@ def _renamed(checkpoint: Checkpoint, scheme: NameScheme) -> Checkpoint:
         model_state=_state(checkpoint, parameters, extra_states, tuple(order), scheme),
         module_paths=tuple(_path(name, scheme) for name in order),
         extra_states=extra_states,
-        stage_layers=(),
+        facts=replace(facts_of(checkpoint), stage_layers=()),
     )
 
 

@@ -64,10 +64,15 @@ class Peft(Format):
         return replace(merged(checkpoint, request, base), model_files={})
 
     def left_out(self, checkpoint: Checkpoint) -> str | None:
-        """Frozen parameters that the checkpoint was saved without."""
-        from reshard_engine.formats.peft.left_out import left_out
+        """The base model's weights, where the save was told to leave frozen parameters out.
 
-        return left_out(checkpoint)
+        Source: transformers 5.23.0 `integrations/deepspeed.py` and `trainer.py` (Trainer saves PEFT models so).
+        """
+        from reshard_engine.formats.peft.run import lacks_base
+
+        if not lacks_base(checkpoint):
+            return None
+        return "the base model's weights are not in the checkpoint: it was saved without its frozen parameters"
 
     def possible_targets(self, tried: Trial) -> Iterable[PossibleTarget]:
         """The export of an adapter. Nothing for runs without LoRA: nobody would ask."""

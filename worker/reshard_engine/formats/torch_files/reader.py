@@ -61,7 +61,6 @@ def read_torch_files(location: Location, ledger: OpaqueLedger) -> Checkpoint:
         tag=None,
         format="torch-files",
         framework_version=None,
-        zero_stage=None,
         world={},
         step=None,
         files=tuple(files),

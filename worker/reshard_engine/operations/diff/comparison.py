@@ -23,6 +23,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.formats.registry import format_of
 from reshard_engine.operations.diff.facts import FactComparison, Facts
 from reshard_engine.operations.diff.pairs import Matching, Side, TensorPair
 from reshard_engine.operations.diff.values import ValueDifference, compare_elements
@@ -101,7 +102,7 @@ def _side(checkpoint: Checkpoint) -> DiffSide:
         tag=checkpoint.tag,
         format=checkpoint.format,
         step=checkpoint.step,
-        zero_stage=checkpoint.zero_stage,
+        zero_stage=format_of(checkpoint).zero_stage(checkpoint),
         world=dict(checkpoint.world),
     )
 

@@ -105,7 +105,6 @@ def read_weights(
         tag=tag,
         format=form,
         framework_version=None,
-        zero_stage=None,
         world={},
         step=None,
         files=tuple(s.file for s in shards),

@@ -10,6 +10,7 @@ from reshard_engine.checkpoint import RNG_KEYS, Agreement, Buffer, Checkpoint, O
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
+from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
 from reshard_engine.formats.deepspeed.names import TIED
 from reshard_engine.formats.deepspeed.reader.native.copies import Copies
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
@@ -133,7 +134,6 @@ class _Assembly:
             tag=tag,
             format="deepspeed-bf16-optimizer" if first.bf16_optimizer else f"deepspeed-zero{first.stage}",
             framework_version=model.version,
-            zero_stage=first.stage,
             world={
                 "dp": len(run.states[0]),
                 "tp": run.tp,
@@ -161,10 +161,13 @@ class _Assembly:
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=(*module.warnings, *self._warnings(first)),
             agreements=(*self._joiner.agreements, *self._copies.agreements, *self._roundings(parameters)),
-            stage_layers=self._stage_layers(),
             rng=rng,
-            vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
-            vocab_rows=self._joiner.vocab_rows,
+            facts=DeepSpeedFacts(
+                zero_stage=first.stage,
+                stage_layers=self._stage_layers(),
+                vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
+                vocab_rows=self._joiner.vocab_rows,
+            ),
             unexplained=tuple(self._joiner.unexplained),
             frozen_left_out=any(m.leaves_out_frozen(first.stage) for s in self._slices for m in s.models),
         )

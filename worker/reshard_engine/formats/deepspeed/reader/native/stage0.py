@@ -19,6 +19,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
+from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition, add_flat_group
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
@@ -99,7 +100,7 @@ def assemble_stage0(
         tag=tag,
         format="deepspeed-stage0",
         framework_version=model.version,
-        zero_stage=0,
+        facts=DeepSpeedFacts(zero_stage=0),
         world={"dp": model.integer("dp_world_size") or 1, "tp": 1, "pp": 1},
         step=model.integer("global_steps"),
         files=(model.torch_file.file,),

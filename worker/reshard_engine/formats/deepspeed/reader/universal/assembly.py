@@ -11,6 +11,7 @@ from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
 from reshard_engine.formats.deepspeed.reader.native.autoep import fused_experts
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
@@ -99,7 +100,6 @@ class Assembly:
             tag=tag,
             format="deepspeed-universal",
             framework_version=model.version,
-            zero_stage=None,
             world={},
             step=model.integer("global_steps"),
             files=files,
@@ -130,8 +130,10 @@ class Assembly:
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=tuple(module.warnings),
-            vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
-            vocab_rows=self._notes.vocab_rows,
+            facts=DeepSpeedFacts(
+                vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
+                vocab_rows=self._notes.vocab_rows,
+            ),
             frozen_left_out=model.leaves_out_frozen(configured_stage(model)),
         )
 

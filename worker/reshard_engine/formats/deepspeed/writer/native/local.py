@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from reshard.errors import RequestError, printable
 from reshard.models import NativeLayout
 from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.megatron import is_megatron
 from reshard_engine.formats.deepspeed.names import TIED
 from reshard_engine.formats.deepspeed.writer.native.autoep import fused_experts
@@ -102,9 +103,10 @@ def _boundaries(checkpoint: Checkpoint, layout: NativeLayout, ordered: Sequence[
         shapes.setdefault(layer, []).append((parameter.fqn.partition(".")[2], parameter.shape))
     tied = _is_tied(ordered)
     if layout.partition_method is None:
-        if checkpoint.stage_layers and len(checkpoint.stage_layers) == layout.pp:
+        stage_layers = facts_of(checkpoint).stage_layers
+        if stage_layers and len(stage_layers) == layout.pp:
             # As many stages as before: their layers are the source's.
-            first = ",".join(map(str, (0, *checkpoint.stage_layers[1:])))
+            first = ",".join(map(str, (0, *stage_layers[1:])))
             layout = layout.model_copy(update={"partition_method": first})
         elif is_megatron(checkpoint.model_state):
             layout = layout.model_copy(update={"partition_method": "type:transformer"})

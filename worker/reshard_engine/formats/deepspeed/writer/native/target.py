@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, ZeroStage
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.writer.native.config import DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
 from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
@@ -140,7 +141,8 @@ def _model_dtype(checkpoint: Checkpoint, source: RunConfig) -> Dtype:
 
 def _stage_like(checkpoint: Checkpoint, source: RunConfig, dtype: Dtype) -> ZeroStage:
     """The source's own stage; of a source that has none, what its config says."""
-    stage = checkpoint.zero_stage if checkpoint.zero_stage is not None else source.stage
+    own = facts_of(checkpoint).zero_stage
+    stage = own if own is not None else source.stage
     if stage is None:
         raise RequestError(
             "request.invalid", "the source does not say which ZeRO stage its run used", fix="--zero-stage 0|1|2|3|bf16"

@@ -17,6 +17,7 @@ from reshard.models import ConvertRequest, NativeLayout, NotCarried, OpaquePolic
 from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
 from reshard_engine.formats.deepspeed.cautions import padding_changes, sectioned
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
+from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.megatron import ITERATION, TRACKER, is_megatron
 from reshard_engine.formats.deepspeed.names import LATEST, TIED
 from reshard_engine.formats.deepspeed.not_written import AS_ASKED, named, random_states
@@ -149,15 +150,16 @@ def vocab_rows(checkpoint: Checkpoint, layout: NativeLayout) -> int | None:
     sizes = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
     if not sizes:
         return None
-    divisor = layout.vocab_divisor or checkpoint.vocab_divisor
-    if divisor is None and checkpoint.vocab_rows is not None and checkpoint.vocab_rows % layout.tp == 0:
-        return checkpoint.vocab_rows
+    facts = facts_of(checkpoint)
+    divisor = layout.vocab_divisor or facts.vocab_divisor
+    if divisor is None and facts.vocab_rows is not None and facts.vocab_rows % layout.tp == 0:
+        return facts.vocab_rows
     unit = (divisor or 1) * layout.tp
     return -(-max(sizes) // unit) * unit
 
 
 def _vocab_warnings(checkpoint: Checkpoint, target: Target, rows: int | None) -> list[str]:
-    known = target.layout.vocab_divisor or checkpoint.vocab_divisor
+    known = target.layout.vocab_divisor or facts_of(checkpoint).vocab_divisor
     if rows is None or known is not None or not target.tp_changes:
         return []
     text = f"nothing says to what the model pads its vocabulary: {rows} rows for {target.layout.tp} ranks"

@@ -21,6 +21,7 @@ from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.formats.deepspeed import not_written
 from reshard_engine.formats.deepspeed.cautions import padding_left_out, sectioned, uncut_warnings
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
+from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.names import LATEST_UNIVERSAL, LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
 from reshard_engine.formats.deepspeed.optimizer_states import (
     ADAM_STATES,
@@ -213,10 +214,11 @@ def _layout_notes(checkpoint: Checkpoint) -> Node:
     notes: dict[str | int, Node] = {}
     if any(p.layer is not None for p in checkpoint.parameters):
         notes["tied_layers"] = mapping_of({**tied})
-    if checkpoint.vocab_divisor is not None:
-        notes["vocab_divisor"] = checkpoint.vocab_divisor
-    if checkpoint.vocab_rows is not None:
-        notes["vocab_rows"] = checkpoint.vocab_rows
+    facts = facts_of(checkpoint)
+    if facts.vocab_divisor is not None:
+        notes["vocab_divisor"] = facts.vocab_divisor
+    if facts.vocab_rows is not None:
+        notes["vocab_rows"] = facts.vocab_rows
     if any(len(path) > 1 for path in checkpoint.module_paths):
         # ZeRO-3 stores no weights in `module`: nothing else says how the state dict is nested.
         notes["module_paths"] = PList([PList(list(path)) for path in checkpoint.module_paths])
