@@ -94,7 +94,7 @@ compose-check: $(READY) ## docker-compose.yml against the compose specification
 docs-check: $(READY) ## generated pages are current
 	@$(BIN)/python scripts/make_docs.py --check
 
-docs: $(READY) ## write the generated pages again (docs/errors.md, the module list)
+docs: $(READY) ## write the generated pages again (docs/errors.md, docs/modules.md)
 	@$(BIN)/python scripts/make_docs.py
 
 golden: $(READY) ## accept the command line's help and all fixes as they are now
