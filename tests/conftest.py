@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from house.budget import budget_lines
 from house.measured import said, say
 
 
@@ -23,8 +24,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tables, counts and seeds."""
-    if lines := said():
-        terminalreporter.section("measured")
-        for line in lines:
-            terminalreporter.write_line(line)
+    """Tables, counts and seeds, and where the time went."""
+    reports = [r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)]
+    for title, lines in (("measured", said()), ("time, of all processes together", budget_lines(reports))):
+        if lines := list(lines):
+            terminalreporter.section(title)
+            for line in lines:
+                terminalreporter.write_line(line)
