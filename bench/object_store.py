@@ -98,12 +98,12 @@ def _convert(source: str, target: str, **options: Any) -> None:
     load_engine().convert(ConvertRequest.model_validate({**place, **options}))
 
 
-def _ours(offload: str, target: str) -> _Traffic:
+def _ours(server_copy: str, target: str) -> _Traffic:
     from reshard_engine.storage.s3 import S3Store
 
     traffic = _Traffic()
     traffic.watch(S3Store)
-    _convert("run", target, to="zero", layout={"dp": 2}, offload=offload)
+    _convert("run", target, to="zero", layout={"dp": 2}, server_copy=server_copy)
     return traffic
 
 

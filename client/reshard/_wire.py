@@ -19,6 +19,7 @@ from reshard.models import (
     OpaquePolicy,
     OverflowPolicy,
     ReplicaPolicy,
+    ServerCopyPolicy,
     SourceSpec,
     TargetFormat,
     VerifyLevel,
@@ -54,6 +55,7 @@ class ConvertOptions(TypedDict, total=False):
     memory_limit_bytes: int
     part_bytes: int
     threads: int | None
+    server_copy: ServerCopyPolicy | str
 
 
 @dataclass(frozen=True, slots=True)

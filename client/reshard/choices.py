@@ -125,7 +125,7 @@ class JobKind(StrEnum):
     """Planning only: `POST /v1/plans` took longer than a request may."""
 
 
-class OffloadPolicy(StrEnum):
+class ServerCopyPolicy(StrEnum):
     """Whether an object store copies what moves unchanged itself, where source and target are in one."""
 
     AUTO = "auto"

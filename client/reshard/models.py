@@ -8,17 +8,17 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from reshard.choices import (
     JobKind as JobKind,
     JobState as JobState,
     NameScheme as NameScheme,
-    OffloadPolicy as OffloadPolicy,
     OpaquePolicy as OpaquePolicy,
     OverflowPolicy as OverflowPolicy,
     ReplicaPolicy as ReplicaPolicy,
     RngPolicy as RngPolicy,
+    ServerCopyPolicy as ServerCopyPolicy,
     TargetFormat as TargetFormat,
     VerifyLevel as VerifyLevel,
     WeightDtype as WeightDtype,
@@ -114,7 +114,9 @@ class ConvertRequest(WireModel):
     part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10, le=MOST_BYTES)
     """Grain of work: bytes of one unit and of one multipart part."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    offload: OffloadPolicy = OffloadPolicy.AUTO
+    server_copy: ServerCopyPolicy = Field(
+        default=ServerCopyPolicy.AUTO, validation_alias=AliasChoices("server_copy", "offload")
+    )
     """Ranges that move unchanged within one object store are copied there and do not pass through the worker."""
 
 
@@ -242,7 +244,7 @@ class ConvertResult(WireModel):
     files: tuple[FileEntry, ...]
     read_bytes: int
     write_bytes: int
-    offloaded_bytes: int = 0
+    server_copied_bytes: int = Field(default=0, validation_alias=AliasChoices("server_copied_bytes", "offloaded_bytes"))
     """Bytes of the output that the object store copied itself: the worker did not send them."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted attempt had already written."""

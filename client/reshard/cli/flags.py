@@ -16,11 +16,11 @@ import typer
 
 from reshard.choices import (
     NameScheme,
-    OffloadPolicy,
     OpaquePolicy,
     OverflowPolicy,
     ReplicaPolicy,
     RngPolicy,
+    ServerCopyPolicy,
     TargetFormat,
     VerifyLevel,
     WeightDtype,
@@ -159,9 +159,11 @@ class ConversionFlags:
     threads: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Units at once; default: cores, more for object stores.")
     ] = None
-    offload: Annotated[
-        OffloadPolicy, typer.Option(help="`never`: no copies within an object store, every byte is read and sent.")
-    ] = OffloadPolicy.AUTO
+    server_copy: Annotated[
+        ServerCopyPolicy, typer.Option(help="`never`: no copies within an object store, every byte is read and sent.")
+    ] = ServerCopyPolicy.AUTO
+    offload: Annotated[ServerCopyPolicy | None, typer.Option("--offload", hidden=True)] = None
+    """The former name of `--server-copy`, taken for one release more."""
     profile: Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")] = None
     target_profile: Annotated[str | None, typer.Option(help="Storage profile for DST.")] = None
 
@@ -230,7 +232,7 @@ class ConversionFlags:
                 memory_limit_bytes=parse_size(self.memory_limit) if self.memory_limit else DEFAULT_MEMORY_LIMIT_BYTES,
                 part_bytes=parse_size(self.part_size) if self.part_size else DEFAULT_PART_BYTES,
                 threads=self.threads,
-                offload=self.offload,
+                server_copy=self.offload or self.server_copy,
             )
         except ValidationError as error:
             raise invalid(error, CALLED) from None

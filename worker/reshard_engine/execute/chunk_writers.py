@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from reshard_engine.execute.journal import ChunkRecord
-from reshard_engine.execute.server_copy.copier import Offloader
+from reshard_engine.execute.server_copy.copier import ServerCopier
 from reshard_engine.execute.sinks.protocol import ChunkFile, StreamSink, WholeSink
 from reshard_engine.plan.model import Chunk, Unit
 from reshard_engine.storage.checksums import crc32
@@ -39,10 +39,10 @@ class Outlet(Protocol):
 class WholeChunks:
     """Hands each chunk over at once: a window is a chunk. Several are on their way together if there is a pool."""
 
-    def __init__(self, sink: WholeSink, unit: Unit, offloader: Offloader | None, pool: Executor | None) -> None:
+    def __init__(self, sink: WholeSink, unit: Unit, copier: ServerCopier | None, pool: Executor | None) -> None:
         """For one unit; what the store copies from the source itself is not sent."""
         self._sink = sink
-        self._offloader = offloader
+        self._copier = copier
         self._pool = pool if len(unit.chunks) > 1 else None
         self._sent: list[ChunkRecord | Future[ChunkRecord]] = []
         self.window_bytes = max(unit.length_bytes, 1)
@@ -56,7 +56,7 @@ class WholeChunks:
 
     def _write(self, chunk: Chunk, data: memoryview) -> ChunkRecord:
         crc = crc32(data)
-        etag = self._offloader.copy_read(chunk, crc) if self._offloader is not None else None
+        etag = self._copier.copy_read(chunk, crc) if self._copier is not None else None
         return ChunkRecord(chunk, crc, self._sink.write(chunk, data, crc) if etag is None else etag)
 
     def records(self) -> list[ChunkRecord]:

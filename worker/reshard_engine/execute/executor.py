@@ -27,7 +27,7 @@ from reshard_engine.execute.gather.chunks import ChunkFiller, Part
 from reshard_engine.execute.gather.concurrent_reads import CALLS_AT_ONCE
 from reshard_engine.execute.gather.windows import CACHED_BYTES, steps_of
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
-from reshard_engine.execute.server_copy.copier import Offloader
+from reshard_engine.execute.server_copy.copier import ServerCopier
 from reshard_engine.execute.sinks.protocol import StreamSink, WholeSink
 from reshard_engine.integrity.crc import CrcBoard
 from reshard_engine.integrity.digests import DIGEST_BYTES, BlockRun
@@ -147,14 +147,14 @@ class Executor:
         done: Mapping[int, UnitRecord],
         on_progress: Callable[[Progress], None] | None,
         should_stop: Callable[[], bool] | None,
-        offloader: Offloader | None = None,
+        copier: ServerCopier | None = None,
     ) -> None:
         """`done` holds the records of an earlier attempt; their units are not run again."""
         self._checkpoint = checkpoint
         self._layout = layout
         self._plan = plan
         self._sink = sink
-        self._offloader = offloader
+        self._copier = copier
         self._on_overflow = plan.on_overflow
         self._kernel: CastKernel = default_kernel()
         self._on_progress = on_progress
@@ -228,7 +228,7 @@ class Executor:
         self._calls = None
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
-        if self._offloader is not None and (copied := self._offloader.copy(unit)) is not None:
+        if self._copier is not None and (copied := self._copier.copy(unit)) is not None:
             self._put_up(copied.spans)
             self._finish(unit, copied, phase)
             return
@@ -273,8 +273,8 @@ class Executor:
 
     def _sum(self, chunk: Chunk, part: Part, buffer: Buffer, sums: _RecordSums, proven: list[RecordSpan]) -> bool:
         """Sum the records in a window and put sums where they belong; False after a failure elsewhere."""
-        if self._offloader is not None and self._offloader.proves(chunk):
-            proven += self._put_up(self._offloader.spans_of(chunk)[0])  # the store refused to copy it
+        if self._copier is not None and self._copier.proves(chunk):
+            proven += self._put_up(self._copier.spans_of(chunk)[0])  # the store refused to copy it
         elif part.length_bytes == part.file.size_bytes:
             sums.take_whole(chunk.file, part, buffer)
             return True
@@ -297,7 +297,7 @@ class Executor:
     def _open(self, unit: Unit) -> Outlet:
         if isinstance(self._sink, StreamSink):
             return StreamedChunks(self._sink, self._window_bytes)
-        return WholeChunks(self._sink, unit, self._offloader, self._calls)
+        return WholeChunks(self._sink, unit, self._copier, self._calls)
 
     def _fill_slots(self, file: int, part: Part, buffer: Buffer) -> bool:
         template, end = part.file.template, part.begin + part.length_bytes

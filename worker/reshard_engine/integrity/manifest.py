@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
 from reshard.errors import IntegrityError, printable
 from reshard.models import CastLoss, NotCarried, VerifyLevel
@@ -68,12 +68,12 @@ class ManifestTensor(_Facts):
     shape: tuple[int, ...]
     xxh3: str
     """Digest that does not depend on the layout: see `reshard_engine.integrity.digests`. Empty where the store
-    copied bytes of the tensor, which nobody saw: `Manifest.offloaded` has their CRC-32s."""
+    copied bytes of the tensor, which nobody saw: `Manifest.server_copied` has their CRC-32s."""
     extents: tuple[tuple[int, int, int, int], ...]
     """(file, byte offset, first byte, last byte + 1): bytes of the packed tensor and where they are."""
 
 
-class ManifestOffload(_Facts):
+class ManifestServerCopy(_Facts):
     """A range of a file that the store copied from the source: its digest is what the source's container says."""
 
     file: int
@@ -101,7 +101,9 @@ class Manifest(_Facts):
     pointer: str | None
     files: tuple[ManifestFile, ...]
     tensors: tuple[ManifestTensor, ...]
-    offloaded: tuple[ManifestOffload, ...] = ()
+    server_copied: tuple[ManifestServerCopy, ...] = Field(
+        default=(), validation_alias=AliasChoices("server_copied", "offloaded")
+    )
     """Left out of the file where there is none, so that versions that do not know it read what they can."""
     casts: tuple[CastLoss, ...] = ()
     """What casts lost, by parameter. Left out where there is nothing, for the same reason."""
@@ -116,7 +118,7 @@ class Manifest(_Facts):
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored, sealed with its own SHA-256."""
-        absent = {name for name in ("offloaded", "casts", "not_carried") if not getattr(self, name)}
+        absent = {name for name in ("server_copied", "casts", "not_carried") if not getattr(self, name)}
         head = self.model_dump_json(exclude=absent).encode().removesuffix(b"}")
         digest = hashlib.sha256(head + _TAIL % _NO_DIGEST).hexdigest()
         return head + _TAIL % digest.encode()

@@ -14,9 +14,9 @@ from reshard.models import (
     ConvertRequest,
     ConvertResult,
     FileEntry,
-    OffloadPolicy,
     OverflowPolicy,
     Progress,
+    ServerCopyPolicy,
     TargetFormat,
     VerifyLevel,
 )
@@ -28,7 +28,7 @@ from reshard_engine.execute.checks.full import FullVerification
 from reshard_engine.execute.checks.receipt import build_manifest, casts_of, with_pins
 from reshard_engine.execute.checks.source import check_source
 from reshard_engine.execute.executor import Executor, stop_check
-from reshard_engine.execute.server_copy.copier import CopyingSink, Offloader
+from reshard_engine.execute.server_copy.copier import CopyingSink, ServerCopier
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.formats.registry import known_files, writer_of
@@ -86,7 +86,7 @@ def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) ->
 def _copied_from(target: Location, checkpoint: Checkpoint, request: ConvertRequest) -> set[int]:
     """Numbers of the source files that the target's store can copy from itself."""
     store = target.store
-    if request.offload is OffloadPolicy.NEVER or not isinstance(store, CopyingStore):
+    if request.server_copy is ServerCopyPolicy.NEVER or not isinstance(store, CopyingStore):
         return set()
     return {number for number, file in enumerate(checkpoint.files) if store.reaches(file.store)}
 
@@ -198,7 +198,9 @@ class Conversion:
             on_progress(Progress(phase="running", bytes_total=plan.write_bytes, units_total=len(plan.units)))
         done = self.sink.begin(plan, overwrite=self.request.overwrite)
         sink = self.sink
-        offloader = Offloader(self.checkpoint, plan, sink) if plan.offloads and isinstance(sink, CopyingSink) else None
+        copier = (
+            ServerCopier(self.checkpoint, plan, sink) if plan.server_copies and isinstance(sink, CopyingSink) else None
+        )
         executor = Executor(
             self.checkpoint,
             self.layout,
@@ -207,7 +209,7 @@ class Conversion:
             done=done,
             on_progress=on_progress,
             should_stop=should_stop,
-            offloader=offloader,
+            copier=copier,
         )
         executor.report("running", force=True)
         threads = self.threads
@@ -244,7 +246,7 @@ class Conversion:
             files=tuple(FileEntry(path=f.path, size_bytes=f.size_bytes) for f in plan.files),
             read_bytes=sum(r.read_bytes for k, r in executor.records.items() if k not in done),
             write_bytes=plan.write_bytes,
-            offloaded_bytes=offloader.copied_bytes if offloader else 0,
+            server_copied_bytes=copier.copied_bytes if copier else 0,
             resumed_bytes=executor.resumed_bytes,
             seconds=seconds,
             plan_digest=plan.digest,

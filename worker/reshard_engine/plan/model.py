@@ -50,7 +50,7 @@ class RecordSum:
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class ServerCopy:
     """Bytes of a target file that the store can copy from a source object itself: one whole chunk, or several."""
 
     file: int
@@ -103,7 +103,7 @@ class Plan:
     """Memory that the metadata takes beside the buffers; of this process, not part of the plan's JSON."""
     warnings: tuple[str, ...] = ()
     not_carried: tuple[NotCarried, ...] = ()
-    offloads: tuple[Offload, ...] = ()
+    server_copies: tuple[ServerCopy, ...] = ()
     """In file order. What a store refuses to copy is read and sent instead: the plan stays the same."""
     digest: str = field(init=False)
     """Of everything that decides the bytes and how they are cut into units; not of where they lie."""
@@ -118,7 +118,7 @@ class Plan:
         for name in ("warnings", "not_carried", "pointer"):
             facts.pop(name)
         object.__setattr__(self, "digest", _digest(facts))
-        how = {"units", "chunk_bytes", "offloads"}
+        how = {"units", "chunk_bytes", "server_copies"}
         object.__setattr__(self, "content_digest", _digest({k: v for k, v in facts.items() if k not in how}))
 
     @property
@@ -150,8 +150,8 @@ class Plan:
             "warnings": list(self.warnings),
             "not_carried": [n.model_dump(mode="json") for n in self.not_carried],
         }
-        if self.offloads:
-            facts["offloads"] = [
-                [o.file, o.begin, o.end, o.source, o.source_offset, o.proof is not None] for o in self.offloads
+        if self.server_copies:
+            facts["server_copies"] = [
+                [o.file, o.begin, o.end, o.source, o.source_offset, o.proof is not None] for o in self.server_copies
             ]
         return facts | ({"digest": self.digest} if with_digest else {})

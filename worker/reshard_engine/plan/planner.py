@@ -9,7 +9,7 @@ from reshard.models import ConvertRequest, OverflowPolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
-from reshard_engine.plan.server_copy import Cuts, plan_offloads
+from reshard_engine.plan.server_copy import Cuts, plan_server_copies
 from reshard_engine.tensors.layout import ZEROS, TargetFile, TargetLayout
 
 MAX_PARTS = 9_000
@@ -42,7 +42,7 @@ def plan_conversion(
     wanted = max(request.part_bytes, least)
     write_bytes = sum(f.size_bytes for f in layout.files)
     chunk_bytes = chunk_bytes_within(request.memory_limit_bytes, metadata, write_bytes, wanted, least_bytes=least)
-    cuts = plan_offloads(
+    cuts = plan_server_copies(
         checkpoint, layout.files, copied_from, chunk_bytes=chunk_bytes, min_part_bytes=min_part_bytes or 1
     )
     units = tuple(_units(layout.files, chunk_bytes, cuts))
@@ -53,7 +53,7 @@ def plan_conversion(
         units = tuple(_units(layout.files, chunk_bytes, cuts))
     return Plan(
         source=_source(checkpoint),
-        target=_target(request) | _merged(checkpoint),
+        target=request_facts(request) | _merged(checkpoint),
         files=tuple(PlannedFile(f.path, f.size_bytes, f.commit, f.template.digest) for f in layout.files),
         units=units,
         chunk_bytes=chunk_bytes,
@@ -63,7 +63,7 @@ def plan_conversion(
         metadata_bytes=held + more,
         warnings=(*checkpoint.warnings, *layout.warnings, *_strided_warning(checkpoint)),
         not_carried=(*checkpoint.not_carried, *layout.not_carried),
-        offloads=tuple(o for _, found in sorted(cuts.items()) for o in found.offloads),
+        server_copies=tuple(o for _, found in sorted(cuts.items()) for o in found.server_copies),
     )
 
 
@@ -85,7 +85,8 @@ def _source(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _target(request: ConvertRequest) -> dict[str, object]:
+def request_facts(request: ConvertRequest) -> dict[str, object]:
+    """The options of a request that decide the bytes of its target, for the plan's digest."""
     return {
         "to": request.to.value,
         "dtype": request.dtype.value if request.dtype else None,

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.plan.model import Chunk, Offload, RecordSum, Unit
+from reshard_engine.plan.model import Chunk, RecordSum, ServerCopy, Unit
 from reshard_engine.tensors.layout import ZEROS, Body, TargetFile
 
 MAX_CUTS = 9_900
@@ -29,7 +29,7 @@ class Cuts:
 
     chunks: tuple[tuple[int, int], ...]
     """(offset, length), tiling the file."""
-    offloads: tuple[Offload, ...]
+    server_copies: tuple[ServerCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class _Run:
         return _Run(self.begin, other.end, self.source, self.source_offset, self.record) if follows else None
 
 
-def plan_offloads(
+def plan_server_copies(
     checkpoint: Checkpoint,
     files: Sequence[TargetFile],
     sources: Collection[int],
@@ -76,7 +76,7 @@ def plan_offloads(
     for number in large:
         runs = [r for r in _runs(checkpoint, files[number]) if r.source in sources]
         cuts = _cut(checkpoint, files[number], number, runs, (min_part_bytes, chunk_bytes))
-        if cuts.offloads and len(cuts.chunks) <= MAX_CUTS:
+        if cuts.server_copies and len(cuts.chunks) <= MAX_CUTS:
             found[number] = cuts
     return found
 
@@ -124,7 +124,7 @@ def _cut(checkpoint: Checkpoint, file: TargetFile, number: int, runs: Iterable[_
     """Cut a file so that runs are whole chunks where they are long enough."""
     least, most = sizes
     chunks: list[tuple[int, int]] = []
-    offloads: list[Offload] = []
+    server_copies: list[ServerCopy] = []
     done = 0
     for run in runs:
         # What is made before the run must be a whole part, or nothing.
@@ -136,10 +136,10 @@ def _cut(checkpoint: Checkpoint, file: TargetFile, number: int, runs: Iterable[_
         offset = run.source_offset + begin - run.begin
         record_offset = 0 if run.record is None else file.template.records[run.record][0]
         proof = _proof(checkpoint.files[run.source].checksums, offset, run.end - begin)
-        offloads.append(Offload(number, begin, run.end, run.record, record_offset, run.source, offset, proof))
+        server_copies.append(ServerCopy(number, begin, run.end, run.record, record_offset, run.source, offset, proof))
         done = run.end
     chunks += _even(done, file.size_bytes, most)
-    return Cuts(tuple(chunks), tuple(offloads))
+    return Cuts(tuple(chunks), tuple(server_copies))
 
 
 def _even(begin: int, end: int, most: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.casts.losses import Losses
 from reshard_engine.execute.checks.source import SourceSums
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.server_copy.receipt import chunk_sums, offloaded_ranges, undigested
+from reshard_engine.execute.server_copy.receipt import chunk_sums, server_copied_ranges, undigested
 from reshard_engine.integrity.digests import TensorDigests
 from reshard_engine.integrity.manifest import (
     MANIFEST_SCHEMA_VERSION,
@@ -67,7 +67,7 @@ def build_manifest(
         uncovered=tuple(gap for file in written for gap in _gaps(file)),
         tensors=tensors,
         casts=casts_of(records),
-        offloaded=offloaded_ranges(checkpoint, plan, records, tensors),
+        server_copied=server_copied_ranges(checkpoint, plan, records, tensors),
         read_bytes=sum(r.read_bytes for r in records.values()),
         write_bytes=plan.write_bytes,
         foreign_globals=checkpoint.foreign_globals,

@@ -20,7 +20,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
 from reshard_engine.integrity.crc import without_prefix, without_suffix
 from reshard_engine.integrity.readback import crc_of_range
-from reshard_engine.plan.model import Chunk, Offload, Plan, Unit
+from reshard_engine.plan.model import Chunk, Plan, ServerCopy, Unit
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 
 NO_RECORD = -1
@@ -36,14 +36,14 @@ class CopyingSink(Protocol):
         ...
 
 
-class Offloader:
-    """Has the store copy the chunks of a plan's offloads. Any thread may call."""
+class ServerCopier:
+    """Has the store copy the chunks that a plan leaves to it. Any thread may call."""
 
     def __init__(self, checkpoint: Checkpoint, plan: Plan, sink: CopyingSink) -> None:
         """Nothing is asked of the store yet."""
         self._checkpoint = checkpoint
         self._sink = sink
-        self._offloads = dict(_by_chunk(plan))
+        self._server_copies = dict(_by_chunk(plan))
         self._refused = False
         self._lock = threading.Lock()
         self.copied_bytes = 0
@@ -51,14 +51,14 @@ class Offloader:
 
     def proves(self, chunk: Chunk) -> bool:
         """Whether the CRC-32 of what a chunk holds of a record comes from the source's, not from its bytes."""
-        offload = self._offloads.get(chunk)
-        return offload is not None and offload.proof is not None
+        server_copy = self._server_copies.get(chunk)
+        return server_copy is not None and server_copy.proof is not None
 
     def copy(self, unit: Unit) -> UnitRecord | None:
         """Have a unit copied; None if it is none of those that are, or if the store refuses."""
         chunk = unit.chunks[0]
-        offload = self._offloads.get(chunk)
-        if offload is None or offload.proof is None or (part := self._copied(chunk, offload)) is None:
+        server_copy = self._server_copies.get(chunk)
+        if server_copy is None or server_copy.proof is None or (part := self._copied(chunk, server_copy)) is None:
             return None
         spans, read_bytes = self.spans_of(chunk)
         return UnitRecord(unit.index, (ChunkRecord(chunk, part.crc32, part.etag),), spans, read_bytes=read_bytes)
@@ -69,11 +69,11 @@ class Offloader:
         Raises:
             IntegrityError: `integrity.mismatch` if the store says that it copied other bytes.
         """
-        offload = self._offloads.get(chunk)
-        if offload is None or offload.proof is not None or (part := self._copied(chunk, offload)) is None:
+        server_copy = self._server_copies.get(chunk)
+        if server_copy is None or server_copy.proof is not None or (part := self._copied(chunk, server_copy)) is None:
             return None
         if part.crc32 not in (None, crc32):
-            raise _other_bytes(self._checkpoint.files[offload.source].name)
+            raise _other_bytes(self._checkpoint.files[server_copy.source].name)
         return part.etag
 
     def spans_of(self, chunk: Chunk) -> tuple[tuple[RecordSpan, ...], int]:
@@ -81,25 +81,25 @@ class Offloader:
 
         Nothing for the further chunks of a range.
         """
-        offload = self._offloads[chunk]
-        if offload.begin != chunk.offset or offload.proof is None:
+        server_copy = self._server_copies[chunk]
+        if server_copy.begin != chunk.offset or server_copy.proof is None:
             return (), 0
-        proof, length = offload.proof, offload.end - offload.begin
-        file = self._checkpoint.files[offload.source]
-        info, end = file.objects[0], offload.source_offset + length
-        before, behind = offload.source_offset - proof.offset, proof.offset + proof.length_bytes - end
+        proof, length = server_copy.proof, server_copy.end - server_copy.begin
+        file = self._checkpoint.files[server_copy.source]
+        info, end = file.objects[0], server_copy.source_offset + length
+        before, behind = server_copy.source_offset - proof.offset, proof.offset + proof.length_bytes - end
         first = crc_of_range(file.store, info, proof.offset, before)
         last = crc_of_range(file.store, info, end, behind)
         crc = without_prefix(without_suffix(proof.crc32, last, behind), first, length)
-        record = NO_RECORD if offload.record is None else offload.record
-        span = (offload.file, record, offload.begin - offload.record_offset, length, crc)
+        record = NO_RECORD if server_copy.record is None else server_copy.record
+        span = (server_copy.file, record, server_copy.begin - server_copy.record_offset, length, crc)
         return (span,), before + behind
 
-    def _copied(self, chunk: Chunk, offload: Offload) -> PartInfo | None:
+    def _copied(self, chunk: Chunk, server_copy: ServerCopy) -> PartInfo | None:
         if self._refused:
             return None
-        info = self._checkpoint.files[offload.source].objects[0]
-        part = self._sink.copy(chunk, info, offload.source_offset + chunk.offset - offload.begin)
+        info = self._checkpoint.files[server_copy.source].objects[0]
+        part = self._sink.copy(chunk, info, server_copy.source_offset + chunk.offset - server_copy.begin)
         if part is None:
             self._refused = True
             return None
@@ -108,11 +108,11 @@ class Offloader:
         return part
 
 
-def _by_chunk(plan: Plan) -> Iterator[tuple[Chunk, Offload]]:
-    """The chunks that offloads are made of, with these: a unit holds one chunk of a large file."""
-    by_file: dict[int, list[Offload]] = {}
-    for offload in plan.offloads:
-        by_file.setdefault(offload.file, []).append(offload)
+def _by_chunk(plan: Plan) -> Iterator[tuple[Chunk, ServerCopy]]:
+    """The chunks that server-side copies are made of, with these: a unit holds one chunk of a large file."""
+    by_file: dict[int, list[ServerCopy]] = {}
+    for server_copy in plan.server_copies:
+        by_file.setdefault(server_copy.file, []).append(server_copy)
     for unit in plan.units:
         chunk = unit.chunks[0]
         inside = by_file.get(chunk.file, [])

@@ -10,8 +10,8 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.server_copy.copier import NO_RECORD
 from reshard_engine.integrity.crc import combine
-from reshard_engine.integrity.manifest import Manifest, ManifestOffload, ManifestTensor
-from reshard_engine.plan.model import Offload, Plan
+from reshard_engine.integrity.manifest import Manifest, ManifestServerCopy, ManifestTensor
+from reshard_engine.plan.model import Plan, ServerCopy
 
 ChunkSum = tuple[int, int, int]
 """(offset, length, CRC-32)."""
@@ -35,10 +35,10 @@ def chunk_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[int, list[
     for sums in known.values():
         sums.sort()
     sums_of_ranges = range_sums(plan, records)
-    for offload in plan.offloads:
-        crc = sums_of_ranges.get((offload.file, offload.begin))
+    for server_copy in plan.server_copies:
+        crc = sums_of_ranges.get((server_copy.file, server_copy.begin))
         if crc is not None:
-            _replace(plan, offload, crc, known.setdefault(offload.file, []), unknown.get(offload.file, []))
+            _replace(plan, server_copy, crc, known.setdefault(server_copy.file, []), unknown.get(server_copy.file, []))
     return known
 
 
@@ -46,7 +46,7 @@ def range_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[tuple[int,
     """The CRC-32s of the ranges that sources prove, by file and beginning, as far as units reached them."""
     spans = {(f, r, o, n): crc for record in records.values() for f, r, o, n, crc in record.spans}
     found: dict[tuple[int, int], int] = {}
-    for o in plan.offloads:
+    for o in plan.server_copies:
         record = NO_RECORD if o.record is None else o.record
         crc = spans.get((o.file, record, o.begin - o.record_offset, o.end - o.begin))
         if o.proof is not None and crc is not None:
@@ -54,31 +54,33 @@ def range_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[tuple[int,
     return found
 
 
-def _replace(plan: Plan, offload: Offload, crc: int, known: list[ChunkSum], unknown: Sequence[tuple[int, int]]) -> None:
+def _replace(
+    plan: Plan, server_copy: ServerCopy, crc: int, known: list[ChunkSum], unknown: Sequence[tuple[int, int]]
+) -> None:
     """Put one range in place of its chunks if the CRC-32 of one of them is unknown; compare them if none is."""
-    begin, end = bisect_left(known, (offload.begin,)), bisect_left(known, (offload.end,))
-    inside, copied = known[begin:end], [n for at, n in unknown if offload.begin <= at < offload.end]
-    if sum(copied) + sum(n for _, n, _ in inside) != offload.end - offload.begin:
+    begin, end = bisect_left(known, (server_copy.begin,)), bisect_left(known, (server_copy.end,))
+    inside, copied = known[begin:end], [n for at, n in unknown if server_copy.begin <= at < server_copy.end]
+    if sum(copied) + sum(n for _, n, _ in inside) != server_copy.end - server_copy.begin:
         return  # a part of it is still to come
     if copied:
-        known[begin:end] = [(offload.begin, offload.end - offload.begin, crc)]
+        known[begin:end] = [(server_copy.begin, server_copy.end - server_copy.begin, crc)]
         return
     total = 0
     for _, length, part in inside:
         total = combine(total, part, length)
     if total != crc:
-        path = printable(plan.files[offload.file].path)
+        path = printable(plan.files[server_copy.file].path)
         raise IntegrityError(
             "integrity.mismatch",
-            f"{path} bytes {offload.begin}+{offload.end - offload.begin}: CRC-32 {total:08x}, "
+            f"{path} bytes {server_copy.begin}+{server_copy.end - server_copy.begin}: CRC-32 {total:08x}, "
             f"the source's record says {crc:08x}",
             fix="check the source with --verify full; its copy elsewhere may be sound",
         )
 
 
-def offloaded_ranges(
+def server_copied_ranges(
     checkpoint: Checkpoint, plan: Plan, records: Mapping[int, UnitRecord], tensors: Sequence[ManifestTensor]
-) -> tuple[ManifestOffload, ...]:
+) -> tuple[ManifestServerCopy, ...]:
     """The ranges because of which tensors have no digest of their own."""
     bare: dict[int, list[tuple[int, int]]] = {}
     for tensor in tensors:
@@ -88,13 +90,13 @@ def offloaded_ranges(
     for extents in bare.values():
         extents.sort()
     sums = range_sums(plan, records)
-    found: list[ManifestOffload] = []
-    for o in plan.offloads:
+    found: list[ManifestServerCopy] = []
+    for o in plan.server_copies:
         crc = sums.get((o.file, o.begin))
         if crc is not None and _touches(bare.get(o.file, []), o.begin, o.end):
             name = checkpoint.files[o.source].name.encode("utf-8", "backslashreplace").decode()
             found.append(
-                ManifestOffload(
+                ManifestServerCopy(
                     file=o.file,
                     offset=o.begin,
                     length=o.end - o.begin,
@@ -109,8 +111,8 @@ def offloaded_ranges(
 def undigested(manifest: Manifest) -> ManifestTensor | None:
     """A tensor without a digest of which no byte was copied by the store, if there is one: nobody looked at it."""
     ranges: dict[int, list[tuple[int, int]]] = {}
-    for offload in manifest.offloaded:
-        ranges.setdefault(offload.file, []).append((offload.offset, offload.offset + offload.length))
+    for server_copy in manifest.server_copied:
+        ranges.setdefault(server_copy.file, []).append((server_copy.offset, server_copy.offset + server_copy.length))
     for tensor in manifest.tensors:
         places = [(f, o, o + end - begin) for f, o, begin, end in tensor.extents]
         if not tensor.xxh3 and not any(_touches(ranges.get(f, []), low, high) for f, low, high in places):

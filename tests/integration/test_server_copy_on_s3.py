@@ -13,7 +13,7 @@ from checkpoints import write_zero_checkpoint
 
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, NativeLayout, OffloadPolicy, SourceSpec, TargetFormat
+from reshard.models import ConvertRequest, ConvertResult, NativeLayout, ServerCopyPolicy, SourceSpec, TargetFormat
 from reshard_engine.integrity.manifest import parse_manifest
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.profiles import S3Profile
@@ -65,10 +65,10 @@ def _files(s3: S3Server, bucket: str, target: str) -> dict[str, bytes]:
 
 
 def test_data_parallel_ranks_change_within_the_store(s3: S3Server, bucket: str) -> None:
-    plain = _convert(bucket, "plain", offload=OffloadPolicy.NEVER)
+    plain = _convert(bucket, "plain", server_copy=ServerCopyPolicy.NEVER)
     result = _convert(bucket, "with")
-    assert plain.offloaded_bytes == 0
-    assert result.offloaded_bytes > result.write_bytes / 2
+    assert plain.server_copied_bytes == 0
+    assert result.server_copied_bytes > result.write_bytes / 2
     assert result.read_bytes < plain.read_bytes / 2
     expected = _files(s3, bucket, "plain")
     assert _files(s3, bucket, "with") == expected
@@ -76,7 +76,7 @@ def test_data_parallel_ranks_change_within_the_store(s3: S3Server, bucket: str) 
 
     # A byte of a copied range flips in the store.
     manifest = parse_manifest(s3.read_all(bucket, "with")["tag/reshard.json"])
-    part = manifest.offloaded[0]
+    part = manifest.server_copied[0]
     name = manifest.files[part.file].path
     data = bytearray(expected[f"tag/{name}"])
     data[part.offset + part.length // 2] ^= 1
@@ -86,12 +86,12 @@ def test_data_parallel_ranks_change_within_the_store(s3: S3Server, bucket: str) 
 
 
 def test_interrupted_between_copies_it_resumes(s3: S3Server, bucket: str) -> None:
-    expected = _convert(bucket, "plain", offload=OffloadPolicy.NEVER)
+    expected = _convert(bucket, "plain", server_copy=ServerCopyPolicy.NEVER)
     with pytest.raises(JobError):
         Conversion.prepare(_request(bucket, "t", threads=1)).run(on_progress=None, should_stop=_after(4))
     result = _convert(bucket, "t")
     assert 0 < result.resumed_bytes < expected.write_bytes
-    assert result.offloaded_bytes
+    assert result.server_copied_bytes
     assert _files(s3, bucket, "t") == _files(s3, bucket, "plain")
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, NativeLayout, OffloadPolicy, SourceSpec, TargetFormat
+from reshard.models import ConvertRequest, ConvertResult, NativeLayout, ServerCopyPolicy, SourceSpec, TargetFormat
 from reshard_engine.integrity.crc import combine, without_prefix, without_suffix
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.operations.conversion import Conversion
@@ -116,22 +116,22 @@ def test_cuts_tile_files_within_the_limits_of_parts(save: Path, part: int, dp: i
         assert sum(c.length_bytes for c in chunks) == file.size_bytes
         assert all(LEAST <= c.length_bytes <= plan.chunk_bytes for c in chunks[:-1])
         assert chunks[-1].length_bytes <= plan.chunk_bytes
-        for offload in (o for o in plan.offloads if o.file == number):
+        for server_copy in (o for o in plan.server_copies if o.file == number):
             # Whole chunks: both ends are edges.
-            assert {offload.begin, offload.end} <= {*edges, file.size_bytes}
+            assert {server_copy.begin, server_copy.end} <= {*edges, file.size_bytes}
     again = plan_of(store, part_bytes=part, layout=NativeLayout(dp=dp))
     assert (again.digest, again.to_json()) == (plan.digest, plan.to_json())
-    without = plan_of(store, part_bytes=part, layout=NativeLayout(dp=dp), offload=OffloadPolicy.NEVER)
+    without = plan_of(store, part_bytes=part, layout=NativeLayout(dp=dp), server_copy=ServerCopyPolicy.NEVER)
     assert without.content_digest == plan.content_digest
-    assert not without.offloads
+    assert not without.server_copies
 
 
-def test_nothing_is_offloaded_between_two_stores(store: MemoryStore, save: Path) -> None:
+def test_nothing_is_copied_between_two_stores(store: MemoryStore, save: Path) -> None:
     request = ConvertRequest(
         source=SourceSpec(url=str(save)), target="mem://out/t", to=TargetFormat.ZERO, layout=NativeLayout(dp=2)
     )
     with serving("mem", store):
-        assert not Conversion.prepare(request.model_copy(update={"part_bytes": 4096})).plan.offloads
+        assert not Conversion.prepare(request.model_copy(update={"part_bytes": 4096})).plan.server_copies
 
 
 # -- conversions -------------------------------------------------------------------------------------------
@@ -140,24 +140,24 @@ def test_nothing_is_offloaded_between_two_stores(store: MemoryStore, save: Path)
 @pytest.mark.parametrize("dp", [1, 2, 4, 8])
 def test_bytes_are_those_of_a_conversion_without(store: MemoryStore, dp: int) -> None:
     layout = NativeLayout(dp=dp)
-    offloaded = convert(store, "with", layout=layout)
-    plain = convert(store, "without", layout=layout, offload=OffloadPolicy.NEVER)
+    copied = convert(store, "with", layout=layout)
+    plain = convert(store, "without", layout=layout, server_copy=ServerCopyPolicy.NEVER)
     assert files(store, "with") == files(store, "without")
-    assert plain.offloaded_bytes == 0
-    assert offloaded.write_bytes == plain.write_bytes
+    assert plain.server_copied_bytes == 0
+    assert copied.write_bytes == plain.write_bytes
     if dp <= 4:
-        assert offloaded.offloaded_bytes > plain.write_bytes / 3
-        assert offloaded.read_bytes < plain.read_bytes
+        assert copied.server_copied_bytes > plain.write_bytes / 3
+        assert copied.read_bytes < plain.read_bytes
     assert manifest(store, "with").content_digest == manifest(store, "without").content_digest
 
 
 def test_manifest_says_what_was_copied_and_verify_reads_it(store: MemoryStore) -> None:
     convert(store, "t")
-    convert(store, "plain", offload=OffloadPolicy.NEVER)
+    convert(store, "plain", server_copy=ServerCopyPolicy.NEVER)
     found, plain = manifest(store, "t"), manifest(store, "plain")
-    assert found.offloaded
-    assert b'"offloaded"' not in plain.to_bytes()
-    for part in found.offloaded:
+    assert found.server_copied
+    assert b'"server_copied"' not in plain.to_bytes()
+    for part in found.server_copied:
         data = store.snapshot()[f"out/t/{found.files[part.file].path}"]
         assert zlib.crc32(data[part.offset : part.offset + part.length]) == part.crc32
         source = store.snapshot()[f"data/run/global_step7/{part.source}"]
@@ -173,7 +173,7 @@ def test_manifest_says_what_was_copied_and_verify_reads_it(store: MemoryStore) -
 
 def test_verify_finds_a_flipped_byte_in_a_copied_range(store: MemoryStore) -> None:
     convert(store, "t")
-    part = manifest(store, "t").offloaded[-1]
+    part = manifest(store, "t").server_copied[-1]
     path = f"out/t/{manifest(store, 't').files[part.file].path}"
     data = bytearray(store.snapshot()[path])
     data[part.offset + part.length // 2] ^= 1
@@ -186,11 +186,11 @@ def test_verify_finds_a_flipped_byte_in_a_copied_range(store: MemoryStore) -> No
 
 def test_full_verification_reads_what_was_copied_and_digests_it(store: MemoryStore) -> None:
     result = convert(store, "t", verify="full")
-    convert(store, "plain", offload=OffloadPolicy.NEVER)
-    assert result.offloaded_bytes
+    convert(store, "plain", server_copy=ServerCopyPolicy.NEVER)
+    assert result.server_copied_bytes
     found, plain = manifest(store, "t"), manifest(store, "plain")
     assert [t.xxh3 for t in found.tensors] == [t.xxh3 for t in plain.tensors]
-    assert found.offloaded
+    assert found.server_copied
 
 
 @pytest.mark.parametrize("verify", ["default", "full"])
@@ -199,7 +199,7 @@ def test_damaged_record_of_the_source_is_found_by_those_who_read_it(store: Memor
     name = "data/run/global_step7/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = bytearray(store.snapshot()[name])
     planned = plan_of(store)
-    middle = next(o.proof for o in planned.offloads if o.proof is not None)
+    middle = next(o.proof for o in planned.server_copies if o.proof is not None)
     assert middle is not None
     data[middle.offset + middle.length_bytes // 2] ^= 1
     store.put(name, bytes(data), metadata={}, if_absent=False)
@@ -238,20 +238,20 @@ def test_store_that_refuses_is_asked_once_and_its_bytes_are_read(save: Path, sto
     deaf.after = after
     deaf.load(save, "data/run")
     result = convert(deaf, "t", threads=1)
-    convert(store, "t", offload=OffloadPolicy.NEVER)
+    convert(store, "t", server_copy=ServerCopyPolicy.NEVER)
     assert deaf.asked == after + 1
-    assert (result.offloaded_bytes == 0) == (after == 0)
+    assert (result.server_copied_bytes == 0) == (after == 0)
     assert files(deaf, "t") == files(store, "t")
     with serving("mem", deaf):
         assert ENGINE.verify("mem://out/t").ok
     if after == 0:
-        assert not manifest(deaf, "t").offloaded
+        assert not manifest(deaf, "t").server_copied
 
 
 def test_killed_at_any_copy_it_resumes(store: MemoryStore) -> None:
-    convert(store, "plain", offload=OffloadPolicy.NEVER)
+    convert(store, "plain", server_copy=ServerCopyPolicy.NEVER)
     steps = Steps()
-    assert convert(FaultyStore(store, steps), "counted", threads=1).offloaded_bytes
+    assert convert(FaultyStore(store, steps), "counted", threads=1).server_copied_bytes
     copies = [o.number for o in steps.done if o.name == "copy_part"]
     for trial, number in enumerate(copies):
         for fault in (Fault.KILL_BEFORE, Fault.KILL_AFTER):
@@ -278,3 +278,17 @@ def test_source_that_changes_before_its_copy_is_refused(store: MemoryStore) -> N
         convert(FaultyStore(store, Steps({last: change})), "t", threads=1)
     assert caught.value.code == "source.changed"
     assert not any(p.endswith("reshard.json") for p in store.snapshot("out/t"))
+
+
+def test_manifests_with_the_former_names_are_read(store: MemoryStore) -> None:
+    """Version 0.1 called them `offloaded`."""
+    result = convert(store, "copied")
+    written = manifest(store, "copied")
+    assert result.server_copied_bytes
+    assert written.server_copied
+    facts = written.model_dump(mode="json")
+    facts["offloaded"] = facts.pop("server_copied")
+    assert Manifest.model_validate(facts) == written
+    said = result.model_dump(mode="json")
+    said["offloaded_bytes"] = said.pop("server_copied_bytes")
+    assert ConvertResult.model_validate(said) == result
