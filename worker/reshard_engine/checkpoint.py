@@ -18,8 +18,6 @@ from reshard_engine.tensors.cuts import Cut
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import ShardMap
 
-RNG_KEYS = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
-"""Entries of model states that hold random states: Megatron's, and the names of its members."""
 FILE_STATE = "file"
 """State of a tensor that is all bytes of a file."""
 MAX_AMPLIFICATION = 16
@@ -102,6 +100,8 @@ class OptimizerState:
     """Loss scaler, overflow flag, clip_grad, ds_version, ... by the framework's key."""
     rank_numbers: tuple[str, ...] = ()
     """States that are one number for each rank's partition, and not the same on all: of no other partition."""
+    place: str = "optimizer"
+    """The key under which the source's files keep `extras`, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,8 @@ class Checkpoint:
     """The facts of its own that the format noted."""
     unties: bool = False
     """True if names that the source ties are not tied here: a configuration that says they are would be wrong."""
+    described: frozenset[str] = frozenset()
+    """Entries of `model_state` that other fields of this checkpoint say: names, shapes and values of tensors."""
     family: str = ""
     """Name of the format whose reader read it; empty for a checkpoint that was made otherwise."""
     frozen_left_out: bool = False
@@ -207,6 +209,12 @@ class Checkpoint:
         """The shapes of parameters and buffers by name."""
         buffers = {b.fqn: self.shard_map.tensors[b.tensor].shape for b in self.buffers}
         return buffers | {p.fqn: p.shape for p in self.parameters}
+
+    @property
+    def padding_rows(self) -> int:
+        """Rows of padding that the source holds behind a vocabulary."""
+        tensors = self.shard_map.tensors
+        return max((tensors[n].shape[0] for p in self.parameters for n in p.padding.values()), default=0)
 
     @property
     def is_local(self) -> bool:

@@ -18,10 +18,10 @@ from reshard.errors import ReshardError
 from reshard.models import OpaquePolicy
 from reshard_engine.containers.safetensors_layout import safetensors_template
 from reshard_engine.containers.source_file import SourceFile, Window
-from reshard_engine.containers.split_files import joined_parts
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.containers.zip_reader import read_zip_directory
+from reshard_engine.formats.deepspeed.reader.native.split_files import joined_parts
 from reshard_engine.formats.torch_archive import output_tensor
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import PTensor, mapping_items, mapping_of

@@ -144,6 +144,10 @@ class Format:
         """Warnings that `inspect` adds to those of the reader."""
         return []
 
+    def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
+        """Warnings about tensors that were put together from slices, for a target that holds them whole."""
+        return []
+
     def possible_targets(self, tried: Trial) -> Iterable[PossibleTarget]:
         """What any checkpoint can become in this format, and where it cannot, the reason."""
         return ()

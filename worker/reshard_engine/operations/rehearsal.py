@@ -12,7 +12,7 @@ from reshard_engine.formats.registry import FORMATS, left_out, writer_of
 from reshard_engine.formats.torch_archive import rehearsal
 from reshard_engine.operations.requested import as_requested
 
-_NAME = "global_step0"
+_NAME = "rehearsed"
 """Of the target: which name it has changes nothing."""
 
 

@@ -46,7 +46,7 @@ def _dropped(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     trees += [(node, f"module.{name}") for name, node in checkpoint.extra_states.items()]
     if optimizer is not None:
         trees += [(node, f"param_groups[{index}]") for index, node in enumerate(optimizer.param_groups)]
-        trees += [(_tree(optimizer.extras), "optimizer_state_dict")]
+        trees += [(_tree(optimizer.extras), optimizer.place)]
     paths = dict.fromkeys(path for node, where in trees for path in foreign_paths(node, where))
     reason = "an object of a class that is not listed: dropped, as asked"
     found = tuple(NotCarried(path=printable(path), reason=reason) for path in paths)
@@ -93,9 +93,11 @@ def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
 
         base = read_base_model(open_location(request.base, request.source.profile), OpaqueLedger(request.opaque))
     written = format_writing(request.to)
-    if written.whole_models and not request.merge_adapter and not request.exclude_frozen:
-        lost = left_out(checkpoint)
-        checkpoint = checkpoint if lost is None else replace(checkpoint, warnings=(*checkpoint.warnings, lost))
+    if written.whole_models:
+        said = [text for known in FORMATS for text in known.joined_cautions(checkpoint, request)]
+        lost = left_out(checkpoint) if not request.merge_adapter and not request.exclude_frozen else None
+        said += [] if lost is None else [lost]
+        checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *said)) if said else checkpoint
     if request.model_files is not None and not written.takes_model_files:
         raise RequestError("request.invalid", f"model files lie beside weights, not in {request.to.value}")
     # Adapters are merged before the files beside the weights are read: those say which names are tied.

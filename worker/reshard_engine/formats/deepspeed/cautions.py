@@ -12,6 +12,7 @@ from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.megatron import is_megatron
 from reshard_engine.formats.deepspeed.names import INFO
 from reshard_engine.formats.deepspeed.rules.families import SECTIONED_WARNING, may_be_sectioned
+from reshard_engine.formats.not_written import padding_left_out
 from reshard_engine.pickles.nodes import is_mapping, mapping_items
 
 HOW_TO_SAY = "--family gpt-megatron|llama-megatron|bloom, or --rules FILE"
@@ -64,7 +65,7 @@ def padding_changes(checkpoint: Checkpoint, rows: int | None) -> list[str]:
     data = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
     if rows is None or not data:
         return []
-    kept = _padding_rows(checkpoint)
+    kept = checkpoint.padding_rows
     missing = rows - max(data) - kept
     before = f"{max(data) + kept} in the source"
     if not kept and facts_of(checkpoint).vocab_rows not in (None, max(data)):
@@ -78,25 +79,10 @@ def padding_changes(checkpoint: Checkpoint, rows: int | None) -> list[str]:
     return [f"{what}; {LOSS_OF_PADDING}"]
 
 
-def padding_left_out(checkpoint: Checkpoint, *, refilled: bool) -> list[str]:
-    """That a target holds vocabularies without the padding that the source has.
-
-    Args:
-        checkpoint: The source.
-        refilled: Whether loaders put zeros in its place.
-    """
-    kept = _padding_rows(checkpoint)
-    if not kept:
+def padding_refilled(checkpoint: Checkpoint) -> list[str]:
+    """The warning of a target that holds vocabularies without the padding of the source, where loaders put zeros."""
+    if not checkpoint.padding_rows:
         return []
-    text = f"{kept} rows of padding behind the vocabulary are left out"
-    if not refilled:
-        return [text]
     # deepspeed 0.19.8, `runtime/zero/stage3.py` (`load_hp_checkpoint_state`): it cuts what is there as it is.
-    return [
-        f"{text}. DeepSpeed puts zeros in their place at stages 1 and 2; {LOSS_OF_PADDING}. {AT_STAGE_3}",
-    ]
-
-
-def _padding_rows(checkpoint: Checkpoint) -> int:
-    tensors = checkpoint.shard_map.tensors
-    return max((tensors[n].shape[0] for p in checkpoint.parameters for n in p.padding.values()), default=0)
+    zeros = f"DeepSpeed puts zeros in their place at stages 1 and 2; {LOSS_OF_PADDING}. {AT_STAGE_3}"
+    return [f"{padding_left_out(checkpoint)}. {zeros}"]

@@ -86,6 +86,12 @@ class DeepSpeed(Format):
             return sectioned(checkpoint, None) if checkpoint.world.get("tp", 1) > 1 else []
         return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed(names, 20)}"]
 
+    def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
+        """Fused matrices whose order within a slice is taken on trust."""
+        from reshard_engine.formats.deepspeed.cautions import sectioned
+
+        return sectioned(checkpoint, request) if checkpoint.world.get("tp", 1) > 1 else []
+
     def possible_targets(self, tried: Trial) -> Iterable[PossibleTarget]:
         """Native layouts by kind of parallelism, and the universal form."""
         from reshard_engine.formats.deepspeed.possible_targets import native_targets, universal_target

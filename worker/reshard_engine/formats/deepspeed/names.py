@@ -12,11 +12,22 @@ LATEST, LATEST_UNIVERSAL = POINTERS = ("latest", "latest_universal")
 """Files beside tag directories that name one of them; the training run's own comes first."""
 
 INFO = "universal_checkpoint_info"
+OPTIMIZER_STATE = "optimizer_state_dict"
+"""The entry of optimizer files that holds everything of the optimizer."""
 FROZEN_SHAPES, FROZEN_FRAGMENTS = "frozen_param_shapes", "frozen_param_fragments"
 PARALLEL_DIMENSIONS = "checkpoint_parallel_dimensions"
 LAYOUT_NOTES = "reshard_layout"
 """An entry of universal model states that is ours: loaders pass what they do not know to the client."""
 
+RNG_KEYS = ("rng_state", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+"""Entries of model states that hold random states: Megatron's, and the names of its members."""
+DESCRIBED_KEYS = frozenset(
+    {
+        *("module", "optimizer", "param_shapes", FROZEN_SHAPES, FROZEN_FRAGMENTS, "shared_params", "buffer_names"),
+        LAYOUT_NOTES,
+    }
+)
+"""Entries of model states that name, shape or hold tensors."""
 TIED = "tied_modules."
 """What names of modules begin with that several layers of a pipeline share."""
 NUMBERED = re.compile(r"(?P<layer>0|[1-9][0-9]{0,5})\..+")

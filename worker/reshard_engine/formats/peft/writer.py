@@ -17,7 +17,7 @@ from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_layout import safetensors_template
-from reshard_engine.formats.deepspeed import not_written
+from reshard_engine.formats import not_written
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config
 from reshard_engine.formats.peft.names import (

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed import not_written
-from reshard_engine.formats.deepspeed.cautions import padding_left_out, sectioned
+from reshard_engine.formats import not_written
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.layout import FileTemplate, TargetFile, TargetLayout, literal_template
@@ -72,8 +71,7 @@ def lay_out_weights(
         }
         text = json.dumps(index, indent=2).encode() + b"\n"
         files.append(TargetFile(f"{stem}.{suffix}.index.json", literal_template(text), (), commit=True))
-    warnings = padding_left_out(checkpoint, refilled=False)
-    warnings += sectioned(checkpoint, request) if checkpoint.world.get("tp", 1) > 1 else []
+    warnings = [not_written.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
     not_carried = _not_carried(checkpoint, request, extra_states)
     return TargetLayout(tuple(files), None, tuple(warnings), not_carried=not_carried)
 

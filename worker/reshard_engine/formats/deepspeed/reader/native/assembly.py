@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import RNG_KEYS, Agreement, Buffer, Checkpoint, OptimizerState, Parameter
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
 from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
-from reshard_engine.formats.deepspeed.names import TIED
+from reshard_engine.formats.deepspeed.names import DESCRIBED_KEYS, OPTIMIZER_STATE, RNG_KEYS, TIED
 from reshard_engine.formats.deepspeed.reader.native.copies import Copies
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.layers import layer_extra_states, layer_of, layer_tensors
@@ -127,6 +127,7 @@ class _Assembly:
             tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
             {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
             tuple(sorted(self._joiner.rank_numbers.union(*(s.rank_numbers for s in self._slices)))),
+            place=OPTIMIZER_STATE,
         )
         rng = tuple(self._rng(trees))
         return Checkpoint(
@@ -162,6 +163,7 @@ class _Assembly:
             warnings=(*module.warnings, *self._warnings(first)),
             agreements=(*self._joiner.agreements, *self._copies.agreements, *self._roundings(parameters)),
             rng=rng,
+            described=DESCRIBED_KEYS,
             facts=DeepSpeedFacts(
                 zero_stage=first.stage,
                 stage_layers=self._stage_layers(),

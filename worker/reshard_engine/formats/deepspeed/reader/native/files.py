@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.containers.split_files import joined_parts, whole_copy
+from reshard_engine.formats.deepspeed.reader.native.split_files import joined_parts, whole_copy
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from reshard_engine.checkpoint import RNG_KEYS
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, INFO
+from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, INFO, RNG_KEYS
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, parse_model_states
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates
 from reshard_engine.formats.deepspeed.reader.native.rank_opener import RankOpener

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
+from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
+from reshard_engine.formats.deepspeed.names import RNG_KEYS
 from reshard_engine.formats.deepspeed.reader.native.assembly import ParsedRun, assemble
 from reshard_engine.formats.deepspeed.reader.native.files import RankFiles, looks_like_deepspeed, sort_files
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, parse_model_states

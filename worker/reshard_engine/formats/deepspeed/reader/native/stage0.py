@@ -20,6 +20,7 @@ from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Sca
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
 from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
+from reshard_engine.formats.deepspeed.names import DESCRIBED_KEYS, OPTIMIZER_STATE
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition, add_flat_group
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
@@ -87,6 +88,7 @@ def assemble_stage0(
             tuple(trees.carried(n, model.torch_file) for n in states.group_nodes),
             {k: trees.carried(v, model.torch_file) for k, v in states.extras.items()}
             | ({"ds_version": model.version} if model.version else {}),
+            place=OPTIMIZER_STATE,
         )
         if "cur_scale" in states.extras:
             warnings.append("stage 0 keeps its loss scale in another form than stages 1 to 3: it starts anew there")
@@ -100,6 +102,7 @@ def assemble_stage0(
         tag=tag,
         format="deepspeed-stage0",
         framework_version=model.version,
+        described=DESCRIBED_KEYS,
         facts=DeepSpeedFacts(zero_stage=0),
         world={"dp": model.integer("dp_world_size") or 1, "tp": 1, "pp": 1},
         step=model.integer("global_steps"),

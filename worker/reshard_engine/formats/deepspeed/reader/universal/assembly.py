@@ -12,6 +12,7 @@ from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Sca
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
+from reshard_engine.formats.deepspeed.names import DESCRIBED_KEYS, OPTIMIZER_STATE
 from reshard_engine.formats.deepspeed.reader.native.autoep import fused_experts
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
@@ -122,6 +123,7 @@ class Assembly:
             optimizer=OptimizerState(
                 tuple(trees.carried(n, source) for n in self._optimizer.group_nodes),
                 {k: trees.carried(v, source) for k, v in self._optimizer.extras.items()},
+                place=OPTIMIZER_STATE,
             ),
             model_state=trees.model_state(model, module.numbers, module, extra_states=extra_states),
             module_paths=model.paths if self._notes.module_paths is None else self._notes.module_paths,
@@ -130,6 +132,7 @@ class Assembly:
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=tuple(module.warnings),
+            described=DESCRIBED_KEYS,
             facts=DeepSpeedFacts(
                 vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
                 vocab_rows=self._notes.vocab_rows,

@@ -14,14 +14,14 @@ from itertools import count
 
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, NotCarried, OpaquePolicy, RngPolicy
-from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
+from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.cautions import padding_changes, sectioned
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
 from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.megatron import ITERATION, TRACKER, is_megatron
-from reshard_engine.formats.deepspeed.names import LATEST, TIED
-from reshard_engine.formats.deepspeed.not_written import AS_ASKED, named, random_states
+from reshard_engine.formats.deepspeed.names import LATEST, RNG_KEYS, TIED
 from reshard_engine.formats.deepspeed.optimizer_states import require_optimizer, states_to_write
+from reshard_engine.formats.deepspeed.random_states import random_states
 from reshard_engine.formats.deepspeed.writer.native.autoep import (
     expert_weights,
     fused_experts,
@@ -42,6 +42,7 @@ from reshard_engine.formats.deepspeed.writer.native.scaling import scaler_attrib
 from reshard_engine.formats.deepspeed.writer.native.sharded import ShardedStates
 from reshard_engine.formats.deepspeed.writer.native.target import Target, resolve
 from reshard_engine.formats.deepspeed.writer.native.whole import whole_optimizer
+from reshard_engine.formats.not_written import AS_ASKED, named
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PTensorRef, is_mapping, mapping_items, mapping_of, ordered_dict
 from reshard_engine.tensors.layout import Pointer, TargetFile, TargetLayout

@@ -18,8 +18,8 @@ from collections.abc import Container, Mapping
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
-from reshard_engine.formats.deepspeed import not_written
-from reshard_engine.formats.deepspeed.cautions import padding_left_out, sectioned, uncut_warnings
+from reshard_engine.formats import not_written
+from reshard_engine.formats.deepspeed.cautions import padding_refilled, sectioned, uncut_warnings
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
 from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.names import LATEST_UNIVERSAL, LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
@@ -30,6 +30,7 @@ from reshard_engine.formats.deepspeed.optimizer_states import (
     require_optimizer,
     states_to_write,
 )
+from reshard_engine.formats.deepspeed.random_states import random_states
 from reshard_engine.formats.deepspeed.writer.native.autoep import expert_keys, fused_experts
 from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
     FOR_EVERY_STAGE,
@@ -76,7 +77,7 @@ class UniversalWriter:
             warnings.append(FOR_EVERY_STAGE)
         warnings += uncut_warnings(checkpoint)
         warnings += sectioned(checkpoint, request)
-        warnings += padding_left_out(checkpoint, refilled=True)
+        warnings += padding_refilled(checkpoint)
         files = _atoms(checkpoint, states)
         files += _step_files(checkpoint)
         if not request.exclude_frozen:
@@ -88,7 +89,7 @@ class UniversalWriter:
             tuple(files),
             Pointer(LATEST_UNIVERSAL, name.encode()),
             tuple(warnings),
-            not_carried=(*not_written.random_states(checkpoint, 1), *frozen),
+            not_carried=(*random_states(checkpoint, 1), *frozen),
         )
 
 

@@ -6,20 +6,12 @@ from collections.abc import Iterable
 
 from reshard.errors import printable
 from reshard.models import NotCarried
-from reshard_engine.checkpoint import RNG_KEYS, Checkpoint
-from reshard_engine.formats.deepspeed.names import LAYOUT_NOTES
+from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.pickles.nodes import is_mapping, mapping_items
 
 NO_TRAINING_STATE = "weights hold no training state"
 NO_TENSORS = "the format holds tensors only, and this entry of the state dict is none"
 AS_ASKED = "left out, as asked"
-_OF_WEIGHTS = frozenset(
-    {
-        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
-        *("buffer_names", LAYOUT_NOTES),
-    }
-)
-"""Entries of model states that the weights themselves say: names, shapes and values of tensors."""
 
 
 def named(paths: Iterable[str], reason: str) -> tuple[NotCarried, ...]:
@@ -32,7 +24,7 @@ def training_state(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     state = checkpoint.model_state
     entries = mapping_items(state, what="model states") if is_mapping(state) else {}
     optimizer = ["optimizer"] if checkpoint.optimizer is not None else []
-    keys = [str(k) for k in entries if k not in _OF_WEIGHTS]
+    keys = [str(k) for k in entries if k not in checkpoint.described]
     return named([*optimizer, *keys], NO_TRAINING_STATE)
 
 
@@ -46,10 +38,6 @@ def frozen_parameters(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     return named((f"module.{p.fqn}" for p in checkpoint.frozen), AS_ASKED)
 
 
-def random_states(checkpoint: Checkpoint, ranks: int) -> tuple[NotCarried, ...]:
-    """Random states of source ranks beyond the first `ranks`, which no rank of the target takes."""
-    held = checkpoint.rng
-    if len(held) <= ranks:
-        return ()
-    reason = f"the target holds the states of {ranks} ranks, the source those of {len(held)}"
-    return named((k for k in RNG_KEYS if any(r.get(k) is not None for r in held[ranks:])), reason)
+def padding_left_out(checkpoint: Checkpoint) -> str:
+    """A note about the rows of padding behind a vocabulary, for targets that hold the vocabulary alone."""
+    return f"{checkpoint.padding_rows} rows of padding behind the vocabulary are left out"

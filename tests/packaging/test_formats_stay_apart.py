@@ -1,0 +1,55 @@
+"""What DeepSpeed's files and keys are called stands in its own package, and nowhere else in the engine."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from house.repository import ROOT
+
+ENGINE = ROOT / "worker" / "reshard_engine"
+OWN = ("formats/deepspeed/", "testing/")
+OF_OTHERS = {
+    "formats/unsupported.py": {r"mp_rank_\d+(_\d+)?(_\d+)?"},  # Megatron-LM's name, too
+    "pickles/policy.py": {  # the reviewed allow-list is one list
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    },
+}
+NAMES = re.compile(
+    r"_states\.pt|mp_rank_|zero_pp_rank|optim_states|latest_universal|universal_checkpoint_info|param_shapes|ds_config"
+    r"|ds_version|frozen_param|frozen_param_fragments|rng_state|lr_scheduler|loss_scaler|optimizer_state_dict"
+    r"|tied_modules|deepspeed_experts|global_step|dp_world_size|mp_world_size|client_state|single_partition_of_fp32"
+)
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """The strings of a module that are no documentation and no text for people, which have blanks."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    documentation = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+def found(root: Path) -> set[tuple[str, str]]:
+    """(module, string) of every name of DeepSpeed's outside its package."""
+    return {
+        (module, text)
+        for path in root.rglob("*.py")
+        if not (module := path.relative_to(root).as_posix()).startswith(OWN)
+        for text in strings_of(path)
+        if NAMES.search(text) and " " not in text and text not in OF_OTHERS.get(module, ())
+    }
+
+
+def test_the_rest_of_the_engine_knows_no_name_of_deepspeeds() -> None:
+    assert found(ENGINE) == set()
+
+
+def test_a_name_elsewhere_is_found(tmp_path: Path) -> None:
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "budget.py").write_text('"""mp_rank_00 is fine here."""\nSUFFIX = "_optim_states.pt"\n')
+    assert found(tmp_path) == {("plan/budget.py", "_optim_states.pt")}
