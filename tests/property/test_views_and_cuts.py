@@ -12,7 +12,7 @@ import pytest
 from hypothesis import assume, given, settings, strategies as st
 
 from reshard_engine.formats.deepspeed.names import round_robin_order
-from reshard_engine.formats.deepspeed.writer.native.partitions import (
+from reshard_engine.formats.deepspeed.partitioning import (
     Run,
     alignment_elems,
     clipped,

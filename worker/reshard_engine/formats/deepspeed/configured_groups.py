@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.config import CONFIG
 from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
 
 _Values = Mapping[str | int, Node]
@@ -85,7 +86,7 @@ def _scheduled_rates(checkpoint: Checkpoint) -> list[Node]:
 
 def _configured(checkpoint: Checkpoint) -> tuple[str, _Values, list[str | int]]:
     """The optimizer's class, its hyper-parameters, and which of them the config names."""
-    config = _section(checkpoint.model_state, "ds_config")
+    config = _section(checkpoint.model_state, CONFIG)
     optimizer = _section(mapping_of({**config}), "optimizer")
     params, name = _section(mapping_of({**optimizer}), "params"), optimizer.get("type")
     if not isinstance(name, str) or not params:

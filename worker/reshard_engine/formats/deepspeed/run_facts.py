@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.config import CONFIG
 from reshard_engine.formats.deepspeed.megatron import ARGS, without_layout
 from reshard_engine.formats.deepspeed.names import INFO, LAYOUT_NOTES, PARALLEL_DIMENSIONS
 from reshard_engine.formats.format import RunFacts
@@ -24,7 +25,7 @@ LAYOUT_KEYS = frozenset(
         PARALLEL_DIMENSIONS,
         LAYOUT_NOTES,
         INFO,
-        "ds_config",
+        CONFIG,
         "ds_version",
     }
 )

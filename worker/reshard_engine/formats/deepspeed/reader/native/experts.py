@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from reshard.errors import SourceError
 from reshard_engine.formats.deepspeed.names import EXPERT
 from reshard_engine.formats.deepspeed.reader.native.autoep import FusedExperts, sharing_ranks
-from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
+from reshard_engine.formats.deepspeed.reader.native.model_states import Shapes
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +36,6 @@ class ExpertGroup:
     """Expert-parallel ranks that the group's experts are spread over; 1 for a group without experts."""
 
 
-def data_before_experts(model: ModelStates) -> bool:
-    """Whether ranks that hold the same experts follow one another."""
-    config = model.entries.get("ds_config")
-    return (
-        is_mapping(config) and mapping_items(config, what="ds_config").get("use_data_before_expert_parallelism") is True
-    )
-
-
 def expert_groups(
     shapes: Sequence[Shapes], states: Sequence[RankStates], fused: FusedExperts, *, data_first: bool
 ) -> list[ExpertGroup]:
@@ -54,7 +45,7 @@ def expert_groups(
         shapes: Names and shapes of each (sub-)group, as the first rank lists them.
         states: All data-parallel ranks.
         fused: Experts that AutoEP fused.
-        data_first: See `data_before_experts`.
+        data_first: See `run_config.data_before_experts`.
 
     Raises:
         SourceError: `checkpoint.mixed` if sizes of partitions do not go together, `source.unsupported`.

@@ -17,10 +17,9 @@ from math import prod
 import numpy as np
 
 from reshard.errors import SourceError
+from reshard_engine.formats.deepspeed.partitioning import NCCL_START_ALIGNMENT
 from reshard_engine.formats.deepspeed.reader.native.model_states import Shapes
 from reshard_engine.tensors.shard_map import Column, ShardMapBuilder
-
-NCCL_START_ALIGNMENT = 2
 
 
 @dataclass(frozen=True, slots=True)

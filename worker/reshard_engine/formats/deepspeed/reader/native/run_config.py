@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from reshard_engine.formats.deepspeed.config import CONFIG, RunConfig, section_of
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
-from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.pickles.nodes import Node, is_mapping
 
 
 def zero_options(model: ModelStates) -> Mapping[str | int, Node] | None:
     """The section `zero_optimization`; None where the config is a path or absent, so that nothing is known of it."""
-    return _section(model, "zero_optimization")
+    config = model.entries.get(CONFIG)
+    return section_of(config, "zero_optimization") if is_mapping(config) else None
 
 
 def configured_stage(model: ModelStates) -> int:
@@ -22,15 +24,13 @@ def configured_stage(model: ModelStates) -> int:
 def has_16bit_masters(model: ModelStates) -> bool:
     """Whether the run kept masters in the model's 16 bits (`*_master_weights_and_grads`)."""
     types = ("bf16", "fp16")
-    return any((_section(model, t) or {}).get(f"{t}_master_weights_and_grads") is True for t in types)
+    config = model.entries.get(CONFIG)
+    return any(section_of(config, t).get(f"{t}_master_weights_and_grads") is True for t in types)
 
 
-def _section(model: ModelStates, name: str) -> Mapping[str | int, Node] | None:
-    config = model.entries.get("ds_config")
-    if not is_mapping(config):
-        return None
-    section = mapping_items(config, what="ds_config").get(name)
-    return mapping_items(section, what=name) if is_mapping(section) else {}
+def data_before_experts(model: ModelStates) -> bool:
+    """Whether ranks that hold the same experts follow one another."""
+    return RunConfig.of(model.entries.get(CONFIG)).data_before_experts
 
 
 def uses_round_robin(model: ModelStates) -> bool:

@@ -17,7 +17,6 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.deepspeed.reader.native.autoep import FusedExperts, fused_experts
 from reshard_engine.formats.deepspeed.reader.native.experts import (
     ExpertGroup,
-    data_before_experts,
     expert_groups,
     in_model_order,
 )
@@ -25,7 +24,7 @@ from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates, read_scalar
 from reshard_engine.formats.deepspeed.reader.native.order import undealt
-from reshard_engine.formats.deepspeed.reader.native.run_config import uses_round_robin
+from reshard_engine.formats.deepspeed.reader.native.run_config import data_before_experts, uses_round_robin
 from reshard_engine.formats.deepspeed.reader.native.shapes import shapes_by_group
 from reshard_engine.formats.deepspeed.reader.native.sharded_params import add_sharded_params
 from reshard_engine.formats.deepspeed.reader.native.swapped import swapped_partition

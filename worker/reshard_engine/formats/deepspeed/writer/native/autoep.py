@@ -18,8 +18,8 @@ from typing import Any
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, FUSED_WEIGHTS, INFO
+from reshard_engine.formats.deepspeed.partitioning import Run, clipped
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
-from reshard_engine.formats.deepspeed.writer.native.partitions import Run, clipped
 from reshard_engine.formats.deepspeed.writer.native.target import Target
 from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of, sequence_items
 from reshard_engine.pickles.plain import node_of

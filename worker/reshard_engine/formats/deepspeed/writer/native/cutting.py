@@ -6,8 +6,8 @@ from math import prod
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
+from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.writer.native.model import LocalParameter
-from reshard_engine.formats.deepspeed.writer.native.partitions import Run
 from reshard_engine.tensors.cuts import Cut, CutError, local_grid, parts, require_units, rows_of, taken
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import ZEROS

@@ -9,6 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard_engine.formats.deepspeed.names import round_robin_order
+from reshard_engine.formats.deepspeed.partitioning import (
+    Run,
+    alignment_elems,
+    clipped,
+    concatenate,
+    pieces,
+)
 from reshard_engine.formats.deepspeed.writer.native.experts import held_by, is_expert_group
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
 from reshard_engine.formats.deepspeed.writer.native.optimizer import (
@@ -18,13 +25,6 @@ from reshard_engine.formats.deepspeed.writer.native.optimizer import (
     fragment_node,
     trained_groups,
     zero_stage_node,
-)
-from reshard_engine.formats.deepspeed.writer.native.partitions import (
-    Run,
-    alignment_elems,
-    clipped,
-    concatenate,
-    pieces,
 )
 from reshard_engine.formats.deepspeed.writer.native.scaling import scaler_entries
 from reshard_engine.formats.deepspeed.writer.native.target import Target

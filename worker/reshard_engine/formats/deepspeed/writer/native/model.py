@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from reshard_engine.checkpoint import Scalar
-from reshard_engine.formats.deepspeed.writer.native.partitions import Run
+from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.pickles.nodes import Node
 from reshard_engine.pickles.state_dict import KeyPath
 from reshard_engine.tensors.dtypes import Dtype

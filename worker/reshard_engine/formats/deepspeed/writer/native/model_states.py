@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.config import CONFIG
 from reshard_engine.formats.deepspeed.names import FROZEN_FRAGMENTS, FROZEN_SHAPES, PARALLEL_DIMENSIONS
 from reshard_engine.formats.deepspeed.writer.native.autoep import entries_for
 from reshard_engine.formats.deepspeed.writer.native.experts import expert_of
@@ -74,7 +75,7 @@ class ModelStatesFiles:
         entries["mp_world_size"] = layout.pp * layout.tp
         if layout.pp * layout.tp > 1 or PARALLEL_DIMENSIONS in kept:
             entries[PARALLEL_DIMENSIONS] = mapping_of({"pp_degree": layout.pp, "tp_degree": layout.tp})
-        entries["ds_config"] = target.config
+        entries[CONFIG] = target.config
         entries["ds_version"] = target.version
         return mapping_of(entries)
 

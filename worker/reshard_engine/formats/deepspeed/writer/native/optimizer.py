@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, Scalar
 from reshard_engine.formats.deepspeed.optimizer_states import group_nodes
+from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.writer.native.experts import renamed_group
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
-from reshard_engine.formats.deepspeed.writer.native.partitions import Run
 from reshard_engine.formats.deepspeed.writer.native.target import Target
 from reshard_engine.formats.torch_archive import scalar_node
 from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PRuns, PTuple, mapping_items, mapping_of

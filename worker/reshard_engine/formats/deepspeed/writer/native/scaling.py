@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from reshard_engine.formats.deepspeed.writer.native.config import RunConfig
+from reshard_engine.formats.deepspeed.config import RunConfig
 from reshard_engine.formats.deepspeed.writer.native.target import Target
 from reshard_engine.pickles.nodes import Global, Node, PObject, PTuple, is_mapping, mapping_items, mapping_of
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard_engine.formats.deepspeed.partitioning import Run, clipped, sub_groups
 from reshard_engine.formats.deepspeed.writer.native.autoep import partition_groups, slice_of
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
 from reshard_engine.formats.deepspeed.writer.native.optimizer import Groups, state_runs, trained_groups, zero_stage_node
-from reshard_engine.formats.deepspeed.writer.native.partitions import Run, clipped, sub_groups
 from reshard_engine.formats.deepspeed.writer.native.scaling import scaler_entries
 from reshard_engine.formats.deepspeed.writer.native.target import Target
 from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, ZeroStage
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.config import CONFIG, DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
 from reshard_engine.formats.deepspeed.facts import facts_of
-from reshard_engine.formats.deepspeed.writer.native.config import DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
 from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
 
@@ -95,7 +95,7 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
     if request.max_shard_bytes is not None or request.exclude_frozen:
         raise RequestError("request.invalid", "max_shard_bytes and exclude_frozen do not apply to native checkpoints")
     entries = mapping_items(checkpoint.model_state, what="model states") if is_mapping(checkpoint.model_state) else {}
-    source = RunConfig.of(entries.get("ds_config"))
+    source = RunConfig.of(entries.get(CONFIG))
     dtype = BY_NAME[SHORT_NAMES[request.dtype.value]] if request.dtype else _model_dtype(checkpoint, source)
     stage = layout.zero_stage or _stage_like(checkpoint, source, dtype)
     bf16_optimizer = stage is ZeroStage.BF16
@@ -116,7 +116,7 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         aligned=flat and _first(layout.parameter_alignment, source.aligned),
         sub_group_size=layout.sub_group_size or source.sub_group_size or DEFAULT_SUB_GROUP_SIZE,
         source=source,
-        source_config=entries.get("ds_config"),
+        source_config=entries.get(CONFIG),
         source_world=checkpoint.world,
         extras=_extras(checkpoint),
         # Loaders insist on it; where it is unknown, the oldest whose stage 1 is laid out as today's stands in.

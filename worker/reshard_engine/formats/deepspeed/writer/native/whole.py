@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
 from reshard_engine.formats.deepspeed.writer.native.optimizer import (
     Groups,
@@ -19,7 +20,6 @@ from reshard_engine.formats.deepspeed.writer.native.optimizer import (
     state_runs,
     trained_groups,
 )
-from reshard_engine.formats.deepspeed.writer.native.partitions import Run
 from reshard_engine.formats.deepspeed.writer.native.scaling import plain_entries
 from reshard_engine.formats.deepspeed.writer.native.target import Target
 from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_items, mapping_of

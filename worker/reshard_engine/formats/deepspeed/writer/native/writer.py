@@ -16,6 +16,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NativeLayout, NotCarried, OpaquePolicy, RngPolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.cautions import padding_changes, sectioned
+from reshard_engine.formats.deepspeed.config import CONFIG
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
 from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.megatron import ITERATION, TRACKER, is_megatron
@@ -227,7 +228,7 @@ class _Files:
         for rank in range(self._target.dp):
             outer: dict[str | int, Node] = {
                 "optimizer_state_dict": states.optimizer_of(rank),
-                "ds_config": self._target.config,
+                CONFIG: self._target.config,
                 "ds_version": self._target.version,
             }
             name = f"{self._target.prefix}zero_pp_rank_{rank}_mp_rank_{number:02d}_optim_states.pt"

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, mapping_of
 
+CONFIG = "ds_config"
+"""The entry of model states that holds the run's configuration."""
 DEFAULT_SUB_GROUP_SIZE = 10**9
+_LARGEST = 1 << 62
 _SECTION_OF = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def _section(node: Node, name: str) -> dict[str | int, Node]:
-    found = mapping_items(node, what="ds_config").get(name) if is_mapping(node) else None
+def section_of(node: Node, name: str) -> dict[str | int, Node]:
+    """A section of a `ds_config`, which may be a mapping, a path, or absent; nothing where there is none."""
+    found = mapping_items(node, what=CONFIG).get(name) if is_mapping(node) else None
     return mapping_items(found, what=name) if is_mapping(found) else {}
+
+
+def _is_number(value: Node) -> TypeGuard[int | float]:
+    """True for numbers that are neither infinite nor too large to be either of the two types."""
+    return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
 
 
 @dataclass(frozen=True)
@@ -41,9 +50,9 @@ class RunConfig:
         """The settings in a `ds_config`, which may be a mapping, a path, or absent."""
         if not is_mapping(config):
             return cls()
-        zero, bf16, fp16 = _section(config, "zero_optimization"), _section(config, "bf16"), _section(config, "fp16")
+        zero, bf16, fp16 = (section_of(config, name) for name in ("zero_optimization", "bf16", "fp16"))
         stage, size = zero.get("stage", 0), zero.get("sub_group_size")
-        clip = mapping_items(config, what="ds_config").get("gradient_clipping")
+        clip = mapping_items(config, what=CONFIG).get("gradient_clipping")
         return cls(
             stage=stage if type(stage) is int else None,
             dtype="bfloat16"
@@ -51,13 +60,12 @@ class RunConfig:
             else "float16"
             if fp16.get("enabled") is True
             else "float32",
-            fp32_accumulation=_section(config, "data_types").get("grad_accum_dtype") == "fp32",
+            fp32_accumulation=section_of(config, "data_types").get("grad_accum_dtype") == "fp32",
             round_robin=zero.get("round_robin_gradients") is True,
             aligned=zero.get("parameter_alignment") is True,
-            sub_group_size=int(size) if isinstance(size, int | float) and size >= 1 else None,
-            clip_grad=float(clip) if isinstance(clip, int | float) else None,
-            data_before_experts=mapping_items(config, what="ds_config").get("use_data_before_expert_parallelism")
-            is True,
+            sub_group_size=int(size) if _is_number(size) and size >= 1 else None,
+            clip_grad=float(clip) if _is_number(clip) else None,
+            data_before_experts=mapping_items(config, what=CONFIG).get("use_data_before_expert_parallelism") is True,
             fp16=fp16,
         )
 
@@ -77,18 +85,18 @@ def config_for(
     """
     if not is_mapping(config):
         return config
-    entries = dict(mapping_items(config, what="ds_config"))
-    fused = _section(config, "expert_parallel")
+    entries = dict(mapping_items(config, what=CONFIG))
+    fused = section_of(config, "expert_parallel")
     if fused.get("enabled") is True:
         entries["expert_parallel"] = mapping_of({**fused, "autoep_size": ep})
     gone = {name for name, value in options.items() if value is None}
-    zero: dict[str | int, Node] = {**_section(config, "zero_optimization"), "stage": stage, **options}
+    zero: dict[str | int, Node] = {**section_of(config, "zero_optimization"), "stage": stage, **options}
     entries["zero_optimization"] = mapping_of({k: v for k, v in zero.items() if k not in gone})
     for name, section in _SECTION_OF.items():
-        old = _section(config, section)
+        old = section_of(config, section)
         if old or name == dtype:
             entries[section] = mapping_of({**old, "enabled": name == dtype})
-    types = _section(config, "data_types")
+    types = section_of(config, "data_types")
     if bf16_optimizer:
         entries["data_types"] = mapping_of({**types, "grad_accum_dtype": "fp32"})
     elif dtype == "bfloat16" and stage == 1 and types.get("grad_accum_dtype") == "fp32":
