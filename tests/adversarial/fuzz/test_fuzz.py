@@ -10,7 +10,7 @@ from adversarial.fuzz.run import SHARES, Report, fuzz_all
 from adversarial.fuzz.targets import TARGETS
 from reshard.errors import ReshardError
 
-SECONDS = 24.0
+SECONDS = 12.0
 """Of two processes together; starting a target takes some more."""
 pytest.importorskip("atheris", reason="atheris has no build for this platform")
 
