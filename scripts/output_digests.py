@@ -117,15 +117,15 @@ def compare(before: Path, after: Path) -> int:
     if [a[0] for a in left] != [b[0] for b in right]:
         sys.stdout.write(f"other conversions: {len(left)} and {len(right)}\n")
         return 2
-    # A legacy stream of torch holds addresses of memory: it is the same checkpoint in other bytes.
-    same = sum(a[1] == b[1] for a, b in zip(left, right, strict=True))
-    differ = [(a, b) for a, b in zip(left, right, strict=True) if a[2] != b[2]]
+    pairs = list(zip(left, right, strict=True))
+    # A legacy stream of torch lists storages by their addresses in memory: it is the same checkpoint in other bytes.
+    other = sum(a[1] != b[1] for a, b in pairs)
+    differ = [(a, b) for a, b in pairs if a[1] == b[1] and a[2] != b[2]]
     for a, b in differ[:20]:
         sys.stdout.write(f"{a[0]}: {a[2]}\n{' ' * len(a[0])}  {b[2]}\n")
     refused = sum(":" in a[2] for a in left)
-    sys.stdout.write(
-        f"{len(left)} conversions, {refused} of them refused, {same} sources with equal bytes: {len(differ)} differ\n"
-    )
+    sys.stdout.write(f"{len(pairs)} conversions, {refused} of them refused; {other} left out, their sources differ\n")
+    sys.stdout.write(f"{len(differ)} differ\n")
     return 1 if differ else 0
 
 
