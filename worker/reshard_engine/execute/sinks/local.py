@@ -141,11 +141,8 @@ class LocalSink:
         """Let `--overwrite` remove checkpoints and our own outputs, nothing else."""
         here = os.path.realpath(os.getcwd())
         kept = {"/", os.path.realpath(os.path.expanduser("~")), here}
-        if (
-            self._target in kept
-            or here.startswith(self._target + "/")
-            or (names and not self._known.holds_checkpoint(names))
-        ):
+        foreign = bool(names) and not self._known.holds_checkpoint(names)
+        if self._target in kept or here.startswith(self._target + "/") or foreign:
             raise not_to_overwrite(self._target)
 
     def _resume(self) -> Mapping[int, UnitRecord]:
