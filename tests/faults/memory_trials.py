@@ -81,7 +81,7 @@ def clone(store: MemoryStore) -> MemoryStore:
     with store._lock:
         twin._objects = dict(store._objects)
         twin._uploads = copy.deepcopy(store._uploads)
-        twin._ids = copy.copy(store._ids)
+        twin._begun = store._begun
     return twin
 
 

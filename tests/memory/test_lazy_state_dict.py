@@ -13,7 +13,9 @@ from measure import measure
 PARAMETERS = gpt_parameters(768, 9, 20_000)
 """About 80 million: 1 GB of masters and moments, of which the largest tensor has 61 MB."""
 LARGEST_BYTES = 20_000 * 768 * 4
-SLACK_BYTES = 200 << 20
+SLACK_BYTES = 64 << 20
+_IMPORTS = "import torch, reshard.deepspeed"
+"""Takes 148 MiB with torch for the CPU, 280 MiB with torch for CUDA (2.13.0)."""
 _LAZY = """
 import sys
 from reshard.deepspeed import get_fp32_state_dict_from_zero_checkpoint as get
@@ -38,5 +40,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_iterating_all_tensors_takes_one_of_them(source: Path) -> None:
     run = measure([sys.executable, "-c", _LAZY, str(source)], env={**os.environ})
     assert run.read_bytes > 300_000_000, "it did read them"
-    allowed = LARGEST_BYTES + SLACK_BYTES
+    imports = measure([sys.executable, "-c", _IMPORTS], env={**os.environ}).peak_anonymous_bytes
+    allowed = imports + LARGEST_BYTES + SLACK_BYTES
     assert run.peak_anonymous_bytes <= allowed, f"{run.peak_anonymous_bytes >> 20} MiB, allowed {allowed >> 20}"

@@ -202,7 +202,7 @@ def _child(job: Job) -> Outcome:
 
     outcome = Outcome()
     os.chdir(job.directory)
-    spare = SPARE_ADDRESS_BYTES * (1 if job.cpu_s <= 10 else 8)
+    spare = SPARE_ADDRESS_BYTES * (8 if job.cpu_s > 10 or job.op == "unpickle" else 1)
     _limit(job, _status_bytes("VmSize") + spare)
     before, base = set(sys.modules), _status_bytes("VmRSS")
     watch = _Watch(job.directory)

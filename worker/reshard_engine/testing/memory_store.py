@@ -7,7 +7,6 @@ invisible until they are completed, parts of at least a fixed size but for the l
 from __future__ import annotations
 
 import hashlib
-import itertools
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
@@ -51,7 +50,8 @@ class MemoryStore:
         self._objects: dict[str, _Object] = {}
         self._uploads: dict[str, _Upload] = {}
         self._lock = threading.RLock()
-        self._ids = itertools.count(1)
+        self._begun = 0
+        """Uploads so far: each has its own id."""
 
     # -- what tests look at -----------------------------------------------------------------------
 
@@ -134,7 +134,8 @@ class MemoryStore:
     def create_multipart(self, path: str, *, metadata: Mapping[str, str]) -> str:
         """Begin a multipart upload; returns its id."""
         with self._lock:
-            upload_id = f"upload-{next(self._ids)}"
+            self._begun += 1
+            upload_id = f"upload-{self._begun}"
             self._uploads[upload_id] = _Upload(path, {k.lower(): v for k, v in metadata.items()})
         return upload_id
 
