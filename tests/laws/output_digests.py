@@ -1,8 +1,8 @@
 """Digests of what conversions write, to hold two versions of the code side by side.
 
-    python scripts/output_digests.py --out before.json      # in a checkout of the one
-    python scripts/output_digests.py --out after.json       # in a checkout of the other
-    python scripts/output_digests.py --compare before.json after.json
+    python tests/laws/output_digests.py --out before.json      # in a checkout of the one
+    python tests/laws/output_digests.py --out after.json       # in a checkout of the other
+    python tests/laws/output_digests.py --compare before.json after.json
 
 The sources are those of the laws (`tests/laws`), drawn with a fixed seed, and the checkpoints of directories that are
 named, each converted to every target that takes it. A digest covers every file, the pointer, warnings, and what was
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[1]
 SEED = 20_261_122
 
 
@@ -42,7 +42,7 @@ def texts_of(result: Any) -> list[str]:
 
 def of_laws(examples: int) -> list[list[str]]:
     """[format, digest of the source, digest of the target] of generated checkpoints."""
-    sys.path[:0] = [str(ROOT / "tests")]
+    sys.path[:0] = [str(TESTS)]
     from laws.drawing import SOURCES
 
     return [line for source in SOURCES for line in _of_source(source, examples)]
@@ -62,7 +62,7 @@ def _of_source(source: Any, examples: int) -> list[list[str]]:
         deadline=None,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[*HealthCheck],
     )
     @given(data=st.data())
     def draw(data: st.DataObject) -> None:
