@@ -60,8 +60,12 @@ class Layout:
 
     def listed_frozen(self, state: LogicalState) -> tuple[LogicalParameter, ...]:
         """The parameters that DeepSpeed calls frozen: not the optimizer's, or frozen when they already were."""
-        late = {p.fqn for p in state.trained[: self.late]}
+        late = self.frozen_late(state)
         return tuple(p for p in state.parameters if p.group is None or p.fqn in late)
+
+    def frozen_late(self, state: LogicalState) -> frozenset[str]:
+        """The parameters that were frozen when the optimizer had them already."""
+        return frozenset(p.fqn for p in state.trained[: self.late])
 
 
 @dataclass(frozen=True)

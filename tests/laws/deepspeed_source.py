@@ -92,7 +92,7 @@ class DeepSpeedSource:
         labels = {self.name, f"world {layout.world}", *_cut_labels(state, layout)}
         if layout.world > 1:
             labels.add("world 2 to 4" if layout.world < 5 else "world 5 to 9")
-        return Saved(kept(state, layout), frozenset(labels))
+        return Saved(kept(state, layout), frozenset(labels), layout.frozen_late(state))
 
     def checks_metadata(self, case: Case) -> bool:
         """Archives have CRCs; legacy streams have none."""

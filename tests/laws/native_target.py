@@ -55,7 +55,8 @@ class NativeTarget:
         state, layout = saved.state, request.layout
         assert layout is not None
         assert request.dtype is not None
-        content = together(self._weights(state, SHORT_NAMES[request.dtype], sharded=layout.zero_stage == "3"))
+        late = saved.frozen_late
+        content = together(self._weights(state, SHORT_NAMES[request.dtype], late, sharded=layout.zero_stage == "3"))
         tensors = {**content.tensors, **{f"buffer/{n}": b for n, b in state.buffers.items()}}
         for parameter in state.trained:
             tensors |= {f"{key}/{parameter.fqn}": bits for key, bits in parameter.states.items()}
@@ -70,18 +71,21 @@ class NativeTarget:
         return Content(tensors, content.cast, values, content.overflows)
 
     @staticmethod
-    def _weights(state: LogicalState, dtype: str, *, sharded: bool) -> Iterator[Content]:
+    def _weights(state: LogicalState, dtype: str, frozen_late: frozenset[str], *, sharded: bool) -> Iterator[Content]:
         for parameter in state.parameters:
             stored = parameter.weight
             value = stored if stored is not None and stored.dtype == dtype else parameter.value
-            if value is None or (sharded and parameter.group is not None):
+            unsaid = sharded and parameter.group is not None
+            if value is None or (unsaid and parameter.fqn not in frozen_late):
                 continue
             keeps = parameter.group is None and (not value.floating or value.dtype.startswith("float8"))
             after = value if keeps or value.dtype == dtype else rounded(value, dtype)
             lost = 0 if after is value else overflowed(value, after)
             key = f"weight/{parameter.fqn}"
             cast = frozenset() if after is value else frozenset({key})
-            yield Content({key: after}, cast, overflows={parameter.fqn: lost} if lost else {})
+            overflows = {parameter.fqn: lost} if lost else {}
+            # What was frozen late is among the frozen, too, where nobody looks: its master says its value.
+            yield Content({}, overflows=overflows) if unsaid else Content({key: after}, cast, overflows=overflows)
 
     def read(self, files: Mapping[str, bytes]) -> Content:
         """Tensors by state and name, whole again."""

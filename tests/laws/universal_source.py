@@ -56,7 +56,7 @@ class UniversalSource:
         else:
             _write_zero12(writer, state, layout)
         shape = "bare atoms" if layout.stage == 3 else "mapped atoms"
-        return Saved(kept(state, layout), frozenset({self.name, shape}))
+        return Saved(kept(state, layout), frozenset({self.name, shape}), layout.frozen_late(state))
 
     def checks_metadata(self, case: Case) -> bool:
         """Archives have CRCs; legacy streams have none."""

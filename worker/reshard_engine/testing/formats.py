@@ -33,10 +33,12 @@ class Saved:
     Attributes:
         state: what the files keep of the logical state; a format may keep less than a run holds.
         labels: items of the zoo that only the format can see (see `zoo.py`).
+        frozen_late: parameters that the optimizer owns and that were frozen since: some targets hold them as both.
     """
 
     state: LogicalState
     labels: frozenset[str] = frozenset()
+    frozen_late: frozenset[str] = frozenset()
 
 
 class SourceFormat(Protocol):
