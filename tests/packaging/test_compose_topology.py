@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import pgserver
 import psycopg
 import pytest
 from psycopg.sql import SQL, Identifier, Literal
@@ -29,6 +28,8 @@ from house.repository import ROOT
 from servers.process import ServerProcess, free_port
 from servers.redis import redis_binary
 from servers.stack import end_tree
+
+pgserver = pytest.importorskip("pgserver", reason="pgserver 0.1.4 has no wheel for Python 3.13")
 
 CHECKPOINT = ROOT / "tests" / "data" / "zero2_tiny"
 SEAWEEDFS = ROOT / "deploy" / "images" / "seaweedfs.Dockerfile"

@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 import annotated_types
 import pytest
 import typer
+from fastapi.testclient import TestClient
 from pydantic.fields import FieldInfo
 
 from house.repository import ROOT
@@ -132,7 +133,8 @@ def test_the_client_takes_every_option() -> None:
 @pytest.mark.filterwarnings("ignore:The 'alias' attribute with value 'body'")
 def test_the_api_takes_every_option(tmp_path: Path) -> None:
     settings = ServiceSettings(jobs=JobSettings(database_url=f"sqlite:///{tmp_path}/jobs.db"))
-    schemas = create_app(settings).openapi()["components"]["schemas"]
+    with TestClient(create_app(settings)) as api:
+        schemas = api.get("/openapi.json").json()["components"]["schemas"]
     for model in (SubmitRequest, NativeLayout, SourceSpec):
         assert set(schemas[model.__name__]["properties"]) == set(model.model_fields)
 
