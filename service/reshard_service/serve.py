@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import FrameType
 
@@ -48,6 +49,12 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
     settings = ServiceSettings.from_env()
     require_safe(host, settings)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # The port first: what is refused for that has opened no database.
+    with closing(listening(host, port)) as listener:
+        _serve(settings, listener, host, port, log_level)
+
+
+def _serve(settings: ServiceSettings, listener: socket.socket, host: str, port: int, log_level: str) -> None:
     config = uvicorn.Config(
         create_app(settings),
         host=host,
@@ -58,7 +65,6 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
         server_header=False,
         lifespan="on",
     )
-    listener = listening(host, port)
     executor = None if settings.jobs.broker_url else ExecutorProcess()
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles both while it serves, and raises them again when it is done.
