@@ -80,8 +80,12 @@ class Format:
     """True if the writers write models that are expected to be whole."""
 
     def writer(self, target: TargetFormat) -> Writer:
-        """The writer of one of `targets`, imported when it is asked for: a command waits for one, not for all."""
-        raise NotImplementedError(target)
+        """The writer of one of `targets`, imported when it is asked for: a command waits for one, not for all.
+
+        Raises:
+            LookupError: The format has no such target.
+        """
+        raise LookupError(target)
 
     def read_rules(self, request: ConvertRequest | DiffOptions) -> Mapping[str, Any] | None:
         """The rules of a request that say how the parameters of this format's checkpoints are cut; None for none.

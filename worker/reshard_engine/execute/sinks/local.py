@@ -40,9 +40,8 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, read_bytes
 from reshard_engine.tensors.layout import KnownFiles, Pointer
 
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _AT_FDCWD = 1, -100
 _THREADS = 4
-_AT_FDCWD = -100
 _RIVALS_GIVE_UP_S = 2.0
 _RIVALS_LOOK_S = 0.05
 LIBC = ctypes.CDLL(None, use_errno=True)
