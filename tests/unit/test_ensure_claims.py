@@ -103,10 +103,11 @@ def test_one_of_many_takes_a_stale_claim_over(tmp_path: Path) -> None:
             with lock:
                 owners[0] -= 1
 
-    for attempt in range(5):
+    for attempt in range(4):
         path = tmp_path / f"claim-{attempt}"
         path.write_text("another host's")
-        threads = [threading.Thread(target=compete, args=(Election(str(path), stale_s=0.1),)) for _ in range(8)]
+        # An owner that does not run for so long has lost its claim: a busy machine keeps threads waiting 0.1 s.
+        threads = [threading.Thread(target=compete, args=(Election(str(path), stale_s=0.8),)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
