@@ -15,8 +15,8 @@ from collections.abc import Mapping
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.config import CONFIG
-from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
+from reshard_engine.formats.deepspeed.config import CONFIG, section_of
+from reshard_engine.pickles.nodes import Node, PList, PTuple, mapping_of
 
 _Values = Mapping[str | int, Node]
 _ADAM: _Values = {"lr": 1e-3, "betas": PTuple((0.9, 0.999)), "eps": 1e-8, "weight_decay": 0.0}
@@ -79,19 +79,19 @@ def _count(checkpoint: Checkpoint) -> int:
 
 def _scheduled_rates(checkpoint: Checkpoint) -> list[Node]:
     """The learning rate of each group that a scheduler of torch set last; nothing where none says."""
-    last = _section(checkpoint.model_state, "lr_scheduler").get("_last_lr")
+    last = section_of(checkpoint.model_state, "lr_scheduler").get("_last_lr")
     rates = list(last.items) if isinstance(last, PList) else []
     return rates if len(rates) == _count(checkpoint) and all(type(r) is float for r in rates) else []
 
 
 def _configured(checkpoint: Checkpoint) -> tuple[str, _Values, list[str | int]]:
     """The optimizer's class, its hyper-parameters, and which of them the config names."""
-    config = _section(checkpoint.model_state, CONFIG)
-    optimizer = _section(mapping_of({**config}), "optimizer")
-    params, name = _section(mapping_of({**optimizer}), "params"), optimizer.get("type")
+    config = section_of(checkpoint.model_state, CONFIG)
+    optimizer = section_of(mapping_of({**config}), "optimizer")
+    params, name = section_of(mapping_of({**optimizer}), "params"), optimizer.get("type")
     if not isinstance(name, str) or not params:
         raise _refused("ds_config names none")
-    offloaded = _section(mapping_of({**_section(mapping_of({**config}), "zero_optimization")}), "offload_optimizer")
+    offloaded = section_of(mapping_of({**section_of(mapping_of({**config}), "zero_optimization")}), "offload_optimizer")
     kind = _class_of(name.lower(), params, on_cpu=offloaded.get("device") in ("cpu", "nvme"))
     if kind is None:
         raise _refused(f"the defaults of {printable(name)} are not known here")
@@ -110,11 +110,6 @@ def _class_of(name: str, params: _Values, *, on_cpu: bool) -> str | None:
             return "torch.optim.AdamW" if decoupled else "torch.optim.Adam"
         return "DeepSpeedCPUAdam" if on_cpu else "FusedAdam"
     return {"adagrad": "torch.optim.Adagrad", "lion": "FusedLion"}.get(name) if not on_cpu else None
-
-
-def _section(node: Node, name: str) -> _Values:
-    found = mapping_items(node, what=name).get(name) if is_mapping(node) else None
-    return mapping_items(found, what=name) if is_mapping(found) else {}
 
 
 def _as_torch(value: Node) -> Node:
