@@ -13,8 +13,9 @@ endif
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
-# Two files of tests at a time: what files share (trained models, servers) is made once for each of the two.
-SPREAD ?= -n 2 --dist loadfile
+# Two files of tests at a time: what files share (trained models, servers) is made once for each of the two. A process
+# of tests that crashes ends the run: pytest-xdist 3.8.0 waits forever for the one that replaces it (its issue 1327).
+SPREAD ?= -n 2 --dist loadfile --max-worker-restart=0
 # The quick tier needs neither torch nor DeepSpeed, which take gigabytes where there is no build for the CPU alone.
 QUICK  := $(VENV)-quick
 COMMA  := ,
@@ -23,7 +24,7 @@ COMMA  := ,
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test quick quick-all full laws chaos fuzz gpu golden bench bench-device bench-store demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test quick quick-all full laws chaos fuzz gpu golden bench bench-device bench-queue bench-store bench-workers demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -108,6 +109,12 @@ bench-device: $(READY) ## casts on a GPU beside those of the processor, and whol
 
 bench-store: $(READY) ## conversions within an S3 server beside a plain concurrent copy, with and without server-side copies
 	@$(BIN)/python bench/object_store.py $(ARGS)
+
+bench-queue: $(READY) ## 500 small jobs over two Celery workers, and one beside the command line (5 minutes)
+	@$(BIN)/python bench/job_queue.py $(ARGS)
+
+bench-workers: $(READY) ## one conversion on 1, 2, 4 and 8 workers behind a slow store, the protocol's price, a very large plan
+	@$(BIN)/python bench/workers.py $(ARGS)
 
 check: lint type boundaries compose-check docs-check ## every check that is not a test
 

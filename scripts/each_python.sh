@@ -8,7 +8,11 @@ declare -A done=()
 declare -a outcomes=()
 status=0
 version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null; }
-[[ -x .venv/bin/python ]] && done[$(version .venv/bin/python)]=1
+# The Python of .venv, or the one that it will be made with: the Makefile looks for it in the same order.
+main=.venv/bin/python
+[[ -x $main ]] || main=$(type -P python3.11 || type -P python3)
+found=$(version "$main")
+[[ -n $found ]] && done[$found]=1
 
 roots=$(command -v pyenv >/dev/null && pyenv root)
 for minor in 3.11 3.12 3.13; do

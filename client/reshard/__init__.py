@@ -66,9 +66,9 @@ _MODULES = ("reshard.client", "reshard.ensuring", "reshard.errors", "reshard.mod
 
 
 def __getattr__(name: str) -> Any:
-    """Public names, imported when they are first used: `import reshard` costs nothing."""
+    """Import a public name when it is first used, so that `import reshard` itself loads almost nothing."""
     if name in __all__:
-        # The client last: it brings httpx, which models and errors do not need.
+        # The client is looked up last: it imports httpx, which models and errors do not need.
         for module in reversed(_MODULES):
             found = getattr(import_module(module), name, None)
             if found is not None:
@@ -78,5 +78,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Public names."""
+    """The public names of the package."""
     return sorted(__all__)

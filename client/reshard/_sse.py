@@ -16,7 +16,7 @@ class ServerEvent:
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
-    """Events of a stream. Comments (pings) are skipped, an event cut off by the end is not dispatched.
+    """The events of a stream, without comments (pings) and without an event that the end of the stream cuts off.
 
     Source: WHATWG HTML, 9.2.6 "Interpreting an event stream"; `retry` is not used.
     """

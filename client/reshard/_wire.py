@@ -1,4 +1,4 @@
-"""Calls of the API as data: what is sent, how the answer is read. No I/O."""
+"""Calls of the API as data: the request to send and how to parse its answer. No I/O."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
-from reshard.errors import JobError, RequestError, ReshardError, from_problem, printable
-from reshard.models import (
-    ConvertRequest,
+from reshard.choices import (
     JobState,
     NameScheme,
-    NativeLayout,
     OpaquePolicy,
     OverflowPolicy,
     ReplicaPolicy,
+    RngPolicy,
     ServerCopyPolicy,
-    SourceSpec,
     TargetFormat,
     VerifyLevel,
     WeightDtype,
+    ZeroStage,
 )
+from reshard.errors import JobError, RequestError, ReshardError, from_problem, printable
+from reshard.models import ConvertRequest, SourceSpec
+from reshard.nested_options import nested
+from reshard.options import NativeLayout, Options
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -37,7 +39,22 @@ class ConvertOptions(TypedDict, total=False):
     target_profile: str | None
     dtype: WeightDtype | str | None
     max_shard_bytes: int | None
+    options: Options | Mapping[str, Any]
+    """The options by format, nested as in requests; options of reshard's own formats may also be given unnested."""
     layout: NativeLayout | None
+    """The layout of a native target as one value."""
+    zero_stage: ZeroStage | str | None
+    dp: int
+    tp: int
+    pp: int
+    ep: int
+    partition_method: str | None
+    pipeline_layers: int | None
+    vocab_divisor: int | None
+    round_robin_gradients: bool | None
+    parameter_alignment: bool | None
+    sub_group_size: int | None
+    rng: RngPolicy | str
     rules: str | None
     family: str | None
     names: NameScheme | str | None
@@ -60,7 +77,7 @@ class ConvertOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. Every call of this API may be repeated: submissions carry an idempotency key."""
+    """One request. Every call of this API is safe to repeat: submissions carry an idempotency key."""
 
     method: str
     path: str
@@ -68,7 +85,7 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     body: Any = None
     wait_s: float = 0.0
-    """How long the service may take on purpose (long poll)."""
+    """Seconds for which the service may hold the answer back on purpose (long poll)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +105,7 @@ def convert_request(
     *,
     flags: Mapping[str, str] | None = None,
 ) -> ConvertRequest:
-    """A request from what people write; `flags` as `invalid` takes them.
+    """The `ConvertRequest` made of the arguments of the SDK or of the flags of a command; see `invalid` for `flags`.
 
     Raises:
         RequestError: `request.invalid`.
@@ -97,7 +114,7 @@ def convert_request(
     tag, profile = fields.pop("tag", None), fields.pop("profile", None)
     spec = source if isinstance(source, SourceSpec) else {"url": source, "tag": tag, "profile": profile}
     try:
-        return ConvertRequest.model_validate({"source": spec, "target": target, "to": to, **fields})
+        return ConvertRequest.model_validate({"source": spec, "target": target, "to": to, **nested(fields)})
     except ValidationError as error:
         raise invalid(error, flags) from error
 
@@ -121,7 +138,7 @@ _KINDS = {
 
 
 def said_of(problem: Mapping[str, Any]) -> str:
-    """One problem of a pydantic error in our own words."""
+    """One problem of a pydantic error, worded for users."""
     kind = str(problem["type"])
     context: Mapping[str, Any] = problem.get("ctx") or {}
     if kind == "string_too_short" and context.get("min_length") == 1:
@@ -138,11 +155,11 @@ def said_of(problem: Mapping[str, Any]) -> str:
 
 
 def invalid(error: ValidationError, flags: Mapping[str, str] | None = None) -> RequestError:
-    """A validation error in our own words.
+    """The `RequestError` for a pydantic validation error, worded for users.
 
     Args:
         error: What pydantic found.
-        flags: How a command calls fields, where not as options of the same name; None where the caller names fields.
+        flags: Flags whose names differ from their fields'; None if the caller names fields, not flags.
     """
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
@@ -152,21 +169,21 @@ def invalid(error: ValidationError, flags: Mapping[str, str] | None = None) -> R
     return RequestError("request.invalid", f"{where} {said_of(first)}")
 
 
-def submit_call(request: ConvertRequest, labels: Mapping[str, str], max_attempts: int, key: str) -> Call:
-    """Submit a conversion."""
-    body = {**request.model_dump(mode="json"), "labels": dict(labels), "max_attempts": max_attempts}
+def submit_call(request: ConvertRequest, settings: Mapping[str, Any], key: str) -> Call:
+    """Submit a conversion with the job's own settings (see `SubmitRequest`)."""
+    body = {**request.model_dump(mode="json"), **settings}
     return Call("POST", "/v1/jobs", headers={"Idempotency-Key": key}, body=body)
 
 
 def job_call(job_id: str, *, wait_s: float = 0.0, tag: str | None = None) -> Call:
-    """Look at a job; with `wait_s`, when it ends or (with `tag`, its last ETag) changes."""
+    """Get a job. With `wait_s` the service answers when the job ends or, with `tag` (its last ETag), changes."""
     params = (("wait", f"{wait_s:g}"),) if wait_s else ()
     headers = {"If-None-Match": tag} if tag else {}
     return Call("GET", _job_path(job_id), params, headers, wait_s=wait_s)
 
 
 def list_call(states: tuple[JobState, ...], labels: Mapping[str, str], page_size: int, page_token: str) -> Call:
-    """One page of jobs."""
+    """Get one page of jobs."""
     params = [("page_size", str(page_size))]
     params += [("state", state.value) for state in states]
     params += [("label", f"{name}={value}") for name, value in labels.items()]
@@ -175,18 +192,18 @@ def list_call(states: tuple[JobState, ...], labels: Mapping[str, str], page_size
 
 
 def cancel_call(job_id: str) -> Call:
-    """Ask for a job's end."""
+    """Cancel a job."""
     return Call("POST", f"{_job_path(job_id)}/cancel")
 
 
 def events_call(job_id: str, after_seq: int) -> Call:
-    """Events after a sequence number, as a page."""
+    """Get the events after a sequence number, as a page."""
     params = (("after_seq", str(after_seq)),)
     return Call("GET", f"{_job_path(job_id)}/events", params, {"Accept": "application/json"})
 
 
 def stream_call(job_id: str, after_seq: int) -> Call:
-    """Events after a sequence number, as a stream."""
+    """Get the events after a sequence number, as a stream."""
     headers = {"Accept": "text/event-stream", "Cache-Control": "no-cache"}
     if after_seq:
         headers["Last-Event-ID"] = str(after_seq)
@@ -194,7 +211,7 @@ def stream_call(job_id: str, after_seq: int) -> Call:
 
 
 def parse(answer: Answer, model: type[ModelT]) -> ModelT:
-    """The model in an answer.
+    """The answer's body, parsed as a wire model.
 
     Raises:
         ReshardError: The problem that the service sent, or `service.protocol`.
@@ -212,14 +229,14 @@ def parse(answer: Answer, model: type[ModelT]) -> ModelT:
 
 
 def error_of(answer: Answer) -> ReshardError:
-    """The typed error of an answer that is one."""
+    """The typed error that an answer with an error status carries."""
     try:
         problem: Any = json.loads(answer.body)
     except ValueError:
         problem = None
     if isinstance(problem, Mapping) and "code" in problem:
         return from_problem(cast("Mapping[str, Any]", problem))
-    # Not ours: a proxy answered.
+    # The body is no problem object of ours: a proxy answered.
     text = printable(answer.body[:200].decode("utf-8", "replace"))
     passing = answer.status in PASSING_STATUSES
     code = "service.unavailable" if passing else "service.protocol"
@@ -231,16 +248,17 @@ PASSING_STATUSES = frozenset({429, 502, 503, 504})
 
 
 def passing(answer: Answer) -> bool:
-    """Whether the same request may succeed later."""
+    """True if the same request may succeed later."""
     if answer.status < 400:
         return False
     error = error_of(answer)
-    # In flight: our own first try, whose answer was lost, or a twin's; both end in the same job.
+    # The key is in flight: either our own first try, whose answer was lost, or another client's request with the same
+    # key. Both end in the same job.
     return error.retryable or error.code == "request.idempotency_conflict"
 
 
 def pause_s(tries: int, jitter: float, answer: Answer | None) -> float:
-    """Seconds before the next try: exponential with jitter (0 to 1), or what the service asks for, up to 10 s."""
+    """Seconds before the next try: exponential with jitter (0 to 1), or the service's `Retry-After`, at most 10 s."""
     backoff = min(0.25 * 2**tries, 8.0) * (0.5 + 0.5 * jitter)
     asked = answer.headers.get("retry-after", "") if answer else ""
     return min(max(backoff, float(asked)), 10.0) if asked.isdigit() else backoff

@@ -1,7 +1,7 @@
 """The closed lists of names that requests, jobs and the flags of commands share.
 
-Apart from the models: the flags of commands need no more than these, and pydantic is a third of the time in which
-`--help` would answer.
+They are in a module of their own because the flags of commands need nothing else, and importing pydantic takes a
+third of the time of `--help`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from enum import StrEnum
 
 
 class TargetFormat(StrEnum):
-    """What a conversion writes."""
+    """The formats that a conversion can write."""
 
     UNIVERSAL = "universal"
-    """DeepSpeed universal checkpoint: one atom per parameter and state."""
+    """DeepSpeed universal checkpoint: one file per parameter and optimizer state."""
     SAFETENSORS = "safetensors"
     """Consolidated weights, safetensors with a Hugging Face index."""
     TORCH = "torch"
@@ -23,7 +23,7 @@ class TargetFormat(StrEnum):
     PEFT = "peft"
     """One LoRA adapter as PEFT saves it: `adapter_model.safetensors` and `adapter_config.json`."""
     SLIM = "slim"
-    """The same files, torch's without the parts of storages that no tensor of theirs uses."""
+    """The source's files, with torch files cut to the parts of storages that their tensors use (`reshard slim`)."""
 
 
 class WeightDtype(StrEnum):
@@ -34,8 +34,18 @@ class WeightDtype(StrEnum):
     FP16 = "fp16"
 
 
+class EnsureWorkers(StrEnum):
+    """The processes of a launch that convert for `ensure`."""
+
+    AUTO = "auto"
+    """One of each node if there are several nodes and the checkpoint is large; else one."""
+    ONE = "1"
+    NODES = "nodes"
+    """One of each node, whatever the size."""
+
+
 class OpaquePolicy(StrEnum):
-    """What happens to objects whose classes are not on the allow-list when they would be re-emitted."""
+    """Policies for objects of the source whose classes are not on the allow-list and that the target would contain."""
 
     REFUSE = "refuse"
     KEEP = "keep"
@@ -43,7 +53,7 @@ class OpaquePolicy(StrEnum):
 
 
 class JobState(StrEnum):
-    """States of a job; a lost lease means QUEUED again with the next attempt."""
+    """The states of a job. A job whose worker lost its lease is QUEUED again for the next attempt."""
 
     QUEUED = "QUEUED"
     PLANNING = "PLANNING"
@@ -56,32 +66,32 @@ class JobState(StrEnum):
 
     @property
     def terminal(self) -> bool:
-        """Whether the job will never change state again."""
+        """True if the job will never change state again."""
         return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
 class VerifyLevel(StrEnum):
-    """How a conversion is checked before its commit."""
+    """Checks of a conversion before its commit."""
 
     DEFAULT = "default"
-    """Checksums taken as the bytes pass, checked by the store where it can; structure and sizes read again."""
+    """Checksums are computed while bytes pass; the store checks them if it can. Structure and sizes are read again."""
     FULL = "full"
-    """And the whole source compared with its own checksums, and every byte of the output read back."""
+    """As `default`; the whole source is also compared with its own checksums, and the output is read back."""
 
 
 class OverflowPolicy(StrEnum):
-    """What becomes of finite elements that are too large for the type that was asked for."""
+    """Policies for finite elements that are too large for the target's element type."""
 
     INF = "inf"
-    """Infinity, as torch's own cast does; counted and reported."""
+    """They become infinite, as in torch's own cast; they are counted and reported."""
     SATURATE = "saturate"
-    """The largest finite number of their sign; counted and reported."""
+    """They become the largest finite number of their sign; they are counted and reported."""
     ERROR = "error"
     """The conversion stops and writes nothing."""
 
 
 class ZeroStage(StrEnum):
-    """How DeepSpeed partitions training state over data-parallel ranks."""
+    """The ways in which DeepSpeed partitions training state over data-parallel ranks."""
 
     STAGE_0 = "0"
     STAGE_1 = "1"
@@ -92,25 +102,25 @@ class ZeroStage(StrEnum):
 
 
 class RngPolicy(StrEnum):
-    """What becomes of per-rank random states when the number of ranks changes: there is no unique answer."""
+    """Policies for per-rank random states when the number of ranks changes."""
 
     KEEP = "keep"
     """Target rank r gets the states of source rank r mod N."""
     DROP = "drop"
-    """None are written: the run seeds itself anew."""
+    """No random states are written: the run seeds itself anew."""
 
 
 class NameScheme(StrEnum):
-    """How the parameters of a model of Megatron-DeepSpeed are called."""
+    """Naming schemes for the parameters of Megatron-DeepSpeed models."""
 
     MEGATRON_PIPELINE = "megatron-pipeline"
-    """By the layers of a pipeline."""
+    """The names of a pipeline module, which are numbered by its layers."""
     MEGATRON_PLAIN = "megatron-no-pipeline"
-    """As `--no-pipeline-parallel` has it."""
+    """The names of a model that was trained with `--no-pipeline-parallel`."""
 
 
 class ReplicaPolicy(StrEnum):
-    """What happens when copies of a tensor that must agree do not."""
+    """Policies for copies of a tensor that must be equal and are not."""
 
     ERROR = "error"
     FIRST = "first"
@@ -118,15 +128,15 @@ class ReplicaPolicy(StrEnum):
 
 
 class JobKind(StrEnum):
-    """What a job is for."""
+    """The kinds of jobs."""
 
     CONVERT = "convert"
     PLAN = "plan"
-    """Planning only: `POST /v1/plans` took longer than a request may."""
+    """The job only plans: `POST /v1/plans` took longer than a request may."""
 
 
 class ServerCopyPolicy(StrEnum):
-    """Whether an object store copies what moves unchanged itself, where source and target are in one."""
+    """Policies for server-side copies of ranges that move unchanged within one object store."""
 
     AUTO = "auto"
     NEVER = "never"

@@ -31,21 +31,23 @@ from reshard.models import (
     SourceSpec,
     TargetFormat,
 )
+from reshard.service_token import ServiceAuth
 
 _LONG_POLL_S = 25.0
 _SILENCE_S = 45.0
-"""A stream without even a ping for this long is dead; the service pings every 15 s."""
+"""Seconds of silence after which a stream counts as dead; the service sends a ping every 15 s."""
 _POLL_S = 1.0
 
 
 class Client:
-    """Talks to one service; one connection pool, safe to share between threads.
+    """A client of one service. It holds one connection pool and is safe to share between threads.
 
     Args:
         url: The service, default `RESHARD_URL`.
-        token: Its token, default `RESHARD_TOKEN`.
-        timeout_s: How long one request may take, waits on purpose not counted.
-        retries: How often a request is repeated after a passing failure. Every call is safe to repeat.
+        token: Its token, default `RESHARD_TOKEN`. Without both, the client finds the token of a `reshard serve` that
+            the same user started on this machine.
+        timeout_s: Seconds that one request may take; long polls and streams are not counted.
+        retries: How often a request is repeated after a transient failure. Every call is safe to repeat.
 
     Raises:
         RequestError: `request.invalid`: no URL is known.
@@ -61,22 +63,20 @@ class Client:
                 f"the service's URL is {base!r}" if base else "no service is configured",
                 fix="export RESHARD_URL=http://host:8000 (start one with `reshard serve`)",
             )
-        key = token if token is not None else os.environ.get("RESHARD_TOKEN", "")
-        # As bytes: a token need not be ASCII.
-        headers: dict[bytes, bytes] = {b"Authorization": f"Bearer {key}".encode()} if key else {}
+        key = token if token is not None else os.environ.get("RESHARD_TOKEN") or None
         self.url = base.rstrip("/")
         self._timeout_s = timeout_s
         self._retries = retries
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout_s)
+        self._http = httpx.Client(base_url=self.url, auth=ServiceAuth(self.url, key), timeout=timeout_s)
 
     def __enter__(self) -> Self:
-        """The client itself."""
+        """Return the client itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close its connections."""
+        """Close the client's connections."""
         self.close()
 
     def close(self) -> None:
@@ -84,14 +84,14 @@ class Client:
         self._http.close()
 
     def inspect(self, url: str, *, tag: str | None = None, profile: str | None = None) -> Inspection:
-        """What a checkpoint is, as the service sees it."""
+        """Describe a checkpoint that the service can read, from its metadata."""
         body = _dump(SourceSpec(url=url, tag=tag, profile=profile))
         return self._ask(Call("POST", "/v1/inspections", body=body), Inspection)
 
     def plan(
         self, source: str | SourceSpec, target: str, *, to: TargetFormat | str, **options: Unpack[ConvertOptions]
     ) -> PlanSummary:
-        """What a conversion would do. A plan that takes long is waited for."""
+        """Plan a conversion without running it. Waits for the planning job if the service makes one."""
         request = _wire.convert_request(source, target, to, options)
         answer = self._send(Call("POST", "/v1/plans", body=_dump(request)))
         if answer.status != 202:
@@ -110,16 +110,27 @@ class Client:
         to: TargetFormat | str,
         labels: Mapping[str, str] | None = None,
         max_attempts: int = 3,
+        max_workers: int = 0,
+        priority: int = 0,
         idempotency_key: str | None = None,
         **options: Unpack[ConvertOptions],
     ) -> Job:
-        """Submit a conversion. Twice with one idempotency key is once.
+        """Submit a conversion. A second call with the same idempotency key returns the same job.
+
+        `max_workers` limits how many workers run the job at once: 0 is the service's default, 1 forbids helpers.
 
         Raises:
-            ReshardError: Why the service refuses; what it cannot know within seconds fails the job instead.
+            ReshardError: The service refuses the request. A problem that takes longer to find fails the job instead.
         """
         request = _wire.convert_request(source, target, to, options)
-        return self.submit_request(request, labels=labels, max_attempts=max_attempts, idempotency_key=idempotency_key)
+        return self.submit_request(
+            request,
+            labels=labels,
+            max_attempts=max_attempts,
+            max_workers=max_workers,
+            priority=priority,
+            idempotency_key=idempotency_key,
+        )
 
     def submit_request(
         self,
@@ -127,11 +138,19 @@ class Client:
         *,
         labels: Mapping[str, str] | None = None,
         max_attempts: int = 3,
+        max_workers: int = 0,
+        priority: int = 0,
         idempotency_key: str | None = None,
     ) -> Job:
         """`submit` for a request that is a wire model already."""
         key = idempotency_key or str(uuid.uuid4())
-        return self._ask(_wire.submit_call(request, labels or {}, max_attempts, key), Job)
+        settings = {
+            "labels": dict(labels or {}),
+            "max_attempts": max_attempts,
+            "max_workers": max_workers,
+            "priority": priority,
+        }
+        return self._ask(_wire.submit_call(request, settings, key), Job)
 
     def get(self, job_id: str) -> Job:
         """The job as it is now."""
@@ -149,7 +168,7 @@ class Client:
         return self._ask(_wire.list_call(states, labels or {}, page_size, page_token), JobList)
 
     def wait(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        """The job after its end, whichever end: see `result`.
+        """Wait for the end of a job and return it; it may have failed or been cancelled (`result` raises then).
 
         Raises:
             JobError: `job.wait_timeout`; the job goes on.
@@ -162,10 +181,10 @@ class Client:
             deadline.check()
 
     def watch(self, job_id: str, *, after_seq: int = 0, timeout_s: float | None = None) -> Generator[JobEvent]:
-        """Events of a job until its end, each exactly once, over broken connections and restarts.
+        """Yield the events of a job until its end, each exactly once, across broken connections and restarts.
 
         Raises:
-            ReshardError: The service refuses, or is away for longer than the retries last;
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last;
                 `job.wait_timeout` when the job did not end in time (it goes on).
         """
         deadline = _Deadline(job_id, timeout_s)
@@ -181,7 +200,7 @@ class Client:
                     if event.kind == "state" and event.state.terminal:
                         return
             except _NotAStreamError:
-                # Something on the way does not pass streams through: poll from now on.
+                # A proxy on the way does not pass streams through, so the client polls from now on.
                 streaming = False
                 continue
             except httpx.TransportError as error:
@@ -195,7 +214,7 @@ class Client:
             time.sleep(_wire.pause_s(failures, random.random(), None))  # noqa: S311 - jitter
 
     def cancel(self, job_id: str) -> Job:
-        """Ask for a job's end; asking twice is asking once.
+        """Cancel a job. Cancelling it twice is harmless.
 
         Raises:
             JobError: `job.finished`: it has SUCCEEDED or FAILED already.
@@ -203,7 +222,7 @@ class Client:
         return self._ask(_wire.cancel_call(job_id), Job)
 
     def result(self, job_id: str) -> ConvertResult | PlanSummary:
-        """What the job did.
+        """The result of a job that SUCCEEDED.
 
         Raises:
             ReshardError: The job's own error, `job.cancelled`, or `job.not_finished`.
@@ -271,7 +290,7 @@ class Client:
 
 
 class _Deadline:
-    """When the wait for a job ends; None waits for ever."""
+    """The time limit of a wait for a job; None waits for ever."""
 
     def __init__(self, job_id: str, timeout_s: float | None) -> None:
         self._job_id = job_id
@@ -279,11 +298,11 @@ class _Deadline:
         self._at = None if timeout_s is None else time.monotonic() + timeout_s
 
     def limit(self, wait_s: float) -> float:
-        """A pause that does not pass the deadline by more than a moment."""
+        """`wait_s`, shortened so that the wait ends shortly after the deadline at the latest."""
         return wait_s if self._at is None else max(0.05, min(wait_s, self._at - time.monotonic()))
 
     def checked(self, lines: Iterator[str]) -> Iterator[str]:
-        """The lines that come in time; pings are lines too."""
+        """Yield lines until the deadline passes; pings are lines, too."""
         for line in lines:
             yield line
             self.check()

@@ -1,9 +1,9 @@
 """DeepSpeed's conversion functions under their own names, for checkpoints of any layout at any storage URL.
 
 Change `from deepspeed.utils.zero_to_fp32 import ...` to `from reshard.deepspeed import ...`. Names, arguments and
-defaults are those of DeepSpeed 0.19.8 (`deepspeed/utils/zero_to_fp32.py`, `deepspeed/checkpoint/utils.py`); what is
-different is said at each function. DeepSpeed itself is not needed, and nothing in a checkpoint is executed. Tensors
-need torch, which the extra `worker` brings.
+defaults are those of DeepSpeed 0.19.8 (`deepspeed/utils/zero_to_fp32.py`, `deepspeed/checkpoint/utils.py`). The
+docstring of each function says what differs. DeepSpeed itself is not needed, and nothing in a checkpoint is
+executed. Tensors need torch, which the extra `worker` brings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _source(checkpoint_dir: Path, tag: str | None) -> SourceSpec:
 
 
 def weight_dtype(dtype: object) -> WeightDtype:
-    """The type that a torch dtype, or a name such as `bf16` or `torch.bfloat16`, means.
+    """The `WeightDtype` for a torch dtype or for a name such as `bf16` or `torch.bfloat16`.
 
     Raises:
         RequestError: `request.invalid`.
@@ -66,7 +66,7 @@ def weights_request(
     tag: str | None,
     exclude_frozen_parameters: bool,
 ) -> ConvertRequest:
-    """What `convert_zero_checkpoint_to_state_dict` asks of the engine, and the commands of the same names do.
+    """The request of `convert_zero_checkpoint_to_state_dict` and of the commands `zero-to-fp32` and `zero-to-torch`.
 
     Raises:
         RequestError: `request.invalid`.
@@ -91,21 +91,22 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """The weights of a training checkpoint in fp32, from the optimizer's masters.
 
-    Unlike DeepSpeed's: tensor-parallel, pipeline, expert-parallel, universal and BF16_Optimizer checkpoints work too,
-    frozen parameters are fp32 like all others (DeepSpeed returns the model's 16-bit type), and tensors share nothing
-    with one another but tied ones.
+    Differences from DeepSpeed's function: tensor-parallel, pipeline, expert-parallel, universal and BF16_Optimizer
+    checkpoints work, too. Frozen parameters are fp32 like all others (DeepSpeed returns the model's 16-bit type). Only
+    tied tensors share storage.
 
     Args:
         checkpoint_dir: The directory that holds the tag, or the tag itself; a path or a URL (`s3://...`).
-        tag: Such as `global_step14`; default: what `latest` names.
-        exclude_frozen_parameters: Leave parameters out that the optimizer does not own.
+        tag: The tag, such as `global_step14`; by default the one that `latest` names.
+        exclude_frozen_parameters: Leave out the parameters that the optimizer does not own.
         lazy_mode: Return objects that know `shape` and `dtype` and read their own bytes on `.contiguous()`.
 
     Returns:
-        Names to `torch.Tensor`s on the CPU; in lazy mode to objects with `contiguous()`. Tied names have one value.
+        A dict from names to `torch.Tensor`s on the CPU; in lazy mode to objects with `contiguous()`. Tied names have
+            the same value.
 
     Raises:
-        SourceError: There is no such checkpoint, or it is damaged; the code and the fix say what is there.
+        SourceError: There is no such checkpoint, or it is damaged; the error's code and fix say which.
     """
     states = load_engine().state_dicts()
     lazy = states.lazy(_source(checkpoint_dir, tag), exclude_frozen=exclude_frozen_parameters)
@@ -113,11 +114,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: Any = None) -> Any:
-    """The tensors of a lazy state dict, read; with `dtype` the floating ones in that type.
+    """Read the tensors of a lazy state dict; with `dtype`, cast the floating-point ones to it.
 
     Args:
-        state_dict: What `get_fp32_state_dict_from_zero_checkpoint(..., lazy_mode=True)` returned.
-        return_empty_tensor: Only allocate them, in their shapes and types.
+        state_dict: The return value of `get_fp32_state_dict_from_zero_checkpoint(..., lazy_mode=True)`.
+        return_empty_tensor: Only allocate the tensors, with their shapes and types.
         dtype: A torch dtype or its name; None keeps each tensor's own.
     """
     wanted = None if dtype is None else weight_dtype(dtype)
@@ -125,10 +126,11 @@ def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = F
 
 
 def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: Path, tag: str | None = None) -> Model:
-    """Move a model to the CPU and load a checkpoint's fp32 weights into it, a bounded part at a time.
+    """Move a model to the CPU and load a checkpoint's fp32 weights into it, in bounded memory.
 
-    Unlike DeepSpeed's, which loads with `strict=False` and says nothing: where the model lacks names of the checkpoint
-    and the checkpoint lacks names of the model, or a shape differs, nothing is loaded and the error lists them.
+    DeepSpeed's function loads with `strict=False` and reports no mismatch. This one loads nothing and lists the names
+    in an error if a shape differs, or if the model lacks names of the checkpoint and the checkpoint lacks names of
+    the model.
 
     Returns:
         The model.
@@ -153,17 +155,18 @@ def convert_zero_checkpoint_to_state_dict(
 ) -> None:
     """Write consolidated weights: `pytorch_model.bin` or `model.safetensors`, or shards with an index.
 
-    Unlike DeepSpeed's: it works file to file in bounded memory, tied weights may be safetensors, no `.bin` drags a
-    flat group behind it, a finished call is recognised when it is made again, and nothing is half written.
+    Differences from DeepSpeed's function: it copies from file to file in bounded memory. It can write tied weights as
+    safetensors. No `.bin` file contains the flat buffer that its tensors were views of. A second call recognises the
+    finished output. An interrupted call leaves no half-written output.
 
     Args:
         checkpoint_dir: As in `get_fp32_state_dict_from_zero_checkpoint`.
         output_dir: A directory or URL. Files of the same names in it are replaced when all new ones are complete.
-        dtype: A torch dtype or its name, for floating tensors.
-        max_shard_size: Such as `5GB` or a number of bytes; None for one file.
+        dtype: A torch dtype or its name, for floating-point tensors.
+        max_shard_size: The largest file, such as `5GB` or a number of bytes; None for one file.
         safe_serialization: Write safetensors.
-        tag: As above.
-        exclude_frozen_parameters: As above.
+        tag: As in `get_fp32_state_dict_from_zero_checkpoint`.
+        exclude_frozen_parameters: As in `get_fp32_state_dict_from_zero_checkpoint`.
     """
     request = weights_request(
         os.fspath(checkpoint_dir),
@@ -197,9 +200,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """A copy of nested lists, tuples and mappings whose tensors have storages of their own on a device.
+    """Copy nested lists, tuples and mappings so that each tensor has a storage of its own on a device.
 
-    What `torch.save` writes of it is as long as its tensors, not as the flat buffers that they were views of. For
-    files that were saved without it there is `reshard slim`.
+    `torch.save` then writes the tensors only, not the flat buffers that they were views of. `reshard slim` does the
+    same to files that were saved without this function.
     """
     return load_engine().state_dicts().cloned(item, device)

@@ -1,52 +1,54 @@
-"""What a comparison of two checkpoints asks for and what it found."""
+"""Wire models of a comparison of two checkpoints: its options and its report."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
 from reshard.models import SCHEMA_VERSION, WireModel
+from reshard.nested_options import OfInstalledFormats
+from reshard.options import Options
 
 
 class DiffOptions(WireModel):
-    """What a comparison of two checkpoints looks at."""
+    """The options of a comparison of two checkpoints."""
 
     weights_only: bool = False
-    """Names, shapes, weights, buffers; no optimizer states, no counters."""
+    """Compare names, shapes, weights and buffers; no optimizer states and no counters."""
     common: bool = False
-    """What only one side has is no difference."""
-    rules: str | None = Field(default=None, max_length=1 << 16)
-    """How parameters are cut over tensor-parallel ranks where a side does not say: see `ConvertRequest.rules`."""
-    family: str | None = Field(default=None, max_length=64)
+    """Do not report tensors and values that only one side has."""
     ignore: tuple[str, ...] = Field(default=(), max_length=256)
-    """Shell patterns of names, or of `NAME/STATE`, that are left out."""
+    """Shell patterns of the names, or of `NAME/STATE`, to leave out."""
     sample: float | None = Field(default=None, gt=0, le=1)
     """Fraction of the blocks of elements to compare, chosen at random; None compares all."""
+    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=Options)
+    """Options of single formats, by format; they apply to both sides."""
 
 
 class DifferenceKind(StrEnum):
-    """What differs between two checkpoints."""
+    """The kinds of differences between two checkpoints."""
 
     SHAPE = "shape"
     MISSING = "missing"
-    """Only one side has it."""
+    """Only one side has the tensor or value."""
     UNEXPLAINED = "unexplained"
-    """Nothing says how its tensor-parallel parts make a tensor: it is not compared."""
+    """No rule says how the tensor-parallel parts make the tensor, so it is not compared."""
     DTYPE = "dtype"
-    """Element types that cannot be compared by rounding the more precise side."""
+    """The element types cannot be compared by rounding the more precise side."""
     ROLE = "role"
-    """Trained, frozen or a buffer."""
+    """The tensor has another role: trained, frozen or a buffer."""
     TIED = "tied"
-    """Other names for one tensor."""
+    """The tensor is tied to other names."""
     ELEMENTS = "elements"
-    """Elements of a tensor."""
+    """Elements of a tensor differ."""
     SCALAR = "scalar"
-    """A number per parameter, such as `step`."""
+    """A number of the parameter, such as `step`, differs."""
     HYPER_PARAMETER = "hyper-parameter"
-    """A value of the parameter's optimizer group, such as `lr`."""
+    """A value of the parameter's optimizer group, such as `lr`, differs."""
     STATE = "state"
-    """Counters, schedulers, client state."""
+    """A counter, or a value of a scheduler or of the client state, differs."""
 
 
 class Difference(WireModel):
@@ -54,26 +56,26 @@ class Difference(WireModel):
 
     kind: DifferenceKind
     name: str
-    """Of the parameter or buffer, or the path of a value in the non-tensor state."""
+    """Name of the parameter or buffer, or the path of a value in the non-tensor state."""
     state: str = ""
-    """`fp32`, `weight`, `exp_avg`, `step`, `lr`, ...; empty where the name says all."""
+    """`fp32`, `weight`, `exp_avg`, `step`, `lr`, ...; empty if the name alone identifies the value."""
     a: str | None = None
-    """What the first side has; of elements the first one that differs. None: nothing."""
+    """The value on the first side; for tensors, the first element that differs. None if this side has no value."""
     b: str | None = None
     compared_as: str | None = None
     """Element type that the more precise side was rounded to before comparing; None if neither was."""
     elements: int | None = None
-    """Elements that were compared."""
+    """Number of elements that were compared."""
     differing: int | None = None
-    """Of these, the ones whose bits differ."""
+    """Number of compared elements whose bits differ."""
     nonfinite: int = 0
-    """Of these, infinite or no number on a side."""
+    """Number of differing elements that are infinite or NaN on a side."""
     max_abs: float | None = None
     max_rel: float | None = None
-    """Largest distance as a part of the larger magnitude."""
+    """Largest |a-b| divided by the larger magnitude of the two."""
     first_index: tuple[int, ...] | None = None
     parameters: int = 1
-    """How many parameters share this difference, `name` being the first."""
+    """Number of parameters that have this same difference; `name` is the first of them."""
 
 
 class DiffSide(WireModel):
@@ -95,16 +97,16 @@ class DiffReport(WireModel):
     b: DiffSide
     equal: bool
     tensors: int
-    """Pairs of tensors whose elements were compared."""
+    """Number of pairs of tensors whose elements were compared."""
     identical: int
-    """Of these, the ones without a difference."""
+    """Number of compared pairs without a difference."""
     elements: int
     values: int
-    """Hyper-parameters, counters and other single values that were compared."""
+    """Number of hyper-parameters, counters and other single values that were compared."""
     read_bytes: int
     sampled: float | None
     differences: tuple[Difference, ...]
     """Worst first."""
     notes: tuple[str, ...] = ()
-    """How the sides were compared, where that is not plain; what neither proves nor disproves equality."""
+    """Notes on the comparison: conventions that were used, and findings that neither prove nor disprove equality."""
     seconds: float

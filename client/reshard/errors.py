@@ -1,7 +1,7 @@
 """Typed errors with stable codes: the one table that the CLI, the API and the SDK share.
 
-The class says *who can fix it*, the code says *what happened*, and the table below says
-what each code means to HTTP, to a shell and to a retry loop::
+The class names *who can fix the problem*, and the code names *the problem*. The table below gives each code its
+HTTP status and exit code, and says if a retry can help::
 
     ReshardError
     |-- RequestError     the caller
@@ -39,7 +39,7 @@ class ExitCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CodeEntry:
-    """What one stable code means to each surface."""
+    """The HTTP status, exit code, meaning and retry rule of one error code."""
 
     http_status: int
     exit_code: ExitCode
@@ -55,71 +55,84 @@ CODES: Mapping[str, CodeEntry] = {
     # Requests: the caller can fix them.
     "request.invalid": CodeEntry(422, ExitCode.USAGE, "A field of the request is wrong."),
     "request.unknown_scheme": CodeEntry(422, ExitCode.USAGE, "No storage backend serves this URL scheme."),
-    "request.target_exists": CodeEntry(409, ExitCode.CONFLICT, "The target holds something else already."),
-    "request.target_busy": CodeEntry(409, ExitCode.CONFLICT, "Another conversion owns the target now."),
+    "request.target_exists": CodeEntry(
+        409, ExitCode.CONFLICT, "The target exists and is not the result of this conversion."
+    ),
+    "request.target_busy": CodeEntry(409, ExitCode.CONFLICT, "Another conversion is writing the target."),
     "request.overlap": CodeEntry(422, ExitCode.USAGE, "Source and target overlap."),
     "request.budget_too_small": CodeEntry(422, ExitCode.REFUSED, "No plan fits the memory limit."),
-    "request.unsatisfiable": CodeEntry(422, ExitCode.REFUSED, "The target cannot hold this source."),
+    "request.unsatisfiable": CodeEntry(422, ExitCode.REFUSED, "The source cannot be converted to this target."),
     "request.root_forbidden": CodeEntry(403, ExitCode.AUTH, "The URL is outside the service's roots."),
     "request.unknown_profile": CodeEntry(422, ExitCode.USAGE, "No storage profile has this name."),
-    "request.idempotency_conflict": CodeEntry(409, ExitCode.CONFLICT, "A request with this key is in flight."),
-    "request.idempotency_mismatch": CodeEntry(422, ExitCode.CONFLICT, "The key was used for another request."),
+    "request.idempotency_conflict": CodeEntry(
+        409, ExitCode.CONFLICT, "Another request with this idempotency key is running."
+    ),
+    "request.idempotency_mismatch": CodeEntry(
+        422, ExitCode.CONFLICT, "The idempotency key was used for another request."
+    ),
     "request.unauthorized": CodeEntry(401, ExitCode.AUTH, "The token is missing or not valid."),
+    "request.too_many_tokens": CodeEntry(429, ExitCode.AUTH, "Too many wrong tokens came from one address."),
+    "request.wrong_host": CodeEntry(421, ExitCode.AUTH, "The service is not served under the name in the URL."),
     "request.not_found": CodeEntry(404, ExitCode.SOURCE, "The service has no such resource."),
-    "request.engine_missing": CodeEntry(422, ExitCode.USAGE, "Local work needs the `worker` extra."),
+    "request.engine_missing": CodeEntry(422, ExitCode.USAGE, "Conversions on this machine need the `worker` extra."),
+    "request.bad_format": CodeEntry(422, ExitCode.USAGE, "A format of another package cannot be used."),
     # Sources: the owner of the checkpoint can fix them.
-    "source.not_found": _source("Nothing is there."),
-    "source.unknown_kind": _source("Not a file or directory of a known kind."),
-    "source.unsupported": CodeEntry(422, ExitCode.REFUSED, "A known kind that is not supported."),
-    "source.unsupported_version": CodeEntry(422, ExitCode.REFUSED, "A file shape of an unsupported version."),
+    "source.not_found": _source("Nothing exists at the source's path or URL."),
+    "source.unknown_kind": _source("The source is not a file or directory of a known kind."),
+    "source.unsupported": CodeEntry(422, ExitCode.REFUSED, "The source is of a known kind that is not supported."),
+    "source.unsupported_version": CodeEntry(
+        422, ExitCode.REFUSED, "The file was written by a version that is not supported."
+    ),
     "source.too_slow": CodeEntry(422, ExitCode.REFUSED, "Planning takes longer than the worker allows."),
     "source.changed": CodeEntry(409, ExitCode.RETRYABLE, "An object changed while it was read.", True),
     "checkpoint.incomplete": _source("Files or parts of tensors are missing."),
     "checkpoint.bad_latest": _source("`latest` does not name a checkpoint."),
-    "checkpoint.ambiguous": _source("Two things claim the same name."),
+    "checkpoint.ambiguous": _source("Two files or tensors have the same name."),
     "checkpoint.mixed": _source("Files of different checkpoints are mixed."),
-    "checkpoint.coverage": _source("The parts of a tensor do not add up."),
-    "checkpoint.malformed": _source("Metadata of the checkpoint has the wrong shape."),
-    "checkpoint.too_large": _source("Declared sizes pass the limits."),
-    "checkpoint.bad_index": _source("An index of weights files is not what the files hold."),
-    "checkpoint.unexplained": CodeEntry(422, ExitCode.REFUSED, "No rule says how parameters are cut."),
-    "checkpoint.disagreement": _source("Copies that must agree do not."),
-    "rules.invalid": _source("Rules that cannot be read."),
-    "rules.ambiguous": _source("Two rules claim one parameter."),
+    "checkpoint.coverage": _source("The parts of a tensor leave gaps or overlap."),
+    "checkpoint.malformed": _source("Metadata of the checkpoint does not have the expected structure."),
+    "checkpoint.too_large": _source("Declared sizes exceed the limits."),
+    "checkpoint.bad_index": _source("An index of weights files does not match the files."),
+    "checkpoint.unexplained": CodeEntry(
+        422, ExitCode.REFUSED, "No rule says how tensor parallelism cuts the parameters."
+    ),
+    "checkpoint.disagreement": _source("Copies of a value that must be equal differ."),
+    "rules.invalid": _source("The rules file cannot be read."),
+    "rules.ambiguous": _source("Two rules match one parameter."),
     "rules.contradiction": _source("A rule does not fit the parameter's parts."),
-    "name.invalid": _source("A name that must not become a path."),
-    "pickle.too_large": _source("The pickle passes the size limit."),
-    "pickle.too_much_work": _source("The pickle passes the opcode limit."),
-    "pickle.too_much_memory": _source("The pickle passes the memory limit."),
-    "pickle.bad_memo": _source("Bad memo index."),
-    "pickle.too_deep": _source("Nested too deep."),
+    "name.invalid": _source("A name in the checkpoint is not safe as a file name."),
+    "pickle.too_large": _source("The pickle exceeds the size limit."),
+    "pickle.too_much_work": _source("The pickle exceeds the opcode limit."),
+    "pickle.too_much_memory": _source("The pickle exceeds the memory limit."),
+    "pickle.bad_memo": _source("The pickle has a bad memo index."),
+    "pickle.too_deep": _source("The pickle is nested too deep."),
     "pickle.truncated": _source("The pickle ends early."),
-    "pickle.malformed": _source("Not a well-formed pickle."),
-    "pickle.bad_number": _source("A number that no writer writes."),
-    "pickle.bad_frame": _source("Bad framing."),
-    "pickle.trailing": _source("Bytes after the end of the pickle."),
-    "pickle.forbidden_global": _source("A class or function that is not on the allow-list."),
-    "pickle.forbidden_call": _source("A call that is not on the allow-list."),
-    "pickle.forbidden_build": _source("State for an object that may not have any."),
-    "pickle.ext_forbidden": _source("Extension registry codes are never read."),
-    "pickle.bad_persistent_id": _source("Bad persistent id."),
-    "pickle.type_confusion": _source("An operation on the wrong kind of value."),
-    "pickle.unsupported_op": _source("Unknown or out-of-band opcode."),
-    "pickle.ambiguous_key": _source("Dictionary keys that Python would merge."),
+    "pickle.malformed": _source("The file is not a well-formed pickle."),
+    "pickle.bad_number": _source("The pickle has a number in a form that no known writer produces."),
+    "pickle.bad_frame": _source("The pickle has bad framing."),
+    "pickle.trailing": _source("Bytes follow the end of the pickle."),
+    "pickle.forbidden_global": _source("The pickle names a class or function that is not on the allow-list."),
+    "pickle.forbidden_call": _source("The pickle makes a call that is not on the allow-list."),
+    "pickle.forbidden_build": _source("The pickle sets state on an object that may not have any."),
+    "pickle.ext_forbidden": _source("The pickle uses extension registry codes, which are never read."),
+    "pickle.bad_persistent_id": _source("The pickle has a bad persistent id."),
+    "pickle.type_confusion": _source("The pickle applies an operation to a value of the wrong kind."),
+    "pickle.unsupported_op": _source("The pickle has an unknown or out-of-band opcode."),
+    "pickle.ambiguous_key": _source("The pickle has dictionary keys that Python would merge."),
     "tensor.bad_extent": _source("A tensor reaches outside its storage."),
-    "tensor.amplification": _source("Tensors repeat a storage far beyond its size."),
-    "tensor.overflow": CodeEntry(422, ExitCode.REFUSED, "Elements are too large for the type that was asked for."),
-    "tensor.unsupported": CodeEntry(422, ExitCode.REFUSED, "A tensor kind that is not supported."),
+    "tensor.amplification": _source("Tensors expand a storage far beyond its size."),
+    "tensor.overflow": CodeEntry(422, ExitCode.REFUSED, "Elements are too large for the requested type."),
+    "tensor.unsupported": CodeEntry(422, ExitCode.REFUSED, "The tensor is of a kind that is not supported."),
     "zip.bad_directory": _source("The zip directory does not describe the file."),
     "zip.bad_record": _source("A record of the archive is not what torch writes."),
-    "zip.ambiguous": _source("Readers would disagree about this archive."),
-    "zip.overlap": _source("Records overlap."),
+    "zip.ambiguous": _source("Different zip readers would read different contents from the archive."),
+    "zip.overlap": _source("Records of the archive overlap."),
     "zip.bomb": _source("A record expands beyond its limits."),
-    "zip.unsupported": _source("A zip feature that torch never writes."),
-    "zip.too_many": _source("Too many records."),
+    "zip.unsupported": _source("The archive uses a zip feature that torch never writes."),
+    "zip.too_many": _source("The archive has too many records."),
     "zip.crc": _source("A record does not match its CRC."),
     "safetensors.header_size": _source("The safetensors header is longer than the file or the format allows."),
-    "safetensors.header": _source("The safetensors header is not what the format says."),
+    "safetensors.header": _source("The safetensors header does not follow the format."),
     "safetensors.offsets": _source("Offsets of a tensor do not fit its type and shape."),
     "safetensors.overlap": _source("Tensors of a safetensors file overlap."),
     "safetensors.coverage": _source("Bytes of a safetensors file belong to no tensor, or are missing."),
@@ -129,22 +142,24 @@ CODES: Mapping[str, CodeEntry] = {
     "storage.no_bucket": CodeEntry(422, ExitCode.SOURCE, "The bucket does not exist."),
     "storage.no_space": CodeEntry(507, ExitCode.REFUSED, "The store is full."),
     "storage.no_room": CodeEntry(507, ExitCode.REFUSED, "The target needs more bytes than are free."),
-    "storage.protocol": CodeEntry(502, ExitCode.FAILED, "The store answered against its protocol."),
-    "storage.conflict": CodeEntry(409, ExitCode.CONFLICT, "Someone else wrote the object first."),
-    # Our output.
-    "integrity.mismatch": CodeEntry(500, ExitCode.MISMATCH, "What was written is not what was planned."),
-    "integrity.no_manifest": CodeEntry(422, ExitCode.SOURCE, "No `reshard.json`: not an output of reshard."),
+    "storage.protocol": CodeEntry(502, ExitCode.FAILED, "The store's answer violates its protocol."),
+    "storage.conflict": CodeEntry(409, ExitCode.CONFLICT, "Another writer wrote the object first."),
+    # Integrity: the output does not verify.
+    "integrity.mismatch": CodeEntry(500, ExitCode.MISMATCH, "The output does not match the plan."),
+    "integrity.no_manifest": CodeEntry(
+        422, ExitCode.SOURCE, "The directory has no `reshard.json`, so it is not an output of reshard."
+    ),
     "integrity.journal": CodeEntry(500, ExitCode.MISMATCH, "The journal does not belong to this plan."),
     # The life of a job.
     "job.cancelled": CodeEntry(409, ExitCode.INTERRUPTED, "The job was cancelled."),
-    "job.lost": CodeEntry(503, ExitCode.RETRYABLE, "The worker died; the job can be retried.", True),
-    "job.attempts_exhausted": CodeEntry(500, ExitCode.FAILED, "Every allowed attempt was lost."),
+    "job.lost": CodeEntry(503, ExitCode.RETRYABLE, "The worker was lost; the job can be retried.", True),
+    "job.attempts_exhausted": CodeEntry(500, ExitCode.FAILED, "The job lost its worker in every allowed attempt."),
     "job.not_finished": CodeEntry(409, ExitCode.CONFLICT, "The job has no result yet."),
     "job.finished": CodeEntry(409, ExitCode.CONFLICT, "The job has ended already."),
     "job.wait_timeout": CodeEntry(504, ExitCode.WAIT_TIMEOUT, "The job did not end in time."),
     "service.unavailable": CodeEntry(503, ExitCode.RETRYABLE, "The service cannot be reached.", True),
     "service.port_in_use": CodeEntry(409, ExitCode.CONFLICT, "Another process listens on the port."),
-    "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service answered against its schema."),
+    "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service's answer violates its schema."),
     "service.wrong_host": CodeEntry(503, ExitCode.CONFLICT, "The job database belongs to another host."),
     "service.schema_version": CodeEntry(503, ExitCode.FAILED, "The job database has another schema version."),
     "internal.error": CodeEntry(500, ExitCode.FAILED, "A bug in reshard; please report it."),
@@ -152,7 +167,7 @@ CODES: Mapping[str, CodeEntry] = {
 
 
 SEE_HELP = "see the command's --help"
-"""Stands for the one command that was run; the command line puts it in."""
+"""A placeholder; the command line replaces it by the help of the command that was run."""
 _DEFAULT_FIXES: Mapping[str, str] = {
     "request": SEE_HELP,
     "source": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
@@ -170,11 +185,11 @@ _DEFAULT_FIXES: Mapping[str, str] = {
     "service": "check RESHARD_URL and run the same command again",
     "internal": "please report it with the output of the command",
 }
-"""What to do where the place that raised the error knows nothing better, by code or by branch."""
+"""The fix of an error that was raised without one, by code or by branch."""
 
 
 def printable(text: object, *, max_chars: int = 256) -> str:
-    """`text` as one safe line: control, bidi and surrogate characters escaped, length cut.
+    """`text` as one safe line: control, bidi and surrogate characters are escaped, and the length is limited.
 
     Names in errors come from checkpoints; a log line or a terminal must not obey them.
     """
@@ -185,7 +200,7 @@ def printable(text: object, *, max_chars: int = 256) -> str:
 
 
 def as_text(value: Any) -> Any:
-    """A JSON value that UTF-8 can spell: halves of surrogate pairs, which names of files may have, are escaped."""
+    """A JSON value that can be encoded as UTF-8: lone surrogates, which names of files may contain, are escaped."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -196,12 +211,12 @@ def as_text(value: Any) -> Any:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """The first of some names, safe to show, and whether there are more."""
+    """The first `most` names, escaped and joined by commas, and `...` if there are more."""
     return ", ".join(printable(n) for n in names[:most]) + (", ..." if len(names) > most else "")
 
 
 def format_size(size_bytes: float) -> str:
-    """A size in binary units, three digits."""
+    """A size in binary units, with three digits."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -215,8 +230,8 @@ class ReshardError(Exception):
 
     Attributes:
         code: Stable code, a key of `CODES`.
-        message: What happened, with the numbers.
-        fix: What the user can do, pasteable where possible.
+        message: The problem, with its numbers.
+        fix: A step that the user can take, if possible as a command to paste.
         details: Machine-readable facts (JSON values).
     """
 
@@ -230,7 +245,7 @@ class ReshardError(Exception):
         self.details: dict[str, Any] = dict(details or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How the error goes to another process: ranks tell one another, and pools of processes do."""
+        """Pickle the error, so that ranks and pools of processes can pass it to other processes."""
         return _again, (type(self), self.code, self.message, self.fix, self.details)
 
     @property
@@ -245,7 +260,7 @@ class ReshardError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request can succeed later without a change."""
+        """True if the same request can succeed later without a change."""
         return self.entry.retryable
 
     def to_problem(self) -> dict[str, Any]:
@@ -263,19 +278,19 @@ class ReshardError(Exception):
         return as_text(problem)
 
     def __str__(self) -> str:
-        """Message with its code, one line."""
+        """The code and the message, on one line."""
         return f"{self.code}: {self.message}"
 
 
 def _again(kind: type[ReshardError], code: str, message: str, fix: str, details: dict[str, Any]) -> ReshardError:
     error = kind.__new__(kind)
-    # Not by its own constructor, whose arguments are its own.
+    # The constructor of the subclass may have other arguments.
     ReshardError.__init__(error, code, message, fix=fix, details=details)
     return error
 
 
 class RequestError(ReshardError):
-    """The caller asked for something that cannot be."""
+    """The caller's request cannot be served."""
 
 
 class SourceError(ReshardError):
@@ -287,7 +302,7 @@ class StorageError(ReshardError):
 
 
 class IntegrityError(ReshardError):
-    """Our output does not verify. Never retried blindly."""
+    """The output does not verify. It is never retried automatically."""
 
 
 class JobError(ReshardError):
@@ -320,8 +335,8 @@ def class_of(code: str) -> type[ReshardError]:
 def from_problem(problem: Mapping[str, Any]) -> ReshardError:
     """The typed error that `ReshardError.to_problem` described.
 
-    A code that this version does not know becomes `service.protocol`, so that an older client keeps
-    the text of a newer service's error.
+    A code that this version does not know becomes `service.protocol`. An older client thus keeps the text of an error
+    of a newer service.
     """
     code = str(problem.get("code", ""))
     details = problem.get("details")

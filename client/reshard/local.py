@@ -1,4 +1,4 @@
-"""The one seam between the slim package and the engine: an entry point, looked up when it is needed.
+"""The only place where the slim client package finds the engine: an entry point, looked up when it is needed.
 
 The package without extras brings no engine. With the `worker` extra's dependencies the entry point
 `reshard.engine` loads; without them the user is told what to install.
@@ -24,58 +24,76 @@ if TYPE_CHECKING:
         SourceSpec,
         VerifyReport,
         WeightDtype,
+        WorkShare,
     )
     from reshard.pictures import LayoutPicture
+    from reshard.shared_work import SharedWork
 
 ENTRY_POINT_GROUP = "reshard.engine"
 
 
 class StateDicts(Protocol):
-    """Weights of checkpoints as torch tensors, which have no type here: the slim package knows no torch."""
+    """Loads weights as torch tensors, which are typed `Any` here: the slim package does not import torch."""
 
     def lazy(self, source: SourceSpec, *, exclude_frozen: bool) -> dict[str, Any]:
         """The fp32 weights by name, as objects that read their bytes on `contiguous()`."""
         ...
 
     def whole(self, tensors: Mapping[str, Any], *, dtype: WeightDtype | None = None, empty: bool = False) -> Any:
-        """All of them, read; floating ones cast if a type is given, or only allocated."""
+        """Read lazy tensors. `dtype` casts the floating-point ones; with `empty` tensors are only allocated."""
         ...
 
     def load(self, model: Any, tensors: Mapping[str, Any]) -> None:
-        """Load them into a model on the CPU, a bounded part at a time."""
+        """Load tensors into a model on the CPU, in bounded memory."""
         ...
 
     def cloned(self, item: Any, device: Any) -> Any:
-        """A copy of nested containers whose tensors have storages of their own."""
+        """Copy nested containers so that each tensor has a storage of its own."""
         ...
 
 
 class Engine(Protocol):
-    """What the engine offers in this process. All calls are synchronous and raise `ReshardError`s."""
+    """The operations of the engine in this process. All calls are synchronous and raise `ReshardError`s."""
 
     def inspect(self, source: SourceSpec) -> Inspection:
-        """What the checkpoint is, from metadata only."""
+        """Describe a checkpoint, from its metadata only."""
         ...
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
-        """Which file holds what; of one tensor, `NAME` or `NAME/STATE`, which part of it. From metadata only."""
+        """List what each file holds, or the files of one tensor (`NAME` or `NAME/STATE`). Reads only metadata."""
         ...
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
-        """What `convert` would do; nothing is written."""
+        """Plan the conversion that `convert` would run; nothing is written."""
         ...
 
     def convert(
         self,
         request: ConvertRequest,
         *,
+        work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
-        """Run the conversion to its commit; resumes what an interrupted run left.
+        """Run the conversion to its commit. Resumes an interrupted run of the same conversion.
 
+        With `work`, other processes that are given the same request run it too, and each does a part.
         `on_progress` is called from one thread at a time; `should_stop` is polled between units and
         ends the run with `job.cancelled`, leaving the journal for a later resume.
+        """
+        ...
+
+    def help(
+        self,
+        request: ConvertRequest,
+        work: SharedWork,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> WorkShare:
+        """Run a part of a conversion that another process runs with `convert` and `work`, and that it commits.
+
+        Returns when no part is left. A helper that is stopped leaves what it finished to the others.
         """
         ...
 
@@ -86,7 +104,7 @@ class Engine(Protocol):
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
-        """The same; files of the same names in a local directory that exists are replaced, the rest is kept."""
+        """Convert into a local directory that may exist: files of the same names are replaced, other files stay."""
         ...
 
     def slim(
@@ -99,11 +117,11 @@ class Engine(Protocol):
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> SlimResult:
-        """Write a torch file, or all files of a directory, anew, each storage as long as its tensors."""
+        """Rewrite a torch file, or all files of a directory, so that each storage is only as long as its tensors."""
         ...
 
     def state_dicts(self) -> StateDicts:
-        """Weights as torch tensors.
+        """Return the loader of weights as torch tensors.
 
         Raises:
             RequestError: `request.engine_missing` without torch.
@@ -111,7 +129,7 @@ class Engine(Protocol):
         ...
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
-        """Re-read a target against its manifest; with `sample` only a random fraction of its bytes."""
+        """Read a target again and compare it with its manifest; with `sample`, only a random fraction of its bytes."""
         ...
 
     def diff(
@@ -129,21 +147,21 @@ class Engine(Protocol):
     def clean(
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
     ) -> CleanReport:
-        """Remove what unfinished conversions into a target left, unless a process is at work on it."""
+        """Remove files that unfinished conversions into a target left, unless a process still uses them."""
         ...
 
     def discard(self, request: ConvertRequest) -> None:
-        """Remove what an unfinished conversion of this request left (staging, uploads, journal)."""
+        """Remove the staging directory, uploads and journal that an unfinished conversion of this request left."""
         ...
 
 
 def load_engine() -> Engine:
-    """The installed engine.
+    """Load the installed engine.
 
     Raises:
         RequestError: `request.engine_missing` when the engine's dependencies are not installed.
     """
-    # Commands that only say what they can do import this module too, and pay for no package's metadata.
+    # `--help` imports this module, too, and must not wait for the metadata of installed packages.
     from importlib.metadata import entry_points
 
     found = tuple(entry_points(group=ENTRY_POINT_GROUP))

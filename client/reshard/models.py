@@ -1,4 +1,4 @@
-"""Wire models: what crosses the API, the CLI's `--json` and the worker's pipe. Frozen, versioned.
+"""Wire models of the API, of the CLI's `--json` and of the worker's pipe. They are frozen and versioned.
 
 Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/key` is no path.
 """
@@ -6,9 +6,9 @@ Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/k
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
 
 from reshard.choices import (
     JobKind as JobKind,
@@ -24,50 +24,23 @@ from reshard.choices import (
     WeightDtype as WeightDtype,
     ZeroStage as ZeroStage,
 )
+from reshard.nested_options import OfInstalledFormats, nested
+from reshard.options import NativeLayout as NativeLayout, Options as Options
+from reshard.target_name import TargetName
+from reshard.wire_model import MOST_BYTES, WireModel as WireModel
 
 SCHEMA_VERSION = 1
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20
-MOST_BYTES = 1 << 62
-"""No size is larger: what is added to one must still fit into 64 bits."""
-
-
-class WireModel(BaseModel):
-    """Base of all wire models: frozen, unknown fields refused."""
-
-    # A command uses few of the models: each is built when it is first used, which is 50 ms of any start less.
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class SourceSpec(WireModel):
-    """Which checkpoint to read."""
+    """The checkpoint to read."""
 
     url: str = Field(min_length=1, max_length=4096)
     tag: str | None = Field(default=None, max_length=512)
     profile: str | None = Field(default=None, max_length=128)
-    """Name of a storage profile that the operator configured; never credentials."""
-
-
-class NativeLayout(WireModel):
-    """The layout of a native target; what is None is as in the source, or else the framework's default."""
-
-    zero_stage: ZeroStage | None = None
-    dp: int = Field(ge=1, le=1 << 20)
-    """Data-parallel ranks (with sequence parallelism: both together)."""
-    tp: int = Field(default=1, ge=1, le=1 << 12)
-    pp: int = Field(default=1, ge=1, le=1 << 12)
-    ep: int = Field(default=1, ge=1, le=1 << 12)
-    partition_method: str | None = Field(default=None, max_length=4096)
-    """Of pipeline stages: `uniform`, `parameters`, `type:REGEX`, or the first layer of each stage: `0,3,6`."""
-    pipeline_layers: int | None = Field(default=None, ge=1, le=4096)
-    """Layers of the pipeline in all, those without parameters included; `uniform` needs it."""
-    vocab_divisor: int | None = Field(default=None, ge=1, le=1 << 20)
-    """`make_vocab_size_divisible_by`: vocabularies are padded to a multiple of it times the tensor-parallel ranks."""
-    round_robin_gradients: bool | None = None
-    parameter_alignment: bool | None = None
-    sub_group_size: int | None = Field(default=None, ge=1, le=MOST_BYTES)
-    """Stage 3: elements of one rank's partition after which a sub-group is closed."""
-    rng: RngPolicy = RngPolicy.KEEP
+    """Name of a storage profile that the operator configured. Requests never contain credentials."""
 
 
 class ConvertRequest(WireModel):
@@ -75,53 +48,42 @@ class ConvertRequest(WireModel):
 
     source: SourceSpec
     target: str = Field(min_length=1, max_length=4096)
-    to: TargetFormat
+    to: TargetName
     target_profile: str | None = Field(default=None, max_length=128)
     dtype: WeightDtype | None = None
-    """Consolidated weights: default fp32 from the masters, or as stored where a source has none. Native targets: the
-    model's type, default the source's."""
-    layout: NativeLayout | None = None
-    """Native targets only, and needed there."""
-    rules: str | None = Field(default=None, max_length=1 << 16)
-    """How parameters are cut over tensor-parallel ranks where the source does not say: YAML, see docs/rules.md."""
-    family: str | None = Field(default=None, max_length=64)
-    """A named pack of such rules, such as `gpt-megatron`."""
-    names: NameScheme | None = None
-    """Other names for the parameters of Megatron-DeepSpeed's GPT and Llama models; None keeps the source's."""
+    """Consolidated weights: their type, by default fp32 from the masters, or as stored if the source has no masters.
+    Native targets: the type of the model, by default the source's."""
     replicas: ReplicaPolicy = ReplicaPolicy.ERROR
-    max_shard_bytes: int | None = Field(default=None, ge=1, le=MOST_BYTES)
-    """Consolidated weights only: largest size of one weights file; default one file per 5 GB."""
     exclude_frozen: bool = False
-    merge_adapter: bool = False
-    """Consolidated weights only: the model without PEFT, with an adapter merged into its weights."""
-    adapter: str | None = Field(default=None, min_length=1, max_length=256)
-    """Which LoRA adapter to write or to merge, where there are several."""
-    lora_alpha: float | None = Field(default=None, gt=0, lt=1e9)
-    """The scale of an adapter without `adapter_config.json`."""
-    base: str | None = Field(default=None, min_length=1, max_length=4096)
-    """For `merge_adapter` and a checkpoint without its frozen parameters: a directory with the base model's weights, or
-    its directory in the hub's cache. The source's storage profile serves it."""
     model_files: str | None = Field(default=None, min_length=1, max_length=4096)
-    """Consolidated weights: a directory whose configuration, tokenizer and generation files go beside them, so that
-    `from_pretrained` opens the target. PEFT: one with `adapter_config.json`, by default looked for beside the source.
-    The source's storage profile serves it."""
+    """Consolidated weights: a directory whose configuration, tokenizer and generation files are copied beside the
+    weights, so that `from_pretrained` opens the target. PEFT: a directory with `adapter_config.json`, by default the
+    one beside the source. It is read with the source's storage profile."""
     opaque: OpaquePolicy = OpaquePolicy.REFUSE
     overwrite: bool = False
     on_overflow: OverflowPolicy = OverflowPolicy.INF
-    """Finite elements that a narrower type cannot hold; what was lost is counted whatever it says."""
+    """Policy for finite elements that a narrower type cannot hold. Losses are counted under every policy."""
     verify: VerifyLevel = VerifyLevel.DEFAULT
     memory_limit_bytes: int = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1, le=MOST_BYTES)
     part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10, le=MOST_BYTES)
-    """Grain of work: bytes of one unit and of one multipart part."""
+    """Bytes of one unit of work and of one part of a multipart upload."""
     threads: int | None = Field(default=None, ge=1, le=1024)
     server_copy: ServerCopyPolicy = Field(
         default=ServerCopyPolicy.AUTO, validation_alias=AliasChoices("server_copy", "offload")
     )
-    """Ranges that move unchanged within one object store are copied there and do not pass through the worker."""
+    """With `auto` the object store itself copies ranges that move unchanged within it (server-side copies)."""
+    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=Options)
+    """Options of single formats, by format."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest_options(cls, fields: Any) -> Any:
+        """Also accept options of formats unnested, as in the previous release."""
+        return nested(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else fields
 
 
 class Progress(WireModel):
-    """How far a conversion is; bytes are of the output and never decrease within an attempt."""
+    """The progress of a conversion. Bytes are bytes of the output and never decrease within an attempt."""
 
     phase: Literal["planning", "running", "verifying", "committing", "done"]
     bytes_done: int = 0
@@ -130,30 +92,47 @@ class Progress(WireModel):
     units_total: int = 0
     rate_bytes_per_s: float = 0.0
     eta_s: float | None = None
+    takes_workers: bool = False
+    """True while other workers can join the conversion."""
+
+
+class WorkShare(WireModel):
+    """The part of one worker in a conversion that several workers run together."""
+
+    runs: int = 0
+    """Runs of units that it claimed."""
+    takeovers: int = 0
+    """Those runs that it took over from a worker that had died."""
+    splits: int = 0
+    """Runs of which it gave a part to a worker that had nothing to do."""
+    epochs_lost: int = 0
+    """Times that the conversion ended, or began again, while this worker still worked for it."""
+    units: int = 0
+    write_bytes: int = 0
 
 
 class FileEntry(WireModel):
-    """One file of a target, path relative to the target's directory."""
+    """One file of a target; its path is relative to the target's directory."""
 
     path: str
     size_bytes: int
 
 
 class NotCarried(WireModel):
-    """Something of the source that the target does not hold, or holds only as one rank had it."""
+    """A value of the source that the target does not hold, or holds only for one rank."""
 
     path: str
-    """The keys that lead to it, joined by dots: of model states from their top, of optimizer files from
-    `optimizer_state_dict`, `param_groups`, ...; or the name of a file."""
+    """The keys that lead to the value, joined by dots: from the top of a model states file, or from
+    `optimizer_state_dict`, `param_groups`, ... of an optimizer file. It may also be the name of a file."""
     file: str = ""
-    """The source file that holds it, the first of several; empty where it is no one file's."""
+    """The first source file that holds the value; empty if it belongs to no single file."""
     files: int = 1
-    """Source files that hold it."""
+    """Number of source files that hold the value."""
     reason: str
 
 
 class PlanSummary(WireModel):
-    """What a conversion would do, before it does it."""
+    """A plan in short: the reads, writes and memory of a conversion that has not run."""
 
     schema_version: int = SCHEMA_VERSION
     digest: str
@@ -161,7 +140,7 @@ class PlanSummary(WireModel):
     source_url: str
     tag: str | None
     target: str
-    to: TargetFormat
+    to: TargetName
     tensors: int
     files: tuple[FileEntry, ...]
     units: int
@@ -170,7 +149,7 @@ class PlanSummary(WireModel):
     peak_memory_bytes: int
     warnings: tuple[str, ...] = ()
     not_carried: tuple[NotCarried, ...] = ()
-    """As in the result of the conversion."""
+    """As in `ConvertResult`."""
 
 
 class TensorInfo(WireModel):
@@ -185,19 +164,20 @@ class TensorInfo(WireModel):
 
 
 class PossibleTarget(WireModel):
-    """A target, and whether a checkpoint can become it."""
+    """A target, and True if a checkpoint can be converted to it."""
 
     name: str
-    """As on the command line: `universal`, `zero --tp`, ..."""
+    """The target as on the command line: `universal`, `zero --tp`, ..."""
     possible: bool
     detail: str
-    """What is possible, or what stands in the way."""
+    """A note on the target, or the reason why it is not possible."""
     example: str = ""
-    """Flags of `reshard convert SRC DST` that would work, in upper case what only the user knows; empty if none do."""
+    """Flags of `reshard convert SRC DST` that would work, with upper-case placeholders for values that only the user
+    knows; empty if the target is not possible."""
 
 
 class Inspection(WireModel):
-    """What a checkpoint is, found without reading tensor data."""
+    """The description of a checkpoint, found without reading tensor data."""
 
     schema_version: int = SCHEMA_VERSION
     url: str
@@ -217,50 +197,54 @@ class Inspection(WireModel):
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
     not_carried: tuple[NotCarried, ...] = ()
-    """Keys of the files that no target would hold, whatever it is."""
+    """Keys of the source's files that no target can hold."""
     targets: tuple[PossibleTarget, ...] = ()
     tensors: tuple[TensorInfo, ...]
 
 
 class CastLoss(WireModel):
-    """What the cast of one parameter to a narrower type lost, in elements."""
+    """The losses of one parameter's cast to a narrower type, in elements."""
 
     fqn: str
     overflowed: int = 0
-    """Finite, and too large: infinite now, or the largest finite number under `on_overflow: saturate`."""
+    """Finite elements that were too large: now infinite, or the largest finite number (`on_overflow: saturate`)."""
     underflowed: int = 0
-    """Not zero before, zero now."""
+    """Elements that were not zero and are zero now."""
     nan: int = 0
     infinite: int = 0
-    """Infinite before."""
+    """Elements that were infinite in the source."""
 
 
 class ConvertResult(WireModel):
-    """What a finished conversion did."""
+    """The result of a finished conversion."""
 
     schema_version: int = SCHEMA_VERSION
     target: str
-    to: TargetFormat
+    to: TargetName
     files: tuple[FileEntry, ...]
     read_bytes: int
     write_bytes: int
     server_copied_bytes: int = Field(default=0, validation_alias=AliasChoices("server_copied_bytes", "offloaded_bytes"))
-    """Bytes of the output that the object store copied itself: the worker did not send them."""
+    """Bytes of the output that the object store copied itself (server-side copies)."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted attempt had already written."""
     seconds: dict[str, float]
+    """Seconds by phase. `pack`: the source's metadata came from another worker of the conversion, which took so long.
+    `publish`: this worker left the metadata that it read to the others."""
     plan_digest: str
     already_done: bool = False
     verification: VerifyLevel = VerifyLevel.DEFAULT
     warnings: tuple[str, ...] = ()
     not_carried: tuple[NotCarried, ...] = ()
-    """Every key of the source that the target neither holds nor states anew."""
+    """Every key of the source that the target neither holds nor replaces by a value of its own."""
     casts: tuple[CastLoss, ...] = ()
-    """Parameters of which casts lost something, or that held NaNs or infinities; the others are left out."""
+    """Parameters whose casts lost values, and those with NaNs or infinities; the others are left out."""
+    share: WorkShare | None = None
+    """The part of this worker, if several could run the conversion together."""
 
 
 class SlimResult(WireModel):
-    """What writing torch files anew saved."""
+    """The result of `reshard slim`: sizes before and after."""
 
     schema_version: int = SCHEMA_VERSION
     target: str
@@ -277,48 +261,48 @@ class Leftover(WireModel):
     kind: Literal["staging", "journal", "old target", "claim", "upload", "object"]
     size_bytes: int
     in_use: bool
-    """Whether a process is at work on it, or was a short while ago: it stays."""
+    """True if a process uses it now, or used it a short while ago; it is then not removed."""
 
 
 class CleanReport(WireModel):
-    """What unfinished conversions left of one target, and whether it was removed."""
+    """The files that unfinished conversions left beside one target, and whether they were removed."""
 
     schema_version: int = SCHEMA_VERSION
     target: str
     removed: bool
-    """Whether everything that is not in use was removed; false for a look only."""
+    """True if everything that is not in use was removed; false for a dry run."""
     leftovers: tuple[Leftover, ...]
 
 
 class VerifyProblem(WireModel):
-    """One thing that is not as the manifest says."""
+    """One deviation of a target from its manifest."""
 
     path: str
     offset: int | None
     length_bytes: int | None
     tensor: str | None = None
-    """Name of the tensor whose bytes they are, where they are a tensor's."""
+    """Name of the tensor that the damaged bytes belong to, if any."""
     problem: str
 
 
 class VerifyReport(WireModel):
-    """Outcome of re-reading a target against its manifest."""
+    """The outcome of comparing a target with its manifest."""
 
     schema_version: int = SCHEMA_VERSION
     target: str
     files: int
     tensors: int = 0
-    """Tensors whose digests were compared."""
+    """Number of tensors whose digests were compared."""
     read_bytes: int
     sampled: float | None = None
-    """Fraction of the bytes that was asked for; None if everything was read."""
+    """The requested fraction of the bytes; None if everything was read."""
     ok: bool
     problems: tuple[VerifyProblem, ...]
     seconds: float
 
 
 class Problem(WireModel):
-    """RFC 9457 problem object with Reshard's members."""
+    """An RFC 9457 problem object with additional members of Reshard."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -330,6 +314,19 @@ class Problem(WireModel):
     fix: str = ""
     retryable: bool = False
     details: dict[str, Any] = Field(default_factory=dict)
+
+
+class JobWorker(WireModel):
+    """A worker that runs, or ran, a job."""
+
+    worker: str
+    role: Literal["owner", "helper"]
+    """The owner answers for an attempt and commits. Helpers join a running job and leave it."""
+    attempt: int
+    joined_at: datetime
+    left_at: datetime | None = None
+    share: WorkShare | None = None
+    """None while it works, and if it ended without a report."""
 
 
 class Job(WireModel):
@@ -347,6 +344,12 @@ class Job(WireModel):
     progress: Progress | None = None
     plan_digest: str | None = None
     worker: str | None = None
+    """The owner of the running attempt."""
+    workers: tuple[JobWorker, ...] = ()
+    """All workers of all attempts, in the order in which they joined."""
+    max_workers: int = 0
+    """The number of workers that may run the job at once; 0 is the service's default."""
+    priority: int = 0
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
@@ -369,10 +372,14 @@ _LabelValue = Annotated[str, Field(max_length=512)]
 
 
 class SubmitRequest(ConvertRequest):
-    """Body of `POST /v1/jobs`: a conversion with the job's own fields."""
+    """Body of `POST /v1/jobs`: a conversion request, and the job's own fields."""
 
     labels: dict[_LabelName, _LabelValue] = Field(default_factory=dict, max_length=32)
     max_attempts: int = Field(default=3, ge=1, le=20)
+    max_workers: int = Field(default=0, ge=0, le=1024)
+    """The number of workers that may run the job at once; 0 is the service's default, 1 forbids helpers."""
+    priority: int = Field(default=0, ge=-100, le=100)
+    """Jobs with a higher priority begin, and get helpers, before others. Running jobs are not interrupted."""
 
 
 class JobEvent(WireModel):
@@ -381,9 +388,12 @@ class JobEvent(WireModel):
     seq: int
     job_id: str
     at: datetime
-    kind: Literal["state", "progress"]
+    kind: Literal["state", "progress", "worker"]
+    """`worker`: a helper has joined or left."""
     state: JobState
     progress: Progress | None = None
+    worker: JobWorker | None = None
+    """The helper that has joined or left."""
 
 
 class JobEventPage(WireModel):
@@ -391,4 +401,4 @@ class JobEventPage(WireModel):
 
     events: tuple[JobEvent, ...]
     done: bool
-    """Whether the job has ended and `events` reaches its last event."""
+    """True if the job has ended and `events` includes its last event."""

@@ -1,4 +1,4 @@
-"""Wire models of a checkpoint's layout: which file holds which part of which tensor."""
+"""Wire models of a checkpoint's layout: the file that holds each part of each tensor."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from reshard.models import SCHEMA_VERSION, WireModel
 
 
 class Region(WireModel):
-    """A rectangle of a tensor seen as a matrix: its first dimension as rows, all others together as columns."""
+    """A rectangle of a tensor that is seen as a matrix: the first dimension as rows, all others together as columns."""
 
     file: str
     rank: str
-    """Which rank's file it is, such as `dp 1 tp 0 pp 0`; empty where a file is no rank's own."""
+    """The rank that owns the file, such as `dp 1 tp 0 pp 0`; empty if the file belongs to no single rank."""
     rows: tuple[int, int]
-    """First row, and one past the last."""
+    """The first row, and one past the last."""
     columns: tuple[int, int]
 
     @property
     def elements(self) -> int:
-        """How many elements it holds."""
+        """Number of elements of the region."""
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
 
 class TensorPicture(WireModel):
-    """One tensor of a checkpoint, and where its elements are."""
+    """One tensor of a checkpoint, with the files that hold its regions."""
 
     fqn: str
     state: str
     dtype: str
     shape: tuple[int, ...]
     cut: str
-    """How tensor parallelism cuts it, in words."""
+    """A sentence on how tensor parallelism cuts the tensor."""
     regions: tuple[Region, ...]
-    """They tile the tensor, up to `left_out` of them."""
+    """The regions tile the tensor; `left_out` more are not listed."""
     left_out: int = 0
 
 
 class FileShare(WireModel):
-    """What one file holds."""
+    """The contents of one file, by tensor state."""
 
     file: str
     rank: str
@@ -45,7 +45,7 @@ class FileShare(WireModel):
 
 
 class LayoutPicture(WireModel):
-    """The layout of a checkpoint: of all its files, and of the tensors that were asked for."""
+    """The layout of a checkpoint: its files, and the tensors that were asked for."""
 
     schema_version: int = SCHEMA_VERSION
     url: str

@@ -43,6 +43,8 @@ def main() -> int:
     try:
         with s3_server(directory) as endpoint:
             os.environ.update(s3_settings(endpoint))
+            # `reshard serve` writes its token there, and the commands find it: the home directory stays as it is.
+            os.environ["XDG_STATE_HOME"] = str(directory / "state")
             bucket = boto3.client("s3")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
             upload(bucket)
             with reshard_service(directory) as url:

@@ -1,1 +1,1 @@
-"""Job records in SQL: the truth about who owns a job, how far it is and how it ended."""
+"""Job records in SQL: the owner, the progress and the outcome of each job."""

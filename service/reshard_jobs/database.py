@@ -8,21 +8,21 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select
+from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, update
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from reshard.errors import JobError, ReshardError
-from reshard_jobs.tables import SCHEMA, Base, JobRow, MetaRow
+from reshard_jobs.tables import SCHEMA, UPGRADES, Base, JobRow, MetaRow
 
 _LOCK_ID = 0x7265_7368
 """Advisory lock under which PostgreSQL tables are created; any constant will do."""
 
 
 def host_identity() -> str:
-    """What tells this host from another: `RESHARD_HOST_ID`, or the host's name and machine id."""
+    """The identity of this host: `RESHARD_HOST_ID`, or the host's name and machine id."""
     if chosen := os.environ.get("RESHARD_HOST_ID"):
         return chosen
     try:
@@ -63,21 +63,22 @@ class Database:
 
     @contextmanager
     def read(self) -> Generator[Session]:
-        """A transaction that writes nothing and blocks no writer."""
+        """Open a transaction that writes nothing and blocks no writer."""
         engine = self._engine.execution_options(sqlite_begin="BEGIN DEFERRED")
         with Session(engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager
     def write(self) -> Generator[Session]:
-        """A transaction that commits at the end of the block, or not at all."""
+        """Open a transaction that commits at the end of the block, or rolls back after an exception."""
         with Session(self._engine, expire_on_commit=False) as session, session.begin():
             yield session
 
     def lock_target_of(self, session: Session, job_id: str) -> None:
-        """Until the end of the transaction, keep others from claiming a job with the same target.
+        """Keep others from claiming a job with the same target until the end of the transaction.
 
-        PostgreSQL would let two claims of two jobs each overlook the other; SQLite has one writer at a time.
+        Without this, PostgreSQL could run two claims at once, of which neither sees the other. SQLite has one writer
+        at a time.
         """
         if not self.is_sqlite:
             target = select(JobRow.target).where(JobRow.id == job_id).scalar_subquery()
@@ -94,16 +95,22 @@ class Database:
                 connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK_ID})")
             Base.metadata.create_all(connection)
             version = _fact(connection, "schema_version", str(SCHEMA))
+            while version in UPGRADES:
+                for statement in UPGRADES[version]:
+                    connection.exec_driver_sql(statement)
+                version = str(int(version) + 1)
+                values = {"value": version}
+                connection.execute(update(MetaRow).where(MetaRow.name == "schema_version").values(**values))
             if version != str(SCHEMA):
                 raise JobError(
                     "service.schema_version",
-                    f"the job database has schema version {version}, this program needs {SCHEMA}",
+                    f"the job database has schema version {version}, but this program needs {SCHEMA}",
                     fix="run the same version of reshard everywhere, or start with a new database",
                 )
             if self.is_sqlite and (bound := _fact(connection, "host", host)) != host:
                 raise JobError(
                     "service.wrong_host",
-                    f"the SQLite job database is bound to host {bound!r}, this is {host!r}",
+                    f"the SQLite job database is bound to host {bound!r}, but this host is {host!r}",
                     fix="use RESHARD_DATABASE_URL=postgresql://... for several hosts; "
                     f"if this host replaces that one: export RESHARD_HOST_ID='{bound}'",
                 )
@@ -113,7 +120,7 @@ _URL_FIX = "check RESHARD_DATABASE_URL: sqlite:////path/jobs.db or postgresql://
 
 
 def _fact(connection: Connection, name: str, value: str) -> str:
-    """The stored value of a fact; the first writer's wins."""
+    """The stored value of a fact. The value of the first writer is kept."""
     found = connection.execute(select(MetaRow.value).where(MetaRow.name == name)).scalar_one_or_none()
     if found is not None:
         return found

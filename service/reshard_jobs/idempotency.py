@@ -1,7 +1,7 @@
-"""Idempotency keys: two POSTs with one key make one job.
+"""Idempotency keys: two POST requests with the same key create one job.
 
 A key is *held* while its first request is being validated, and *bound* to its job in the transaction
-that creates the job. A hold runs out by itself, so that an API process that died frees its keys.
+that creates the job. A hold expires, so that the keys of an API process that died become free.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MAX_KEY_CHARS = 255
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The right to bind a key."""
+    """A held key, which its request may bind to a job."""
 
     key: str
     holder: str
 
 
 def fingerprint(body: Any) -> str:
-    """What makes two request bodies (JSON values) equal."""
+    """A digest that is equal for equal request bodies (JSON values)."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -105,7 +105,7 @@ def bind(session: Session, hold: Hold, job_id: str) -> None:
     """Bind a held key to the job that this transaction creates.
 
     Raises:
-        RequestError: `request.idempotency_conflict`: the hold ran out and another request took it.
+        RequestError: `request.idempotency_conflict`: the hold expired and another request took the key.
     """
     bound = session.scalars(
         update(IdempotencyRow)
@@ -119,7 +119,7 @@ def bind(session: Session, hold: Hold, job_id: str) -> None:
 
 
 def conflict() -> RequestError:
-    """A request with the same key is being handled now."""
+    """The error for a key whose first request is still being handled."""
     return RequestError(
         "request.idempotency_conflict",
         "a request with this idempotency key is in flight",

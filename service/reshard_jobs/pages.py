@@ -1,4 +1,4 @@
-"""Opaque page tokens: the last job that a page showed, bound to the filter of its listing."""
+"""Opaque page tokens. A token holds the last job of a page and a digest of the listing's filter."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _JOB_ID = re.compile(r"job_[a-z2-7]{24}")
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs a listing shows: any of the states, all of the labels."""
+    """The filter of a listing: a job must be in one of the states and have all of the labels."""
 
     states: tuple[JobState, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def digest(self) -> str:
-        """What binds a page token to this filter."""
+        """The digest of this filter, which a page token contains."""
         text = json.dumps([sorted(self.states), sorted(self.labels.items())])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def make_token(chosen: JobFilter, created_at: float, job_id: str) -> str:
-    """The token of the page after this job."""
+    """Make the token of the page after this job."""
     return base64.urlsafe_b64encode(json.dumps([chosen.digest(), created_at, job_id]).encode()).decode().rstrip("=")
 
 
 def read_token(chosen: JobFilter, token: str) -> tuple[float, str]:
-    """The job after which a page begins: its time of creation (seconds since the epoch) and id.
+    """Read the creation time (seconds since the epoch) and the id of the job after which a page begins.
 
     Raises:
-        RequestError: `request.invalid`: the token is not one of ours, or of another filter.
+        RequestError: `request.invalid`: the token is malformed, or belongs to another filter.
     """
     try:
         fields: Any = json.loads(base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True))
@@ -57,7 +57,7 @@ def read_token(chosen: JobFilter, token: str) -> tuple[float, str]:
 
 
 def _may_be_ours(created_at: float, job_id: str) -> bool:
-    # A database refuses to compare what it cannot hold, and that would look like its own failure.
+    # A database refuses to compare values that it cannot store. That error would look like a failure of the database.
     return 0 <= created_at < _END_OF_TIME and _JOB_ID.fullmatch(job_id) is not None
 
 

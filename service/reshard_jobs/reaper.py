@@ -1,4 +1,4 @@
-"""What nobody owns any more: lost leases, orphaned cancels, and work that nobody heard of.
+"""Repairs jobs without an owner: lost leases, cancels without a worker, and jobs whose message was lost.
 
 Any number of reapers may run at once: each step is a conditional UPDATE.
 """
@@ -7,69 +7,80 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import select
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, from_problem
 from reshard.models import JobState, Problem
 from reshard_jobs.database import Database
-from reshard_jobs.leases import exhausted, problem_json, work_waits
-from reshard_jobs.moves import move
+from reshard_jobs.helpers import help_wanted
+from reshard_jobs.leases import exhausted, owners_left, problem_json, work_waits
 from reshard_jobs.states import ACTIVE
-from reshard_jobs.tables import JobRow, db_now
+from reshard_jobs.tables import JobRow, WorkerRow, db_now
+from reshard_jobs.transitions import move
 
 _BATCH = 500
 _CANCEL_GRACE_LEASES = 3.0
-"""An orphaned cancel that no worker cleaned up for this many leases ends without the clean-up."""
+"""Number of leases after which a cancel that no worker has cleaned up ends without the clean-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What one pass of the reaper did."""
+    """The result of one pass of the reaper."""
 
     requeued: tuple[str, ...]
     failed: tuple[str, ...]
     cancelled: tuple[str, ...]
     work_waits: bool
-    """A job is to be had: ring, in case nobody has heard of it."""
+    """True if a job is available, or takes helpers. The caller rings the doorbell: the message may be lost."""
 
 
 class Reaper:
-    """Finds what was lost in a job database.
+    """Finds and repairs jobs without an owner in a job database.
 
     Args:
         database: The job database.
         lease_s: The lease of its workers.
+        max_workers: The number of workers that may run a job at once, for jobs that name none.
     """
 
-    def __init__(self, database: Database, *, lease_s: float) -> None:
+    def __init__(self, database: Database, *, lease_s: float, max_workers: int = 1) -> None:
         self._database = database
         self._lease_s = lease_s
+        self._max_workers = max_workers
 
     def sweep(self) -> Sweep:
-        """One pass over the jobs."""
+        """Make one pass over the jobs."""
         with self._database.write() as session:
             requeued, failed = self._requeue_lost(session)
             cancelled = self._end_orphaned_cancels(session)
-            return Sweep(requeued, failed, cancelled, work_waits(session))
+            self._end_lost_helpers(session)
+            waits = work_waits(session) or help_wanted(session, self._max_workers)
+            return Sweep(requeued, failed, cancelled, waits)
 
     def _requeue_lost(self, session: Session) -> tuple[tuple[str, ...], tuple[str, ...]]:
         lost = (JobRow.state.in_([state.value for state in ACTIVE]), JobRow.lease_until < db_now())
         requeued: list[str] = []
         failed: list[str] = []
         for row in session.scalars(select(JobRow).where(*lost).limit(_BATCH)).all():
-            # The fence of the owner that we saw: it may have renewed, or ended, in between.
+            # The fence of the owner that was read: it may have renewed its lease or ended in between.
             seen = (*lost, JobRow.attempt == row.attempt)
             if row.attempt - row.releases < row.max_attempts:
                 gone = {"owner": None, "worker": None, "lease_until": None}
                 if move(session, row.id, JobState.QUEUED, *seen, **gone):
+                    owners_left(session, row.id)
                     requeued.append(row.id)
                 continue
             last = from_problem(Problem.model_validate_json(row.error).model_dump()) if row.error else _silent()
             error = problem_json(exhausted(row.attempt, last))
             if move(session, row.id, JobState.FAILED, *seen, error=error, finished_at=db_now(), lease_until=None):
+                owners_left(session, row.id)
                 failed.append(row.id)
         return tuple(requeued), tuple(failed)
+
+    def _end_lost_helpers(self, session: Session) -> None:
+        lost = (WorkerRow.role == "helper", WorkerRow.left_at.is_(None), WorkerRow.lease_until < db_now())
+        session.execute(update(WorkerRow).where(*lost).values(left_at=WorkerRow.lease_until))
 
     def _end_orphaned_cancels(self, session: Session) -> tuple[str, ...]:
         dead = (

@@ -1,9 +1,10 @@
-"""Rows of the job database as wire models."""
+"""Makes wire models from rows of the job database."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from typing import Literal
 
 from reshard.models import (
     ConvertRequest,
@@ -12,15 +13,23 @@ from reshard.models import (
     JobEvent,
     JobKind,
     JobState,
+    JobWorker,
     PlanSummary,
     Problem,
     Progress,
+    WorkShare,
 )
-from reshard_jobs.tables import EventRow, JobRow
+from reshard_jobs.tables import EventRow, JobRow, WorkerRow
+
+_KINDS: Mapping[str, Literal["state", "progress", "worker"]] = {
+    "state": "state",
+    "progress": "progress",
+    "worker": "worker",
+}
 
 
-def job_of(row: JobRow, labels: Mapping[str, str]) -> Job:
-    """The job as the API shows it. The error of an attempt is shown once it is the job's error."""
+def job_of(row: JobRow, labels: Mapping[str, str], workers: Sequence[WorkerRow] = ()) -> Job:
+    """The job as the API shows it. The error of an attempt is shown only when it has become the job's error."""
     state = JobState(row.state)
     kind = JobKind(row.kind)
     path = f"/v1/jobs/{row.id}"
@@ -38,6 +47,9 @@ def job_of(row: JobRow, labels: Mapping[str, str]) -> Job:
         progress=_progress_of(row.progress),
         plan_digest=row.plan_digest,
         worker=row.worker,
+        workers=tuple(map(worker_of, workers)),
+        max_workers=row.max_workers,
+        priority=row.priority,
         created_at=time_of(row.created_at),
         started_at=None if row.started_at is None else time_of(row.started_at),
         finished_at=None if row.finished_at is None else time_of(row.finished_at),
@@ -54,9 +66,22 @@ def event_of(row: EventRow) -> JobEvent:
         seq=row.seq,
         job_id=row.job_id,
         at=time_of(row.at),
-        kind="state" if row.kind == "state" else "progress",
+        kind=_KINDS[row.kind],
         state=JobState(row.state),
         progress=_progress_of(row.progress),
+        worker=JobWorker.model_validate_json(row.worker) if row.worker else None,
+    )
+
+
+def worker_of(row: WorkerRow) -> JobWorker:
+    """A worker of a job as the API shows it."""
+    return JobWorker(
+        worker=row.worker,
+        role="owner" if row.role == "owner" else "helper",
+        attempt=row.attempt,
+        joined_at=time_of(row.joined_at),
+        left_at=None if row.left_at is None else time_of(row.left_at),
+        share=None if row.runs is None else WorkShare(**{n: getattr(row, n) for n in WorkShare.model_fields}),
     )
 
 

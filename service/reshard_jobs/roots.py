@@ -1,4 +1,4 @@
-"""Storage that jobs may name: prefixes of URLs, compared in the engine's own spelling of them."""
+"""Roots: the URL prefixes below which jobs may read and write, compared after normalisation."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from reshard_engine.storage.urls import canonical_url, is_within
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 
 
-def place_of(url: str) -> str:
-    """The one spelling of a place that a job may name: what is compared, and what is opened.
+def normalized_url(url: str) -> str:
+    """The normalised form of a URL or path. The same form is compared with the roots and opened.
 
     Raises:
-        RequestError: `request.invalid`: the URL has more than one reading.
+        RequestError: `request.invalid`: the URL is ambiguous.
     """
     scheme, mark, _ = url.partition("://")
     if mark and not _SCHEME.fullmatch(scheme):
         raise _ambiguous(url)
     if not mark and not url.startswith("/"):
-        # A relative path would mean one thing to the API and another to a worker; so would a `~`.
+        # A relative path, or a `~`, would name one place for the API and another one for a worker.
         raise _ambiguous(url)
     return canonical_url(url)
 
@@ -30,54 +30,60 @@ def place_of(url: str) -> str:
 def _ambiguous(url: str) -> RequestError:
     return RequestError(
         "request.invalid",
-        f"{printable(url)!r} is relative or chained",
+        f"{printable(url)!r} is a relative path or a chained URL",
         fix="write a URL as scheme://bucket/key/parts, a local path as /absolute/path",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """URL prefixes; none means that everything is allowed (a single user on a loopback address)."""
+    """The allowed URL prefixes; without any, everything is allowed (a single user on a loopback address)."""
 
     urls: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Roots:
-        """Roots from comma-separated URL prefixes.
+        """Parse comma-separated URL prefixes.
 
         Raises:
-            RequestError: `request.invalid`: a root has more than one reading.
+            RequestError: `request.invalid`: a root is ambiguous.
         """
         roots = cls(tuple(part.strip() for part in text.split(",") if part.strip()))
         for url in roots.urls:
-            place_of(url)
+            normalized_url(url)
         return roots
 
     def allowed(self, url: str) -> str:
-        """The one spelling of a place at or below a root. Use nothing else: only this was judged.
+        """The normalised form of a URL at or below a root. Open only this form: only this one was checked.
 
         Raises:
-            RequestError: `request.root_forbidden`, or `request.invalid` for a URL with several readings.
+            RequestError: `request.root_forbidden`, or `request.invalid` for an ambiguous URL.
         """
-        place = place_of(url)
-        if self.urls and not any(is_within(place, place_of(root)) for root in self.urls):
+        place = normalized_url(url)
+        if self.urls and not any(is_within(place, normalized_url(root)) for root in self.urls):
             raise _forbidden(url)
         return place
 
     def allowed_request(self, request: ConvertRequest) -> ConvertRequest:
-        """The request with its places in their one spelling, if it may be carried out.
+        """The request with normalised URLs, if all of them are allowed.
 
         Raises:
             RequestError: As `allowed`.
         """
         source = request.source.model_copy(update={"url": self.allowed(request.source.url)})
         target = self.allowed(request.target)
-        if target in {place_of(root) for root in self.urls}:
+        if target in {normalized_url(root) for root in self.urls}:
             # A conversion also writes beside its target: `latest_universal`, its journal.
             raise _forbidden(request.target)
         beside = None if request.model_files is None else self.allowed(request.model_files)
-        base = None if request.base is None else self.allowed(request.base)
-        return request.model_copy(update={"source": source, "target": target, "model_files": beside, "base": base})
+        options = request.options
+        for name, found in options.by_format():
+            if places := found.places():
+                judged = found.model_copy(update={option: self.allowed(url) for option, url in places.items()})
+                options = options.model_copy(update={name: judged})
+        return request.model_copy(
+            update={"source": source, "target": target, "model_files": beside, "options": options}
+        )
 
 
 def _forbidden(url: str) -> RequestError:

@@ -1,36 +1,92 @@
-"""Settings that the API and the workers share, read from the environment once."""
+"""Settings that the API and the workers share, and the reader of settings from the environment."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Annotated, Any, Self
 
-from reshard.errors import RequestError
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from reshard.errors import RequestError, printable
 from reshard_jobs.roots import Roots
 
-DEFAULT_DATABASE_URL = "sqlite:///reshard-jobs.db"
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, title="a number of seconds above 0")]
+"""A number of seconds. The title of a field describes its valid values: the error's `fix` ends with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobSettings:
-    """Where jobs live and how their ownership is timed.
+def _roots(value: object) -> object:
+    return Roots.parse(value) if isinstance(value, str) else value
+
+
+class EnvironmentSettings(BaseSettings):
+    """Base of settings. Each field whose alias is the name of an environment variable can be set by that variable.
+
+    The constructor takes values by the names of fields and reads no variable.
+    """
+
+    model_config = SettingsConfigDict(frozen=True, populate_by_name=True, case_sensitive=True, extra="forbid")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Use the arguments as the only source. Only `from_env` reads the environment."""
+        return (init_settings,)
+
+    @classmethod
+    def from_variables(cls, env: Mapping[str, str] | None, **values: Any) -> Self:
+        """Settings from `RESHARD_*` variables and from values for other fields. Empty variables are ignored.
+
+        Raises:
+            RequestError: A variable is not what it should be.
+        """
+        source = EnvSettingsSource(cls, case_sensitive=True)
+        variables = (os.environ if env is None else env).items()
+        source.env_vars = {name: text for name, text in variables if name.startswith("RESHARD_") and text}
+        try:
+            return cls(**source(), **values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = str(first["loc"][0])
+            meant = next((f.title for f in cls.model_fields.values() if f.validation_alias == name), None)
+            raise RequestError(
+                "request.invalid", f"{name} is {printable(first['input'])!r}", fix=f"set {name} to {meant}"
+            ) from None
+
+
+class JobSettings(EnvironmentSettings):
+    """Settings of the job database, the broker, the storage roots, and the times of leases.
 
     Attributes:
         database_url: The job database.
-        broker_url: The doorbell (Redis); empty for the embedded executor, which polls.
-        roots: Storage that jobs may name.
-        lease_s: How long a silent worker keeps its job.
-        heartbeat_s: How often a worker renews its lease.
-        reaper_s: How often lost leases and work that nobody heard of are looked for.
+        broker_url: URL of the broker (Redis); empty for the embedded executor, which polls the job database.
+        roots: Roots of the storage that jobs may name.
+        lease_s: Seconds for which a silent worker keeps its job.
+        heartbeat_s: Seconds between two renewals of a lease by its worker.
+        reaper_s: Seconds between two searches for lost leases, and for queued jobs whose message was lost.
     """
 
-    database_url: str = DEFAULT_DATABASE_URL
-    broker_url: str = ""
-    roots: Roots = field(default_factory=Roots)
-    lease_s: float = 60.0
-    heartbeat_s: float = 10.0
-    reaper_s: float = 15.0
+    database_url: str = Field(default="sqlite:///reshard-jobs.db", validation_alias="RESHARD_DATABASE_URL")
+    broker_url: str = Field(default="", validation_alias="RESHARD_BROKER_URL")
+    roots: Annotated[Roots, NoDecode, BeforeValidator(_roots)] = Field(
+        default=Roots(), validation_alias="RESHARD_ROOTS"
+    )
+    lease_s: Seconds = Field(default=60.0, validation_alias="RESHARD_LEASE_S")
+    heartbeat_s: Seconds = Field(default=10.0, validation_alias="RESHARD_HEARTBEAT_S")
+    reaper_s: Seconds = Field(default=15.0, validation_alias="RESHARD_REAPER_S")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> JobSettings:
@@ -39,15 +95,7 @@ class JobSettings:
         Raises:
             RequestError: A variable is not what it should be.
         """
-        values = os.environ if env is None else env
-        settings = cls(
-            database_url=values.get("RESHARD_DATABASE_URL") or DEFAULT_DATABASE_URL,
-            broker_url=values.get("RESHARD_BROKER_URL", ""),
-            roots=Roots.parse(values.get("RESHARD_ROOTS", "")),
-            lease_s=read_seconds(values, "RESHARD_LEASE_S", 60.0),
-            heartbeat_s=read_seconds(values, "RESHARD_HEARTBEAT_S", 10.0),
-            reaper_s=read_seconds(values, "RESHARD_REAPER_S", 15.0),
-        )
+        settings = cls.from_variables(env)
         if settings.heartbeat_s * 2 > settings.lease_s:
             raise RequestError(
                 "request.invalid",
@@ -55,21 +103,3 @@ class JobSettings:
                 fix="set RESHARD_LEASE_S to at least twice RESHARD_HEARTBEAT_S",
             )
         return settings
-
-
-def read_seconds(values: Mapping[str, str], name: str, default: float) -> float:
-    """A positive number of seconds from the environment.
-
-    Raises:
-        RequestError: It is not one.
-    """
-    text = values.get(name, "")
-    if not text:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise RequestError("request.invalid", f"{name} is {text!r}", fix=f"set {name} to a number of seconds above 0")
-    return seconds

@@ -1,4 +1,4 @@
-"""The one state machine of a job.
+"""The state machine of a job.
 
 ::
 
@@ -16,18 +16,18 @@ from collections.abc import Mapping
 from reshard.models import JobState, Progress
 
 ACTIVE = (JobState.PLANNING, JobState.RUNNING, JobState.VERIFYING)
-"""States in which an owner works towards a result."""
+"""The states in which an owner works on a result."""
 
 TERMINAL = tuple(state for state in JobState if state.terminal)
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
-    # FAILED straight from QUEUED: the reaper found every attempt lost.
-    # CANCELLED straight from QUEUED: nothing ran yet, so there is nothing to clean up.
+    # From QUEUED to FAILED: the reaper found that every attempt was lost.
+    # From QUEUED to CANCELLED: nothing ran yet, so there is nothing to clean up.
     JobState.QUEUED: frozenset({JobState.PLANNING, JobState.CANCELLING, JobState.CANCELLED, JobState.FAILED}),
     JobState.PLANNING: frozenset(
         {
             JobState.QUEUED,
-            # An expired lease is taken over without a stop in QUEUED.
+            # A worker takes over an expired lease directly, without QUEUED in between.
             JobState.PLANNING,
             JobState.RUNNING,
             JobState.VERIFYING,
@@ -66,10 +66,10 @@ _PHASES: Mapping[str, JobState] = {
 
 
 def sources_of(state: JobState) -> tuple[JobState, ...]:
-    """States from which a job may move to `state`."""
+    """The states from which a job may move to `state`."""
     return tuple(source for source, targets in TRANSITIONS.items() if state in targets)
 
 
 def state_of(progress: Progress) -> JobState:
-    """The state that an engine in this phase is in."""
+    """The state of a job whose engine reports this phase."""
     return _PHASES[progress.phase]

@@ -1,4 +1,4 @@
-"""Jobs as the API sees them: create, look up, list, cancel, read events."""
+"""The API's access to jobs: create, look up, list, cancel, read events."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sqlalchemy import and_, func, insert, or_, select, text
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, RequestError, printable
-from reshard.models import ConvertRequest, Job, JobEvent, JobKind, JobList, JobState
+from reshard.models import ConvertRequest, Job, JobEvent, JobKind, JobList, JobState, WorkShare
 from reshard_jobs.database import Database
 from reshard_jobs.idempotency import Hold, bind
-from reshard_jobs.moves import log, move
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter, make_token, read_token
 from reshard_jobs.records import event_of, job_of
-from reshard_jobs.roots import place_of
-from reshard_jobs.tables import EventRow, JobRow, LabelRow, db_now
+from reshard_jobs.roots import normalized_url
+from reshard_jobs.tables import EventRow, JobRow, LabelRow, WorkerRow, db_now
+from reshard_jobs.transitions import log, move
 
 MAX_EVENTS_PER_READ = 500
 
@@ -35,15 +35,17 @@ class JobStore:
         kind: JobKind = JobKind.CONVERT,
         labels: Mapping[str, str] | None = None,
         max_attempts: int = 3,
+        max_workers: int = 0,
+        priority: int = 0,
         hold: Hold | None = None,
     ) -> Job:
         """Record a job as QUEUED and, in the same transaction, bind the idempotency key.
 
         Raises:
             RequestError: `request.idempotency_conflict`: the key was lost to another request;
-                `request.invalid`: the target has more than one reading.
+                `request.invalid`: the target is ambiguous.
         """
-        # `pages` knows this form.
+        # `pages` checks for this form of an id.
         job_id = f"job_{base64.b32encode(secrets.token_bytes(15)).decode().lower()}"
         with self._database.write() as session:
             row = session.scalars(
@@ -53,8 +55,10 @@ class JobStore:
                     kind=kind.value,
                     state=JobState.QUEUED.value,
                     request=request.model_dump_json(),
-                    target=place_of(request.target) if kind is JobKind.CONVERT else "",
+                    target=normalized_url(request.target) if kind is JobKind.CONVERT else "",
                     max_attempts=max_attempts,
+                    max_workers=max_workers,
+                    priority=priority,
                     created_at=db_now(),
                     last_seq=1,
                 )
@@ -69,7 +73,7 @@ class JobStore:
             return job_of(row, names)
 
     def get(self, job_id: str) -> Job:
-        """The job.
+        """Get a job.
 
         Raises:
             RequestError: `request.not_found`.
@@ -77,13 +81,15 @@ class JobStore:
         return self.look(job_id)[0]
 
     def look(self, job_id: str) -> tuple[Job, int]:
-        """The job and the sequence number of its last event."""
+        """Get a job and the sequence number of its last event."""
         with self._database.read() as session:
             row = _require(session, job_id)
-            return job_of(row, _labels(session, [job_id]).get(job_id, {})), row.last_seq
+            query = select(WorkerRow).where(WorkerRow.job_id == job_id).order_by(WorkerRow.joined_at)
+            workers = session.scalars(query).all()
+            return job_of(row, _labels(session, [job_id]).get(job_id, {}), workers), row.last_seq
 
     def list(self, chosen: JobFilter | None = None, *, page_size: int = 50, page_token: str = "") -> JobList:
-        """One page of jobs, newest first; a page stays right while new jobs arrive.
+        """Get one page of jobs, newest first. New jobs do not shift later pages.
 
         Raises:
             RequestError: `request.invalid`: the token does not belong to this listing.
@@ -108,10 +114,10 @@ class JobStore:
         return JobList(jobs=tuple(job_of(row, labels.get(row.id, {})) for row in shown), next_page_token=more)
 
     def cancel(self, job_id: str) -> Job:
-        """Ask for a job's end; asking twice is asking once.
+        """Cancel a job; cancelling it twice is harmless.
 
-        A job that never ran is CANCELLED at once. Any other becomes CANCELLING, and a worker removes
-        what its attempts left before it is CANCELLED.
+        A job that never ran is CANCELLED at once. Any other becomes CANCELLING; a worker removes the files of its
+        attempts, and then the job is CANCELLED.
 
         Raises:
             RequestError: `request.not_found`.
@@ -140,11 +146,11 @@ class JobStore:
                 or _require(session, job_id)
             )
             if row.state in (JobState.SUCCEEDED.value, JobState.FAILED.value):
-                raise JobError("job.finished", f"job {job_id} has {row.state} already", details={"state": row.state})
+                raise JobError("job.finished", f"job {job_id} is already {row.state}", details={"state": row.state})
             return job_of(row, _labels(session, [job_id]).get(job_id, {}))
 
     def events(self, job_id: str, *, after_seq: int = 0) -> list[JobEvent]:
-        """Events after a sequence number, in order; at most `MAX_EVENTS_PER_READ`.
+        """Get the events after a sequence number, in order; at most `MAX_EVENTS_PER_READ`.
 
         Raises:
             RequestError: `request.not_found`.
@@ -157,11 +163,25 @@ class JobStore:
         return [event_of(row) for row in rows]
 
     def count_by_state(self) -> dict[JobState, int]:
-        """How many jobs are in each state, zero included."""
+        """The number of jobs in each state, including states without jobs."""
         with self._database.read() as session:
             rows = session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).all()
         found = {JobState(state): count for state, count in rows}
         return {state: found.get(state, 0) for state in JobState}
+
+    def total_shares(self) -> WorkShare:
+        """The sums of what all workers of all jobs reported."""
+        names = list(WorkShare.model_fields)
+        with self._database.read() as session:
+            sums = session.execute(select(*(func.sum(getattr(WorkerRow, name)) for name in names))).one()
+        return WorkShare(**{name: int(found or 0) for name, found in zip(names, sums, strict=True)})
+
+    def workers_at_work(self) -> dict[str, int]:
+        """The number of owners and of helpers that have not left."""
+        query = select(WorkerRow.role, func.count()).where(WorkerRow.left_at.is_(None)).group_by(WorkerRow.role)
+        with self._database.read() as session:
+            found: dict[str, int] = {row[0]: row[1] for row in session.execute(query)}
+        return {role: found.get(role, 0) for role in ("owner", "helper")}
 
     def ping(self) -> None:
         """Raise SQLAlchemy's error if the database does not answer."""

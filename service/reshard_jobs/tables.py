@@ -1,22 +1,31 @@
 """Tables of the job database, and the database's own clock.
 
-All times are seconds since the epoch as the *database* tells them: clocks of workers and API hosts
-are never compared. Room for later: tenants are a column and a part of two keys, webhooks and
-fan-out units are tables of their own; each raises `SCHEMA`.
+All times are seconds since the epoch by the clock of the *database*: clocks of workers and API hosts are never
+compared. Possible later additions: tenants need a column and a part of two keys; webhooks need a table of their own.
+Each of them needs a new `SCHEMA` version, and an entry in `UPGRADES`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Float, ForeignKey, Index, Integer, String, Text
+from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, String, Text
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
 
-SCHEMA = 1
+SCHEMA = 2
+UPGRADES = {
+    "1": (
+        "ALTER TABLE jobs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE jobs ADD COLUMN max_workers INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE jobs ADD COLUMN takes_workers INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE job_events ADD COLUMN worker TEXT",
+    )
+}
+"""The statements that make the columns of the next version from a version's. Missing tables are created before."""
 MAX_SEQ = (1 << 31) - 1
-"""Largest sequence number of an event: what the column holds in every database."""
+"""Largest sequence number of an event: the largest value of the column in every database."""
 
 
 class db_now(FunctionElement[float]):  # noqa: N801 - reads as the SQL function that it is
@@ -28,13 +37,13 @@ class db_now(FunctionElement[float]):  # noqa: N801 - reads as the SQL function 
 
 @compiles(db_now, "sqlite")
 def _sqlite_now(_element: db_now, _compiler: object, **_kwargs: Any) -> str:
-    # Not unixepoch('subsec'): that needs SQLite 3.42, and Debian 12 has 3.40.
+    # unixepoch('subsec') needs SQLite 3.42, and Debian 12 has 3.40.
     return "((julianday('now') - 2440587.5) * 86400.0)"
 
 
 @compiles(db_now, "postgresql")
 def _postgres_now(_element: db_now, _compiler: object, **_kwargs: Any) -> str:
-    # Not now(): that is the start of the transaction.
+    # now() would be the start of the transaction.
     return "CAST(EXTRACT(EPOCH FROM clock_timestamp()) AS DOUBLE PRECISION)"
 
 
@@ -43,7 +52,7 @@ class Base(DeclarativeBase):
 
 
 class MetaRow(Base):
-    """One fact about the database itself: its schema version, the host it is bound to."""
+    """One fact about the database itself: its schema version, or the host that it is bound to."""
 
     __tablename__ = "reshard_meta"
 
@@ -52,7 +61,7 @@ class MetaRow(Base):
 
 
 class JobRow(Base):
-    """One job. `owner` and `attempt` together are the fence of everything that a worker writes."""
+    """One job. `owner` and `attempt` together are the fence of every write of a worker."""
 
     __tablename__ = "jobs"
 
@@ -60,17 +69,22 @@ class JobRow(Base):
     kind: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     request: Mapped[str] = mapped_column(Text)
-    # What the job writes, in one spelling; empty for a job that writes nothing. One writer at a time.
+    # The normalised URL of the target; empty for a job that writes nothing. A target has one writer at a time.
     target: Mapped[str] = mapped_column(Text, default="")
     attempt: Mapped[int] = mapped_column(Integer, default=0)
     max_attempts: Mapped[int] = mapped_column(Integer)
-    # Attempts that ended by a graceful stop: they do not count against `max_attempts`.
+    priority: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
+    # Number of workers that may run the job at once; 0 is the operator's default.
+    max_workers: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
+    # 1 while the owner's engine has work for helpers.
+    takes_workers: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
+    # Number of attempts that ended by a graceful stop. They do not count against `max_attempts`.
     releases: Mapped[int] = mapped_column(Integer, default=0)
     owner: Mapped[str | None] = mapped_column(String(64), default=None)
     worker: Mapped[str | None] = mapped_column(String(200), default=None)
     lease_until: Mapped[float | None] = mapped_column(Float(53), default=None)
     not_before: Mapped[float] = mapped_column(Float(53), default=0.0)
-    # Unused: here until the next SCHEMA, because a database of release 0.1.0 wants a value.
+    # Unused. It stays until the next SCHEMA version, because databases of release 0.1.0 require a value.
     rung_at: Mapped[float] = mapped_column(Float(53), default=0.0)
     cancel_requested: Mapped[int] = mapped_column(Integer, default=0)
     progress: Mapped[str | None] = mapped_column(Text, default=None)
@@ -87,6 +101,31 @@ class JobRow(Base):
         Index("jobs_by_state", "state", "created_at"),
         Index("jobs_by_target", "target"),
     )
+
+
+class WorkerRow(Base):
+    """One worker of one job, as long as the job is kept. A helper has a lease of its own; an owner has the job's."""
+
+    __tablename__ = "job_workers"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    # The owner's fence, or a random text.
+    token: Mapped[str] = mapped_column(String(64), primary_key=True)
+    worker: Mapped[str] = mapped_column(String(200))
+    role: Mapped[str] = mapped_column(String(16))
+    attempt: Mapped[int] = mapped_column(Integer)
+    joined_at: Mapped[float] = mapped_column(Float(53))
+    lease_until: Mapped[float | None] = mapped_column(Float(53), default=None)
+    left_at: Mapped[float | None] = mapped_column(Float(53), default=None)
+    # 1 if its engine ended with an error of its own.
+    failed: Mapped[int] = mapped_column(Integer, default=0)
+    # The report at its end (see `WorkShare`); null if there is none.
+    runs: Mapped[int | None] = mapped_column(Integer, default=None)
+    takeovers: Mapped[int | None] = mapped_column(Integer, default=None)
+    splits: Mapped[int | None] = mapped_column(Integer, default=None)
+    epochs_lost: Mapped[int | None] = mapped_column(Integer, default=None)
+    units: Mapped[int | None] = mapped_column(Integer, default=None)
+    write_bytes: Mapped[int | None] = mapped_column(BigInteger, default=None)
 
 
 class LabelRow(Base):
@@ -112,10 +151,12 @@ class EventRow(Base):
     kind: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     progress: Mapped[str | None] = mapped_column(Text, default=None)
+    # The helper that joined or left, as JSON.
+    worker: Mapped[str | None] = mapped_column(Text, default=None)
 
 
 class IdempotencyRow(Base):
-    """One idempotency key: in flight while `job_id` is null, then the name of its job."""
+    """One idempotency key. It is held while `job_id` is null, and then bound to that job."""
 
     __tablename__ = "idempotency_keys"
 

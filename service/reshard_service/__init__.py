@@ -1,1 +1,1 @@
-"""The REST API of reshard: accepts jobs, shows them, and rings the workers."""
+"""The REST API of reshard: accepts jobs, shows them, and wakes the workers."""

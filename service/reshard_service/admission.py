@@ -1,4 +1,4 @@
-"""What is refused at submission: what can be known within seconds."""
+"""Checks of a submission: refuses a job if its problem can be found within seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.concurrency import run_in_threadpool
 from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models import ConvertRequest
 from reshard_jobs.roots import Roots
-from reshard_service.probing import Prober, ProbeTimeout
+from reshard_service.inspection_pool import Prober, ProbeTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -17,14 +17,14 @@ _TELLS_OF_THE_STORE = frozenset({"storage.denied", "storage.no_bucket"})
 
 
 async def admit(request: ConvertRequest, *, roots: Roots, prober: Prober, limit_s: float) -> None:
-    """Plan a submission without carrying it out; do nothing if the job may be tried.
+    """Plan a submission without running it; return if the job may be accepted.
 
-    What takes too long, needs the workers' machine, or may pass is left to PLANNING.
+    Checks that take too long, need the worker's machine, or failed for a transient reason are left to PLANNING.
 
     Raises:
-        ReshardError: Why the job cannot succeed.
+        ReshardError: The job cannot succeed.
     """
-    # In a thread: resolving a local path's links may block on a network file system.
+    # This runs in a thread: resolving the links of a local path may block on a network file system.
     judged = await run_in_threadpool(roots.allowed_request, request)
     try:
         await prober.plan(judged, limit_s=limit_s)

@@ -6,32 +6,47 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
-from fastapi import Depends, FastAPI
+from fastapi import Depends, FastAPI, Security
+from fastapi.security import HTTPBearer
 
+from reshard.errors import RequestError
 from reshard_jobs.database import Database
 from reshard_jobs.idempotency import IdempotencyKeys
 from reshard_jobs.store import JobStore
-from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api
-from reshard_service.context import ServiceContext, require_token
+from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login
+from reshard_service.access import AccessControl, WrongTokens
+from reshard_service.context import ServiceContext
 from reshard_service.doorbell import make_doorbell
+from reshard_service.inspection_pool import Prober
 from reshard_service.metrics import Metrics
-from reshard_service.middleware import RequestEnvelope
+from reshard_service.middleware import CountRequests, ReadBody
 from reshard_service.plain_text import require_plain_text
-from reshard_service.probing import Prober
 from reshard_service.problems import install_handlers
 from reshard_service.settings import ServiceSettings
 
+_BEARER = Security(HTTPBearer(auto_error=False, description="The service's token. `AccessControl` checks it."))
+
 
 def create_app(settings: ServiceSettings | None = None) -> FastAPI:
-    """The API over one job database.
+    """Create the API for one job database.
 
     Args:
-        settings: How to serve; read from the environment if None.
+        settings: The settings. If None, they are read from the environment, and must have a token and roots, because
+            this function does not know the address that will be served.
 
     Raises:
         ReshardError: The settings or the job database are not usable.
     """
-    settings = settings or ServiceSettings.from_env()
+    if settings is None:
+        settings = ServiceSettings.from_env()
+        if settings.unprotected and not settings.anonymous:
+            raise RequestError(
+                "request.invalid",
+                f"others may reach this service, and {' and '.join(settings.unprotected)} is not set",
+                fix="export RESHARD_TOKEN=$(openssl rand -hex 32) RESHARD_ROOTS=s3://bucket/prefix,/data "
+                "first; RESHARD_ANONYMOUS=true serves everybody who can connect",
+            )
+    wrong_tokens = WrongTokens()
     database = Database(settings.jobs.database_url)
     store = JobStore(database)
     context = ServiceContext(
@@ -42,19 +57,26 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         prober=Prober(settings),
         doorbell=make_doorbell(settings.jobs.broker_url),
         metrics=Metrics(store),
+        wrong_tokens=wrong_tokens,
     )
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
+        await context.prober.prepare()
         yield
+        await context.prober.close()
         database.close()
 
-    # No documentation pages: they would fetch scripts from elsewhere. /openapi.json is there.
+    # Documentation pages are off because they load scripts from other hosts. /openapi.json is served.
     app = FastAPI(title="Reshard", version=version("reshard"), docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.context = context
     app.include_router(health_api.probes)
     for module in (jobs_api, events_api, engine_api, health_api, dashboard):
-        app.include_router(module.router, dependencies=[Depends(require_token), Depends(require_plain_text)])
+        app.include_router(module.router, dependencies=[_BEARER, Depends(require_plain_text)])
+    app.include_router(login.router)
     install_handlers(app)
-    app.add_middleware(RequestEnvelope, metrics=context.metrics, max_body_bytes=settings.max_body_bytes)
+    # The last one that is added sees a request first: it is counted, then let in, and only then read.
+    app.add_middleware(ReadBody, max_bytes=settings.max_body_bytes, limit_s=settings.body_s)
+    app.add_middleware(AccessControl, settings=settings, wrong=wrong_tokens)
+    app.add_middleware(CountRequests, metrics=context.metrics)
     return app

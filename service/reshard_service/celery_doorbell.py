@@ -1,4 +1,4 @@
-"""The doorbell over Celery."""
+"""The doorbell that sends its messages through Celery."""
 # pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUnknownVariableType=false
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class CeleryDoorbell:
-    """Rings through Celery.
+    """Sends the message through Celery.
 
     Args:
         broker_url: The broker, `redis://host:port/db`.
@@ -25,7 +25,7 @@ class CeleryDoorbell:
         self._app.conf.update(
             task_serializer="json",
             accept_content=["json"],
-            # Of `ping`.
+            # The timeouts of `ping`, in seconds.
             broker_connection_timeout=2,
             broker_transport_options={"socket_connect_timeout": 2, "socket_timeout": 5},
         )
@@ -38,7 +38,7 @@ class CeleryDoorbell:
             logger.warning("the doorbell could not be rung: %s", error)
 
     def ping(self) -> bool:
-        """Whether the broker answers within seconds."""
+        """True if the broker answers within a few seconds."""
         try:
             with self._app.connection_for_write() as connection:
                 connection.ensure_connection(max_retries=1, timeout=2)

@@ -1,20 +1,19 @@
-"""What the routes of one application share, and who may call them."""
+"""The objects that the routes of one application share."""
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import dataclass
 from typing import Annotated, cast
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Request
 
-from reshard.errors import RequestError
 from reshard_jobs.database import Database
 from reshard_jobs.idempotency import IdempotencyKeys
 from reshard_jobs.store import JobStore
+from reshard_service.access import WrongTokens
 from reshard_service.doorbell import Doorbell
+from reshard_service.inspection_pool import Prober
 from reshard_service.metrics import Metrics
-from reshard_service.probing import Prober
 from reshard_service.settings import ServiceSettings
 
 
@@ -29,27 +28,12 @@ class ServiceContext:
     prober: Prober
     doorbell: Doorbell
     metrics: Metrics
+    wrong_tokens: WrongTokens
 
 
 def context_of(request: Request) -> ServiceContext:
     """The context of the application that serves this request."""
     return cast("ServiceContext", request.app.state.context)
-
-
-async def require_token(request: Request, authorization: Annotated[str, Header()] = "") -> None:
-    """Let the request pass if it carries the service's token, or if there is none.
-
-    Raises:
-        RequestError: `request.unauthorized`.
-    """
-    token = context_of(request).settings.token
-    # Compared as bytes: compare_digest refuses text that is not ASCII. The header's bytes arrive as Latin-1.
-    if token and not hmac.compare_digest(authorization.encode("latin-1"), f"Bearer {token}".encode()):
-        raise RequestError(
-            "request.unauthorized",
-            "the token is missing or not valid",
-            fix="export RESHARD_TOKEN=<the service's token>",
-        )
 
 
 Context = Annotated[ServiceContext, Depends(context_of)]

@@ -1,4 +1,4 @@
-"""The dashboard's stub: the newest jobs as one server-rendered page, nothing fetched from elsewhere."""
+"""A minimal dashboard: the newest jobs on one server-rendered page that loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _STYLE = (
     "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.3rem .8rem;border-bottom:1px solid #ccc}"
     "td.n{text-align:right;font-variant-numeric:tabular-nums}code{font-size:.9em}"
 )
-_HEADERS = {
-    # A name from a checkpoint that slipped through the escaping still could not run anything.
+PAGE_HEADERS = {
+    # Even if a name from a checkpoint were not escaped, this policy would not let it run anything.
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -28,18 +28,27 @@ _HEADERS = {
 
 @router.get("/")
 def dashboard(context: Context) -> HTMLResponse:
-    """The newest jobs."""
-    return HTMLResponse(render(context.store.list(page_size=50).jobs), headers=_HEADERS)
+    """Show the newest jobs."""
+    return HTMLResponse(render(context.store.list(page_size=50).jobs), headers=PAGE_HEADERS)
 
 
 def render(jobs: tuple[Job, ...]) -> str:
-    """The page; every text from outside is escaped."""
+    """Render the page; every text from outside is escaped."""
     rows = "".join(_row(job) for job in jobs) or '<tr><td colspan="6">No jobs yet.</td></tr>'
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Reshard jobs</title>'
-        f'<meta http-equiv="refresh" content="5"><style>{_STYLE}</style></head><body><h1>Jobs</h1><table><thead><tr>'
+    table = (
+        "<table><thead><tr>"
         "<th>Job</th><th>State</th><th>Done</th><th>Source</th><th>Target</th><th>Created</th>"
-        f"</tr></thead><tbody>{rows}</tbody></table></body></html>"
+        f"</tr></thead><tbody>{rows}</tbody></table>"
+    )
+    return page("Jobs", table, refresh_s=5)
+
+
+def page(title: str, body: str, *, refresh_s: int = 0) -> str:
+    """A whole page. The body is HTML, in which every text from outside is escaped already."""
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)} - Reshard</title>'
+        f"{refresh}<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>{body}</body></html>"
     )
 
 

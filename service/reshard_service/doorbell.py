@@ -1,4 +1,4 @@
-"""The doorbell: tells the workers that there is work. It may be lost; the reaper rings again."""
+"""The doorbell: a message tells the workers that there is work. If the message is lost, the reaper sends it again."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ from typing import Protocol
 
 
 class Doorbell(Protocol):
-    """What the API needs of a broker."""
+    """The operations that the API needs of a broker."""
 
     def ring(self) -> None:
         """Say that there is work; failures are logged, not raised."""
         ...
 
     def ping(self) -> bool:
-        """Whether the broker answers."""
+        """True if the broker answers."""
         ...
 
 
 class NoDoorbell:
-    """The embedded executor polls the job table: nothing to ring."""
+    """A doorbell that does nothing, because the embedded executor polls the job table."""
 
     def ring(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def ping(self) -> bool:
-        """There is no broker that could be away."""
+        """Return True: there is no broker that could fail to answer."""
         return True
 
 
 def make_doorbell(broker_url: str) -> Doorbell:
-    """The doorbell of this broker, or one that rings nothing."""
+    """The doorbell of this broker; without a URL, a `NoDoorbell`."""
     if not broker_url:
         return NoDoorbell()
-    # Imported here: `reshard serve` without a broker starts without Celery.
+    # Celery is imported here, so that `reshard serve` without a broker starts without Celery.
     from reshard_service.celery_doorbell import CeleryDoorbell
 
     return CeleryDoorbell(broker_url)

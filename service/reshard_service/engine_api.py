@@ -1,4 +1,4 @@
-"""Routes that look at a checkpoint without a job: plans and inspections."""
+"""Routes that read a checkpoint's metadata without a job: plans and inspections."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from starlette.concurrency import run_in_threadpool
 from reshard.errors import JobError
 from reshard.models import ConvertRequest, Inspection, JobKind, PlanSummary, SourceSpec
 from reshard_service.context import Context
+from reshard_service.inspection_pool import ProbeTimeout
 from reshard_service.jobs_api import accepted
-from reshard_service.probing import ProbeTimeout
 
 router = APIRouter(prefix="/v1", tags=["checkpoints"])
 
 
 @router.post("/plans", response_model=PlanSummary)
 async def plan(body: ConvertRequest, context: Context) -> Response:
-    """What a conversion would do. 202 with a planning-only job when it takes longer than a request may."""
+    """Plan a conversion. Answers 202 with a planning-only job if planning takes longer than a request may."""
     request = await run_in_threadpool(context.settings.jobs.roots.allowed_request, body)
     try:
         summary = await context.prober.plan(request, limit_s=context.settings.admission_s)
@@ -30,7 +30,7 @@ async def plan(body: ConvertRequest, context: Context) -> Response:
 
 @router.post("/inspections", response_model=Inspection)
 async def inspect(body: SourceSpec, context: Context) -> Response:
-    """What a checkpoint is, found without reading tensor data."""
+    """Describe a checkpoint without reading tensor data."""
     place = await run_in_threadpool(context.settings.jobs.roots.allowed, body.url)
     source = body.model_copy(update={"url": place})
     limit_s = context.settings.inspection_s
@@ -39,7 +39,7 @@ async def inspect(body: SourceSpec, context: Context) -> Response:
     except ProbeTimeout as error:
         raise JobError(
             "job.wait_timeout",
-            f"looking at the checkpoint takes longer than {limit_s:g} s",
-            fix="run `reshard inspect` near the checkpoint",
+            f"reading the checkpoint's metadata takes longer than {limit_s:g} s",
+            fix="run `reshard inspect` on a machine near the checkpoint",
         ) from error
     return JSONResponse(found.model_dump(mode="json"))

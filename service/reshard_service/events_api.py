@@ -28,7 +28,7 @@ async def events(
     after_seq: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Events after `Last-Event-ID` or `after_seq`: server-sent, or a page with `Accept: application/json`."""
+    """Send the events after `Last-Event-ID` or `after_seq` as a stream, or (`Accept: application/json`) as a page."""
     if last_event_id is not None:
         after_seq = max(after_seq, _sequence(last_event_id))
     page = await run_in_threadpool(_page, context, job_id, after_seq)
@@ -36,7 +36,7 @@ async def events(
     if "application/json" in accept and "text/event-stream" not in accept:
         return JSONResponse(page.model_dump(mode="json"), headers={"Cache-Control": "no-cache"})
     if page.done and not page.events:
-        # Nothing will ever come: 204 is how a server tells an EventSource to stop reconnecting.
+        # No event will follow. The status 204 tells an EventSource to stop reconnecting.
         return Response(status_code=204)
     return EventSourceResponse(
         _stream(context, job_id, page),
@@ -63,7 +63,7 @@ def _page(context: ServiceContext, job_id: str, after_seq: int) -> JobEventPage:
     if found:
         return JobEventPage(events=tuple(found), done=_ends(found[-1]))
     job, last_seq = context.store.look(job_id)
-    # An event may have come between the two reads: the log is at its end only if it is not longer.
+    # An event may have been added between the two reads: the page is the last one only if the log is not longer.
     return JobEventPage(events=(), done=job.done and last_seq <= after_seq)
 
 
@@ -74,4 +74,6 @@ def _ends(event: JobEvent) -> bool:
 def _sequence(text: str) -> int:
     if text.isascii() and text.isdigit() and len(text) <= 12 and int(text) <= MAX_SEQ:
         return int(text)
-    raise RequestError("request.invalid", "Last-Event-ID is not one of our ids", fix="leave the header out")
+    raise RequestError(
+        "request.invalid", "Last-Event-ID is not an event id of this service", fix="leave the header out"
+    )

@@ -1,4 +1,4 @@
-"""The embedded executor beside the API: one child process, started again when it dies."""
+"""The embedded executor: one child process beside the API, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ExecutorProcess:
     """Keeps `python -m reshard_worker.embedded` running until stopped.
 
     The child asks the kernel to end it with its parent thread, so that `kill -9` of the API leaves
-    nothing behind: the thread that starts it therefore lives as long as this object is in use.
+    nothing behind. Therefore the thread that starts the child lives as long as this object is in use.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ExecutorProcess:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the child: it gives its job back first."""
+        """Stop the child, which requeues its job first."""
         self._stop.set()
         self._thread.join()
 

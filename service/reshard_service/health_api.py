@@ -1,4 +1,4 @@
-"""Routes for those who run the service: liveness, readiness, metrics."""
+"""Routes for operators: liveness, readiness, metrics."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from reshard_service.context import Context
 from reshard_service.metrics import CONTENT_TYPE
 
 probes = APIRouter(tags=["operations"])
-"""Open to all: what a load balancer asks carries no token."""
+"""Routes without a token, because load balancers send none."""
 
 router = APIRouter(tags=["operations"])
 
 
 @probes.get("/healthz")
 def healthz() -> dict[str, str]:
-    """Whether this process runs."""
+    """Answer 200 while this process runs."""
     return {"status": "ok"}
 
 
 @probes.get("/readyz")
 def readyz(context: Context) -> dict[str, str]:
-    """Whether this process can do its work: the job database and the broker answer."""
+    """Answer 200 if this process can work: the job database and the broker answer. Else answer 503."""
     try:
         context.store.ping()
         database = True

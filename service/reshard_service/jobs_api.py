@@ -21,6 +21,8 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 MAX_WAIT_S = 60.0
 RETRY_AFTER_S = "2"
+_OWN_FIELDS = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.keys()
+"""The fields of a submission that are not part of the conversion."""
 _PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
 
 
@@ -39,7 +41,7 @@ async def submit(
 
 
 def accepted(job: Job) -> Response:
-    """202 with where to look and when."""
+    """The answer 202 with `Location` and `Retry-After`."""
     path = job.links["self"]
     headers = {"Location": path, "Operation-Location": path, "Retry-After": RETRY_AFTER_S}
     return JSONResponse(job.model_dump(mode="json"), status_code=202, headers=headers)
@@ -52,12 +54,19 @@ async def _create(context: ServiceContext, body: SubmitRequest, key: str | None)
         if isinstance(found, str):
             return await run_in_threadpool(context.store.get, found)
         hold = found
-    request = ConvertRequest.model_validate(body.model_dump(exclude={"labels", "max_attempts"}))
+    request = ConvertRequest.model_validate(body.model_dump(exclude=_OWN_FIELDS))
     settings = context.settings
     try:
         await admit(request, roots=settings.jobs.roots, prober=context.prober, limit_s=settings.admission_s)
         job = await run_in_threadpool(
-            lambda: context.store.create(request, labels=body.labels, max_attempts=body.max_attempts, hold=hold)
+            lambda: context.store.create(
+                request,
+                labels=body.labels,
+                max_attempts=body.max_attempts,
+                max_workers=body.max_workers,
+                priority=body.priority,
+                hold=hold,
+            )
         )
     except ReshardError:
         if hold is not None:
@@ -75,7 +84,7 @@ def list_jobs(
     page_size: Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE)] = 50,
     page_token: Annotated[str, Query(max_length=1024)] = "",
 ) -> JobList:
-    """Jobs, newest first. `label=name=value` and `state=` may be repeated: all labels, any state."""
+    """List jobs, newest first, that have all labels (`label=name=value`) and one of the states (`state=`)."""
     labels: dict[str, str] = {}
     for text in label or []:
         name, equals, value = text.partition("=")
@@ -92,7 +101,7 @@ async def get_job(
     wait: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0.0,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """The job. With `wait`, answers when it ends or, with `If-None-Match`, when it changes; or after `wait`."""
+    """Get a job. With `wait`, answers when it ends, when it changes (with `If-None-Match`), or after `wait` seconds."""
     job, tag = await _wait(context, job_id, wait, if_none_match)
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
     if not job.done:
@@ -117,17 +126,17 @@ async def _wait(context: ServiceContext, job_id: str, wait_s: float, known_tag: 
 
 @router.post("/{job_id}/cancel", status_code=202, response_model=Job)
 async def cancel(job_id: str, context: Context) -> Response:
-    """Ask for the job's end. Repeating is harmless; 409 if it has SUCCEEDED or FAILED."""
+    """Cancel a job. Repeating is harmless. Answers 409 if the job has SUCCEEDED or FAILED."""
     job = await run_in_threadpool(context.store.cancel, job_id)
     if job.state is JobState.CANCELLING:
-        # Its owner polls; if it has none, a worker must hear that there is something to clean up.
+        # The owner polls for cancels. If there is no owner, a worker must be woken to clean up.
         await run_in_threadpool(context.doorbell.ring)
     return accepted(job)
 
 
 @router.get("/{job_id}/result", response_model=ConvertResult | PlanSummary)
 def result(job_id: str, context: Context) -> ConvertResult | PlanSummary:
-    """What the job did; its error if it failed; 409 while it runs."""
+    """Get the result of a job, or its error if it failed. Answers 409 while it runs."""
     return outcome_of(context.store.get(job_id))
 
 
@@ -135,7 +144,7 @@ def outcome_of(job: Job) -> ConvertResult | PlanSummary:
     """The result of a job.
 
     Raises:
-        ReshardError: The job's own error, or why there is no result.
+        ReshardError: The job's own error, `job.cancelled`, or `job.not_finished`.
     """
     if (found := job.result or job.plan) is not None:
         return found

@@ -1,11 +1,11 @@
-"""Prometheus metrics: jobs by state, straight from the job database, and HTTP requests."""
+"""Prometheus metrics: jobs and workers, read from the job database, and HTTP requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from reshard_jobs.store import JobStore
@@ -14,17 +14,31 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class JobCollector(Collector):
-    """Counts jobs when it is scraped: no process of many can know the number by itself."""
+    """Counts jobs and their workers in the database at each scrape, because no single process knows all."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """One gauge per state."""
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """Jobs by state, workers by role, and the sums of what workers of shared conversions did."""
         gauge = GaugeMetricFamily("reshard_jobs", "Jobs by state.", labels=["state"])
         for state, count in self._store.count_by_state().items():
             gauge.add_metric([state.value], count)
         yield gauge
+        workers = GaugeMetricFamily("reshard_job_workers", "Workers that run a job now, by role.", labels=["role"])
+        for role, count in self._store.workers_at_work().items():
+            workers.add_metric([role], count)
+        yield workers
+        shares = self._store.total_shares()
+        for name, text, count in (
+            ("runs", "Runs of units that workers of shared conversions claimed.", shares.runs),
+            ("takeovers", "Runs that were taken over from a worker that had died.", shares.takeovers),
+            ("splits", "Runs of which a part was given to a worker that waited.", shares.splits),
+            ("epochs_lost", "Times that a worker's conversion ended or began again without it.", shares.epochs_lost),
+            ("units", "Units that workers of shared conversions ran.", shares.units),
+            ("write_bytes", "Bytes that workers of shared conversions wrote.", shares.write_bytes),
+        ):
+            yield CounterMetricFamily(f"reshard_shared_{name}", text, value=count)
 
 
 class Metrics:
@@ -41,7 +55,7 @@ class Metrics:
         )
 
     def count_request(self, *, method: str, route: str, status: int, seconds: float) -> None:
-        """Count one request; `route` is the template, so that ids do not become labels."""
+        """Count one request. `route` is the route's template, so that ids do not become labels."""
         self._requests.labels(method, route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 

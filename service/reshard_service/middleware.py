@@ -1,23 +1,26 @@
-"""What wraps every request: its count, and the limit of its body."""
+"""The middleware of every request: one counts it, one reads its body within limits.
+
+Both are plain ASGI, so that event streams are not buffered.
+"""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reshard.errors import RequestError
 from reshard_service.metrics import Metrics
+from reshard_service.problems import problem_response
 
 
-class RequestEnvelope:
-    """Counts requests and refuses large bodies. Plain ASGI, so that event streams are not buffered."""
+class CountRequests:
+    """Counts requests by route and status."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
         self._app = app
         self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -36,18 +39,39 @@ class RequestEnvelope:
             await send(message)
 
         try:
-            body = await self._read_body(receive)
-            if body is None:
-                await self._refuse(counting_send)
-            else:
-                await self._app(scope, _replay(body, receive), counting_send)
+            await self._app(scope, receive, counting_send)
         finally:
-            # A stranger chooses the method: only known ones become label values.
+            # The caller chooses the method, so only known methods become label values.
             method = scope["method"] if scope["method"] in {"GET", "POST", "PUT", "DELETE", "HEAD"} else "other"
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.count_request(method=method, route=route, status=status, seconds=seconds)
 
-    async def _read_body(self, receive: Receive) -> bytes | None:
+
+class ReadBody:
+    """Reads the body of a request before its route runs; refuses one that is too large or comes too slowly."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int, limit_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._limit_s = limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._limit_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            await _refuse(408, f"the request body did not arrive within {self._limit_s:g} s", scope, receive, send)
+            return
+        if body is None:
+            await _refuse(413, f"the request body is larger than {self._max_bytes} bytes", scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
         chunks: list[bytes] = []
         size = 0
         while True:
@@ -56,23 +80,20 @@ class RequestEnvelope:
                 return b"".join(chunks)
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-            if size > self._max_body_bytes:
+            if size > self._max_bytes:
                 return None
             if not message.get("more_body", False):
                 return b"".join(chunks)
 
-    async def _refuse(self, send: Send) -> None:
-        problem = RequestError(
-            "request.invalid", f"the request body is larger than {self._max_body_bytes} bytes"
-        ).to_problem()
-        body = json.dumps({**problem, "status": 413}).encode()
-        headers = [(b"content-type", b"application/problem+json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+
+async def _refuse(status: int, text: str, scope: Scope, receive: Receive, send: Send) -> None:
+    answer = problem_response(RequestError("request.invalid", text), status=status)
+    answer.headers["Connection"] = "close"
+    await answer(scope, receive, send)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A channel that gives a body that was read already, then whatever comes after it."""
+    """A receive channel that returns the body that was read already, and then the messages after it."""
     pending = [body]
 
     async def replaying() -> Message:

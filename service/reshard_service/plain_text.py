@@ -1,7 +1,7 @@
-"""Refuses what is no text: NUL characters and halves of surrogate pairs, wherever a request may carry them.
+"""Refuses NUL characters and lone surrogates in the path, the query and the body of a request.
 
-JSON can spell both. PostgreSQL holds neither, UTF-8 has no bytes for the second, and SQLite would take the first: one
-wall before every route, so that all databases mean one thing.
+JSON can encode both. PostgreSQL stores neither, UTF-8 cannot encode lone surrogates, and SQLite would store NUL
+characters. One check before every route makes all databases behave alike.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 async def require_plain_text(request: Request) -> None:
-    """Let the request pass if its path, its query and its JSON body are text.
+    """Let the request pass if its path, query and JSON body contain no such characters.
 
     Raises:
         RequestError: `request.invalid`.
@@ -28,7 +28,7 @@ async def require_plain_text(request: Request) -> None:
     body = await request.body()
     if body:
         try:
-            # The very value that FastAPI has parsed: it is kept with the request.
+            # FastAPI keeps the parsed body with the request, so this is the same value.
             places += _texts(await request.json())
         except (ValueError, RecursionError):
             return
@@ -43,7 +43,7 @@ async def require_plain_text(request: Request) -> None:
 
 
 def _texts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every key and every value of a JSON body, with the path that leads there; without recursion."""
+    """Yield every text of a JSON body, keys and values, with its path. It does not recurse."""
     left = [("body", value)]
     while left:
         where, here = left.pop()

@@ -1,4 +1,4 @@
-"""Every error leaves as `application/problem+json` with a stable code, and without internals."""
+"""Turns every error into `application/problem+json` with a stable code and without internals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEDIA_TYPE = "application/problem+json"
 
 
 def problem_response(error: ReshardError, *, status: int | None = None) -> JSONResponse:
-    """The error as a response; `status` where HTTP has a better one than the table."""
+    """The error as a response; `status` replaces the status of the table of codes."""
     problem = error.to_problem()
     if status is not None:
         problem["status"] = status
@@ -68,12 +68,12 @@ def install_handlers(app: FastAPI) -> None:
 
 
 def _of_database(error: Exception) -> ReshardError:
-    """What a failed statement means to the caller: only a database that is away or too busy is worth another try."""
+    """The error for a failed SQL statement. A retry helps only if the database is away or too busy."""
     if isinstance(error, DataError):
         return RequestError(
             "request.invalid",
             "a value of this request is one that the job database cannot hold or compare",
-            fix="look for numbers that are out of range and for characters that are no text",
+            fix="check the request for numbers out of range and for NUL characters",
         )
     lost = isinstance(error, DBAPIError) and error.connection_invalidated
     if lost or isinstance(error, OperationalError | InterfaceError | PoolTimeout):
@@ -82,7 +82,7 @@ def _of_database(error: Exception) -> ReshardError:
 
 
 def _invalid(problems: Any) -> RequestError:
-    # Not `input`: it would send back what the caller sent, which may be large or hostile.
+    # `input` is left out: it is the caller's own data, which may be large or hostile.
     found: list[dict[str, str]] = []
     for problem in problems[:20]:
         entry: Mapping[str, Any] = problem

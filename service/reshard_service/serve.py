@@ -1,26 +1,29 @@
-"""`reshard serve`: the API and, unless a broker is configured, an embedded executor. One command, no services."""
+"""`reshard serve`: the API and, unless a broker is configured, an embedded executor. It needs no other service."""
 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
 from reshard.errors import JobError, RequestError, printable
+from reshard.service_token import is_loopback
 from reshard_service.app import create_app
 from reshard_service.executor import ExecutorProcess
+from reshard_service.impatient import impatient
+from reshard_service.local_token import local_token
 from reshard_service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
+_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 _LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -28,51 +31,66 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        host: Address to listen on; other than a loopback address it needs a token and roots.
+        host: Address to listen on; other than a loopback address it needs a token and roots. On a loopback address
+            without a token, one is made and written to a file that only this user can read.
         port: Port to listen on; 0 chooses a free one.
-        data_dir: Where the job database lives unless `RESHARD_DATABASE_URL` names another.
-        log_level: Of the service and of uvicorn.
+        data_dir: Directory of the job database, unless `RESHARD_DATABASE_URL` names another database.
+        log_level: Log level of the service and of uvicorn.
 
     Raises:
         ReshardError: The settings or the job database are not usable.
     """
     if log_level.lower() not in _LEVELS:
         levels = ", ".join(_LEVELS)
-        raise RequestError("request.invalid", f"--log-level {printable(log_level)} is none", fix=f"one of {levels}")
+        raise RequestError(
+            "request.invalid", f"--log-level {printable(log_level)} is not a log level", fix=f"one of {levels}"
+        )
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         text = f"--data-dir {printable(str(data_dir))}: {error.strerror}"
         raise RequestError("request.invalid", text, fix="name a directory that you may write to") from None
-    # In the environment, so that the executor's process reads the same settings.
+    # Settings are passed in the environment, so that the executor's process reads the same ones.
     os.environ.setdefault("RESHARD_DATABASE_URL", f"sqlite:///{data_dir.absolute() / 'jobs.db'}")
     settings = ServiceSettings.from_env()
-    require_safe(host, settings)
+    if not is_loopback(host):
+        _require_protection(host, settings)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # The port first: what is refused for that has opened no database.
-    with closing(listening(host, port)) as listener:
-        _serve(settings, listener, host, port, log_level)
+    # The port is bound first, so that a refused start has not opened a database.
+    with closing(listening(host, port)) as listener, ExitStack() as stack:
+        bound = int(listener.getsockname()[1])
+        token_file = None
+        if not (settings.token or settings.anonymous):
+            token, token_file = stack.enter_context(local_token(bound))
+            settings = settings.model_copy(update={"token": token})
+        if is_loopback(host) and not settings.allowed_hosts:
+            settings = settings.model_copy(update={"allowed_hosts": (*_LOOPBACK_NAMES, host)})
+        _serve(settings, listener, host, token_file, log_level)
 
 
-def _serve(settings: ServiceSettings, listener: socket.socket, host: str, port: int, log_level: str) -> None:
+def _serve(
+    settings: ServiceSettings, listener: socket.socket, host: str, token_file: Path | None, log_level: str
+) -> None:
+    port = int(listener.getsockname()[1])
     config = uvicorn.Config(
         create_app(settings),
         host=host,
         port=port,
+        http=impatient(settings.head_s),
         log_level=log_level,
-        # Event streams and long polls end with the service, they do not keep it.
+        # Event streams and long polls end with the service and do not delay its stop.
         timeout_graceful_shutdown=3,
         server_header=False,
         lifespan="on",
     )
     executor = None if settings.jobs.broker_url else ExecutorProcess()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn handles both while it serves, and raises them again when it is done.
+        # uvicorn handles both signals while it serves, and raises them again afterwards.
         signal.signal(number, _leave)
     try:
         if executor is not None:
             executor.start()
-        _announce(settings, host, int(listener.getsockname()[1]))
+        _announce(settings, host, port, token_file)
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         if executor is not None:
@@ -80,7 +98,7 @@ def _serve(settings: ServiceSettings, listener: socket.socket, host: str, port: 
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket on an address, which uvicorn would bind too, but end the process where it cannot.
+    """Bind a socket to an address. uvicorn could bind it, too, but would end the process if that failed.
 
     Raises:
         JobError: `service.port_in_use`.
@@ -106,37 +124,17 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def require_safe(host: str, settings: ServiceSettings) -> None:
-    """Do nothing if this address may be served with these settings.
-
-    Raises:
-        RequestError: `request.invalid`: strangers could reach a service without a token or roots.
-    """
-    if is_loopback(host):
-        return
-    missing = [
-        name
-        for name, value in (("RESHARD_TOKEN", settings.token), ("RESHARD_ROOTS", settings.jobs.roots.urls))
-        if not value
-    ]
-    if missing:
+def _require_protection(host: str, settings: ServiceSettings) -> None:
+    if settings.unprotected:
         raise RequestError(
             "request.invalid",
-            f"serving on {host} lets others in, and {' and '.join(missing)} is not set",
+            f"other machines can reach {host}, and {' and '.join(settings.unprotected)} is not set",
             fix="export RESHARD_TOKEN=$(openssl rand -hex 32) RESHARD_ROOTS=s3://bucket/prefix,/data "
             "first, or: reshard serve --host 127.0.0.1",
         )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _announce(settings: ServiceSettings, host: str, port: int) -> None:
+def _announce(settings: ServiceSettings, host: str, port: int, token_file: Path | None) -> None:
     where = f"[{host}]" if ":" in host else host
     roots = ", ".join(settings.jobs.roots.urls) or "everything this user can reach (set RESHARD_ROOTS to limit it)"
     executor = "Celery workers" if settings.jobs.broker_url else "one embedded executor"
@@ -144,10 +142,17 @@ def _announce(settings: ServiceSettings, host: str, port: int) -> None:
         f"reshard serves on http://{where}:{port}\n  jobs run in: {executor}\n  jobs may name: {roots}\n"
         f"  use it: export RESHARD_URL=http://{where}:{port}\n"
     )
+    if token_file is not None:
+        sys.stderr.write(
+            "  your own reshard commands find the token by themselves; for others, and for a browser, it is in\n"
+            f"  {token_file}\n"
+        )
+    elif not settings.token:
+        sys.stderr.write("  everybody who can connect may use it: RESHARD_ANONYMOUS is set\n")
     sys.stderr.flush()
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
-    # Once: the executor's last moments must not be cut short by an impatient second Ctrl-C.
+    # Stop only once: a second Ctrl-C must not interrupt the executor's clean end.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)

@@ -5,18 +5,26 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Annotated
 
-from reshard_jobs.settings import JobSettings, read_seconds
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
+
+from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceSettings:
-    """How the API serves.
+def _hosts(value: object) -> object:
+    return tuple(filter(None, (host.strip() for host in value.split(",")))) if isinstance(value, str) else value
+
+
+class ServiceSettings(EnvironmentSettings):
+    """The settings of the API.
 
     Attributes:
         jobs: What is shared with the workers.
-        token: Bearer token that every call must carry; empty for none (a loopback address only).
+        token: Bearer token that every call must carry; empty for none.
+        allowed_hosts: Names and addresses that requests may name in `Host`; empty for any.
+        anonymous: True to serve without a token.
         probe_command: Command line of the limited process that looks at checkpoints.
         admission_s: How long a submission may look at its source before it is accepted unseen.
         inspection_s: How long `POST /v1/inspections` may take.
@@ -25,27 +33,38 @@ class ServiceSettings:
         poll_s: How often a waiting request looks at its job.
         ping_s: Pause between two pings of an event stream.
         max_body_bytes: Largest request body.
+        head_s: Seconds in which the head of a request must arrive (`reshard serve` only).
+        body_s: Seconds in which a request body must arrive.
     """
 
-    jobs: JobSettings = field(default_factory=JobSettings)
-    token: str = field(default="", repr=False)
-    probe_command: tuple[str, ...] = (sys.executable, "-m", "reshard_service.probe")
-    admission_s: float = 5.0
-    inspection_s: float = 30.0
+    jobs: JobSettings = JobSettings()
+    token: str = Field(default="", repr=False, validation_alias="RESHARD_TOKEN")
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_hosts)] = Field(
+        default=(), validation_alias="RESHARD_ALLOWED_HOSTS"
+    )
+    anonymous: bool = Field(default=False, validation_alias="RESHARD_ANONYMOUS", title="true or false")
+    probe_command: tuple[str, ...] = (sys.executable, "-m", "reshard_service.inspection_process")
+    admission_s: Seconds = Field(default=5.0, validation_alias="RESHARD_ADMISSION_S")
+    inspection_s: Seconds = Field(default=30.0, validation_alias="RESHARD_INSPECTION_S")
     probe_memory_bytes: int = 2 << 30
     probes: int = 2
-    poll_s: float = 0.25
+    poll_s: Seconds = 0.25
     ping_s: int = 15
     max_body_bytes: int = 1 << 20
+    head_s: Seconds = Field(default=10.0, validation_alias="RESHARD_HEAD_S")
+    body_s: Seconds = Field(default=30.0, validation_alias="RESHARD_BODY_S")
+
+    @property
+    def unprotected(self) -> tuple[str, ...]:
+        """The variables that a service needs where strangers can reach it, and that are not set."""
+        needed = (("RESHARD_TOKEN", self.token), ("RESHARD_ROOTS", self.jobs.roots.urls))
+        return tuple(name for name, value in needed if not value)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ServiceSettings:
-        """Settings from `RESHARD_*` variables."""
-        values = os.environ if env is None else env
-        return cls(
-            jobs=JobSettings.from_env(values),
-            token=values.get("RESHARD_TOKEN", ""),
-            admission_s=read_seconds(values, "RESHARD_ADMISSION_S", 5.0),
-            inspection_s=read_seconds(values, "RESHARD_INSPECTION_S", 30.0),
-            probes=max(2, os.cpu_count() or 2),
-        )
+        """Settings from `RESHARD_*` variables.
+
+        Raises:
+            RequestError: A variable is not what it should be.
+        """
+        return cls.from_variables(env, jobs=JobSettings.from_env(env), probes=max(2, os.cpu_count() or 2))

@@ -16,18 +16,20 @@ from reshard.diffs import DiffOptions
 from reshard.errors import RequestError
 from reshard.local import load_engine
 from reshard.models import JobState, NativeLayout, RngPolicy, SourceSpec, ZeroStage
+from reshard.options import DeepSpeedOptions
 from servers.process import running
 
 TOKEN = "native"
 SOURCE = str(ROOT / "tests" / "data" / "zero2_tiny")
 
 
-@pytest.fixture
-def client(tmp_path: Path) -> Generator[Client]:
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Generator[Client]:
     """A client of a service of its own."""
-    log = tmp_path / "serve.log"
+    directory = tmp_path_factory.mktemp("service")
+    log = directory / "serve.log"
     env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
-    argv = [sys.executable, "-m", "reshard.cli.main", "serve", "--port", "0", "--data-dir", str(tmp_path / "data")]
+    argv = [sys.executable, "-m", "reshard.cli.main", "serve", "--port", "0", "--data-dir", str(directory / "data")]
 
     def url() -> str:
         found = re.search(r"reshard serves on (http://\S+)", log.read_text())
@@ -44,7 +46,7 @@ def test_a_layout_crosses_the_wire(client: Client, tmp_path: Path) -> None:
     layout = NativeLayout(dp=3, zero_stage=ZeroStage.STAGE_3, rng=RngPolicy.DROP)
     job = client.submit(SOURCE, str(target), to="zero", layout=layout, dtype="fp32")
     assert client.wait(job.id, timeout_s=60).state is JobState.SUCCEEDED
-    assert client.get(job.id).request.layout == layout
+    assert client.get(job.id).request.options.deepspeed == DeepSpeedOptions(**dict(layout))
     assert (tmp_path / "out" / "latest").read_text() == "global_step3"
     engine, there = load_engine(), SourceSpec(url=str(tmp_path / "out"))
     found = engine.inspect(there)
@@ -57,7 +59,7 @@ def test_a_layout_crosses_the_wire(client: Client, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
-        ({}, "--dp N, and --zero-stage if it changes"),
+        ({}, "add --dp N"),
         ({"layout": NativeLayout(dp=2, tp=2)}, "--family"),
         ({"layout": NativeLayout(dp=2, pp=2)}, "--pp 1"),
         ({"layout": NativeLayout(dp=2, ep=2)}, "--ep 1"),
@@ -68,8 +70,9 @@ def test_a_layout_crosses_the_wire(client: Client, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_at_once(
     options: dict[str, object], fix: str, client: Client, tmp_path: Path
 ) -> None:
+    before = client.list().jobs
     with pytest.raises(RequestError) as refused:
         client.submit(SOURCE, str(tmp_path / "out" / "tag"), to="zero", **options)  # type: ignore[arg-type]
     assert refused.value.code in {"request.invalid", "request.unsatisfiable"}
     assert fix in refused.value.fix
-    assert client.list().jobs == ()
+    assert client.list().jobs == before

@@ -41,11 +41,10 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def source(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The save directory of the training run."""
     directory = tmp_path_factory.mktemp("wide")
-    with Worlds(import_paths=(HERE,)) as worlds:
-        elems = worlds.run("wide_model:train_and_save", world=2, save_dir=str(directory / "run"))[0]
+    elems = worlds.run("acceptance.wide_model:train_and_save", world=2, save_dir=str(directory / "run"))[0]
     # Masters and two moments in fp32; ZeRO-3 stores no weights beside them.
     size = sum(path.stat().st_size for path in (directory / "run").rglob("*") if path.is_file())
     assert size > 100_000_000

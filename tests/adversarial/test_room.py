@@ -13,7 +13,7 @@ from house.measured import say
 from reshard.errors import ReshardError, SourceError
 from reshard.models import OpaquePolicy
 from reshard_engine.containers import zip_reader
-from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.pickles import vm
 from reshard_engine.pickles.limits import PickleLimits, configured_limits
@@ -44,7 +44,7 @@ def _roomy(path: Path) -> None:
     file = _source(path)
     parsed = open_torch_file(file, OpaqueLedger(OpaquePolicy.KEEP), limits=TENTH)
     if parsed.kind == "zip":
-        entries = zip_reader.read_zip_directory(Window(file)).entries
+        entries = zip_reader.read_zip_directory(CachedFile(file)).entries
         assert len(entries) * ROOM <= zip_reader.MAX_ENTRIES
         assert max(len(n) for n in entries) * ROOM <= zip_reader.MAX_NAME_BYTES
 
@@ -82,8 +82,8 @@ def test_table_of_every_bound() -> None:
     streams = dict(skeletons())
     for path in [*_torch_files(ROOT / "tests" / "data"), *(_torch_files(SHARED) if SHARED.is_dir() else ())]:
         file = _source(path)
-        entry = zip_reader.read_zip_directory(Window(file)).entries["data.pkl"]
-        streams[path.name] = zip_reader.read_record(Window(file), entry, limit_bytes=BOUNDS.stream_bytes)
+        entry = zip_reader.read_zip_directory(CachedFile(file)).entries["data.pkl"]
+        streams[path.name] = zip_reader.read_record(CachedFile(file), entry, limit_bytes=BOUNDS.stream_bytes)
     most = dict.fromkeys(("opcodes", "text_bytes", "line_bytes", "long_bytes"), 0)
     for data in streams.values():
         count = 0

@@ -15,7 +15,7 @@ import pytest
 from adversarial.corpus import carriers
 from reshard.errors import ReshardError
 from reshard.models import ConvertRequest, Inspection, SourceSpec, TargetFormat
-from reshard_service.probing import Prober, ProbeTimeout
+from reshard_service.inspection_pool import Prober, ProbeTimeout
 from reshard_service.settings import ServiceSettings
 from reshard_worker.protocol import Command, Failure, parse_message
 
@@ -62,6 +62,7 @@ def _with_one_prober(*works: Callable[[Prober], object]) -> list[object]:
                 ended.append(await work(prober))  # pyright: ignore[reportGeneralTypeIssues]
             except (ReshardError, ProbeTimeout) as error:
                 ended.append(error)
+        await prober.close()
         return ended
 
     return asyncio.run(look())
@@ -89,7 +90,7 @@ def test_a_probe_that_takes_too_long(endless: Path, tmp_path: Path) -> None:
     assert isinstance(after, Inspection)
     assert time.monotonic() - started < DEADLINE_S + 30
     mine = psutil.Process().children(recursive=True)
-    assert not [p for p in mine if "reshard_service.probe" in " ".join(p.cmdline())]
+    assert not [p for p in mine if "reshard_service.inspection_process" in " ".join(p.cmdline())]
 
 
 @pytest.mark.usefixtures("opened")

@@ -1,13 +1,16 @@
 """A fault at every operation of a small conversion, in five modes, then the same request again.
 
 In memory a process is a thread whose every later operation fails; locally it is a real one, which SIGKILL ends
-and SIGSTOP stops.
+and SIGSTOP stops. `make chaos` tries every mode at every operation. The short run tries every mode at the first
+operation of each kind, and one at each other operation, where the modes take turns.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,35 +24,65 @@ from reshard_engine.testing.memory_store import MemoryStore
 
 END_MODES = (Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.KILL_BEFORE, Fault.KILL_AFTER)
 READS = {"stat", "lstat", "fstat", "scandir", "listdir", "pread", "preadv"}
+READS |= {"read_into", "list_directory", "list_tree", "list_uploads"}
 """Calls without an effect: all modes but an error are those of the next call that has one."""
 
 MemoryCases = Callable[[MemoryStore, TargetFormat], memory_trials.Case]
 LocalCases = Callable[[Path, TargetFormat], local_trials.Case]
 
 
-def run_memory(case: memory_trials.Case, title: str) -> None:
-    """Every operation, every mode."""
-    ledger = Ledger(f"{title}, memory store: {len(case.operations())} operations")
-    for operation in case.operations():
-        for fault in END_MODES:
-            ledger.note(fault, *_at(operation, memory_trials.disturbed(case, operation.number, fault)))
-        ledger.note(Fault.HANG, *_at(operation, memory_trials.hung(case, operation.number, memory_trials.finish)))
+def kind_of(operation: Operation) -> str:
+    """Operations of one kind differ in numbers only; those without an effect differ in nothing but their place."""
+    if operation.name in READS:
+        return operation.name
+    return f"{operation.name} {re.sub('[0-9a-f]*[0-9][0-9a-f]*', '#', operation.path.rpartition('/')[2])}"
+
+
+def trials(
+    operations: Sequence[Operation], modes: Callable[[Operation], Sequence[Fault]], request: pytest.FixtureRequest
+) -> Iterator[tuple[Operation, Fault]]:
+    """Every operation with its modes, or the short run's choice of them: see above."""
+    if request.node.get_closest_marker("full") is not None:
+        yield from ((o, mode) for o in operations for mode in modes(o))
+        return
+    last = [o for o in operations if o.name not in READS][-1]
+    met: Counter[str] = Counter()
+    for operation in operations:
+        # A kill after an operation is that before the next one, but for the last.
+        listed = [m for m in modes(operation) if m is not Fault.KILL_AFTER or operation is last]
+        turn = met[kind_of(operation)]
+        met[kind_of(operation)] += 1
+        chosen = listed if turn == 0 or operation is last else [listed[turn % len(listed)]]
+        yield from ((operation, mode) for mode in chosen)
+
+
+def run_memory(case: memory_trials.Case, title: str, request: pytest.FixtureRequest) -> None:
+    """Faults at every operation of an object store."""
+    operations = case.operations()
+    ledger = Ledger(f"{title}, memory store: {len(operations)} operations")
+    for operation, fault in trials(operations, lambda _: (*END_MODES, Fault.HANG), request):
+        if fault is Fault.HANG:
+            trial = memory_trials.hung(case, operation.number, memory_trials.finish)
+        else:
+            trial = memory_trials.disturbed(case, operation.number, fault)
+        ledger.note(fault, *_at(operation, trial))
     ledger.settle()
 
 
-def run_local(case: local_trials.Case, title: str, *, reads: Sequence[Fault]) -> None:
-    """Every call of the operating system, every mode; `reads` are the modes of calls without an effect."""
+def run_local(case: local_trials.Case, title: str, request: pytest.FixtureRequest, *, reads: Sequence[Fault]) -> None:
+    """Faults at every call of the operating system; `reads` are the modes of calls without an effect."""
     operations, unseen = case.operations()
     assert unseen == []
     ledger = Ledger(f"{title}, local files: {len(operations)} operations")
-    for operation in operations:
-        modes = reads if operation.name in READS else (*END_MODES, Fault.SHORT, Fault.HANG)
-        for fault in modes:
-            if fault is Fault.HANG:
-                trial = local_trials.hung(case, operation.number, local_trials.finish)
-            else:
-                trial = local_trials.disturbed(case, operation.number, fault)
-            ledger.note(fault, *_at(operation, trial))
+    modes: Callable[[Operation], Sequence[Fault]] = lambda o: (  # noqa: E731
+        reads if o.name in READS else (*END_MODES, Fault.SHORT, Fault.HANG)
+    )
+    for operation, fault in trials(operations, modes, request):
+        if fault is Fault.HANG:
+            trial = local_trials.hung(case, operation.number, local_trials.finish)
+        else:
+            trial = local_trials.disturbed(case, operation.number, fault)
+        ledger.note(fault, *_at(operation, trial))
     ledger.settle()
 
 
@@ -64,15 +97,16 @@ def _at(operation: Operation, trial: tuple[str, list[str]]) -> tuple[str, str, l
     [
         (memory_trials.fresh_case, TargetFormat.UNIVERSAL),
         (memory_trials.overwrite_case, TargetFormat.SAFETENSORS),
-        pytest.param(memory_trials.overwrite_case, TargetFormat.UNIVERSAL, marks=pytest.mark.full),
-        pytest.param(memory_trials.fresh_case, TargetFormat.SAFETENSORS, marks=pytest.mark.full),
-        pytest.param(memory_trials.fresh_case, TargetFormat.TORCH, marks=pytest.mark.full),
-        pytest.param(memory_trials.overwrite_case, TargetFormat.TORCH, marks=pytest.mark.full),
+        *(
+            pytest.param(make, to, marks=pytest.mark.full, id=f"every-mode-{make.__name__}-{to}")
+            for make in (memory_trials.fresh_case, memory_trials.overwrite_case)
+            for to in (TargetFormat.UNIVERSAL, TargetFormat.SAFETENSORS, TargetFormat.TORCH)
+        ),
         pytest.param(memory_trials.crowded_case, TargetFormat.UNIVERSAL, marks=pytest.mark.full),
     ],
 )
-def test_object_store(memory: MemoryStore, make: MemoryCases, to: TargetFormat) -> None:
-    run_memory(make(memory, to), f"{make.__name__} {to}")
+def test_object_store(memory: MemoryStore, make: MemoryCases, to: TargetFormat, request: pytest.FixtureRequest) -> None:
+    run_memory(make(memory, to), f"{make.__name__} {to}", request)
 
 
 @pytest.mark.timeout(3600)
@@ -87,8 +121,10 @@ def test_object_store(memory: MemoryStore, make: MemoryCases, to: TargetFormat) 
         ),
     ],
 )
-def test_local_files(small_root: Path, make: LocalCases, to: TargetFormat, reads: Sequence[Fault]) -> None:
-    run_local(make(small_root, to), f"{make.__name__} {to}", reads=reads)
+def test_local_files(
+    small_root: Path, make: LocalCases, to: TargetFormat, reads: Sequence[Fault], request: pytest.FixtureRequest
+) -> None:
+    run_local(make(small_root, to), f"{make.__name__} {to}", request, reads=reads)
 
 
 @pytest.mark.timeout(3600)

@@ -15,6 +15,7 @@ import pytest
 from reshard.client import Client
 from reshard.errors import JobError, ReshardError
 from reshard.models import Job, JobEvent, JobState
+from servers.fixtures import new_stack
 from servers.process import ServerProcess
 from servers.scripted import journal_of, scripted, units_done
 from servers.stack import LEASE_S, Stack, client_of, end_tree, pause, resume, runners_of, tree_of
@@ -49,15 +50,22 @@ def wait_until(ready: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.fixture
-def service(stack: Stack, tmp_path: Path) -> Generator[Service]:
+@pytest.fixture(scope="module", params=["embedded", "celery"])
+def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Stack, Client]]:
+    """An API of each driver, which has no worker: each test starts its own."""
+    stack = new_stack(request.param, tmp_path_factory.mktemp("drivers"), request)
     with stack.api() as url, client_of(url) as client:
-        found = Service(stack, client, tmp_path)
-        try:
-            yield found
-        finally:
-            for process in found.started:
-                end_tree(process)
+        yield stack, client
+
+
+@pytest.fixture
+def service(api: tuple[Stack, Client], tmp_path: Path) -> Generator[Service]:
+    found = Service(*api, tmp_path)
+    try:
+        yield found
+    finally:
+        for process in found.started:
+            end_tree(process)
 
 
 @pytest.fixture

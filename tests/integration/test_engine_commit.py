@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
+from house.tiers import rest_full
 from reshard.errors import ReshardError, StorageError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
@@ -166,7 +167,7 @@ def test_s3_to_s3_gives_the_same_bytes(s3: S3Server, bucket: str, big: Path, exp
     assert engine.convert(request).already_done
 
 
-@pytest.mark.parametrize("stop_after", [1, 4, 9])
+@pytest.mark.parametrize("stop_after", rest_full([1, 4, 9], 1, 9))
 def test_stopped_s3_run_resumes_or_is_discarded(
     s3: S3Server, bucket: str, big: Path, expected: dict[str, bytes], stop_after: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Claim, lease, fence, reaper and idempotency keys, on SQLite and on PostgreSQL."""
+"""JobClaim, lease, fence, reaper and idempotency keys, on SQLite and on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reshard.errors import JobError, RequestError, StorageError
 from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.idempotency import Hold, IdempotencyKeys
-from reshard_jobs.leases import Claim, Leases
+from reshard_jobs.leases import JobClaim, Leases
 from reshard_jobs.pages import JobFilter
 from reshard_jobs.reaper import Reaper
 from reshard_jobs.store import JobStore
@@ -35,7 +35,7 @@ class Jobs:
         self.reaper = Reaper(database, lease_s=LEASE_S)
         self.keys = IdempotencyKeys(database)
 
-    def claimed(self, *, max_attempts: int = 3) -> Claim:
+    def claimed(self, *, max_attempts: int = 3) -> JobClaim:
         claim = self.leases.claim(self.store.create(REQUEST, max_attempts=max_attempts).id, worker="w")
         assert claim is not None
         return claim
@@ -58,7 +58,7 @@ def jobs(database_url: str) -> Generator[Jobs]:
 
 def test_one_of_many_claims_wins(jobs: Jobs) -> None:
     job_id = jobs.store.create(REQUEST).id
-    won: list[Claim | None] = []
+    won: list[JobClaim | None] = []
     start = threading.Barrier(8)
 
     def claim() -> None:
@@ -198,7 +198,7 @@ def test_nobody_leaves_empty_handed_while_there_is_work(jobs: Jobs) -> None:
     count = 12
     ids = {jobs.store.create(REQUEST.model_copy(update={"target": f"/out{number}"})).id for number in range(count)}
     leases = Leases(jobs.database, lease_s=60)
-    won: list[Claim | None] = []
+    won: list[JobClaim | None] = []
     start = threading.Barrier(count)
 
     def claim() -> None:
@@ -282,7 +282,7 @@ def test_cancel_between_attempts_leaves_a_clean_up(jobs: Jobs) -> None:
 def test_one_writer_per_target(jobs: Jobs) -> None:
     ids = [jobs.store.create(REQUEST).id for _ in range(4)]
     elsewhere = jobs.store.create(REQUEST.model_copy(update={"target": "/out2"})).id
-    won: list[Claim] = []
+    won: list[JobClaim] = []
     start = threading.Barrier(4)
 
     def claim(job_id: str) -> None:

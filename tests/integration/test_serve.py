@@ -68,7 +68,8 @@ def test_jobs_run_and_the_end_is_clean(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         family = tree_of(process.pid)
-        assert len(family) == 3
+        # The API, its probe that waits, the executor, and the engine of the job.
+        assert len(family) == 4
         assert process.stop(signal.SIGTERM) == 0
         assert gone(family, within_s=2)
     with serving(tmp_path) as (process, url), client_of(url) as client:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from reshard_jobs.leases import Leases
 from reshard_jobs.roots import Roots
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.store import JobStore
+from reshard_worker.memory_limit import engine_memory_bytes
 from reshard_worker.protocol import Command, Result, parse_message
 from reshard_worker.settings import WorkerSettings
 from reshard_worker.supervisor import Outcome, Supervisor
-from reshard_worker.walls import engine_memory_bytes
 from servers.scripted import journal_of, scripted
 from servers.stack import scripted_runner
 
@@ -64,7 +64,7 @@ def place(tmp_path: Path) -> Generator[Workplace]:
 
 
 def rooted(settings: WorkerSettings, *roots: Path) -> WorkerSettings:
-    return replace(settings, jobs=JobSettings(roots=Roots(tuple(map(str, roots)))))
+    return settings.model_copy(update={"jobs": JobSettings(roots=Roots(tuple(map(str, roots))))})
 
 
 def test_a_worker_obeys_its_own_roots(place: Workplace) -> None:
@@ -99,7 +99,7 @@ def test_the_engine_gets_the_very_places_that_were_judged(place: Workplace) -> N
     (root / "in").mkdir(parents=True)
     (root / "link").symlink_to(root / "in")
     code = f"import sys; open({str(heard)!r}, 'w').write(sys.stdin.readline())"
-    settings = rooted(replace(SCRIPTED, runner_command=(sys.executable, "-c", code)), root)
+    settings = rooted(SCRIPTED.model_copy(update={"runner_command": (sys.executable, "-c", code)}), root)
     job = place.create(f"file://localhost{root}/link/../in/ck/", f"{root}//link/./out/")
     assert place.failure(job, settings) == "internal.error"
     command = Command.model_validate_json(heard.read_bytes())
@@ -127,7 +127,7 @@ def test_a_clean_up_stays_below_the_roots(place: Workplace) -> None:
 )
 def test_planning_has_a_deadline(place: Workplace, kind: JobKind, script: dict[str, object]) -> None:
     job = place.create(scripted(**script), f"{place.directory}/out", kind=kind)
-    ended = place.see_through(job, replace(SCRIPTED, planning_limit_s=1.5))
+    ended = place.see_through(job, SCRIPTED.model_copy(update={"planning_limit_s": 1.5}))
     assert ended.state is JobState.FAILED
     assert ended.error is not None
     assert ended.error.code == "source.too_slow"
@@ -136,15 +136,15 @@ def test_planning_has_a_deadline(place: Workplace, kind: JobKind, script: dict[s
 
 def test_a_conversion_may_take_longer_than_its_plan(place: Workplace) -> None:
     place.create(scripted(units=6, unit_s=0.5), f"{place.directory}/out")
-    supervisor = Supervisor(place.leases, replace(SCRIPTED, planning_limit_s=2.0), name="test")
+    supervisor = Supervisor(place.leases, SCRIPTED.model_copy(update={"planning_limit_s": 2.0}), name="test")
     assert supervisor.run_next() is Outcome.SUCCEEDED
 
 
 def test_an_engine_has_a_second_wall_around_its_memory(place: Workplace) -> None:
     hungry = scripted(hog=1 << 30)
-    walled = replace(SCRIPTED, engine_memory_bytes=512 << 20)
+    walled = SCRIPTED.model_copy(update={"engine_memory_bytes": 512 << 20})
     assert place.failure(place.create(hungry, f"{place.directory}/walled"), walled) == "checkpoint.too_large"
-    free = replace(SCRIPTED, engine_memory_bytes=0)
+    free = SCRIPTED.model_copy(update={"engine_memory_bytes": 0})
     assert place.see_through(place.create(hungry, f"{place.directory}/free"), free).state is JobState.SUCCEEDED
 
 

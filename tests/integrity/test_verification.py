@@ -25,8 +25,8 @@ from reshard.errors import IntegrityError, JobError, RequestError, ReshardError,
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.execute.checks.tensor_digests import PassingDigests
-from reshard_engine.execute.sinks import local as local_sink
+from reshard_engine.execute.checks.block_digests import BlockDigests
+from reshard_engine.execute.sinks import local_files
 from reshard_engine.execute.sinks.local_chunk import LocalChunkFile
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.integrity.digests import (
@@ -233,18 +233,18 @@ def test_a_source_that_was_read_wrong_once(tmp_path: Path, monkeypatch: pytest.M
 
 def test_bytes_that_change_between_digest_and_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CRC-32 is of the damaged bytes, so that the journal believes them: the next run writes them anew."""
-    of_chunk, flipped = PassingDigests.of_chunk, []
+    add, flipped = BlockDigests.add, []
 
-    def lying(self: PassingDigests, file: Any, chunk: Any, buffer: Any) -> Any:
-        yield from of_chunk(self, file, chunk, buffer)
-        for body in file.template.bodies_in(chunk.offset, chunk.offset + chunk.length_bytes):
-            if not flipped and body.offset >= chunk.offset:
-                flipped.append(chunk)
-                buffer[body.offset - chunk.offset] ^= 1
+    def lying(self: BlockDigests, item: Any, data: Any) -> None:
+        add(self, item, data)
+        for body in item.file.template.bodies_in(item.begin, item.begin + item.length_bytes):
+            if not flipped and body.offset >= item.begin:
+                flipped.append(item)
+                data[body.offset - item.begin] ^= 1
 
     request = request_for(tmp_path / "out", verify=VerifyLevel.FULL, to=TargetFormat.SAFETENSORS)
     with monkeypatch.context() as patch:
-        patch.setattr(PassingDigests, "of_chunk", lying)
+        patch.setattr(BlockDigests, "add", lying)
         with pytest.raises(IntegrityError):
             load_engine().convert(request)
     assert flipped
@@ -261,7 +261,7 @@ def test_a_sync_that_fails_is_no_commit(tmp_path: Path, monkeypatch: pytest.Monk
 
     request = request_for(tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(local_sink, "LIBC", Library)
+        patch.setattr(local_files, "LIBC", Library)
         with pytest.raises(StorageError):
             load_engine().convert(request)
     assert not (tmp_path / "out").exists()

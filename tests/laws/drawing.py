@@ -26,9 +26,9 @@ SOURCES: tuple[SourceFormat, ...] = (*STAGES, UniversalSource(), WeightsSource("
 
 
 @st.composite
-def trials(draw: st.DrawFn, source: SourceFormat) -> Trial:
-    """Checkpoints of a source format with a conversion of them."""
-    oracle: TargetOracle = draw(evenly(*[t for t in TARGETS if source.full or not t.wants_full_state]))
+def trials(draw: st.DrawFn, source: SourceFormat, targets: tuple[TargetOracle, ...] = TARGETS) -> Trial:
+    """Checkpoints of a source format with a conversion of them to one of some targets."""
+    oracle: TargetOracle = draw(evenly(*[t for t in targets if source.full or not t.wants_full_state]))
     options = dict(draw(oracle.options()))
     if not source.full:
         options["exclude_frozen"] = False  # weights do not say which of them were frozen

@@ -52,7 +52,7 @@ class NativeTarget:
 
     def expected(self, saved: Saved, request: ConvertRequest) -> Content:
         """Masters and moments as they were, weights as stored, or rounded from masters, and what surrounds them."""
-        state, layout = saved.state, request.layout
+        state, layout = saved.state, request.options.deepspeed
         assert layout is not None
         assert request.dtype is not None
         late = saved.frozen_late

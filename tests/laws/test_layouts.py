@@ -28,6 +28,7 @@ from laws.profiles import laws_profile, laws_seed
 from laws.torch_values import Fragment, load, tree_of
 from reshard.diffs import DiffOptions
 from reshard.models import ConvertRequest, NativeLayout, SourceSpec, TargetFormat
+from reshard.options import DeepSpeedOptions, Options
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.local import LocalEngine
 from reshard_engine.storage.locations import serving
@@ -39,7 +40,7 @@ from reshard_engine.testing.strategies import evenly
 from reshard_engine.testing.trial import SCHEME, TARGET_NAME, convert, left_by
 
 _PROFILE, _SEED = laws_profile(), laws_seed()
-_CI, _LONG = 40, 400
+_CI, _LONG = 20, 400
 # What a run would save that depends on nothing but its state and its layout.
 _OPTIMIZER_KEYS = (
     *("single_partition_of_fp32_groups", "base_optimizer_state", "partition_count", "group_paddings"),
@@ -89,7 +90,9 @@ class Ways:
         """Fail if two runs' checkpoints differ in a logical tensor, a counter or a hyper-parameter."""
         specs = (SourceSpec(url=self.url(run)) for run in (a, b))
         with serving(SCHEME, self.store):
-            report = LocalEngine().diff(*specs, DiffOptions(rules=self.rules))
+            report = LocalEngine().diff(
+                *specs, DiffOptions(options=Options(deepspeed=DeepSpeedOptions(rules=self.rules)))
+            )
         assert report.equal, report.differences[:5]
         assert report.identical == report.tensors > 0
 

@@ -28,7 +28,7 @@ class Layout:
 
     Attributes:
         shards: number of files; 1 for one without index.
-        strided: torch only: matrices lie transposed in the file.
+        strided: torch only: matrices and larger tensors lie transposed in the file.
     """
 
     shards: int
@@ -56,7 +56,7 @@ class WeightsSource:
     def cases(self) -> st.SearchStrategy[Case]:
         """Any model."""
         states = logical_states(Rules(max_groups=1))
-        strided = evenly(False, True) if self.container == "torch" else st.just(value=False)
+        strided = evenly(False, True, True) if self.container == "torch" else st.just(value=False)
         layouts = st.builds(Layout, evenly(1, 1, 2, 3), strided)
         return st.tuples(layouts, states).map(lambda pair: Case(pair[1], pair[0]))
 
@@ -107,5 +107,5 @@ def _tensors(state: LogicalState, *, strided: bool) -> dict[str, torch.Tensor]:
         found[parameter.fqn] = tensor_of(parameter.weight)
     found |= {name: tensor_of(bits) for name, bits in state.buffers.items()}
     if strided:
-        found = {n: t.t().contiguous().t() if t.dim() == 2 else t for n, t in found.items()}
+        found = {n: t.transpose(0, -1).contiguous().transpose(0, -1) if t.dim() > 1 else t for n, t in found.items()}
     return found

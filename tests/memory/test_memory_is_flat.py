@@ -1,4 +1,4 @@
-"""Memory does not grow with the checkpoint: 0.5, 1 and 3 GB under one limit of 512 MiB."""
+"""Memory does not grow with the checkpoint: 0.5 and 1 GB, in the long form 3 GB too, under one limit of 512 MiB."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat
 
 LIMIT_BYTES = 512 << 20
-LAYERS = (2, 6, 19)
+LAYERS = [(2, 6), pytest.param((2, 6, 19), marks=pytest.mark.full)]
 """Of a GPT of width 1024, on 4 ranks: 0.5, 1.1 and 3.1 GB."""
 FLAT = 1.10
 ENV = {**os.environ, "RESHARD_DISABLE_PROGRESS_BARS": "1"}
@@ -36,11 +36,12 @@ def convert(source: Path, target: Path, options: tuple[str, ...]) -> Measured:
 
 
 @pytest.mark.timeout(600)
-def test_memory_is_within_the_limit_and_flat(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes_in_layers", LAYERS, ids=len)
+def test_memory_is_within_the_limit_and_flat(sizes_in_layers: tuple[int, ...], tmp_path: Path) -> None:
     """Anonymous memory stays within the limit and what the interpreter takes; high-water marks differ by a tenth."""
     marks: dict[str, list[int]] = {"universal": [], "bf16": []}
     sizes: list[int] = []
-    for layers in LAYERS:
+    for layers in sizes_in_layers:
         source = tmp_path / "source"
         write_zero_checkpoint(source, gpt_parameters(1024, layers, 16_000), stage=3, ranks=4)
         sizes.append(sum(p.stat().st_size for p in source.rglob("*") if p.is_file()))
@@ -55,7 +56,7 @@ def test_memory_is_within_the_limit_and_flat(tmp_path: Path) -> None:
         f"memory: {[f'{s / 1e9:.2f} GB' for s in sizes]} "
         + ", ".join(f"{name} {[f'{m >> 20} MiB' for m in found]}" for name, found in marks.items())
     )
-    assert sizes[-1] >= 3_000_000_000
+    assert sizes[-1] >= (3_000_000_000 if len(sizes) > 2 else 2 * LIMIT_BYTES)
     for name, found in marks.items():
         assert max(found) <= FLAT * min(found), (name, found)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
+from house.shared import made_once, started_once
 from oracle.cases import CASES, STATE_DICT_CASES
 from oracle.driver import Oracle, Trained
 from oracle.launcher import Worlds
@@ -14,11 +16,13 @@ from oracle.launcher import Worlds
 TrainedFactory: TypeAlias = Callable[..., Trained]
 
 
+_WORLDS = pytest.StashKey[Worlds]()
+
+
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
+def worlds(request: pytest.FixtureRequest) -> Worlds:
     """The fork-server, started when the first test needs it."""
-    with Worlds() as started:
-        yield started
+    return started_once(request.config, _WORLDS, Worlds)
 
 
 @pytest.fixture(scope="session")
@@ -29,13 +33,19 @@ def oracle(worlds: Worlds) -> Oracle:
 
 @pytest.fixture(scope="session")
 def trained(oracle: Oracle, tmp_path_factory: pytest.TempPathFactory) -> TrainedFactory:
-    """``trained(case_name, world=2)``: a real checkpoint, trained once per session.  Read-only for all tests."""
+    """``trained(case_name, world=2)``: a real checkpoint, trained once per test run.  Read-only for all tests."""
     done: dict[tuple[str, int], Trained] = {}
 
     def train(case_name: str, world: int = 2) -> Trained:
         if (case_name, world) not in done:
-            folder = tmp_path_factory.mktemp(f"{case_name}-{world}")
-            done[case_name, world] = oracle.train((CASES | STATE_DICT_CASES)[case_name], folder, world=world)
+            case = (CASES | STATE_DICT_CASES)[case_name]
+
+            def save(folder: Path) -> list[object]:
+                run = oracle.train(case, folder, world=world)
+                return [str(run.dir.relative_to(folder)), run.tag, run.losses_before, run.losses_after]
+
+            folder, (saved, tag, before, after) = made_once(tmp_path_factory, f"{case_name}-{world}", save)
+            done[case_name, world] = Trained(case, world, folder / saved, tag, tuple(before), tuple(after))
         return done[case_name, world]
 
     return train

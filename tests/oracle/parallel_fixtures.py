@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
+from house.shared import made_once
 from oracle.launcher import Worlds
 from oracle.parallel_cases import GPT_CASES, Layout
 from oracle.parallel_driver import ParallelOracle, Saved
@@ -22,12 +24,18 @@ def parallel(worlds: Worlds) -> ParallelOracle:
 
 @pytest.fixture(scope="session")
 def trained_3d(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactory) -> TrainedOn:
-    """A real checkpoint of a case on a layout, trained once per session.  Read-only for all tests."""
+    """A real checkpoint of a case on a layout, trained once per test run.  Read-only for all tests."""
     done: dict[tuple[str, Layout], Saved] = {}
 
     def train(name: str, layout: Layout) -> Saved:
         if (name, layout) not in done:
-            done[name, layout] = parallel.train_3d(GPT_CASES[name], layout, tmp_path_factory.mktemp(f"{name}-{layout}"))
+
+            def save(folder: Path) -> list[object]:
+                run = parallel.train_3d(GPT_CASES[name], layout, folder)
+                return [str(run.dir.relative_to(folder)), run.tag, run.losses_before, run.losses_after]
+
+            folder, (saved, tag, before, after) = made_once(tmp_path_factory, f"{name}-{layout}", save)
+            done[name, layout] = Saved(folder / saved, tag, tuple(before), tuple(after))
         return done[name, layout]
 
     return train

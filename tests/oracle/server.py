@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -25,9 +26,17 @@ from typing import Any
 _SLOW_IMPORTS = (
     "deepspeed",
     "deepspeed.checkpoint.ds_to_universal",
+    "deepspeed.module_inject.auto_ep_layer",  # every engine's configuration imports it
     "deepspeed.runtime.zero.muon.original_muon",  # pulls in torch._inductor; every ZeRO engine imports it
     "deepspeed.utils.zero_to_fp32",
     "safetensors.torch",
+)
+# Models of the ranks need these and their thousands of modules: 1.5 s that each rank of each world would pay again.
+_SLOW_IMPORTS_IF_INSTALLED = (
+    "transformers.optimization",
+    "transformers.trainer",
+    "accelerate",
+    "peft",
 )
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -46,6 +55,9 @@ def _preload() -> None:
     """Imports everything slow, and switches off what DeepSpeed would compile or leak on a CPU."""
     for name in _SLOW_IMPORTS:
         importlib.import_module(name)
+    for name in _SLOW_IMPORTS_IF_INSTALLED:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
     import torch
 
     torch.optim.AdamW([torch.zeros(1)])  # pulls in torch._dynamo: 1.4 s that each rank would pay again

@@ -517,9 +517,19 @@ def test_a_base_model_that_does_not_fit(slim_sources: Path, sources: Path, tmp_p
     """Numbers and a name, before anything is written."""
     kept = str(slim_sources / "plain" / "base")
     for run, base, code, words in (
-        ("gpt2", kept, "request.unsatisfiable", ("none of this run", "6 weights", "c_attn.weight, which is not there")),
+        (
+            "gpt2",
+            kept,
+            "request.unsatisfiable",
+            ("does not fit this run", "6 weights", "c_attn.weight, which is not there"),
+        ),
         ("embedding", str(slim_sources / "resized-saved-tied" / "base"), "request.unsatisfiable", ("(66, 16)", "61")),
-        ("bias", kept, "request.unsatisfiable", ("none of this run", "4 weights", "q_proj.bias, which is not there")),
+        (
+            "bias",
+            kept,
+            "request.unsatisfiable",
+            ("does not fit this run", "4 weights", "q_proj.bias, which is not there"),
+        ),
         ("resized-saved-tied", str(slim_sources / "tied" / "base"), "request.unsatisfiable", ("(66, 16)", "(61, 16)")),
         ("plain", str(tmp_path / "nowhere"), "source.not_found", ("nowhere",)),
         ("plain", str(slim_sources / "plain" / "files"), "source.unknown_kind", ("holds no weights",)),

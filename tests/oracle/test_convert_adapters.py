@@ -170,7 +170,7 @@ def test_a_merge_says_what_it_needs(run: Run, trained: TrainedFactory, tmp_path:
     folder, out = run(2), tmp_path / "out"
     for source, to, options, code, word in (
         (trained("z2_bf16").dir, "safetensors", {"lora_alpha": 1}, "request.unsatisfiable", "no LoRA adapter"),
-        (folder / "state", "safetensors", {}, "request.unsatisfiable", "how the adapter is scaled"),
+        (folder / "state", "safetensors", {}, "request.unsatisfiable", "the scale of the adapter is unknown"),
         (folder / "state", "universal", {"lora_alpha": 1}, "request.invalid", "consolidated weights"),
     ):
         with pytest.raises(ReshardError) as caught:

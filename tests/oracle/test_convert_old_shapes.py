@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import pytest
 
+from house.tiers import rest_full
 from oracle.conversions import Converted, expected_atoms, expected_steps, universal_problems
 from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
@@ -35,6 +36,22 @@ LOSSLESS = {
     "optimizer_files_with_fp16_prefix": ["z2_fp16", "z3_fp16", "z1_fp32"],
     "optimizer_files_without_prefix": ["z2_bf16", "z3_bf16"],
 }
+# Every shape once, and so that every run is there: stages 1 to 3, BF16_Optimizer, fp16, several groups and sub-groups.
+LOSSLESS_ALWAYS = (
+    ("before_0_5_4_one_mapping_of_shapes", "z3_sub_groups_two_groups"),
+    ("before_0_6_0_shapes_in_the_optimizer_file", "z1_fp32"),
+    ("before_0_6_0_plain_numbers", "z2_two_groups"),
+    ("before_0_6_0_placeholders_of_one_element", "z3_bf16"),
+    ("before_0_7_3_no_slice_mappings", "bf16opt"),
+    ("before_0_9_0_no_shared_params", "z1_bf16"),
+    ("before_0_19_5_no_parallel_dimensions", "z3_bf16"),
+    ("before_0_19_7_no_alignment_paddings", "z2_two_groups"),
+    ("fragment_addresses_of_bf16_optimizer", "bf16opt"),
+    ("no_ds_version", "z1_bf16"),
+    ("optimizer_files_without_underscore", "z2_bf16"),
+    ("optimizer_files_with_fp16_prefix", "z3_fp16"),
+    ("optimizer_files_without_prefix", "z2_bf16"),
+)
 
 
 # All of them at once; the frozen matrix of stage 3 was not saved then.
@@ -87,7 +104,7 @@ def as_universal(run: Trained, folder: Path) -> Converted:
     return converted
 
 
-@pytest.mark.parametrize(("transform", "name"), pairs(LOSSLESS))
+@pytest.mark.parametrize(("transform", "name"), rest_full(pairs(LOSSLESS), *LOSSLESS_ALWAYS))
 def test_an_old_shape_reads_like_the_new_one(transform: str, name: str, reshaped: Reshape, tmp_path: Path) -> None:
     run = reshaped(name, transform)
     assert universal_problems(as_universal(run, tmp_path / "universal")) == []
@@ -143,7 +160,12 @@ def test_elastic_lists_take_hyper_parameters_from_ds_config(name: str, reshaped:
     assert [text for text in converted.warnings if "ds_config" in text]
 
 
-@pytest.mark.parametrize("name", ["z2_bf16", "z2_two_groups", "z3_bf16", "z3_sub_groups_two_groups"])
+@pytest.mark.parametrize(
+    "name",
+    rest_full(
+        ["z2_bf16", "z2_two_groups", "z3_bf16", "z3_sub_groups_two_groups"], "z2_two_groups", "z3_sub_groups_two_groups"
+    ),
+)
 def test_a_checkpoint_of_0_5_3_resumes_today(name: str, oracle: Oracle, reshaped: Reshape, tmp_path: Path) -> None:
     run = reshaped(name, *VERSION_0_5_3)
     converted = as_universal(run, tmp_path / "new" / "universal")

@@ -150,7 +150,7 @@ def test_a_padded_vocabulary_at_stage_3_is_warned_of(
 ) -> None:
     run = trained(TWO_GROUPS, CUT)
     result = convert(run.dir, tmp_path / "to" / f"{run.tag}_universal", "universal")
-    assert _says(result.warnings, "its loader of stage 3 knows no padding")
+    assert _says(result.warnings, "DeepSpeed's loader of stage 3 knows no padding")
     # The warning is true: what follows the vocabulary is shifted, and nobody says so.
     target, out = replace(ONE_GROUP, pad_to=40), tmp_path / "out"
     again = parallel.resume_megatron(target, Layout(), tmp_path / "to", out, load_universal=True, steps=0)

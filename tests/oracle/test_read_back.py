@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from house.tiers import rest_full
 from oracle.cases import CASES
 from oracle.conversions import (
     UNIVERSAL_CASES,
@@ -44,7 +45,12 @@ PEER_CASES = (
     "z3_plain",
 )
 _ALWAYS = {"z0_fp32", "z1_elastic", "z1_adagrad", "z2_lion", "z2_bf16", "z3_sub_groups_two_groups", "bf16opt"}
-_CASES = [n if n in _ALWAYS else pytest.param(n, marks=pytest.mark.full) for n in UNIVERSAL_CASES]
+_CASES = rest_full(UNIVERSAL_CASES, *_ALWAYS)
+# Of each stage one, of each type one, and every shape of their files.
+_PEER_ALWAYS = (
+    *("z1_two_groups", "z2_fp16", "z2_before_first_step", "z2_empty_param", "z2_alignment", "bf16opt_two_groups"),
+    "z3_sub_groups_two_groups",
+)
 
 
 def again(converted: Converted, source: Path, folder: Path) -> Converted:
@@ -73,7 +79,7 @@ def test_weights_through_universal_are_the_direct_ones(
         assert contents(tmp_path / f"direct{len(options)}") == contents(tmp_path / f"through{len(options)}")
 
 
-@pytest.mark.parametrize("name", PEER_CASES)
+@pytest.mark.parametrize("name", rest_full(PEER_CASES, *_PEER_ALWAYS))
 def test_what_ds_to_universal_wrote_is_read(
     name: str, oracle: Oracle, universal: UniversalFactory, tmp_path: Path
 ) -> None:
@@ -115,7 +121,7 @@ def test_deepspeed_resumes_from_what_we_made_of_the_peers_output(
     assert_continues(resumed, second, bf16_spread)
 
 
-@pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16", "z0_two_groups"])
+@pytest.mark.parametrize("name", rest_full(["z2_bf16", "z3_bf16", "z0_two_groups"], "z3_bf16"))
 def test_weights_by_any_way_are_the_same_bytes(name: str, trained: TrainedFactory, tmp_path: Path) -> None:
     """A -> B -> C is A -> C for every pair of containers, cuts and types that lose nothing."""
     forms = [(to, size) for to in ("safetensors", "torch") for size in (None, _SHARD_BYTES)]

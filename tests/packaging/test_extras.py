@@ -96,12 +96,12 @@ def test_an_extra_alone_does_what_it_is_for(installed: tuple[str, Path], tmp_pat
         run(reshard, "verify", target)
     if extra == "worker":
         return
-    port = free_port()
+    port, state = free_port(), {"XDG_STATE_HOME": str(tmp_path / "state")}
     argv = [reshard, "serve", "--port", str(port), "--data-dir", str(tmp_path / "service")]
-    service = ServerProcess(argv, env=_environment(), log=tmp_path / "serve.log", cwd=tmp_path)
+    service = ServerProcess(argv, env={**_environment(), **state}, log=tmp_path / "serve.log", cwd=tmp_path)
     try:
         service.wait_until(lambda: "Application startup complete" in service.log.read_text())
-        at = {"RESHARD_URL": f"http://127.0.0.1:{port}"}
+        at = {"RESHARD_URL": f"http://127.0.0.1:{port}", **state}
         target = str(tmp_path / "by_job")
         assert run(reshard, "submit", str(CHECKPOINT), target, "--to", "safetensors", "--wait", **at) == target
         run(reshard, "verify", target)

@@ -22,6 +22,9 @@ NAMES = re.compile(
     r"_states\.pt|mp_rank_|zero_pp_rank|optim_states|latest_universal|universal_checkpoint_info|param_shapes|ds_config"
     r"|ds_version|frozen_param|frozen_param_fragments|rng_state|lr_scheduler|loss_scaler|optimizer_state_dict"
     r"|tied_modules|deepspeed_experts|global_step|dp_world_size|mp_world_size|client_state|single_partition_of_fp32"
+    r"|global_samples|skipped_steps|buffer_names|shared_params|autoep|random_ltd|data_sampler|checkpoint_parallel_dim"
+    r"|base_optimizer_state|fp32_flat_groups|fp32_groups|clip_grad|partition_count|param_slice_mappings|reshard_layout"
+    r"|zero_optimization|padded_vocab_size|checkpoint_version"
 )
 
 
@@ -32,6 +35,13 @@ def strings_of(path: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
             yield node.value
+
+
+def constants_of(path: Path) -> set[str]:
+    """The strings that a module gives names to."""
+    assigned = [n.value for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.Assign)]
+    values = (v for node in assigned for v in (node.elts if isinstance(node, ast.Tuple) else [node]))
+    return {v.value for v in values if isinstance(v, ast.Constant) and isinstance(v.value, str)}
 
 
 def found(root: Path) -> set[tuple[str, str]]:
@@ -53,3 +63,12 @@ def test_a_name_elsewhere_is_found(tmp_path: Path) -> None:
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan" / "budget.py").write_text('"""mp_rank_00 is fine here."""\nSUFFIX = "_optim_states.pt"\n')
     assert found(tmp_path) == {("plan/budget.py", "_optim_states.pt")}
+
+
+def test_a_name_that_has_a_constant_is_not_written_out_again() -> None:
+    package = ENGINE / "formats" / "deepspeed"
+    names = constants_of(package / "names.py")
+    assert {"ds_config", "frozen_param_shapes"} <= names
+    others = [p for p in package.rglob("*.py") if p.name != "names.py"]
+    twins = {(p.relative_to(package).as_posix(), text) for p in others for text in strings_of(p) if text in names}
+    assert twins == set()

@@ -13,18 +13,22 @@ from fastapi.testclient import TestClient
 from pydantic.fields import FieldInfo
 
 from house.repository import ROOT
-from reshard._wire import ConvertOptions
+from reshard._wire import ConvertOptions, convert_request
 from reshard.cli.flags import CALLED, ConversionFlags
-from reshard.models import ConvertRequest, NativeLayout, SourceSpec, SubmitRequest, TargetFormat
+from reshard.errors import RequestError
+from reshard.models import ConvertRequest, SourceSpec, SubmitRequest, TargetFormat
+from reshard.nested_options import option_fields
+from reshard.options import DeepSpeedOptions, NativeLayout, PeftOptions, WeightsOptions
 from reshard_engine.plan.planner import request_facts
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
 
+OF_FORMATS = option_fields()
 FIELDS: dict[str, FieldInfo] = {
     **{n: f for n, f in SourceSpec.model_fields.items() if n != "url"},
-    **NativeLayout.model_fields,
-    **{n: f for n, f in ConvertRequest.model_fields.items() if n not in {"source", "target", "to", "layout"}},
+    **{n: f for n, (_, f) in OF_FORMATS.items()},
+    **{n: f for n, f in ConvertRequest.model_fields.items() if n not in {"source", "target", "to", "options"}},
 }
 """Every option, by its name in requests."""
 FORMER = {"offload": "server_copy"}
@@ -45,7 +49,7 @@ BYTES_KEPT = {
     "server_copy",
 }  # fmt: skip
 """Options that change how the bytes of a target are made, or nothing at all, and never which they are."""
-IN_FILES = {"model_files", "merge_adapter", "lora_alpha", "base"}
+IN_FILES = {"model_files", "base"}
 """Options that a plan's digest holds by what they make: the bytes of files, and the facts of merged weights."""
 
 
@@ -75,7 +79,7 @@ def sample(field: str) -> Any:
 
 
 def test_every_option_is_a_flag_and_every_flag_an_option() -> None:
-    flags = set(ConversionFlags.__dataclass_fields__) - {"to"} - set(FORMER)
+    flags = set(ConversionFlags.__dataclass_fields__) - {"to", "options_of_formats"} - set(FORMER)
     assert flags == {flag_of(field) for field in FIELDS}
 
 
@@ -85,25 +89,22 @@ def test_a_flag_arrives_in_its_field(field: str, tmp_path: Path) -> None:
     if field == "rules":
         value = tmp_path / "rules.yaml"
         value.write_text("{}")
-    layout = field in NativeLayout.model_fields
-    given: dict[str, Any] = {"dp": 2} if layout else {}
-    to = TargetFormat.ZERO if layout else TargetFormat.SAFETENSORS
     before, after = (
-        ConversionFlags(to=to, **{**given, **more}).request("a", "b").model_dump()
+        ConversionFlags(to=TargetFormat.SAFETENSORS, **more).request("a", "b").model_dump()
         for more in ({}, {flag_of(field): value})
     )
-    place = "layout" if layout else "source" if field in SourceSpec.model_fields else None
-    changed = {n for n in before if before[n] != after[n]}
-    assert changed == {place or field}
-    if place is not None:
-        assert {n for n in before[place] if before[place][n] != after[place][n]} == {field}
+    places = ["source"] if field in SourceSpec.model_fields else []
+    places = ["options", OF_FORMATS[field][0]] if field in OF_FORMATS else places
+    for place in [*places, field]:
+        assert {n for n in before if before[n] != after[n]} == {place}
+        before, after = before[place], after[place]
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_defaults_and_bounds_are_the_same(field: str) -> None:
     flag, info = flag_of(field), FIELDS[field]
     default = ConversionFlags.__dataclass_fields__[flag].default
-    if field not in {"dp", "memory_limit_bytes", "part_bytes", "max_shard_bytes", "rules"}:
+    if field not in {"memory_limit_bytes", "part_bytes", "max_shard_bytes", "rules"}:
         assert default == info.default
     option = option_of(flag)
     bounds = {type(m): m for m in info.metadata}
@@ -126,7 +127,44 @@ def test_a_former_flag_means_what_it_was_renamed_to(flag: str) -> None:
 
 def test_the_client_takes_every_option() -> None:
     own = set(ConvertOptions.__annotations__)
-    assert own == {f for f in FIELDS if f not in NativeLayout.model_fields} | {"layout"}
+    assert own == {*FIELDS, "options", "layout"}
+
+
+@pytest.mark.parametrize("field", OF_FORMATS)
+def test_an_argument_of_the_client_arrives_nested(field: str) -> None:
+    value = {"max_shard_bytes": 5, "rules": "{}"}.get(field) or sample(field)
+    options: Any = {field: value}
+    made = convert_request("a", "b", TargetFormat.TORCH, options)
+    assert made.options.given() == {OF_FORMATS[field][0]: {field: value}}
+    assert ConvertRequest.model_validate_json(made.model_dump_json()) == made
+
+
+def test_requests_of_the_release_before_are_taken() -> None:
+    former = {"source": {"url": "a"}, "target": "b", "to": "zero", "family": "bloom", "adapter": None}
+    made = ConvertRequest.model_validate(former | {"layout": {"dp": 3, "tp": 2}})
+    assert made.options.given() == {"deepspeed": {"dp": 3, "tp": 2, "family": "bloom"}}
+    assert made == ConvertRequest.model_validate(former | {"layout": NativeLayout(dp=3, tp=2)})
+    assert ConvertRequest.model_validate(former | {"layout": None}).options.given() == {
+        "deepspeed": {"family": "bloom"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"options": []}, "options is no object"),
+        ({"options": {"deepspeed": 5}}, "options.deepspeed is no object"),
+        ({"options": {"deepspeed": {"dp": 0}}}, "options.deepspeed.dp is below 1"),
+        ({"options": {"deepspeed": {"dq": 1}}}, "options.deepspeed.dq is no field that is known"),
+        ({"layout": 7}, "layout is no field that is known"),
+        ({"layout": {"dp": "x"}}, "options.deepspeed.dp is no whole number"),
+        ({"options": {"deepspeed": 5}, "layout": {"dp": 1}}, "options.deepspeed is no object"),
+    ],
+)
+def test_options_of_another_shape_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        convert_request("a", "b", TargetFormat.ZERO, fields)  # type: ignore[arg-type]
+    assert caught.value.message == says
 
 
 # fastapi 0.165.0 names a body in a way that pydantic 2.14.3 takes for a mistake.
@@ -135,7 +173,7 @@ def test_the_api_takes_every_option(tmp_path: Path) -> None:
     settings = ServiceSettings(jobs=JobSettings(database_url=f"sqlite:///{tmp_path}/jobs.db"))
     with TestClient(create_app(settings)) as api:
         schemas = api.get("/openapi.json").json()["components"]["schemas"]
-    for model in (SubmitRequest, NativeLayout, SourceSpec):
+    for model in (SubmitRequest, DeepSpeedOptions, WeightsOptions, PeftOptions, SourceSpec):
         assert set(schemas[model.__name__]["properties"]) == set(model.model_fields)
 
 
@@ -146,7 +184,7 @@ def test_the_handbook_names_every_option(field: str) -> None:
     assert re.search(rf"{re.escape(name)}\b", pages), f"{name} is in none of docs/cli.md, rules.md and peft.md"
 
 
-@pytest.mark.parametrize("field", sorted(set(FIELDS) - set(NativeLayout.model_fields) - BYTES_KEPT - IN_FILES))
+@pytest.mark.parametrize("field", sorted(set(FIELDS) - BYTES_KEPT - IN_FILES))
 def test_what_decides_the_bytes_is_in_the_plan(field: str, tmp_path: Path) -> None:
     value = sample(field)
     if field == "rules":

@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 PATCHES = sorted(HERE.glob("*.patch"))
 SOURCES = ("client", "worker", "service")
 ALWAYS = {
+    "a_claim_of_an_old_fence_counts",  # tests/distributed
     "crc_not_checked",  # tests/adversarial
     "journal_trusted",  # tests/integrity
     "padding_between_parameters",  # tests/laws

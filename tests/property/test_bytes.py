@@ -13,12 +13,15 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.execute.gather.fill import fill
+from reshard_engine.execute.gather.tensor_reader import TensorReader
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.integrity.crc import combine
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.plan.model import Chunk
 from reshard_engine.plan.planner import plan_conversion
+from reshard_engine.plan.write_items import WriteItem
 from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.dtypes import BY_NAME
 
@@ -97,11 +100,14 @@ def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: We
     layout = writer_of(to).lay_out(checkpoint, request, name="out")
     for file in layout.files[:12]:
         whole = np.zeros(file.size_bytes, dtype=np.uint8)
-        ChunkFiller(checkpoint, NumpyCast()).fill(file, begin=0, buffer=whole)
+        reader = TensorReader(checkpoint, NumpyCast())
+        fill(reader, [WriteItem(Chunk(0, 0, len(whole)), file, 0, 0, len(whole))], whole)
         for grain in (1, 7, 64, 333):
             parts = [np.zeros(min(grain, len(whole) - at), np.uint8) for at in range(0, len(whole), grain)]
             for index, part in enumerate(parts[:200]):
-                ChunkFiller(checkpoint, NumpyCast()).fill(file, begin=index * grain, buffer=part)
+                chunk = Chunk(0, index * grain, len(part))
+                item = WriteItem(chunk, file, chunk.offset, 0, len(part))
+                fill(TensorReader(checkpoint, NumpyCast()), [item], part)
             cut = sum(len(p) for p in parts[:200])
             assert np.concatenate(parts[:200]).tobytes() == whole[:cut].tobytes()
 

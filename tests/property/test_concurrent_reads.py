@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.errors import StorageError
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.gather import scattered_reads
-from reshard_engine.execute.gather.chunks import ChunkFiller
-from reshard_engine.execute.gather.concurrent_reads import READS_OF_A_UNIT, Flights
+from reshard_engine.execute.gather import extents
+from reshard_engine.execute.gather.concurrent_reads import READS_OF_A_UNIT, ConcurrentReads
+from reshard_engine.execute.gather.tensor_reader import TensorReader
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
@@ -76,15 +76,15 @@ def test_reads_together_give_the_bytes_of_reads_in_turn(
     target = BY_NAME[dtype]
     expected = NumpyCast().cast(values[begin:end].view(np.uint8), FLOAT32, target).tobytes()
     _Remote.reset()
-    before = scattered_reads.READ_BATCH_BYTES
-    scattered_reads.READ_BATCH_BYTES = batch
+    before = extents.READ_BATCH_BYTES
+    extents.READ_BATCH_BYTES = batch
     try:
         with ThreadPoolExecutor(32) as pool:
-            filler = ChunkFiller(source, NumpyCast(), pool=pool)
-            assert filler.elements(tensor, target, begin, end).tobytes() == expected
+            reader = TensorReader(source, NumpyCast(), pool=pool)
+            assert reader.elements(tensor, target, begin, end).tobytes() == expected
     finally:
-        scattered_reads.READ_BATCH_BYTES = before
-    assert filler.read_bytes >= (end - begin) * 4
+        extents.READ_BATCH_BYTES = before
+    assert reader.counts.read_bytes >= (end - begin) * 4
     assert _Remote.most <= READS_OF_A_UNIT
     if dtype != "float32":
         assert _Remote.most_bytes <= max(batch, 4 * max(cuts)), "every read is staged for its cast"
@@ -98,11 +98,11 @@ def test_reads_overlap() -> None:
         gate.wait()
         found[number] = number
 
-    landed: list[int] = []
-    with ThreadPoolExecutor(8) as pool, Flights(pool, 8) as flights:
+    finished: list[int] = []
+    with ThreadPoolExecutor(8) as pool, ConcurrentReads(pool, 8) as reads:
         for number in range(8):
-            flights.send(lambda n=number: read(n), lambda n=number: landed.append(n), staged_bytes=1)
-    assert landed == list(range(8))
+            reads.start(lambda n=number: read(n), lambda n=number: finished.append(n), staged_bytes=1)
+    assert finished == list(range(8))
     assert found == bytes(range(8))
 
 
@@ -120,12 +120,12 @@ def test_nothing_writes_after_a_failure() -> None:
         threading.Timer(0.2, slow.set).start()
         raise StorageError("storage.unavailable", "gone")
 
-    landed: list[str] = []
+    finished: list[str] = []
 
     def both(pool: ThreadPoolExecutor) -> None:
-        with Flights(pool, 100) as flights:
-            flights.send(fails, lambda: landed.append("fails"), staged_bytes=1)
-            flights.send(late, lambda: landed.append("late"), staged_bytes=1)
+        with ConcurrentReads(pool, 100) as reads:
+            reads.start(fails, lambda: finished.append("fails"), staged_bytes=1)
+            reads.start(late, lambda: finished.append("late"), staged_bytes=1)
 
     with ThreadPoolExecutor(4) as pool:
         with pytest.raises(StorageError):
@@ -133,4 +133,4 @@ def test_nothing_writes_after_a_failure() -> None:
         held = bytes(memory)
         time.sleep(0.1)
     assert bytes(memory) == held == b"\0\1\0\0"
-    assert landed == []
+    assert finished == []

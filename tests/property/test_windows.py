@@ -1,4 +1,4 @@
-"""Laws of what moves bytes: windows tile a unit, stretches land where they belong, open files are still compared."""
+"""Laws of what moves bytes: items tile a unit, rows land where they belong, open files are still compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.casts.rows import INDEXED_BYTES, copy_rows
-from reshard_engine.execute.gather.chunks import STRAIGHT_BYTES, ChunkFiller
-from reshard_engine.execute.gather.windows import steps_of
+from reshard_engine.execute.gather.fill import fill
+from reshard_engine.execute.gather.tensor_reader import STRAIGHT_BYTES, TensorReader
 from reshard_engine.integrity.digests import BLOCK_BYTES
 from reshard_engine.plan.model import Chunk, Unit
+from reshard_engine.plan.write_items import WriteItem, steps_of
 from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.local import LocalStore, kept_open
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
@@ -44,7 +45,7 @@ def _file(header: int, elems: int, begin: int) -> TargetFile:
     data=st.data(),
 )
 @settings(max_examples=60, deadline=None)
-def test_windows_tile_their_chunks(files: list[tuple[int, int, int]], window: int, data: Any) -> None:
+def test_items_tile_their_chunks(files: list[tuple[int, int, int]], window: int, data: Any) -> None:
     """In order, within the memory, each chunk to its end; inside a tensor they end with a block of its digest."""
     made = [_file(*f) for f in files]
     chunks: list[Chunk] = []
@@ -55,20 +56,20 @@ def test_windows_tile_their_chunks(files: list[tuple[int, int, int]], window: in
     at: dict[int, int] = {n: c.offset for n, c in enumerate(chunks)}
     order: list[int] = []
     for step in steps_of(unit, made, window):
-        assert sum(w.part.length_bytes for w in step) <= window
+        assert sum(i.length_bytes for i in step) <= window
         end = 0
         for one in step:
-            assert one.part.at == end, "parts follow one another in memory"
-            end += one.part.length_bytes
-            assert one.part.begin == at[one.chunk]
-            at[one.chunk] += one.part.length_bytes
-            chunk = chunks[one.chunk]
-            stop = at[one.chunk]
+            assert one.at == end, "items follow one another in memory"
+            end += one.length_bytes
+            assert one.begin == at[one.chunk.file]
+            at[one.chunk.file] += one.length_bytes
+            chunk = one.chunk
+            stop = at[one.chunk.file]
             ends = stop == chunk.offset + chunk.length_bytes
-            body = made[one.chunk].template.bodies[0]
+            body = made[one.chunk.file].template.bodies[0]
             if not ends and body.offset < stop < body.offset + body.length_bytes:
                 assert (stop - body.offset + body.begin * 4) % BLOCK_BYTES == 0
-            order.append(one.chunk)
+            order.append(one.chunk.file)
     assert order == sorted(order)
     assert all(at[n] == c.offset + c.length_bytes for n, c in enumerate(chunks))
 
@@ -81,7 +82,7 @@ def test_windows_tile_their_chunks(files: list[tuple[int, int, int]], window: in
     seed=st.integers(0, 1 << 30),
 )
 @settings(max_examples=150, deadline=None)
-def test_stretches_land_where_they_belong(lengths: list[int], grain: int, shift: int, long: bool, seed: int) -> None:
+def test_rows_land_where_they_belong(lengths: list[int], grain: int, shift: int, long: bool, seed: int) -> None:
     """By index where they are short and by copies where they are long, aligned or not."""
     chance = np.random.default_rng(seed)
     sizes = np.array(lengths, dtype=np.int64) * grain * (INDEXED_BYTES if long else 1)
@@ -165,21 +166,21 @@ def test_many_small_tensors_are_read_together(dtype: str) -> None:
     memories = [_Memory(bytes(f)) for f in files]
     source: Any = type("Source", (), {"shard_map": builder.build(), "files": memories})()
     kernel = NumpyCast()
-    filler, target = ChunkFiller(source, kernel), BY_NAME[dtype]
+    reader, target = TensorReader(source, kernel), BY_NAME[dtype]
     at, bodies = 0, []
     for number, value in enumerate(values):
         bodies.append(Body(at, number, 0, len(value), target, None))
         at += bodies[-1].length_bytes
     file = TargetFile("f", FileTemplate(at, (), tuple(bodies)), tuple(range(100)))
     buffer = np.zeros(at, dtype=np.uint8)
-    filler.fill(file, begin=0, buffer=buffer)
+    fill(reader, [WriteItem(Chunk(0, 0, at), file, 0, 0, at)], buffer)
     expected = b"".join(kernel.cast(v.view(np.uint8), FLOAT32, target).tobytes() for v in values)
     assert buffer.tobytes() == expected
     assert [m.reads for m in memories] == [1, 1, 1]
-    assert filler.read_bytes == sum(v.nbytes for v in values)
+    assert reader.counts.read_bytes == sum(v.nbytes for v in values)
 
 
-def test_a_window_of_a_large_tensor_is_read_straight() -> None:
+def test_an_item_of_a_large_tensor_is_read_straight() -> None:
     """From the piece that holds it, also when the next one is in another piece."""
     data = np.arange(3 * STRAIGHT_BYTES, dtype=np.uint32)
     builder = ShardMapBuilder()
@@ -189,9 +190,9 @@ def test_a_window_of_a_large_tensor_is_read_straight() -> None:
     builder.pieces(np.full(2, tensor, dtype=np.int64), columns[0], columns[1], file=columns[2], offset=columns[3])
     memories = [_Memory(bytes(8) + data[half:].tobytes()), _Memory(data[:half].tobytes())]
     source: Any = type("Source", (), {"shard_map": builder.build(), "files": memories})()
-    filler, step = ChunkFiller(source, NumpyCast()), STRAIGHT_BYTES // 4
+    reader, step = TensorReader(source, NumpyCast()), STRAIGHT_BYTES // 4
     for begin in (0, step, half - 5, half, len(data) - step):
-        assert filler.elements(tensor, FLOAT32, begin, begin + step).tobytes() == data[begin : begin + step].tobytes()
+        assert reader.elements(tensor, FLOAT32, begin, begin + step).tobytes() == data[begin : begin + step].tobytes()
 
 
 def test_files_that_stay_open_are_still_compared_with_their_pin(tmp_path: Path) -> None:

@@ -17,25 +17,11 @@ from house.saves import LAUNCHERS
 from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.truth import differences
+from recipes.stand_ins import SRUN
 from servers.process import free_port
 
 SCRIPT = ROOT / "deploy" / "slurm" / "train.sbatch"
 RANKS = 3
-
-# As Slurm's: `-n` tasks, by default the job's, each with the variables of its step; the exit code is the highest one.
-SRUN = """
-import os, subprocess, sys
-tasks, words = os.environ["SLURM_NTASKS"], sys.argv[1:]
-while words[0].startswith("-"):
-    word = words.pop(0)
-    if word.startswith("-n"):
-        tasks = word[2:]
-ranks = [
-    subprocess.Popen(words, env={**os.environ, "SLURM_NTASKS": tasks, "SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)})
-    for r in range(int(tasks))
-]
-sys.exit(max(rank.wait() for rank in ranks))
-"""
 
 SCONTROL = """
 import os, sys

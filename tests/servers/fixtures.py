@@ -59,19 +59,20 @@ def database_url(request: pytest.FixtureRequest, sqlite_url: str) -> str:
     return server.new_database()
 
 
+def new_stack(driver: str, directory: Path, request: pytest.FixtureRequest) -> Stack:
+    """A stack of a driver with its files in a directory: `embedded` on SQLite, `celery` on PostgreSQL and Redis."""
+    if driver == "embedded":
+        return Stack(directory / "logs", f"sqlite:///{directory / 'jobs.db'}")
+    server: PostgresServer = request.getfixturevalue("postgres")
+    broker: str = request.getfixturevalue("redis")
+    # A queue of its own: other tests' doorbells must not ring here.
+    return Stack(directory / "logs", server.new_database(), f"{broker[:-2]}/{_next_database()}")
+
+
 @pytest.fixture
-def make_stack(request: pytest.FixtureRequest, tmp_path: Path, sqlite_url: str) -> Callable[[str], Stack]:
-    """Builds a stack of a driver: `embedded` on SQLite, `celery` on PostgreSQL and Redis."""
-
-    def make(driver: str) -> Stack:
-        if driver == "embedded":
-            return Stack(tmp_path / "logs", sqlite_url)
-        server: PostgresServer = request.getfixturevalue("postgres")
-        broker: str = request.getfixturevalue("redis")
-        # A queue of its own: other tests' doorbells must not ring here.
-        return Stack(tmp_path / "logs", server.new_database(), f"{broker[:-2]}/{_next_database()}")
-
-    return make
+def make_stack(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Stack]:
+    """Builds a stack of a driver for one test."""
+    return lambda driver: new_stack(driver, tmp_path, request)
 
 
 @pytest.fixture(params=["embedded", "celery"])

@@ -29,6 +29,7 @@ from reshard.models import (
     SourceSpec,
     VerifyReport,
 )
+from reshard.shared_work import SharedWork
 
 UNIT_BYTES = 1000
 
@@ -82,9 +83,11 @@ class ScriptedEngine:
         self,
         request: ConvertRequest,
         *,
+        work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
+        del work  # it has nothing for helpers
         script = _script(request.source)
         units = int(script.get("units", 4))
         report = on_progress or _ignore
@@ -189,22 +192,22 @@ def _ignore(_progress: Progress) -> None:
 
 def create_app() -> Any:
     """An API whose probes ask the scripted engine."""
-    from dataclasses import replace
 
     from reshard_service.app import create_app as create
     from reshard_service.settings import ServiceSettings
 
-    return create(replace(ServiceSettings.from_env(), probe_command=(sys.executable, "-P", __file__, "probe")))
+    command = (sys.executable, "-P", __file__, "probe")
+    return create(ServiceSettings.from_env().model_copy(update={"probe_command": command}))
 
 
 def main() -> int:
     """A runner or a probe with the scripted engine in the engine's place."""
     if sys.argv[1:2] == ["probe"]:
-        from reshard_service import probe
+        from reshard_service import inspection_process
 
         del sys.argv[1]
-        probe.load_engine = ScriptedEngine
-        return probe.main()
+        inspection_process.load_engine = ScriptedEngine
+        return inspection_process.main()
     from reshard_worker import runner
 
     runner.load_engine = ScriptedEngine

@@ -47,6 +47,7 @@ class Stack:
             "RESHARD_REAPER_S": "0.5",
             "RESHARD_RETRY_DELAY_S": "0.2",
             "RESHARD_SHUTDOWN_GRACE_S": "0.5",
+            "RESHARD_ANONYMOUS": "true",
             **(scripted_runner() if self.scripted else {}),
             **self.extra,
             **(more or {}),
@@ -167,7 +168,9 @@ def resume(processes: Iterable[psutil.Process]) -> None:
 def scripted_runner() -> dict[str, str]:
     """The setting that puts the scripted engine into the engine process."""
     script = Path(__file__).with_name("scripted.py")
-    return {"RESHARD_RUNNER_COMMAND": shlex.join([sys.executable, "-P", str(script)])}
+    # One process for each job: the tests that use it look for the engine process of a job, and find no other one.
+    command = shlex.join([sys.executable, "-P", str(script)])
+    return {"RESHARD_RUNNER_COMMAND": command, "RESHARD_WARM_ENGINE": "0"}
 
 
 def client_of(url: str, token: str = "") -> Client:

@@ -78,7 +78,7 @@ def test_pauses_grow_and_obey_the_service() -> None:
 
 def test_calls() -> None:
     request = _wire.convert_request("s3://a", "s3://b", "universal", {"tag": "t", "threads": 2})
-    call = _wire.submit_call(request, {"x": "y"}, 4, "key")
+    call = _wire.submit_call(request, {"labels": {"x": "y"}, "max_attempts": 4}, "key")
     assert call.headers == {"Idempotency-Key": "key"}
     assert call.body["source"] == {"url": "s3://a", "tag": "t", "profile": None}
     assert (call.body["labels"], call.body["max_attempts"], call.body["threads"]) == ({"x": "y"}, 4, 2)
@@ -93,8 +93,10 @@ def test_calls() -> None:
     )
     assert _wire.stream_call("j", 0).headers.get("Last-Event-ID") is None
     assert _wire.stream_call("j", 7).headers["Last-Event-ID"] == "7"
-    with pytest.raises(RequestError, match=r"request\.invalid: to is none of 'universal'"):
-        _wire.convert_request("s3://a", "s3://b", "cake", {})
+    with pytest.raises(RequestError, match=r"request\.invalid: dtype is none of 'fp32'"):
+        _wire.convert_request("s3://a", "s3://b", "torch", {"dtype": "fp3"})
+    # A service may have formats that are not installed here.
+    assert _wire.convert_request("s3://a", "s3://b", "cake", {}).to == "cake"
 
 
 def test_a_client_needs_a_url(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ import torch
 import reshard
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
 from reshard.cli.main import run
-from reshard.ensuring import Ensured, Outcome, ensured, makers as _makers, places as _places
-from reshard.ensuring.places import LocalSource, find_source, finished, place_companions
+from reshard.ensuring import Ensured, Outcome, converters as _makers, ensured, local_checkpoints as _places
+from reshard.ensuring.local_checkpoints import LocalSource, find_source, finished, place_companions
 from reshard.errors import RequestError, SourceError, StorageError
 from reshard.local import load_engine
 from reshard.models import (
@@ -88,7 +88,7 @@ def test_a_stale_latest_lists_what_is_there(checkpoint: Path) -> None:
     with pytest.raises(SourceError) as caught:
         reshard.ensure(checkpoint, dp=3)
     assert caught.value.code == "checkpoint.bad_latest"
-    assert caught.value.fix == "name one that is there: --tag global_step10 (there are: global_step10, global_step3)"
+    assert caught.value.fix == "name an existing tag: --tag global_step10 (there are: global_step10, global_step3)"
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, "storage.unavailable"), (errno.EACCES, "storage.denied")])

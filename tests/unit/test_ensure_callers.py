@@ -18,9 +18,9 @@ import pytest
 
 import reshard
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same
-from reshard.ensuring import makers as _makers
+from reshard.ensuring import converters as _converters
 from reshard.ensuring.election import Election
-from reshard.ensuring.places import finished
+from reshard.ensuring.local_checkpoints import finished
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, StorageError, from_problem
 from reshard.local import load_engine
 from reshard.models import (
@@ -28,12 +28,12 @@ from reshard.models import (
     Inspection,
     Job,
     JobState,
-    NativeLayout,
     OpaquePolicy,
     Problem,
     SourceSpec,
     WeightDtype,
 )
+from reshard.options import DeepSpeedOptions
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def checkpoint(tmp_path: Path) -> Path:
 RANK = """
 import sys, time
 from pathlib import Path
-from reshard.ensuring import makers as _makers
+from reshard.ensuring import converters as _converters
 from reshard.ensuring.world import Wanted
 from reshard.ensuring import ensured
 from reshard.local import load_engine
@@ -77,7 +77,7 @@ class Logged:
             file.write(f"already_done={result.already_done}\\n")
         return result
 
-_makers.load_engine = Logged
+_converters.load_engine = Logged
 found = ensured(save, Wanted(dp=3), timeout_s=60)
 print(found.outcome.value, found.path)
 """
@@ -173,7 +173,7 @@ def test_a_conversion_that_takes_too_long_is_kept_for_later(save: Path, monkeypa
             time.sleep(0.4)
             return real.convert(request, **hooks)
 
-    monkeypatch.setattr(_makers, "load_engine", Slow)
+    monkeypatch.setattr(_converters, "load_engine", Slow)
     with pytest.raises(JobError) as caught:
         reshard.ensure(save, dp=3, timeout_s=0.2)
     assert caught.value.code == "job.wait_timeout"
@@ -193,7 +193,7 @@ def test_a_busy_target_is_waited_for(save: Path, monkeypatch: pytest.MonkeyPatch
                 raise RequestError("request.target_busy", "another process is writing")
             return real.convert(request, **hooks)
 
-    monkeypatch.setattr(_makers, "load_engine", Busy)
+    monkeypatch.setattr(_converters, "load_engine", Busy)
     assert finished(reshard.ensure(save, dp=3), ("global_step3",))
     assert tries == [4]
 
@@ -259,7 +259,7 @@ def test_a_service_makes_one_job(checkpoint: Path, service: Service) -> None:
     assert (result / "trainer_state.json").exists()
     assert reshard.ensure(checkpoint, dp=3) == str(result)
     (key,) = service.jobs
-    assert service.jobs[key].request.layout == NativeLayout(dp=3)
+    assert service.jobs[key].request.options.deepspeed == DeepSpeedOptions(dp=3)
     # The result went away: an ended job of the same key is not mistaken for it.
     shutil.rmtree(result)
     assert reshard.ensure(checkpoint, dp=3) == str(result)

@@ -16,6 +16,7 @@ import pytest
 
 from reshard.ensuring import election as _election
 from reshard.ensuring.election import Election
+from reshard.process_identity import process_scope
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def test_a_claim_of_this_host_is_freed_at_once_when_its_process_is_gone(tmp_path
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     path = tmp_path / "claim"
-    path.write_text(json.dumps({"where": _election._namespace(), "pid": ended.pid, "nonce": "x"}))
+    path.write_text(json.dumps({"where": process_scope(), "pid": ended.pid, "nonce": "x"}))
     election = Election(str(path))
     assert election.claim() is None
     claim = election.claim()
@@ -114,3 +115,34 @@ def test_one_of_many_takes_a_stale_claim_over(tmp_path: Path) -> None:
             thread.join(timeout=30)
             assert not thread.is_alive()
     assert most == [1]
+
+
+def test_a_takeover_that_was_killed_half_way_blocks_nobody(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    path, takeover = tmp_path / "claim", tmp_path / "claim.takeover"
+    for owner in ({"where": process_scope(), "pid": ended.pid}, {"where": "another host", "pid": 1}):
+        path.write_text("another host's")
+        takeover.write_text(json.dumps({**owner, "nonce": "x"}))
+        election, began = Election(str(path), stale_s=0.3), time.monotonic()
+        while (claim := election.claim()) is None:
+            assert time.monotonic() - began < 10
+            time.sleep(0.02)
+        with claim:
+            assert not takeover.exists()
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_that_saw_a_stale_claim_leaves_the_claim_that_followed_it(tmp_path: Path) -> None:
+    path = tmp_path / "claim"
+    path.write_text("another host's")
+    slow, fast = Election(str(path), stale_s=0.1), Election(str(path), stale_s=0.1)
+    seen = _election._read(str(path))
+    assert seen is not None
+    while (claim := fast.claim()) is None:
+        time.sleep(0.02)
+    with claim:
+        text = path.read_text()
+        slow._remove(seen)
+        assert path.read_text() == text
+    assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,8 @@ import pytest
 from reshard.cli.sizes import format_size, parse_size
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, JobState, Progress, SourceSpec, TargetFormat
-from reshard_jobs.roots import Roots, place_of
+from reshard.options import Options, PeftOptions
+from reshard_jobs.roots import Roots, normalized_url
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
 
@@ -65,7 +66,7 @@ def test_every_phase_has_a_state() -> None:
 )
 def test_urls_with_several_readings_are_refused(url: str) -> None:
     with pytest.raises(RequestError, match=r"request\.invalid"):
-        place_of(url)
+        normalized_url(url)
 
 
 def test_roots_compare_components(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_roots_compare_components(tmp_path: Path) -> None:
         "S3://bucket/team/x",
         "s3a://bucket/team/x",
     ):
-        assert roots.allowed(url) == place_of(url)
+        assert roots.allowed(url) == normalized_url(url)
     for url in (
         f"{tmp_path}/inside",
         f"{tmp_path}/in/../out",
@@ -118,10 +119,14 @@ def test_a_request_is_rewritten_to_what_was_judged(tmp_path: Path) -> None:
     assert roots.allowed_request(weights).model_files == f"{tmp_path}/in/model"
     with pytest.raises(RequestError, match="root_forbidden"):
         roots.allowed_request(weights.model_copy(update={"model_files": str(tmp_path)}))
-    merging = weights.model_copy(update={"merge_adapter": True, "base": f"{tmp_path}/link/base/"})
-    assert roots.allowed_request(merging).base == f"{tmp_path}/in/base"
+
+    def merging(base: str) -> ConvertRequest:
+        return weights.model_copy(update={"options": Options(peft=PeftOptions(merge_adapter=True, base=base))})
+
+    judged = roots.allowed_request(merging(f"{tmp_path}/link/base/"))
+    assert judged.options.peft == PeftOptions(merge_adapter=True, base=f"{tmp_path}/in/base")
     with pytest.raises(RequestError, match="root_forbidden"):
-        roots.allowed_request(merging.model_copy(update={"base": f"{tmp_path}/models--org--name"}))
+        roots.allowed_request(merging(f"{tmp_path}/models--org--name"))
     with pytest.raises(RequestError, match=r"request\.invalid"):
         Roots.parse("data,s3://bucket")
 

@@ -133,7 +133,7 @@ def test_an_unknown_partition_method(method: str, piped: Path) -> None:
 def test_a_method_must_be_known(piped: Path) -> None:
     error = _refused(piped, pp=2)
     assert error.code == "request.invalid"
-    assert "which layers 2 stages hold" in error.message
+    assert "the layers of the 2 stages depend on the model's partition_method" in error.message
     # Every method that it offers is enough for a plan, with what stands beside it.
     assert "--partition-method parameters|type:REGEX" in error.fix
     assert "--partition-method uniform --pipeline-layers N" in error.fix

@@ -9,12 +9,12 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from reshard.models import ConvertRequest, JobKind, Progress, SourceSpec, TargetFormat
-from reshard_jobs.leases import Claim, Pulse
+from reshard_jobs.leases import JobClaim, LeaseStatus
 from reshard_jobs.settings import JobSettings
+from reshard_worker.lease_heartbeat import LeaseHeartbeat
 from reshard_worker.settings import WorkerSettings
-from reshard_worker.watch import LeaseWatch
 
-CLAIM = Claim(
+CLAIM = JobClaim(
     job_id="job",
     owner="me",
     attempt=1,
@@ -36,17 +36,17 @@ class Edge:
         self.beats: list[Progress | None] = []
         self.peeks = 0
 
-    def heartbeat(self, claim: Claim, progress: Progress | None = None) -> Pulse:
+    def heartbeat(self, claim: JobClaim, progress: Progress | None = None) -> LeaseStatus:
         self._answer(claim)
         self.beats.append(progress)
-        return Pulse(held=True, cancel_requested=self.cancel)
+        return LeaseStatus(held=True, cancel_requested=self.cancel)
 
-    def peek(self, claim: Claim) -> Pulse:
+    def peek(self, claim: JobClaim) -> LeaseStatus:
         self._answer(claim)
         self.peeks += 1
-        return Pulse(held=True, cancel_requested=self.cancel)
+        return LeaseStatus(held=True, cancel_requested=self.cancel)
 
-    def _answer(self, claim: Claim) -> None:
+    def _answer(self, claim: JobClaim) -> None:
         assert claim is CLAIM
         if self.away:
             raise OperationalError("SELECT", {}, Exception("away"))
@@ -57,11 +57,11 @@ def edge() -> Edge:
     return Edge()
 
 
-def watch_of(edge: Any) -> LeaseWatch:
-    return LeaseWatch(edge, CLAIM, SETTINGS)
+def watch_of(edge: Any) -> LeaseHeartbeat:
+    return LeaseHeartbeat(edge, CLAIM, SETTINGS)
 
 
-def tick_for(watch: LeaseWatch, seconds: float) -> None:
+def tick_for(watch: LeaseHeartbeat, seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         watch.tick()
@@ -75,7 +75,7 @@ def test_beats_and_looks_are_paced(edge: Edge) -> None:
     assert edge.peeks >= 3
     edge.cancel = True
     tick_for(watch, 0.12)
-    assert watch.pulse == Pulse(held=True, cancel_requested=True)
+    assert watch.pulse == LeaseStatus(held=True, cancel_requested=True)
 
 
 def test_progress_is_throttled_but_a_new_phase_is_not(edge: Edge) -> None:

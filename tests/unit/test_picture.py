@@ -135,12 +135,17 @@ def _cut_up(shape: tuple[int, ...], cut: Cut, tp: int, dp: int) -> Checkpoint:
         locals_.append(number)
     whole = builder.view("w", "fp32", joined(cut, shape, locals_), shape)
     parameter = Parameter("w", shape, 0, None, {"fp32": whole}, cut=cut)
-    facts: Mapping[str, Any] = {"framework_version": None, "step": 0, "model_state": None}
-    rest: Mapping[str, Any] = {"buffers": (), "shared": {}, "foreign_globals": (), "warnings": ()}
+    rest: Mapping[str, Any] = {
+        "framework_version": None,
+        "buffers": (),
+        "shared": {},
+        "foreign_globals": (),
+        "warnings": (),
+    }
     return Checkpoint(
         url="memory://x", tag=None, format="deepspeed-zero1", family="deepspeed", world={"dp": dp, "tp": tp, "pp": 1},
-        files=files, shard_map=builder.build(), parameters=(parameter,), optimizer=OptimizerState((), {}),
-        **facts, **rest,
+        files=files, shard_map=builder.build(), parameters=(parameter,), optimizer=OptimizerState(()),
+        **rest,
     )  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""The library: geometry, shard map, plan, execute, readers, writers, storage. Needs no service."""
+"""The engine, as a library: formats, plan, execution, storage and operations. It needs no service."""

@@ -1,19 +1,19 @@
-"""What a reader finds: logical tensors with a shard map, and the non-tensor state as inert trees.
+"""A training state as readers give it and writers take it: logical tensors with a shard map, the rest as inert trees.
 
-The hub between readers and writers: neither side knows the other's format.
+This is the hub between readers and writers: a reader knows no target's format, a writer knows no source's format.
+Facts that only one format family understands are in that family's record (`FormatFacts`). No other family reads it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models import NotCarried
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
-from reshard_engine.pickles.state_dict import KeyPath, name_of
+from reshard_engine.pickles.nodes import Node, PList, mapping_of
 from reshard_engine.tensors.cuts import Cut
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import ShardMap
@@ -21,7 +21,7 @@ from reshard_engine.tensors.shard_map import ShardMap
 FILE_STATE = "file"
 """State of a tensor that is all bytes of a file."""
 MAX_AMPLIFICATION = 16
-"""Bytes of all tensors for one byte of the files: views and tied tensors share bytes, a few times at most."""
+"""The most bytes of tensors for one byte of the files. Views and tied tensors share bytes, but only a few times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +51,22 @@ class Parameter:
     scalars: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
     """Optimizer states that are one number per parameter or group, such as `step`."""
     cut: Cut | None = None
-    """How tensor parallelism cuts it; None where nothing says."""
+    """Its cut for tensor parallelism; None where nothing says how it is cut."""
     layer: int | None = None
-    """The pipeline layer whose weights it is among; None in a run that is no pipeline."""
+    """The number of its pipeline layer; None in a run without a pipeline."""
     padding: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The rows of padding behind a vocabulary, by state and as `weight`. Training writes into them."""
+    """Tensor numbers of the padding rows behind a vocabulary, by state and as `weight`. Training changes these rows."""
     frozen_late: bool = False
-    """True if the optimizer owns it, and the run had frozen it since: DeepSpeed saves and loads it as frozen, too."""
+    """True if the run froze it after the optimizer was made. DeepSpeed then saves and loads it as frozen, too."""
 
     @property
     def trained(self) -> bool:
-        """Whether the optimizer owns it."""
+        """True if the optimizer owns it."""
         return self.group is not None
 
     @property
     def best(self) -> int | None:
-        """The tensor that says its value: the master is the truth, the 16-bit weight is its rounding."""
+        """The tensor with its most exact value: the master where the source stores it, else the weight."""
         return self.states.get("fp32", self.weight)
 
     def value(self) -> int:
@@ -87,21 +87,43 @@ class Buffer:
     fqn: str
     tensor: int
     registered: bool = True
-    """True if the module calls it a buffer. Extra states and what hooks of the model add are none."""
+    """True if the module registers it as a buffer. Extra states and tensors that hooks of the model add are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParamGroup:
+    """A param group of the optimizer; its members are the parameters with its index, in their order."""
+
+    hyper_parameters: Mapping[str | int, Node]
+    """By torch's names, in the source's order, without `params`."""
+
+    @property
+    def name(self) -> str | None:
+        """The group's name, where it has one."""
+        found = self.hyper_parameters.get("name")
+        return found if isinstance(found, str) else None
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """What the optimizer keeps beside its per-element states, as trees."""
+    """The part of the optimizer's state that is not stored per parameter."""
 
-    param_groups: tuple[Node, ...]
-    """Per group the mapping of hyper-parameters, as in the source."""
-    extras: Mapping[str, Node]
-    """Loss scaler, overflow flag, clip_grad, ds_version, ... by the framework's key."""
+    groups: tuple[ParamGroup, ...]
+    """The param groups; none where the source keeps no hyper-parameters."""
     rank_numbers: tuple[str, ...] = ()
-    """States that are one number for each rank's partition, and not the same on all: of no other partition."""
-    place: str = "optimizer"
-    """The key under which the source's files keep `extras`, for people."""
+    """Names of states that are one number per rank's partition and differ. Other partitions have no such number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The counts of the run's steps, samples and tokens; None where the source does not say."""
+
+    steps: int | None = None
+    """Steps of the optimizer, skipped ones included."""
+    skipped_steps: int | None = None
+    """Steps that were skipped because gradients overflowed."""
+    samples: int | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +135,41 @@ class Agreement:
     first: int
     other: int
     where: str
-    """Where the other one is, for people."""
+    """The place of `other`, in words for people."""
     rounded: bool = False
-    """Whether the other one is the first one, rounded to its element type."""
+    """True if `other` is `first`, rounded to the element type of `other`."""
     advisory: bool = False
-    """Whether the first one is meant in any case, so that a difference is only worth knowing."""
+    """True if `first` is used in any case, so that a difference is only reported."""
 
 
+@dataclass(frozen=True, slots=True)
 class FormatFacts:
-    """Base of the record of facts that one format family writes and reads, and that means nothing to any other."""
+    """The base class of the records of facts; each format family has its own, which no other family reads.
+
+    A family overrides `run_state` and `trees` if its files have names of their own for the run's state.
+    """
+
+    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
+        """Counters, schedulers, one rank's random states and client state, by the names of the source's files."""
+        counted = {f.name: getattr(checkpoint.counters, f.name) for f in fields(checkpoint.counters)}
+        found: dict[str | int, Node] = {name: value for name, value in counted.items() if value is not None}
+        found |= {"schedulers": PList([*checkpoint.schedulers])} if checkpoint.schedulers else {}
+        for states in checkpoint.rng[:1]:
+            found |= {**states}
+        return {**found, **checkpoint.client_state}
+
+    def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
+        """All inert trees, each with the path at which the source's files hold it."""
+        yield from ((node, f"module.{name}") for name, node in checkpoint.extra_states.items())
+        yield mapping_of({**self.run_state(checkpoint)}), ""
+        yield from ((mapping_of({**states}), "") for states in checkpoint.rng)
+        groups = checkpoint.optimizer.groups if checkpoint.optimizer is not None else ()
+        yield from ((mapping_of({**g.hyper_parameters}), f"param_groups[{i}]") for i, g in enumerate(groups))
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as data: metadata and extents, no tensor bytes."""
+    """A training state as data: metadata and extents, no tensor bytes."""
 
     url: str
     tag: str | None
@@ -134,7 +177,6 @@ class Checkpoint:
     """Name of the reader's format, for people."""
     framework_version: str | None
     world: Mapping[str, int]
-    step: int | None
     files: tuple[SourceFile, ...]
     shard_map: ShardMap
     parameters: tuple[Parameter, ...]
@@ -142,34 +184,35 @@ class Checkpoint:
     shared: Mapping[str, str]
     """Alias name to owner name of tied parameters."""
     optimizer: OptimizerState | None
-    model_state: Node
-    """The framework's model-state mapping with `PTensorRef`s in place of tensors."""
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
     agreements: tuple[Agreement, ...] = ()
-    """What must hold for the parts to have been put together rightly; compared before anything is written."""
+    """Pairs of tensors that are equal if the parts were joined rightly. They are compared before writing."""
+    counters: Counters = Counters()
+    schedulers: tuple[Node, ...] = ()
+    """The state dicts of learning-rate schedulers. In every tree of a checkpoint a `PTensorRef` stands for a tensor."""
     rng: tuple[Mapping[str, Node], ...] = ()
-    """Random states by rank, where the source has any: of each model-parallel rank, at ZeRO-3 of all ranks."""
+    """Random states by rank, for each rank whose random states the source keeps."""
+    client_state: Mapping[str | int, Node] = field(default_factory=dict[str | int, Node])
+    """Everything else that the training script saved with the checkpoint, by its own keys."""
     model_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
-    """Configuration, tokenizer and the like by file name, where they are to lie beside the weights."""
-    module_paths: tuple[KeyPath, ...] = ()
-    """Key paths of the entries of the model's state dict, in its order; empty where the source keeps none."""
+    """Contents of configuration, tokenizer and similar files by file name, for targets that hold them too."""
+    module_names: tuple[str, ...] = ()
+    """Names of the model's state dict, in its order (param groups have another); empty where nothing shows it."""
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
     """Entries of the model's state dict that are no tensors, by name, such as torch's extra states of modules."""
     not_carried: tuple[NotCarried, ...] = ()
     """Everything that the source holds and this checkpoint does not."""
     unexplained: tuple[str, ...] = ()
-    """Parameters of which nothing says how tensor parallelism cut them; only their first part is in the map."""
-    facts: FormatFacts | None = None
-    """The facts of its own that the format noted."""
+    """Parameters that tensor parallelism cut in a way that nothing describes; the map holds their first part only."""
+    facts: FormatFacts = FormatFacts()
+    """The format's own record of facts."""
     unties: bool = False
-    """True if names that the source ties are not tied here: a configuration that says they are would be wrong."""
-    described: frozenset[str] = frozenset()
-    """Entries of `model_state` that other fields of this checkpoint say: names, shapes and values of tensors."""
+    """True if names that the source ties are separate here. A configuration that calls them tied would be wrong."""
     family: str = ""
-    """Name of the format whose reader read it; empty for a checkpoint that was made otherwise."""
+    """Name of the format whose reader read it; empty for a checkpoint that no reader made."""
     frozen_left_out: bool = False
-    """True if the save left out frozen weights, or may have (`exclude_frozen_parameters`): what is here is not all."""
+    """True if the save left out frozen weights, or may have left them out (`exclude_frozen_parameters`)."""
 
     def __post_init__(self) -> None:
         """Prove that names are distinct, states have their parameter's shape, and tensors share bytes within reason.
@@ -179,14 +222,15 @@ class Checkpoint:
         """
         owners = Counter((*(p.fqn for p in self.parameters), *(b.fqn for b in self.buffers)))
         if twice := next((name for name, count in owners.items() if count > 1), None):
-            raise SourceError("checkpoint.ambiguous", f"{printable(twice)} is two tensors of the checkpoint")
+            raise SourceError(
+                "checkpoint.ambiguous", f"the checkpoint has two tensors that are called {printable(twice)}"
+            )
         tensors = self.shard_map.tensors
-        computed = {*self.shard_map.views, *self.shard_map.means, *self.shard_map.merges}
-        stored = (t for i, t in enumerate(tensors) if i not in computed)
+        stored = (t for i, t in enumerate(tensors) if i not in self.shard_map.derived)
         wanted, there = sum(t.size_bytes for t in stored), sum(f.size_bytes for f in self.files)
         if wanted > MAX_AMPLIFICATION * there:
             raise SourceError(
-                "tensor.amplification", f"tensors of {wanted} bytes over {there} bytes of files, again and again"
+                "tensor.amplification", f"its tensors have {wanted} bytes, and its files only {there} bytes"
             )
         for parameter in self.parameters:
             numbers = [*parameter.states.values(), *([] if parameter.weight is None else [parameter.weight])]
@@ -197,13 +241,6 @@ class Checkpoint:
                         f"{printable(stored.state)} of {printable(parameter.fqn)} is {stored.shape}, "
                         f"the parameter is {parameter.shape}",
                     )
-
-    def module_names(self) -> list[str]:
-        """The names of the state dict, joined by dots where it is nested: the model's own order."""
-        state = self.model_state
-        entries = mapping_items(state, what="model states") if is_mapping(state) else {}
-        # Paths name what is stored elsewhere too; of a pipeline there are none, and the tree is made of its layers.
-        return list(dict.fromkeys((*map(name_of, self.module_paths), *_leaf_names(entries.get("module"), ""))))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters and buffers by name."""
@@ -218,7 +255,7 @@ class Checkpoint:
 
     @property
     def is_local(self) -> bool:
-        """Whether all its files are on this machine: nothing waits for a network."""
+        """True if all its files are on this machine, so that no read waits for a network."""
         return all(f.store.scheme == "file" for f in self.files)
 
     @property
@@ -226,15 +263,11 @@ class Checkpoint:
         """The parameters that the optimizer owns, in its order."""
         return tuple(p for p in self.parameters if p.trained)
 
+    def members(self, group: int) -> tuple[Parameter, ...]:
+        """The parameters of a param group, in its order."""
+        return tuple(p for p in self.parameters if p.group == group)
+
     @property
     def frozen(self) -> tuple[Parameter, ...]:
         """The parameters that the optimizer does not own."""
         return tuple(p for p in self.parameters if not p.trained)
-
-
-def _leaf_names(node: Node, prefix: str) -> Iterator[str]:
-    for key, value in mapping_items(node, what="module").items() if is_mapping(node) else ():
-        if is_mapping(value):
-            yield from _leaf_names(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"

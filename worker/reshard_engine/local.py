@@ -1,7 +1,7 @@
-"""The engine as the slim package sees it: inspect, plan, convert, verify, discard.
+"""The engine's operations for the client package: inspect, plan, convert, verify, diff, clean and others.
 
-`engine` is what the entry point `reshard.engine` loads. Each method imports what it needs: looking at a checkpoint
-needs neither the executor nor the journal nor the comparison, and `reshard inspect` is to answer at once.
+The entry point `reshard.engine` loads the object `engine`. Each method imports the modules that it needs, so that
+`reshard inspect` does not wait for the executor, the journal and the comparison.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from reshard.models import (
     SourceSpec,
     TargetFormat,
     VerifyReport,
+    WorkShare,
 )
 from reshard.pictures import LayoutPicture
+from reshard.shared_work import SharedWork
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 
 
 class LocalEngine:
-    """Works in this process. See `reshard.local.Engine`."""
+    """The engine in this process. See `reshard.local.Engine`."""
 
     def inspect(self, source: SourceSpec) -> Inspection:
-        """What the checkpoint is. Foreign objects are listed, never refused: nothing is written."""
+        """Describe the checkpoint. Foreign objects are listed and never refused, because nothing is written."""
         from reshard_engine.operations.inspection import describe
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), source)
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
-        """Which file holds what; of one tensor, `NAME` or `NAME/STATE`, which part."""
+        """List what each file holds, or the files of one tensor (`NAME` or `NAME/STATE`)."""
         from reshard_engine.operations.layout_map import picture_of
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return picture_of(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), tensor)
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
-        """What `convert` would do."""
+        """Plan the conversion that `convert` would run."""
         from reshard_engine.operations.conversion import Conversion
 
         conversion = Conversion.prepare(request)
@@ -76,15 +78,35 @@ class LocalEngine:
         self,
         request: ConvertRequest,
         *,
+        work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
-        """Run the conversion to its commit, resuming what an interrupted run left."""
+        """Run the conversion to its commit, alone or with other workers. Resumes an interrupted run of the same one."""
         from reshard_engine.operations.conversion import Conversion
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
+        if work is not None:
+            from reshard_engine.operations.shared_conversion import convert_shared
+
+            return convert_shared(request, work, on_progress=on_progress, should_stop=should_stop)
         return Conversion.prepare(request).run(on_progress=on_progress, should_stop=should_stop)
+
+    def help(
+        self,
+        request: ConvertRequest,
+        work: SharedWork,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> WorkShare:
+        """Run a part of a conversion that another process coordinates and commits."""
+        from reshard_engine.operations.shared_conversion import help_convert
+
+        if on_progress is not None:
+            on_progress(Progress(phase="planning"))
+        return help_convert(request, work, on_progress=on_progress, should_stop=should_stop)
 
     def convert_into(
         self,
@@ -93,7 +115,7 @@ class LocalEngine:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> ConvertResult:
-        """Convert; files of the same names in a local directory that exists are replaced."""
+        """Convert into a local directory that may exist: files of the same names are replaced, other files stay."""
         from reshard_engine.operations.into_directory import convert_into
 
         return convert_into(request, on_progress=on_progress, should_stop=should_stop)
@@ -108,10 +130,10 @@ class LocalEngine:
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> SlimResult:
-        """Write a torch file, or all files of a directory, anew, each storage as long as its tensors."""
+        """Rewrite a torch file, or all files of a directory, so that each storage is only as long as its tensors."""
         from reshard_engine.operations.slimming import slim
 
-        # Whoever has the file has its objects: they stay what they are, data that is never executed.
+        # Foreign objects are kept as data and never executed: the source contains them already.
         options: ConvertOptions = {"overwrite": overwrite, "opaque": OpaquePolicy.KEEP}
         if target_profile is not None:
             options["target_profile"] = target_profile
@@ -119,7 +141,7 @@ class LocalEngine:
         return slim(request, on_progress=on_progress, should_stop=should_stop)
 
     def state_dicts(self) -> StateDicts:
-        """Weights as torch tensors."""
+        """Return the loader of weights as torch tensors."""
         try:
             from reshard_engine.operations import state_dicts
         except ModuleNotFoundError as error:
@@ -131,9 +153,9 @@ class LocalEngine:
         return state_dicts
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:
-        """Re-read a target against its manifest; with `sample` only a random fraction of its bytes.
+        """Read a target again and compare it with its manifest; with `sample`, only a random fraction of its bytes.
 
-        A directory without a manifest means the checkpoint that its `latest` names, as it does to `inspect` and `diff`.
+        A directory without a manifest stands for the checkpoint that its `latest` names, as in `inspect` and `diff`.
         """
         from reshard_engine.formats.sources import find_checkpoint
         from reshard_engine.integrity.manifest import MANIFEST_NAME
@@ -163,7 +185,7 @@ class LocalEngine:
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
-        rules = rules_of(options)
+        rules = rules_of(options.options)
         left, right = (
             read_checkpoint(open_location(s.url, s.profile), s.tag, OpaqueLedger(OpaquePolicy.KEEP), rules)
             for s in (a, b)
@@ -173,14 +195,14 @@ class LocalEngine:
     def clean(
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
     ) -> CleanReport:
-        """Remove what unfinished conversions into a target left; `idle`: the caller knows that nobody is at work."""
+        """Remove files that unfinished conversions into a target left; `idle`: the caller knows that none runs."""
         from reshard_engine.operations.cleaning import IDLE_S, clean_target
 
         idle_s = 0.0 if idle else IDLE_S
         return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
 
     def discard(self, request: ConvertRequest) -> None:
-        """Remove what an unfinished conversion into this target left."""
+        """Remove the files that an unfinished conversion into this target left."""
         from reshard_engine.operations.conversion import sink_for
 
         sink = sink_for(open_location(request.target, request.target_profile))

@@ -1,1 +1,1 @@
-"""Workers: claim a job, run the engine in one killable subprocess, record what became of it."""
+"""Workers: claim a job, run the engine in one killable subprocess, and record the outcome."""

@@ -1,13 +1,14 @@
 """The Celery driver: `celery -A reshard_worker.app worker ...`, one worker process per GPU.
 
-The broker is a doorbell. A message says that there is work; which jobs there are, who owns them and how they ended is
-in the job database. Whoever takes a message claims the next job. A lost message is rung again by the reaper, one too
-many finds nothing to claim.
+The broker is only a doorbell: a message says that a job is waiting. The jobs, their owners and their outcomes are in
+the job database. The worker that takes a message claims the next job. The reaper replaces a lost message by a new one,
+and a superfluous message finds no job to claim.
 """
 # pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-# Each pool process imports this module before it may say that it runs: what only jobs need is imported by the first.
+# Each pool process imports this module before it reports that it runs. Modules that only jobs need are imported by
+# the first job.
 from __future__ import annotations
 
 import logging
@@ -19,26 +20,28 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery
 from celery.signals import worker_init, worker_process_init, worker_ready, worker_shutdown
 
+from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
-from reshard_worker.lifetime import die_with_parent
 
 if TYPE_CHECKING:
+    from reshard_jobs.helpers import Helpers
     from reshard_jobs.leases import Leases
+    from reshard_worker.child import Runners
     from reshard_worker.reaping import ReaperThread
     from reshard_worker.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
 _PROCESS_START_S = 300.0
-"""How long a pool process that follows another one may take to start. Celery allows 4 s, then kills it and starts the
-next: on a slow host no process ever gets to work."""
+"""Seconds that a pool process which replaces another one may take to start. Celery's default is 4 s, after which it
+kills the process and starts the next; on a slow host no process would ever start working."""
 _PROCESS_KIB = 512 << 10
-"""A pool process that has grown beyond this is replaced after its job. Not after a number of messages: a message may
-find nothing to do, and a process that only supervises engine processes needs no replacement for that."""
+"""A pool process that has grown beyond this size is replaced after its job. A limit on messages would not do: a message
+may find no job, and a process that only supervises engine processes needs no replacement for that."""
 
 app = Celery("reshard", broker=os.environ.get("RESHARD_BROKER_URL") or None)
 app.conf.update(
-    # Early acknowledgement: the lease, not the broker, knows that a job was lost.
+    # Messages are acknowledged early: the lease, not the broker, detects that a job was lost.
     task_acks_late=False,
     worker_prefetch_multiplier=1,
     worker_disable_prefetch=True,
@@ -48,7 +51,7 @@ app.conf.update(
     task_default_queue=DOORBELL_QUEUE,
     broker_connection_retry_on_startup=True,
     worker_cancel_long_running_tasks_on_connection_loss=False,
-    # A forked child cannot use CUDA; and SQL connections must not be shared over a fork.
+    # A forked child cannot use CUDA, and SQL connections must not be shared across a fork.
     worker_pool_start_method="spawn",
     worker_proc_alive_timeout=_PROCESS_START_S,
     worker_max_memory_per_child=_PROCESS_KIB,
@@ -63,50 +66,66 @@ app.conf.update(
 def _read_settings(**_kwargs: Any) -> None:
     """Stop a worker whose settings are wrong; Celery would only log an exception."""
     from reshard.errors import ReshardError
-    from reshard_jobs.settings import read_seconds
     from reshard_worker.settings import WorkerSettings
 
     try:
-        WorkerSettings.from_env()
-        # Engine work survives a stop (the journal), so a worker need not wait for the end of a job.
-        app.conf.worker_soft_shutdown_timeout = read_seconds(os.environ, "RESHARD_SHUTDOWN_GRACE_S", 10.0)
+        # The journal keeps finished work over a stop, so a worker need not wait for the end of a job.
+        app.conf.worker_soft_shutdown_timeout = WorkerSettings.from_env().shutdown_grace_s
     except ReshardError as error:
         raise SystemExit(f"{error}\nfix: {error.fix}") from error
 
 
 @cache
-def _tools() -> tuple[Supervisor, Leases]:
-    """What this pool process runs jobs with; its database connections are its own."""
+def _tools() -> tuple[Supervisor, Leases, Helpers]:
+    """The supervisor, the leases and the helpers of this pool process, with database connections of its own."""
     from reshard_jobs.database import Database
+    from reshard_jobs.helpers import Helpers
     from reshard_jobs.leases import Leases
     from reshard_worker.settings import WorkerSettings, worker_name
     from reshard_worker.supervisor import Supervisor
 
     settings = WorkerSettings.from_env()
-    leases = Leases(Database(settings.jobs.database_url), lease_s=settings.jobs.lease_s)
-    return Supervisor(leases, settings, name=worker_name("celery"), on_claim=_pass_on), leases
+    database = Database(settings.jobs.database_url)
+    leases = Leases(database, lease_s=settings.jobs.lease_s)
+    helpers = Helpers(database, lease_s=settings.jobs.lease_s, max_workers=settings.max_workers)
+    name = worker_name("celery")
+    supervisor = Supervisor(leases, settings, name=name, on_claim=_pass_on, runners=_runners(), helpers=helpers)
+    return supervisor, leases, helpers
+
+
+@cache
+def _runners() -> Runners:
+    """The engine processes of this pool process."""
+    from reshard_worker.child import Runners
+    from reshard_worker.settings import WorkerSettings
+
+    settings = WorkerSettings.from_env()
+    return Runners(settings.runner_command, warm=settings.warm_engine)
 
 
 @app.task(name=DOORBELL_TASK)
 def work() -> str:
-    """Claim the next job and see it to its end, if there is one."""
-    supervisor, _ = _tools()
+    """Claim the next job, if there is one, and run it to its end."""
+    supervisor, _, _ = _tools()
     try:
         return supervisor.run_next() or "nothing to do"
     finally:
-        # Also when this worker is told to stop: the job that it gives back is somebody's work.
+        # Ring also when this worker is told to stop: another worker can run the job that it requeues.
         _pass_on()
 
 
 def _pass_on() -> None:
-    """Ring for the next worker if there is more to do: at the claim of a job for one that is idle, at its end for all.
+    """Ring the doorbell if more jobs wait, or if one takes helpers.
 
-    One job per message: a worker that is told to stop stops between two jobs, and Celery counts jobs.
+    At the claim of a job this is for an idle worker; at its end, for any worker.
+
+    A message is good for one job only, so that a worker can be stopped between two jobs and Celery's counts are right.
     """
     from sqlalchemy.exc import DBAPIError
 
     try:
-        if _tools()[1].work_waits():
+        _, leases, helpers = _tools()
+        if leases.work_waits() or helpers.wanted():
             ring(app)
     except (ConnectionError, DBAPIError) as error:
         logger.warning("the doorbell could not be rung: %s", error)
@@ -122,8 +141,9 @@ def _start_reaper(**_kwargs: Any) -> None:
     from reshard_worker.reaping import ReaperThread
     from reshard_worker.settings import WorkerSettings
 
-    jobs = WorkerSettings.from_env().jobs
-    reaper = Reaper(Database(jobs.database_url), lease_s=jobs.lease_s)
+    settings = WorkerSettings.from_env()
+    jobs = settings.jobs
+    reaper = Reaper(Database(jobs.database_url), lease_s=jobs.lease_s, max_workers=settings.max_workers)
     thread = ReaperThread(reaper, interval_s=jobs.reaper_s, ring=lambda: ring(app))
     thread.start()
     _reapers.append(thread)
@@ -137,5 +157,7 @@ def _stop_reaper(**_kwargs: Any) -> None:
 
 @worker_process_init.connect
 def _die_with_worker(**_kwargs: Any) -> None:
-    # A pool process whose worker was killed with -9 would go on unseen, and unreachable by a stop.
+    # A pool process whose worker was killed with -9 would run on, and no stop would reach it.
     die_with_parent(signal.SIGKILL)
+    # The engine's process begins to import now, and the first job need not wait for it.
+    _runners().prepare()

@@ -1,4 +1,4 @@
-"""A runner process, as its supervisor sees it."""
+"""Runner processes, as their supervisor sees them: one that works, and one that waits for the next command."""
 
 from __future__ import annotations
 
@@ -8,60 +8,77 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
-from reshard_worker.protocol import GO, Command, Message, parse_message
+from reshard_worker.protocol import GO, STAYS_VARIABLE, Command, Failure, Idle, Message, Result, parse_message
 
 logger = logging.getLogger(__name__)
 
 
+_IDLE_S = 2.0
+"""Seconds that the process of a command may take to end after its answer, before it is killed."""
+
+
 class RunnerProcess:
-    """One engine process in its own process group. Leaving the `with` block kills it.
+    """One engine process in its own process group.
 
     Args:
         argv: The runner's command line.
-        command: What it is to do.
+        stays: True to ask the runner to wait for another command after each.
     """
 
-    def __init__(self, argv: Sequence[str], command: Command) -> None:
-        # stderr is the worker's own: tracebacks and logs go where the operator looks.
+    def __init__(self, argv: Sequence[str], *, stays: bool = False) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != STAYS_VARIABLE}
+        # The runner inherits the worker's stderr, so that tracebacks and logs reach the operator.
         self._process = subprocess.Popen(
-            list(argv), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            list(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            env={**environment, STAYS_VARIABLE: "1"} if stays else environment,
         )
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._ended = False
+        self._last: Message | None = Idle()
         threading.Thread(target=self._read, name="runner-messages", daemon=True).start()
+
+    def give(self, command: Command) -> None:
+        """Let a new or idle runner do this work."""
+        self._last = None
         self._write(command.line())
 
-    def __enter__(self) -> Self:
-        """The running process."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Kill what still runs."""
-        self.kill()
-
     def next_message(self, timeout_s: float) -> Message | None:
-        """The next message, or None when there was none in time or will be none (see `ended`)."""
+        """The next message; None if none arrived in time, or if no more will arrive (see `ended`)."""
         try:
             message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if message is None:
             self._ended = True
+        self._last = message
         return message
 
     @property
+    def answered(self) -> bool:
+        """True if the last message that was returned was the answer to the command."""
+        return isinstance(self._last, Result | Failure)
+
+    def waits(self, timeout_s: float) -> bool:
+        """True if the runner waits for a command now, or within `timeout_s` after an answer."""
+        deadline = time.monotonic() + timeout_s
+        while not isinstance(self._last, Idle) and not self._ended and (left := deadline - time.monotonic()) > 0:
+            self.next_message(left)
+        return isinstance(self._last, Idle) and self._process.poll() is None
+
+    @property
     def ended(self) -> bool:
-        """Whether the process has closed its side and every message was handed out."""
+        """True if the process has closed its output and every message was returned."""
         return self._ended
 
     def allow_commit(self) -> None:
-        """Let a runner that asked publish its output."""
+        """Let a runner that sent `CommitRequest` publish its output."""
         self._write(GO)
 
     def terminate(self) -> None:
@@ -110,3 +127,51 @@ class RunnerProcess:
                 except ValueError:
                     logger.warning("runner %d sent a line that is no message", self._process.pid)
         self._messages.put(None)
+
+
+class Runners:
+    """The runner processes of one supervisor, one command at a time.
+
+    Args:
+        argv: The runner's command line.
+        warm: True to keep a runner that answered for the next command, if it stays.
+    """
+
+    def __init__(self, argv: Sequence[str], *, warm: bool = False) -> None:
+        self._argv = tuple(argv)
+        self._warm = warm
+        self._kept: RunnerProcess | None = None
+
+    def prepare(self) -> None:
+        """Start the runner of the next command ahead, if runners are kept."""
+        if self._warm and self._kept is None:
+            self._kept = RunnerProcess(self._argv, stays=True)
+
+    @contextmanager
+    def run(self, command: Command) -> Generator[RunnerProcess]:
+        """Give a command to a runner. What does not answer within the block is killed at its end."""
+        child = self._waiting() or RunnerProcess(self._argv, stays=self._warm)
+        try:
+            child.give(command)
+            yield child
+        except BaseException:
+            child.kill()
+            raise
+        if self._warm and child.answered:
+            self._kept = child
+            return
+        child.kill()
+        self.prepare()
+
+    def close(self) -> None:
+        """Kill the runner that waits."""
+        if self._kept is not None:
+            self._kept.kill()
+            self._kept = None
+
+    def _waiting(self) -> RunnerProcess | None:
+        child, self._kept = self._kept, None
+        if child is None or child.waits(_IDLE_S):
+            return child
+        child.kill()
+        return None

@@ -1,4 +1,4 @@
-"""The embedded executor of `reshard serve`: polls the job table, needs no broker.
+"""The embedded executor of `reshard serve`: polls the job table and needs no broker.
 
 Run as `python -m reshard_worker.embedded`; settings come from `RESHARD_*` variables.
 """
@@ -14,10 +14,11 @@ from types import FrameType
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import ReshardError
+from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.database import Database
 from reshard_jobs.leases import Leases
 from reshard_jobs.reaper import Reaper
-from reshard_worker.lifetime import die_with_parent
+from reshard_worker.child import Runners
 from reshard_worker.reaping import ReaperThread
 from reshard_worker.settings import WorkerSettings, worker_name
 from reshard_worker.supervisor import Supervisor
@@ -32,8 +33,10 @@ def serve_jobs(settings: WorkerSettings) -> None:
     database = Database(settings.jobs.database_url)
     leases = Leases(database, lease_s=settings.jobs.lease_s)
     reaper = ReaperThread(Reaper(database, lease_s=settings.jobs.lease_s), interval_s=settings.jobs.reaper_s)
-    supervisor = Supervisor(leases, settings, name=worker_name("embedded"))
+    runners = Runners(settings.runner_command, warm=settings.warm_engine)
+    supervisor = Supervisor(leases, settings, name=worker_name("embedded"), runners=runners)
     reaper.start()
+    runners.prepare()
     try:
         while True:
             try:
@@ -44,6 +47,7 @@ def serve_jobs(settings: WorkerSettings) -> None:
             if idle:
                 time.sleep(POLL_S)
     finally:
+        runners.close()
         reaper.stop()
         database.close()
 
@@ -63,7 +67,7 @@ def main() -> int:
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    # The supervisor gives its job back on the way out. A second signal must not cut that short.
+    # The supervisor requeues its job before it ends. A second signal must not interrupt that.
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(0)
 

@@ -1,4 +1,4 @@
-"""`reshard worker`: replaces this process by a Celery worker with the options that were proven."""
+"""`reshard worker`: replaces this process by a Celery worker with tested options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = 
         log_level: Celery's log level.
 
     Raises:
-        RequestError: `RESHARD_BROKER_URL` is not set, or another setting is not what it should be;
+        RequestError: `RESHARD_BROKER_URL` is not set, or another setting is wrong;
             `request.engine_missing` without celery.
     """
     if not os.environ.get("RESHARD_BROKER_URL"):
@@ -37,10 +37,10 @@ def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = 
             "a worker needs 'celery', which is not installed",
             fix="pip install 'reshard[worker]'",
         )
-    # A wrong setting is said here, and not by each process that reads it.
+    # Report a wrong setting here once, not in each process that reads it.
     WorkerSettings.from_env()
     environment = dict(os.environ)
-    # SIGTERM must mean: give the job back after a grace time. Celery's default waits for its end.
+    # At SIGTERM the worker must requeue its job after a grace time. Celery's default waits for the end of the job.
     environment["REMAP_SIGTERM"] = "SIGQUIT"
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu

@@ -1,8 +1,8 @@
-"""What the supervisor and its runner say to each other: one JSON object per line.
+"""The messages between the supervisor and its runner: one JSON object per line.
 
-The supervisor sends one `Command`, and `GO` when a runner that asked may publish. The runner sends
-`Progress` as often as it likes, `CommitRequest` before anything becomes readable, and ends with one
-`Result` or `Failure`.
+The supervisor sends one `Command`, and `GO` when the runner may publish its output. The runner sends
+`Progress` as often as it likes, `CommitRequest` before any output becomes readable, and at the end one
+`Result` or `Failure`. A runner that stays then sends `Idle` and waits for the next command.
 """
 
 from __future__ import annotations
@@ -13,65 +13,77 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from reshard.errors import as_text
-from reshard.models import ConvertRequest, ConvertResult, PlanSummary, Problem, Progress
+from reshard.models import ConvertRequest, ConvertResult, PlanSummary, Problem, Progress, WorkShare
+from reshard.shared_work import SharedWork
 
 GO = b"go\n"
+STAYS_VARIABLE = "RESHARD_RUNNER_STAYS"
+"""Set by a supervisor that may give the runner more than one command."""
 
 
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def line(self) -> bytes:
-        """The message as it travels: what a checkpoint calls things need not be text."""
+        """The message as bytes. Names from checkpoints may contain lone surrogates, which are escaped."""
         return json.dumps(as_text(self.model_dump(mode="json"))).encode() + b"\n"
 
 
 class Command(_Line):
-    """What a runner is to do."""
+    """The work of a runner."""
 
-    op: Literal["convert", "plan", "discard"]
+    op: Literal["convert", "plan", "discard", "help"]
     request: ConvertRequest
+    work: SharedWork | None = None
+    """The workers among which a conversion is divided; None if one runs it alone."""
     memory_bytes: int = 0
-    """Memory that the runner's process may take; 0 is no limit."""
+    """Bytes of memory that the runner's process may use; 0 is no limit."""
 
 
 class ProgressMessage(_Line):
-    """How far the engine is."""
+    """The progress of the engine."""
 
     event: Literal["progress"] = "progress"
     progress: Progress
 
 
 class CommitRequest(_Line):
-    """The engine is about to publish; it waits for `GO`."""
+    """The engine is ready to publish its output and waits for `GO`."""
 
     event: Literal["commit"] = "commit"
 
 
 class Result(_Line):
-    """The engine is done."""
+    """The engine has succeeded."""
 
     event: Literal["result"] = "result"
     converted: ConvertResult | None = None
     planned: PlanSummary | None = None
+    helped: WorkShare | None = None
 
 
 class Failure(_Line):
-    """The engine ended with a typed error."""
+    """The engine has ended with a typed error."""
 
     event: Literal["problem"] = "problem"
     problem: Problem
 
 
-Message = ProgressMessage | CommitRequest | Result | Failure
+class Idle(_Line):
+    """The process of the command has ended, and the runner waits for the next one."""
+
+    event: Literal["idle"] = "idle"
+
+
+Message = ProgressMessage | CommitRequest | Result | Failure | Idle
 
 _messages: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="event")])
 
 
 def parse_message(line: bytes) -> Message:
-    """One line of a runner.
+    """Parse one line of a runner.
 
     Raises:
-        ValueError: It is not a message.
+        ValueError: The line is not a message.
     """
     return _messages.validate_json(line)

@@ -1,4 +1,4 @@
-"""The reaper beside a driver: a thread that sweeps while jobs run, and rings if work waits."""
+"""The reaper's thread beside a driver: sweeps while jobs run, and rings the doorbell if jobs wait."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ReaperThread:
     """Sweeps at once and then every `interval_s`, until stopped.
 
     Args:
-        reaper: What to run.
+        reaper: The reaper to run.
         interval_s: Seconds between two sweeps.
-        ring: Called when a job is to be had, whether or not someone has heard of it; may raise `OSError`.
+        ring: Called if a job is available, even if its message was already sent; may raise `OSError`.
     """
 
     def __init__(self, reaper: Reaper, *, interval_s: float, ring: Callable[[], None] | None = None) -> None:

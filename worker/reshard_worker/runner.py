@@ -1,6 +1,7 @@
 """The one process that runs the engine: `python -m reshard_worker.runner`.
 
-Reads a `Command` from stdin, writes `Message` lines to stdout, and knows nothing of SQL or the broker.
+It reads a `Command` from stdin and writes `Message` lines to stdout. It uses neither SQL nor the broker. A supervisor
+may ask it to stay (`warm_process`); then each command has a child process of it.
 SIGTERM asks the engine to stop between units; the death of the supervisor kills it at once.
 """
 
@@ -16,9 +17,10 @@ from typing import BinaryIO
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import Engine, load_engine
 from reshard.models import Problem, Progress
-from reshard_worker.lifetime import die_with_parent
-from reshard_worker.protocol import GO, Command, CommitRequest, Failure, ProgressMessage, Result
-from reshard_worker.walls import limit_memory, open_reserve
+from reshard_engine.lifetime import die_with_parent
+from reshard_engine.warm_process import next_command
+from reshard_worker.memory_limit import limit_memory, open_reserve
+from reshard_worker.protocol import GO, STAYS_VARIABLE, Command, CommitRequest, Failure, Idle, ProgressMessage, Result
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ _MIN_PROGRESS_S = 0.1
 
 
 class Reporter:
-    """Sends the engine's progress up, and holds its commit until the supervisor's fence agrees."""
+    """Sends the engine's progress to the supervisor, and delays the commit until the supervisor allows it."""
 
     def __init__(self, commands: BinaryIO, messages: BinaryIO) -> None:
         self._commands = commands
@@ -57,11 +59,19 @@ class Reporter:
 
 
 def run(command: Command, engine: Engine, reporter: Reporter, stop: list[int]) -> Result:
-    """Do what the command says. Signals received so far are in `stop`."""
+    """Run a command. `stop` is set if a signal has arrived."""
     match command.op:
         case "convert":
-            converted = engine.convert(command.request, on_progress=reporter.progress, should_stop=lambda: bool(stop))
+            converted = engine.convert(
+                command.request, work=command.work, on_progress=reporter.progress, should_stop=lambda: bool(stop)
+            )
             return Result(converted=converted)
+        case "help":
+            assert command.work is not None
+            helped = engine.help(
+                command.request, command.work, on_progress=reporter.progress, should_stop=lambda: bool(stop)
+            )
+            return Result(helped=helped)
         case "plan":
             return Result(planned=engine.plan(command.request))
         case "discard":
@@ -70,22 +80,25 @@ def run(command: Command, engine: Engine, reporter: Reporter, stop: list[int]) -
 
 
 def main() -> int:
-    """Run one command; the exit status is 0 whenever its outcome was delivered."""
+    """Run one command; the exit status is 0 if the outcome was delivered."""
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))
-    # A Ctrl-C in the supervisor's terminal is the supervisor's to handle.
+    # The supervisor handles a Ctrl-C in its terminal.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    # What a library prints must not end up among the messages.
+    # Output that a library prints must not mix with the messages.
     messages = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
-    reporter = Reporter(sys.stdin.buffer, messages)
-    reporter.send(_outcome(sys.stdin.buffer.readline(), reporter, stop).line())
+    commands = sys.stdin.buffer
+    reporter = Reporter(commands, messages)
+    stays = bool(os.environ.get(STAYS_VARIABLE))
+    line = next_command(commands, lambda: reporter.send(Idle().line()), stop) if stays else commands.readline()
+    reporter.send(_outcome(line, reporter, stop).line())
     return 0
 
 
 def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failure:
-    """What became of a command; no exception leaves a runner."""
+    """Run a command and return its outcome; every exception becomes a `Failure`."""
     try:
         command = Command.model_validate_json(line)
         limit_memory(command.memory_bytes)
@@ -101,7 +114,7 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
             fix="set a smaller --part-size or more of RESHARD_ENGINE_MEMORY: names, shapes and units need it, not data",
         )
     except Exception:
-        # To the worker's log with all that is known; to the job's record, which strangers read, without.
+        # The worker's log gets the traceback. The job's record does not, because users of the API read it.
         logger.exception("unexpected error in the engine")
         fix = "look for a traceback in the worker's log and report it"
         problem = JobError("internal.error", "the engine met an unexpected error", fix=fix)

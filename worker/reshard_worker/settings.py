@@ -1,4 +1,4 @@
-"""Settings of a worker, beside those that it shares with the API."""
+"""Settings of a worker, in addition to those that it shares with the API."""
 
 from __future__ import annotations
 
@@ -7,43 +7,70 @@ import platform
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
 
 from reshard.cli.sizes import parse_size
-from reshard.errors import RequestError, printable
 from reshard.models import VerifyLevel
-from reshard_jobs.settings import JobSettings, read_seconds
+from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds
 
 _RUNNER = (sys.executable, "-m", "reshard_worker.runner")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """How a worker runs jobs.
+def _command(value: object) -> object:
+    return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+
+def _size(value: object) -> object:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+class WorkerSettings(EnvironmentSettings):
+    """Settings of the supervision of engine processes by a worker.
 
     Attributes:
-        jobs: What is shared with the API.
-        runner_command: Command line of the engine process; operators wrap it (`nice`, `systemd-run`).
-        cancel_poll_s: How often a running job's cancel flag is read.
-        term_grace_s: How long an engine may take to stop by itself.
-        discard_limit_s: How long a clean-up may take.
-        planning_limit_s: How long an engine may look at a source before it moves the first byte.
-        engine_memory_bytes: Memory that an engine process may take; 0 is no limit, None depends on the request.
-        verify: Least level of checking of every conversion, whatever its request says.
-        progress_s: Least time between two recorded progress entries; a new phase is recorded at once.
-        retry_delay_s: Pause before the second attempt after a passing failure; doubles with each.
+        jobs: Settings that are shared with the API.
+        runner_command: Command line of the engine process. Operators may wrap it (`nice`, `systemd-run`).
+        warm_engine: True to keep an engine process that has imported everything and forks one for each job.
+        cancel_poll_s: Seconds between two reads of a running job's cancel flag.
+        term_grace_s: Seconds that an engine may take to stop after it is asked to.
+        discard_limit_s: Seconds that a clean-up may take.
+        planning_limit_s: Seconds that an engine may read and plan before it moves the first byte.
+        engine_memory_bytes: Memory limit of an engine process; 0 is no limit, None one that depends on the request.
+        verify: Least level of checking of every conversion, also if its request asks for less.
+        progress_s: Least seconds between two recorded progress entries; a new phase is recorded at once.
+        retry_delay_s: Seconds before the second attempt after a transient failure; the pause doubles with each attempt.
+        shutdown_grace_s: Seconds that a Celery worker may take to stop.
+        max_workers: Workers that may run a job at once, for jobs that name no number; 1 is no helpers.
+        share_bytes: Least size of the output of a conversion that several workers run.
     """
 
-    jobs: JobSettings = field(default_factory=JobSettings)
-    runner_command: tuple[str, ...] = _RUNNER
-    cancel_poll_s: float = 0.5
-    term_grace_s: float = 2.0
-    discard_limit_s: float = 60.0
-    planning_limit_s: float = 900.0
-    engine_memory_bytes: int | None = None
-    verify: VerifyLevel = VerifyLevel.DEFAULT
-    progress_s: float = 0.5
-    retry_delay_s: float = 5.0
+    jobs: JobSettings = JobSettings()
+    runner_command: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_command)] = Field(
+        default=_RUNNER, validation_alias="RESHARD_RUNNER_COMMAND"
+    )
+    warm_engine: bool = Field(default=True, validation_alias="RESHARD_WARM_ENGINE", title="1 or 0")
+    cancel_poll_s: Seconds = 0.5
+    term_grace_s: Seconds = 2.0
+    discard_limit_s: Seconds = 60.0
+    planning_limit_s: Seconds = Field(default=900.0, validation_alias="RESHARD_PLANNING_LIMIT_S")
+    engine_memory_bytes: Annotated[int | None, BeforeValidator(_size)] = Field(
+        default=None, validation_alias="RESHARD_ENGINE_MEMORY"
+    )
+    verify: VerifyLevel = Field(
+        default=VerifyLevel.DEFAULT, validation_alias="RESHARD_VERIFY", title=" or ".join(VerifyLevel)
+    )
+    progress_s: Seconds = 0.5
+    retry_delay_s: Seconds = Field(default=5.0, validation_alias="RESHARD_RETRY_DELAY_S")
+    shutdown_grace_s: Seconds = Field(default=10.0, validation_alias="RESHARD_SHUTDOWN_GRACE_S")
+    max_workers: int = Field(
+        default=8, ge=1, le=1024, validation_alias="RESHARD_MAX_WORKERS", title="a number from 1 to 1024"
+    )
+    share_bytes: Annotated[int, BeforeValidator(_size)] = Field(
+        default=1 << 30, ge=0, validation_alias="RESHARD_SHARE_BYTES", title="a size such as 1GiB"
+    )
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> WorkerSettings:
@@ -52,31 +79,11 @@ class WorkerSettings:
         Raises:
             RequestError: A variable is not what it should be.
         """
-        values = os.environ if env is None else env
-        command = values.get("RESHARD_RUNNER_COMMAND", "")
-        memory = values.get("RESHARD_ENGINE_MEMORY", "")
-        return cls(
-            jobs=JobSettings.from_env(values),
-            runner_command=tuple(shlex.split(command)) if command else _RUNNER,
-            planning_limit_s=read_seconds(values, "RESHARD_PLANNING_LIMIT_S", 900.0),
-            engine_memory_bytes=parse_size(memory) if memory else None,
-            verify=_level(values.get("RESHARD_VERIFY", "")),
-            retry_delay_s=read_seconds(values, "RESHARD_RETRY_DELAY_S", 5.0),
-        )
-
-
-def _level(text: str) -> VerifyLevel:
-    try:
-        return VerifyLevel(text or VerifyLevel.DEFAULT)
-    except ValueError:
-        levels = " or ".join(VerifyLevel)
-        raise RequestError(
-            "request.invalid", f"RESHARD_VERIFY is {printable(text)!r}", fix=f"set RESHARD_VERIFY to {levels}"
-        ) from None
+        return cls.from_variables(env, jobs=JobSettings.from_env(env))
 
 
 def worker_name(kind: str) -> str:
-    """How a worker process is shown: what it is, where it runs."""
+    """The name under which a worker process is shown: its kind, host, process id and GPU."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES")
     device = f"/gpu{gpu}" if gpu else ""
     return f"{kind}@{platform.node()}/{os.getpid()}{device}"

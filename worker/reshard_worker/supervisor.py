@@ -1,4 +1,4 @@
-"""The one claim-and-run path: both drivers, embedded and Celery, end up here."""
+"""Claims and runs jobs. Both drivers, the embedded executor and Celery, use it."""
 
 from __future__ import annotations
 
@@ -7,34 +7,39 @@ import math
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Literal
+
+from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import JobError, ReshardError, SourceError, from_problem
-from reshard.models import ConvertRequest, JobKind, VerifyLevel
-from reshard_jobs.leases import Claim, Leases
-from reshard_worker.child import RunnerProcess
-from reshard_worker.protocol import Command, CommitRequest, Failure, ProgressMessage, Result
+from reshard.models import JobKind
+from reshard_jobs.helpers import HelperClaim, Helpers
+from reshard_jobs.leases import JobClaim, Leases
+from reshard_worker.child import RunnerProcess, Runners
+from reshard_worker.commands import engine_command
+from reshard_worker.helping import HelperRun
+from reshard_worker.lease_heartbeat import LeaseHeartbeat
+from reshard_worker.protocol import CommitRequest, Failure, ProgressMessage, Result
 from reshard_worker.settings import WorkerSettings
-from reshard_worker.walls import engine_memory_bytes
-from reshard_worker.watch import LeaseWatch
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _PASSING = frozenset({"storage.unavailable", "job.lost"})
-"""Failures after which the same job may succeed: the next attempt keeps what this one finished."""
+"""Errors after which the same job may succeed. The next attempt keeps the work that this one finished."""
 _MAX_RETRY_DELAY_S = 300.0
 
 
 class Outcome(StrEnum):
-    """What became of a claim."""
+    """The outcomes of a claim."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     RETRIED = "retried"
     CANCELLED = "cancelled"
     FENCED = "fenced"
-    """The lease was lost: nothing was written, another worker owns the job."""
+    """The lease was lost: nothing was recorded, and another worker owns the job."""
+    HELPED = "helped"
+    """The job belongs to another worker."""
 
 
 class Supervisor:
@@ -42,45 +47,70 @@ class Supervisor:
 
     Args:
         leases: Claims of the job database.
-        settings: How to run.
-        name: How this worker is shown.
-        on_claim: Called when a job was claimed, before its work begins.
+        settings: The worker's settings.
+        name: The name of this worker in job records.
+        on_claim: Called when other workers may find work: after a claim, and when a job begins to take helpers.
+        helpers: Helpers of the job database; None if this worker works alone: it never helps, and gets no help.
+        runners: The engine processes; by default a new one for each job.
     """
 
     def __init__(
-        self, leases: Leases, settings: WorkerSettings, *, name: str, on_claim: Callable[[], None] | None = None
+        self,
+        leases: Leases,
+        settings: WorkerSettings,
+        *,
+        name: str,
+        on_claim: Callable[[], None] | None = None,
+        runners: Runners | None = None,
+        helpers: Helpers | None = None,
     ) -> None:
         self._leases = leases
+        self._helpers = helpers
         self._settings = settings
         self._name = name
         self._on_claim = on_claim
+        self._runners = runners or Runners(settings.runner_command)
 
     def run_next(self) -> Outcome | None:
-        """Claim the oldest job and see it to its end; None if there is none."""
+        """Claim the next job and run it to its end, or help a running one; None if there is nothing to do."""
         claim = self._leases.claim_next(worker=self._name)
-        return None if claim is None else self._see_through(claim)
+        if claim is not None:
+            return self._see_through(claim)
+        place = self._helpers.join_next(worker=self._name) if self._helpers is not None else None
+        return None if place is None else self._help(place)
 
-    def _see_through(self, claim: Claim) -> Outcome:
+    def _help(self, claim: HelperClaim) -> Outcome:
+        assert self._helpers is not None
+        logger.info("job %s: this worker helps", claim.job_id)
+        if self._on_claim is not None:
+            self._on_claim()
+        HelperRun(self._leases, self._helpers, claim, self._settings, self._runners).run()
+        logger.info("job %s: this worker has helped", claim.job_id)
+        return Outcome.HELPED
+
+    def _see_through(self, claim: JobClaim) -> Outcome:
         logger.info("job %s: attempt %d begins", claim.job_id, claim.attempt)
-        watch = LeaseWatch(self._leases, claim, self._settings)
+        watch = LeaseHeartbeat(self._leases, claim, self._settings)
         try:
             if self._on_claim is not None:
                 self._on_claim()
             outcome = self._clean_up(claim, watch) if claim.cleanup else self._work(claim, watch)
         except (SystemExit, KeyboardInterrupt):
-            # The runner is gone by now (its `with` block); what it finished stays finished.
+            # The runner has been killed by its `with` block. The journal keeps the work that it finished.
             watch.persist(lambda: self._leases.release(claim))
             logger.info("job %s: given back, this worker stops", claim.job_id)
             raise
         logger.info("job %s: attempt %d %s", claim.job_id, claim.attempt, outcome)
         return outcome
 
-    def _work(self, claim: Claim, watch: LeaseWatch) -> Outcome:
+    def _work(self, claim: JobClaim, watch: LeaseHeartbeat) -> Outcome:
         try:
-            command = self._command("plan" if claim.kind is JobKind.PLAN else "convert", claim.request)
+            op = "plan" if claim.kind is JobKind.PLAN else "convert"
+            workers = claim.max_workers or self._settings.max_workers if self._helpers is not None else 1
+            command = engine_command(op, claim.request, self._settings, workers=workers)
         except ReshardError as error:
             return self._failed(claim, watch, error)
-        with RunnerProcess(self._settings.runner_command, command) as child:
+        with self._runners.run(command) as child:
             try:
                 end = self._follow(child, watch)
             except (SystemExit, KeyboardInterrupt):
@@ -89,32 +119,21 @@ class Supervisor:
                 raise
             if end is None and watch.pulse.held and watch.pulse.cancel_requested:
                 end = self._stop(child, watch)
-            # A runner that closed its output ends by itself; killed at once, its own status would be lost.
+            # A runner that closed its output ends by itself. Killing it at once would lose its exit status.
             status = child.wait(self._settings.term_grace_s) if child.ended else None
-            status = child.kill() if status is None else status
+            status = child.kill() if status is None and not child.answered else status
         if not watch.pulse.held:
             return Outcome.FENCED
         if isinstance(end, Result):
             return self._succeeded(claim, watch, end)
         if watch.beat().cancel_requested:
             return self._clean_up(claim, watch)
-        return self._failed(claim, watch, end or _died(status))
+        return self._failed(claim, watch, end or _died(status or 0))
 
-    def _command(self, op: Literal["convert", "plan", "discard"], request: ConvertRequest) -> Command:
-        """What the engine is to do, with the very places that were judged.
-
-        Raises:
-            RequestError: A worker obeys its own operator's roots, whatever the API said before.
-        """
-        judged = self._settings.jobs.roots.allowed_request(request)
-        if self._settings.verify is VerifyLevel.FULL:
-            judged = judged.model_copy(update={"verify": VerifyLevel.FULL})
-        memory_bytes = engine_memory_bytes(judged, self._settings.engine_memory_bytes)
-        return Command(op=op, request=judged, memory_bytes=memory_bytes)
-
-    def _follow(self, child: RunnerProcess, watch: LeaseWatch) -> Result | ReshardError | None:
-        """The runner's outcome; None if it died, the lease is lost, or the job is to be cancelled."""
+    def _follow(self, child: RunnerProcess, watch: LeaseHeartbeat) -> Result | ReshardError | None:
+        """Follow a runner and return its outcome; None if it died, the lease is lost, or the job is to be cancelled."""
         planned_by = time.monotonic() + self._settings.planning_limit_s
+        called = False
         while not child.ended:
             message = child.next_message(_TICK_S)
             if isinstance(message, Result):
@@ -125,26 +144,30 @@ class Supervisor:
                 watch.note(message.progress)
                 if message.progress.phase != "planning":
                     planned_by = math.inf
+                if message.progress.takes_workers and not called and self._on_claim is not None:
+                    called = True
+                    watch.beat()
+                    self._on_claim()
             if time.monotonic() > planned_by:
                 return self._too_slow()
             pulse = watch.beat() if isinstance(message, CommitRequest) else watch.tick()
             if not pulse.held or pulse.cancel_requested:
                 return None
             if isinstance(message, CommitRequest):
-                # The fence was asked a moment ago: a zombie stops here, before anything is readable.
+                # The fence was checked a moment ago: a worker that lost its lease stops before any output is readable.
                 child.allow_commit()
         return None
 
     def _too_slow(self) -> SourceError:
         return SourceError(
             "source.too_slow",
-            f"the plan was not made within {self._settings.planning_limit_s:g} s",
-            fix="look at the storage with `reshard plan` near the checkpoint; "
+            f"planning took longer than {self._settings.planning_limit_s:g} s",
+            fix="run `reshard plan` on a machine near the checkpoint; "
             "the worker's operator sets RESHARD_PLANNING_LIMIT_S",
         )
 
-    def _stop(self, child: RunnerProcess, watch: LeaseWatch) -> Result | None:
-        """Stop a runner. A result that crosses the request is kept: its output is whole and readable."""
+    def _stop(self, child: RunnerProcess, watch: LeaseHeartbeat) -> Result | None:
+        """Stop a runner. A result that arrives in the meantime is kept, because its output is complete."""
         child.terminate()
         deadline = time.monotonic() + self._settings.term_grace_s
         while not child.ended and time.monotonic() < deadline:
@@ -156,22 +179,34 @@ class Supervisor:
                 return None
         return None
 
-    def _clean_up(self, claim: Claim, watch: LeaseWatch) -> Outcome:
-        """Remove what a cancelled job left, then record its end."""
+    def _clean_up(self, claim: JobClaim, watch: LeaseHeartbeat) -> Outcome:
+        """Remove the files that a cancelled job left, then record its end."""
         problem: ReshardError | None = None
         if claim.kind is JobKind.CONVERT:
+            self._await_helpers(claim, watch)
             problem = self._discard(claim, watch)
         if not watch.pulse.held or not watch.persist(lambda: self._leases.cancelled(claim, problem)):
             return Outcome.FENCED
         return Outcome.CANCELLED
 
-    def _discard(self, claim: Claim, watch: LeaseWatch) -> ReshardError | None:
+    def _await_helpers(self, claim: JobClaim, watch: LeaseHeartbeat) -> None:
+        """Wait until no helper writes any more. Each looks for a cancel, and its place ends with its lease."""
+        deadline = time.monotonic() + self._leases.lease_s
+        while self._helpers is not None and time.monotonic() < deadline and watch.tick().held:
+            try:
+                if not self._helpers.present(claim.job_id):
+                    return
+            except DBAPIError as error:
+                logger.warning("job %s: the database does not answer: %s", claim.job_id, error)
+            time.sleep(_TICK_S)
+
+    def _discard(self, claim: JobClaim, watch: LeaseHeartbeat) -> ReshardError | None:
         try:
-            command = self._command("discard", claim.request)
+            command = engine_command("discard", claim.request, self._settings)
         except ReshardError as error:
             return error
         deadline = time.monotonic() + self._settings.discard_limit_s
-        with RunnerProcess(self._settings.runner_command, command) as child:
+        with self._runners.run(command) as child:
             while not child.ended and time.monotonic() < deadline:
                 message = child.next_message(_TICK_S)
                 if isinstance(message, Result):
@@ -184,18 +219,19 @@ class Supervisor:
             "job.lost", "the clean-up of the cancelled job did not end", fix="reshard clean DST of that job"
         )
 
-    def _succeeded(self, claim: Claim, watch: LeaseWatch, end: Result) -> Outcome:
+    def _succeeded(self, claim: JobClaim, watch: LeaseHeartbeat, end: Result) -> Outcome:
         watch.beat()
         outcome = end.planned if claim.kind is JobKind.PLAN else end.converted
         if outcome is None:
             return self._failed(claim, watch, JobError("internal.error", "the engine sent another job's outcome"))
         digest = end.planned.digest if end.planned else end.converted.plan_digest if end.converted else None
-        done = watch.persist(lambda: self._leases.succeed(claim, outcome, plan_digest=digest))
+        share = end.converted.share if end.converted is not None else None
+        done = watch.persist(lambda: self._leases.succeed(claim, outcome, plan_digest=digest, share=share))
         return Outcome.SUCCEEDED if done else Outcome.FENCED
 
-    def _failed(self, claim: Claim, watch: LeaseWatch, problem: ReshardError) -> Outcome:
+    def _failed(self, claim: JobClaim, watch: LeaseHeartbeat, problem: ReshardError) -> Outcome:
         if problem.code == "job.cancelled":
-            # Nobody cancelled: someone else stopped the runner.
+            # The job was not cancelled: another process stopped the runner.
             problem = JobError("job.lost", "the engine process was stopped from outside")
         if problem.code in _PASSING:
             delay_s = min(self._settings.retry_delay_s * 2 ** (claim.attempt - 1), _MAX_RETRY_DELAY_S)
@@ -203,7 +239,7 @@ class Supervisor:
             return Outcome.RETRIED if done else Outcome.FENCED
         if watch.persist(lambda: self._leases.fail(claim, problem)):
             return Outcome.FAILED
-        # Not ours any more, or a cancel arrived between the last look and the write.
+        # The lease was lost, or a cancel arrived after the last check.
         return self._clean_up(claim, watch) if watch.beat().cancel_requested else Outcome.FENCED
 
 

@@ -1,4 +1,4 @@
-"""`reshard clean`: what conversions that nobody goes on with left of a target."""
+"""`reshard clean`: removes files of unfinished conversions."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ def register(app: typer.Typer) -> None:
 
 
 def clean(
-    target: Annotated[str, typer.Argument(metavar="DST", help="What a conversion was to create.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Target of the unfinished conversion.")],
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     idle: Annotated[
-        bool, typer.Option("--idle", help="Nobody is at work on it: an object store cannot say, and waits an hour.")
+        bool,
+        typer.Option(
+            "--idle", help="No process uses DST: remove its files from an object store without waiting an hour."
+        ),
     ] = False,
     profile: TargetProfile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove what unfinished conversions into DST left: staging directories, journals, uploads, claims.
+    """Remove files that unfinished conversions into DST left: staging directories, journals, uploads, claims.
 
-    A finished DST stays, and so does everything that a process is at work on.
+    A finished DST stays, and so does every file that a process uses.
     """
     report = load_engine().clean(target, profile=profile, dry_run=dry_run, idle=idle)
     for line in [report.model_dump_json()] if as_json else _lines(report, dry_run=dry_run):

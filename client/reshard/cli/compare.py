@@ -1,4 +1,4 @@
-"""The `diff` command: two checkpoints by logical tensor, across layouts and formats."""
+"""The `diff` command: compares two checkpoints by logical tensor, across layouts and formats."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ _NAME_CHARS = 64
 
 
 class States(StrEnum):
-    """How much of a checkpoint is compared."""
+    """The parts of a checkpoint to compare."""
 
     ALL = "all"
     WEIGHTS = "weights"
 
 
 def register(app: typer.Typer) -> None:
-    """Mount the command of this module."""
+    """Add the command of this module to the app."""
     app.command()(diff)
 
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a directory or URL.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The one to compare it with.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint to compare it with.")],
     *,
     tag_a: Annotated[str | None, typer.Option(help="Checkpoint tag of A; default: what `latest` names.")] = None,
     tag_b: Annotated[str | None, typer.Option(help="Checkpoint tag of B.")] = None,
     states: Annotated[
-        States, typer.Option(help="`weights`: no optimizer states, no counters, no client state.")
+        States, typer.Option(help="`weights`: skip optimizer states, counters and client state.")
     ] = States.ALL,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="The same as `--states weights`.")] = False,
-    common: Annotated[bool, typer.Option("--common", help="What only one side has is no difference.")] = False,
+    weights_only: Annotated[bool, typer.Option("--weights-only", help="Short for `--states weights`.")] = False,
+    common: Annotated[bool, typer.Option("--common", help="Ignore tensors and values that only one side has.")] = False,
     ignore: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Leave names out, such as '*.bias' or '*/exp_avg*'. May be repeated."),
@@ -55,27 +55,29 @@ def diff(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help=f"List every difference, not the worst {_SHOWN}.")] = False,
     rules: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="How parameters are cut where a side does not say (YAML).")
+        Path | None,
+        typer.Option(metavar="FILE", help="Rules (YAML) for tensor-parallel sides that do not say how they are cut."),
     ] = None,
-    family: Annotated[str | None, typer.Option(help="A named pack of such rules, such as gpt-megatron.")] = None,
+    family: Annotated[str | None, typer.Option(help="Built-in set of rules, such as gpt-megatron.")] = None,
     profile_a: Annotated[str | None, typer.Option(help="Storage profile for A (see RESHARD_PROFILES).")] = None,
     profile_b: Annotated[str | None, typer.Option(help="Storage profile for B.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Compare two checkpoints by logical tensor, bit by bit, across layouts and formats. Exit 7 if they differ.
+    """Compare two checkpoints by logical tensor, bit by bit, across layouts and formats. Exit code 7 if they differ.
 
-    Weights, optimizer states, step counters, hyper-parameters, buffers, frozen and tied weights, client state.
+    It compares weights, optimizer states, step counters, hyper-parameters, buffers, frozen and tied weights and client
+    state.
     """
     from reshard.diffs import DiffOptions
+    from reshard.options import DeepSpeedOptions, Options
 
     options = DiffOptions(
         weights_only=weights_only or states is States.WEIGHTS,
         common=common,
-        rules=None if rules is None else read_rules(rules),
-        family=family,
         ignore=tuple(ignore or ()),
         sample=None if sample is None else parse_percent(sample),
+        options=Options(deepspeed=DeepSpeedOptions(rules=None if rules is None else read_rules(rules), family=family)),
     )
     sides = source_spec(a, tag_a, profile_a), source_spec(b, tag_b, profile_b)
     with progress_shown(quiet=quiet) as show:
@@ -89,7 +91,7 @@ def diff(
 
 
 def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
-    """A comparison as lines for people: the verdict first, then the worst differences."""
+    """A comparison as lines of text: the verdict first, then the largest differences."""
     verdict = "equal" if report.equal else f"different: {_counts(report)}"
     if report.equal and report.sampled is not None:
         verdict = f"no difference in a sample of {report.sampled:.3%}; the rest was not read"

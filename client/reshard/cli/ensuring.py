@@ -1,4 +1,4 @@
-"""The `ensure` command: a checkpoint in the layout that a run wants, for job scripts. The path is the last line."""
+"""The `ensure` command, for job scripts: prints the path of a checkpoint in the layout that a run needs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
+from reshard.choices import EnsureWorkers, OpaquePolicy, WeightDtype, ZeroStage
 from reshard.cli.flags import read_rules, source_spec
 from reshard.cli.progress import progress_shown
 
 
 def register(app: typer.Typer) -> None:
-    """Mount the command of this module."""
+    """Add the command of this module to the app."""
     app.command()(ensure)
 
 
@@ -24,33 +24,39 @@ def ensure(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Save directory, `checkpoint-N`, or tag directory.")],
     *,
     dp: Annotated[
-        int | None, typer.Option(help="Data-parallel ranks; default: the launcher's processes over tp x pp.")
+        int | None, typer.Option(help="Data-parallel ranks; default: processes of the launcher / (tp x pp).")
     ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks; default: as in SRC.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages; default: as in SRC.")] = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: as in SRC.")] = None,
-    zero_stage: Annotated[ZeroStage | None, typer.Option(help="Default: as in SRC.")] = None,
-    dtype: Annotated[WeightDtype | None, typer.Option(help="Of the model; default: as in SRC.")] = None,
+    zero_stage: Annotated[ZeroStage | None, typer.Option(help="ZeRO stage; default: as in SRC.")] = None,
+    dtype: Annotated[WeightDtype | None, typer.Option(help="Element type of the model; default: as in SRC.")] = None,
     tag: Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")] = None,
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Save directory to create; default: below .reshard in SRC.")
     ] = None,
-    rules: Annotated[Path | None, typer.Option(metavar="FILE", help="How parameters are cut (YAML).")] = None,
-    family: Annotated[str | None, typer.Option(help="A named pack of such rules, such as gpt-megatron.")] = None,
-    opaque: Annotated[OpaquePolicy, typer.Option(help="Objects of classes that are not on the allow-list.")] = (
+    rules: Annotated[Path | None, typer.Option(metavar="FILE", help="Rules (YAML) for a tensor-parallel SRC.")] = None,
+    family: Annotated[str | None, typer.Option(help="Built-in set of rules, such as gpt-megatron.")] = None,
+    opaque: Annotated[OpaquePolicy, typer.Option(help="Policy for objects of classes not on the allow-list.")] = (
         OpaquePolicy.REFUSE
     ),
-    url: Annotated[str | None, typer.Option(help="Service that converts; default: RESHARD_URL, else here.")] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Service that converts; default: RESHARD_URL, else no service.")
+    ] = None,
     timeout_s: Annotated[
         float | None,
-        typer.Option("--timeout", metavar="SECONDS", min=0, help="How long to wait; default: for ever."),
+        typer.Option("--timeout", metavar="SECONDS", min=0, help="Seconds to wait; default: no limit."),
     ] = None,
+    workers: Annotated[
+        EnsureWorkers, typer.Option(help="Processes that convert: one of each node, or one; auto: by nodes and size.")
+    ] = EnsureWorkers.AUTO,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
-    """Print the path of a checkpoint in the wanted layout, converting SRC if need be. Safe to call from every rank.
+    """Print the path of a checkpoint in the wanted layout; convert SRC if necessary. Safe to call from every rank.
 
-    SRC itself if it fits, an earlier result if there is one. `OUT=$(reshard ensure SRC --dp 16)` works.
+    The path is SRC itself if it has that layout, or an earlier result if one exists.
+    `OUT=$(reshard ensure SRC --dp 16)` works, because the path is the only output on stdout.
     """
     source_spec(source, tag, None)
     from reshard.ensuring import Outcome, ensured
@@ -78,6 +84,7 @@ def ensure(
             out=out,
             url=url,
             timeout_s=timeout_s,
+            workers=workers,
             on_progress=show,
         )
     if not quiet:

@@ -1,4 +1,4 @@
-"""The flags of a conversion, spelled once for every command that takes them.
+"""The flags of a conversion, defined once for every command that takes them.
 
 `takes_conversion` gives a command with a parameter `flags: ConversionFlags` all the options of that class.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -30,8 +31,8 @@ from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:
-    # At run time where a command makes them: the help of a command needs the choices, and no model.
-    from reshard.models import ConvertRequest, NativeLayout, SourceSpec
+    # Commands import the models when they make one: the help of a command needs only the choices.
+    from reshard.models import ConvertRequest, SourceSpec
 
 CALLED = {
     "url": "SRC",
@@ -40,53 +41,70 @@ CALLED = {
     "part_bytes": "--part-size",
     "memory_limit_bytes": "--memory-limit",
 }
-"""Fields of requests that commands take under other names than an option of the same one."""
+"""The flag of each request field whose flag has another name than the field."""
+_SIZES = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
+"""Flags that take a size with a unit (`5GB`), and their fields."""
 _MAX_RULES_BYTES = 1 << 16
 _WORLD = "Layout (--to zero)"
 _CUTS = "Model parallelism"
+_TARGETS = f"[{'|'.join(TargetFormat)}]"
+
+
+def target_name(text: str) -> str:
+    """Check the name of a target and return it.
+
+    Raises:
+        BadParameter: No installed format writes this target.
+    """
+    if text not in tuple(TargetFormat):
+        from reshard.installed_formats import target_names
+
+        if text not in target_names():
+            raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, target_names()))}.")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionFlags:
-    """What a user may say about a conversion. Each field is an option of the command line."""
+    """The options of a conversion on the command line, one for each field."""
 
-    to: Annotated[TargetFormat, typer.Option("--to", help="What to write.")]
+    to: Annotated[str, typer.Option("--to", parser=target_name, metavar=_TARGETS, help="Format to write.")]
     tag: Annotated[
         str | None, typer.Option(help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.")
     ] = None
     dtype: Annotated[
         WeightDtype | None,
-        typer.Option(help="Of weights: default fp32 from masters, else as stored; with --to zero the source's."),
+        typer.Option(help="Type of weights; default: fp32 from masters, else as stored; --to zero: as in SRC."),
     ] = None
     max_shard_size: Annotated[str | None, typer.Option(help="Largest weights file, such as 5GB.")] = None
-    exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave frozen parameters out.")] = False
+    exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave out frozen parameters.")] = False
     dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks.", rich_help_panel=_WORLD)] = None
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.", rich_help_panel=_WORLD)] = 1
     pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=_WORLD)] = 1
     ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.", rich_help_panel=_WORLD)] = 1
     zero_stage: Annotated[
-        ZeroStage | None, typer.Option(help="ZeRO stage; default: the source's.", rich_help_panel=_WORLD)
+        ZeroStage | None, typer.Option(help="ZeRO stage; default: as in SRC.", rich_help_panel=_WORLD)
     ] = None
     partition_method: Annotated[
         str | None,
         typer.Option(
-            help="Of pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6.",
+            help="Pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6.",
             rich_help_panel=_WORLD,
         ),
     ] = None
     pipeline_layers: Annotated[
         int | None,
-        typer.Option(min=1, help="Layers in all, for --partition-method uniform.", rich_help_panel=_WORLD),
+        typer.Option(min=1, help="Number of layers, for --partition-method uniform.", rich_help_panel=_WORLD),
     ] = None
     vocab_divisor: Annotated[
         int | None,
-        typer.Option(min=1, help="Vocabulary rows: a multiple of this times --tp.", rich_help_panel=_WORLD),
+        typer.Option(min=1, help="Pad the vocabulary to a multiple of this times --tp.", rich_help_panel=_WORLD),
     ] = None
     round_robin_gradients: Annotated[
         bool | None,
         typer.Option(
             "--round-robin-gradients/--no-round-robin-gradients",
-            help="As the target run's config; default: the source's.",
+            help="As in the ds_config of the target run; default: as in SRC.",
             rich_help_panel=_WORLD,
         ),
     ] = None
@@ -94,109 +112,91 @@ class ConversionFlags:
         bool | None,
         typer.Option(
             "--parameter-alignment/--no-parameter-alignment",
-            help="As the target run's config; default: the source's.",
+            help="As in the ds_config of the target run; default: as in SRC.",
             rich_help_panel=_WORLD,
         ),
     ] = None
     sub_group_size: Annotated[
         int | None,
-        typer.Option(min=1, help="As the target run's config; default: the source's.", rich_help_panel=_WORLD),
+        typer.Option(min=1, help="As in the ds_config of the target run; default: as in SRC.", rich_help_panel=_WORLD),
     ] = None
     rng: Annotated[
-        RngPolicy, typer.Option(help="Random states: of source rank r mod N, or none.", rich_help_panel=_WORLD)
+        RngPolicy,
+        typer.Option(help="Random states: `keep` gives rank r those of source rank r mod N.", rich_help_panel=_WORLD),
     ] = RngPolicy.KEEP
     rules: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="How parameters are cut, where the source does not say.", rich_help_panel=_CUTS
+            metavar="FILE",
+            help="Rules (YAML) for a tensor-parallel SRC that does not say how it is cut.",
+            rich_help_panel=_CUTS,
         ),
     ] = None
     family: Annotated[
         str | None,
-        typer.Option(help="A named pack of rules: gpt-megatron, llama-megatron, bloom.", rich_help_panel=_CUTS),
+        typer.Option(help="Built-in set of rules: gpt-megatron, llama-megatron, bloom.", rich_help_panel=_CUTS),
     ] = None
     names: Annotated[
         NameScheme | None,
-        typer.Option(help="Names with or without pipeline; default: the source's.", rich_help_panel=_CUTS),
+        typer.Option(help="Names of a model with or without pipeline; default: as in SRC.", rich_help_panel=_CUTS),
     ] = None
     replicas: Annotated[
         ReplicaPolicy,
-        typer.Option(help="When copies that must agree do not: stop, or take the first.", rich_help_panel=_CUTS),
+        typer.Option(help="If copies that must be equal differ: stop, or take the first.", rich_help_panel=_CUTS),
     ] = ReplicaPolicy.ERROR
     model_files: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Its config.json, tokenizer and generation files go beside the weights."),
+        typer.Option(metavar="DIR", help="Copy config.json, tokenizer and generation files of DIR beside the weights."),
     ] = None
     merge_adapter: Annotated[
-        bool, typer.Option("--merge-adapter", help="Merge a LoRA adapter into the weights; names without PEFT's.")
+        bool,
+        typer.Option(
+            "--merge-adapter", help="Merge a LoRA adapter into the weights, with the names of the base model."
+        ),
     ] = False
-    adapter: Annotated[str | None, typer.Option(help="Of --to peft and --merge-adapter, if there are several.")] = None
+    adapter: Annotated[str | None, typer.Option(help="Adapter to write or to merge, if SRC has several.")] = None
     lora_alpha: Annotated[
         float | None, typer.Option(min=0.0, help="Scale of an adapter that has no adapter_config.json.")
     ] = None
     base: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The base model's weights, if SRC was saved without frozen parameters."),
+        typer.Option(metavar="DIR", help="Weights of the base model, if SRC was saved without frozen parameters."),
     ] = None
     on_overflow: Annotated[
-        OverflowPolicy, typer.Option(help="Elements too large for --dtype: infinite, the largest number, or stop.")
+        OverflowPolicy, typer.Option(help="Elements too large for --dtype: infinity, largest number, or stop.")
     ] = OverflowPolicy.INF
-    opaque: Annotated[OpaquePolicy, typer.Option(help="Objects of classes that are not on the allow-list.")] = (
-        OpaquePolicy.REFUSE
-    )
+    opaque: Annotated[
+        OpaquePolicy, typer.Option(help="Policy for objects of classes that are not on the allow-list.")
+    ] = OpaquePolicy.REFUSE
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what is at DST. The old data is gone, even if the run fails.")
+        bool, typer.Option("--overwrite", help="Replace DST. Its old contents are lost, even if the run fails.")
     ] = False
-    verify: Annotated[
-        VerifyLevel, typer.Option(help="`full` also reads source and output whole before the commit.")
-    ] = VerifyLevel.DEFAULT
-    memory_limit: Annotated[str | None, typer.Option(help="For buffers and metadata, such as 1GiB (the default).")] = (
-        None
+    verify: Annotated[VerifyLevel, typer.Option(help="`full` also reads all of SRC and of the output.")] = (
+        VerifyLevel.DEFAULT
     )
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Memory for buffers and metadata, such as 1GiB (the default).")
+    ] = None
     part_size: Annotated[
-        str | None, typer.Option(help="Grain of work and of multipart parts, such as 64MiB (the default).")
+        str | None, typer.Option(help="Size of a unit of work and of a multipart part, such as 64MiB (the default).")
     ] = None
     threads: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Units at once; default: cores, more for object stores.")
+        int | None,
+        typer.Option(min=1, max=1024, help="Units in parallel; default: one per core, more for object stores."),
     ] = None
     server_copy: Annotated[
-        ServerCopyPolicy, typer.Option(help="`never`: no copies within an object store, every byte is read and sent.")
+        ServerCopyPolicy, typer.Option(help="`never`: no server-side copies; read and send every byte.")
     ] = ServerCopyPolicy.AUTO
     offload: Annotated[ServerCopyPolicy | None, typer.Option("--offload", hidden=True)] = None
-    """The former name of `--server-copy`, taken for one release more."""
+    """The former name of `--server-copy`, accepted for one more release."""
     profile: Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")] = None
     target_profile: Annotated[str | None, typer.Option(help="Storage profile for DST.")] = None
 
-    @property
-    def layout(self) -> NativeLayout | None:
-        """The layout that the flags ask for.
-
-        Raises:
-            RequestError: `request.invalid` if it is incomplete, or asked of a format that has none.
-        """
-        from reshard.models import NativeLayout
-
-        world: dict[str, Any] = {"dp": self.dp, "tp": self.tp, "pp": self.pp, "ep": self.ep, "rng": self.rng}
-        options: dict[str, Any] = {
-            "zero_stage": self.zero_stage,
-            "partition_method": self.partition_method,
-            "pipeline_layers": self.pipeline_layers,
-            "vocab_divisor": self.vocab_divisor,
-            "round_robin_gradients": self.round_robin_gradients,
-            "parameter_alignment": self.parameter_alignment,
-            "sub_group_size": self.sub_group_size,
-        }
-        if self.to is TargetFormat.ZERO:
-            if self.dp is None:
-                raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="add --dp N")
-            return NativeLayout.model_validate(world | options)
-        asked = self.dp is not None or any(v is not None for v in options.values())
-        if asked or (self.tp, self.pp, self.ep) != (1, 1, 1):
-            raise RequestError("request.invalid", f"--to {self.to.value} has no layout", fix="--to zero")
-        return None
+    options_of_formats: Annotated[str | None, typer.Option("--options-of-formats", hidden=True)] = None
+    """The options of formats of other packages, as JSON. `ConversionCommand` collects their flags in this field."""
 
     def request(self, source: str, target: str) -> ConvertRequest:
-        """The flags as the wire model: the one place where they become it.
+        """Make the wire model from the flags.
 
         Raises:
             RequestError: `request.invalid`.
@@ -204,45 +204,28 @@ class ConversionFlags:
         from pydantic import ValidationError
 
         from reshard._wire import invalid
-        from reshard.models import DEFAULT_MEMORY_LIMIT_BYTES, DEFAULT_PART_BYTES, ConvertRequest
+        from reshard.models import ConvertRequest
+        from reshard.nested_options import nested
 
+        said: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        spec = source_spec(source, said.pop("tag"), said.pop("profile"))
+        said["rules"] = read_rules(self.rules) if self.rules else None
+        for flag, field in _SIZES.items():
+            if (text := said.pop(flag)) is not None:
+                said[field] = parse_size(text)
+        said["server_copy"] = said.pop("offload") or self.server_copy
+        said |= json.loads(said.pop("options_of_formats") or "{}")
         try:
-            return ConvertRequest(
-                source=source_spec(source, self.tag, self.profile),
-                target=target,
-                to=self.to,
-                target_profile=self.target_profile,
-                dtype=self.dtype,
-                layout=self.layout,
-                rules=read_rules(self.rules) if self.rules else None,
-                family=self.family,
-                names=self.names,
-                replicas=self.replicas,
-                max_shard_bytes=parse_size(self.max_shard_size) if self.max_shard_size else None,
-                exclude_frozen=self.exclude_frozen,
-                model_files=self.model_files,
-                merge_adapter=self.merge_adapter,
-                adapter=self.adapter,
-                lora_alpha=self.lora_alpha,
-                base=self.base,
-                on_overflow=self.on_overflow,
-                opaque=self.opaque,
-                overwrite=self.overwrite,
-                verify=self.verify,
-                memory_limit_bytes=parse_size(self.memory_limit) if self.memory_limit else DEFAULT_MEMORY_LIMIT_BYTES,
-                part_bytes=parse_size(self.part_size) if self.part_size else DEFAULT_PART_BYTES,
-                threads=self.threads,
-                server_copy=self.offload or self.server_copy,
-            )
+            return ConvertRequest.model_validate(nested(said | {"source": spec, "target": target}))
         except ValidationError as error:
             raise invalid(error, CALLED) from None
 
 
 def read_rules(path: Path) -> str:
-    """The text of a rules file.
+    """Read the text of a rules file.
 
     Raises:
-        RequestError: `request.invalid` if it cannot be read, or is no small text.
+        RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
     """
     try:
         with path.open("rb") as file:
@@ -252,7 +235,7 @@ def read_rules(path: Path) -> str:
         text = f"--rules {printable(str(path))}: {error.strerror}"
         raise RequestError("request.invalid", text, fix="name a file that you may read: docs/rules.md") from None
     except UnicodeDecodeError:
-        text = f"--rules {printable(str(path))} is no text"
+        text = f"--rules {printable(str(path))} is not text"
         raise RequestError("request.invalid", text, fix="name a YAML file: docs/rules.md") from None
     if len(data) > _MAX_RULES_BYTES:
         raise RequestError("request.invalid", f"--rules {printable(str(path))} has more than {_MAX_RULES_BYTES} bytes")
@@ -260,7 +243,7 @@ def read_rules(path: Path) -> str:
 
 
 def source_spec(url: str, tag: str | None, profile: str | None) -> SourceSpec:
-    """A source as the wire model.
+    """Make the wire model of a source.
 
     Raises:
         RequestError: `request.invalid`.

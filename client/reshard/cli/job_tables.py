@@ -12,14 +12,14 @@ from reshard.errors import printable
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from reshard.models import Job, Problem, Progress
+    from reshard.models import Job, JobWorker, Problem, Progress
 
 _HEADER = ("ID", "STATE", "DONE", "CREATED", "WHAT")
 _REASON_CHARS = 100
 
 
 def table(jobs: Sequence[Job]) -> Iterator[str]:
-    """A header and a line for each job; a failed one says why."""
+    """A header and a line for each job. The line of a failed job ends with the reason."""
     rows = [_HEADER, *(_row(job) for job in jobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
     for row in rows:
@@ -27,13 +27,13 @@ def table(jobs: Sequence[Job]) -> Iterator[str]:
 
 
 def facts(job: Job) -> Iterator[str]:
-    """What is known of one job, a line each."""
+    """The facts of one job, one line each."""
     for name, value in _facts(job):
         yield f"{name:<9} {value}"
 
 
 def outcome(job: Job) -> str:
-    """What a job that SUCCEEDED did, in one line; empty for any other."""
+    """The result of a job that SUCCEEDED, in one line; empty for any other job."""
     if job.plan is not None:
         reads, writes = format_size(job.plan.read_bytes), format_size(job.plan.write_bytes)
         return f"planned, nothing written: {job.plan.units} units would read {reads} and write {writes}"
@@ -47,7 +47,7 @@ def outcome(job: Job) -> str:
 
 def _row(job: Job) -> tuple[str, ...]:
     source, target = printable(job.request.source.url), printable(job.request.target)
-    what = f"{source} -> {target} ({job.request.to.value})"
+    what = f"{source} -> {target} ({job.request.to})"
     if job.kind is JobKind.PLAN:
         what = f"plan only: {what}"
     if job.error is not None:
@@ -69,7 +69,7 @@ def _reason(problem: Problem) -> str:
 
 
 def _facts(job: Job) -> Iterator[tuple[str, str]]:
-    target = f"{printable(job.request.target)} ({job.request.to.value})"
+    target = f"{printable(job.request.target)} ({job.request.to})"
     yield "id", job.id
     yield "state", job.state.value
     yield "kind", "plan only: it writes nothing" if job.kind is JobKind.PLAN else "conversion"
@@ -77,6 +77,8 @@ def _facts(job: Job) -> Iterator[tuple[str, str]]:
     yield "target", target
     yield "attempt", f"{job.attempt} of {job.max_attempts}"
     yield "worker", printable(job.worker or "-")
+    if any(worker.role == "helper" for worker in job.workers):
+        yield from (("", line) for line in map(_worker, job.workers))
     for name, at in (("created", job.created_at), ("started", job.started_at), ("finished", job.finished_at)):
         if at is not None:
             yield name, _local(at)
@@ -89,6 +91,16 @@ def _facts(job: Job) -> Iterator[tuple[str, str]]:
     if job.error is not None:
         yield "error", f"{job.error.code}: {printable(job.error.detail)}"
         yield "fix", printable(job.error.fix)
+
+
+def _worker(worker: JobWorker) -> str:
+    until = "now" if worker.left_at is None else _local(worker.left_at)
+    line = f"{worker.role} {printable(worker.worker)}, attempt {worker.attempt}, {_local(worker.joined_at)} to {until}"
+    if worker.share is None:
+        return line
+    share = worker.share
+    taken = f" ({share.takeovers} taken over)" if share.takeovers else ""
+    return f"{line}: {share.runs} runs{taken}, {share.units} units, {format_size(share.write_bytes)}"
 
 
 def _progress(progress: Progress) -> str:

@@ -1,4 +1,4 @@
-"""Commands that work in this process: `inspect`, `plan`, `convert`, `verify`. No service, no torch."""
+"""The commands that run in this process, without service or torch: `inspect`, `plan`, `convert`, `verify`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
+from reshard.cli.format_flags import ConversionCommand
 from reshard.cli.picture import html_of, picture_lines, svg_of
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
@@ -26,11 +28,12 @@ from reshard.local import load_engine
 if TYPE_CHECKING:
     from reshard.models import ConvertRequest, Inspection, VerifyReport
     from reshard.pictures import LayoutPicture
+    from reshard.shared_work import SharedWork
 
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
 ]
-Target = Annotated[str, typer.Argument(metavar="DST", help="What to create; for universal and zero the tag directory.")]
+Target = Annotated[str, typer.Argument(metavar="DST", help="Target; for universal and zero, the tag directory.")]
 Tag = Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.")]
 Profile = Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")]
 TargetProfile = Annotated[str | None, typer.Option(help="Storage profile for DST.")]
@@ -39,9 +42,11 @@ QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Mount the commands of this module."""
-    for command in (inspect, plan, convert, verify):
-        app.command()(command)
+    """Add the commands of this module to the app."""
+    app.command()(inspect)
+    app.command(cls=ConversionCommand)(plan)
+    app.command(cls=ConversionCommand)(convert)
+    app.command()(verify)
 
 
 def inspect(
@@ -49,16 +54,16 @@ def inspect(
     *,
     tag: Tag = None,
     profile: Profile = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not a digest of them.")] = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not a summary.")] = False,
     tensor: Annotated[
-        str | None, typer.Option(metavar="NAME[/STATE]", help="Say which file holds which part of one tensor.")
+        str | None, typer.Option(metavar="NAME[/STATE]", help="List the files that hold parts of one tensor.")
     ] = None,
-    files: Annotated[bool, typer.Option("--files", help="Say what each file holds.")] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw that: of one tensor, or of all files.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The drawing as a page, with the table.")] = None,
+    files: Annotated[bool, typer.Option("--files", help="List the contents of each file.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the tensor, or all files, as SVG.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The drawing and its table as a page.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say what a checkpoint is, from its metadata; nothing in it is executed. `reshard SRC` means this too."""
+    """Describe a checkpoint from its metadata; nothing in it is executed. `reshard SRC` is short for this."""
     if tensor is not None or files or svg is not None or html is not None:
         _draw(load_engine().picture(source_spec(source, tag, profile), tensor), svg, html, as_json=as_json)
         return
@@ -79,12 +84,12 @@ def inspect(
 
 
 def onward(found: Inspection) -> str | None:
-    """Flags of the conversion that most want of such a checkpoint, of those that are possible."""
+    """The flags of the most common conversion that is possible for a checkpoint; None if none is."""
     examples = {t.name: t.example for t in found.targets if t.possible}
     return next((examples[n] for n in ("universal", "zero --dp", "safetensors", "torch") if n in examples), None)
 
 
-_WRITABLE = "name a file in a directory that is there"
+_WRITABLE = "name a file in a directory that exists"
 
 
 def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_json: bool) -> None:
@@ -96,7 +101,7 @@ def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_jso
                 raise RequestError(
                     "request.invalid",
                     f"{printable(str(path))}: {error.strerror}",
-                    fix="name a file in a directory that is there",
+                    fix="name a file in a directory that exists",
                 ) from None
     if as_json:
         _say(picture.model_dump_json())
@@ -107,7 +112,7 @@ def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_jso
 
 @takes_conversion
 def plan(source: Source, target: Target, *, flags: ConversionFlags, as_json: JsonFlag = False) -> None:
-    """Say what `convert` with the same options would read, write and need; nothing is written."""
+    """Show the reads, writes and memory of `convert` with the same options; nothing is written."""
     summary = load_engine().plan(flags.request(source, target))
     if as_json:
         _say(summary.model_dump_json())
@@ -122,26 +127,49 @@ def plan(source: Source, target: Target, *, flags: ConversionFlags, as_json: Jso
 
 @takes_conversion
 def convert(
-    source: Source, target: Target, *, flags: ConversionFlags, as_json: JsonFlag = False, quiet: QuietFlag = False
+    source: Source,
+    target: Target,
+    *,
+    flags: ConversionFlags,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto", help="Number of processes that run this command together; auto: the launcher's."
+        ),
+    ] = None,
+    worker: Annotated[int | None, typer.Option(metavar="I", help="Number of this process, from 0 to N-1.")] = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
 ) -> None:
-    """Convert a checkpoint, here and now. The last line on stdout is the output path.
+    """Convert a checkpoint in this process. The last line on stdout is the output path.
 
-    An interrupted run resumes when the same command runs again; a finished one is recognised.
+    The same command resumes an interrupted conversion. A finished one is recognised and not repeated.
     """
-    run_conversion(flags.request(source, target), as_json=as_json, quiet=quiet)
+    from reshard.shared_work import shared_work  # it loads pydantic, which `reshard --help` does not need
+
+    work = shared_work(workers, worker, os.environ)
+    run_conversion(flags.request(source, target), work=work, as_json=as_json, quiet=quiet)
 
 
-def run_conversion(request: ConvertRequest, *, into: bool = False, as_json: bool = False, quiet: bool = False) -> None:
-    """Run a conversion in this process and say what became of it.
+def run_conversion(
+    request: ConvertRequest,
+    *,
+    into: bool = False,
+    work: SharedWork | None = None,
+    as_json: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Run a conversion in this process and print its result.
 
     Args:
         request: What to convert.
-        into: Whether a directory that is there is written into.
-        as_json: Whether the result goes to stdout, not the path alone.
-        quiet: Whether nothing but that is said.
+        into: True to write into an existing directory.
+        work: This process's place among those that run the conversion together; None if it runs alone.
+        as_json: True to print the whole result on stdout, not only the path.
+        quiet: True to print nothing on stderr but errors.
     """
     engine = load_engine()
-    call = engine.convert_into if into else engine.convert
+    call = engine.convert_into if into else partial(engine.convert, work=work)
     try:
         with stoppable() as stop, progress_shown(quiet=quiet) as show:
             result = call(request, on_progress=show, should_stop=stop.is_set)
@@ -175,12 +203,12 @@ def run_conversion(request: ConvertRequest, *, into: bool = False, as_json: bool
 
 @contextmanager
 def stoppable() -> Generator[threading.Event]:
-    """The first Ctrl-C lets units in flight end, the second one does not."""
+    """Set the event at the first Ctrl-C, so that running units end; end the process at the second one."""
     stop = threading.Event()
 
     def on_interrupt(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
-            # Threads may wait for a store that never answers; the journal survives a hard end.
+            # Threads may wait for a store that never answers. The journal survives when the process ends here.
             os._exit(int(ExitCode.INTERRUPTED))
         stop.set()
 
@@ -195,15 +223,15 @@ def stoppable() -> Generator[threading.Event]:
 
 
 def verify(
-    target: Annotated[str, typer.Argument(metavar="DST", help="What `convert` wrote.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Target that `convert` wrote.")],
     *,
     sample: Annotated[
-        str | None, typer.Option(metavar="PERCENT", help="Read only a random part, such as 2%, for huge targets.")
+        str | None, typer.Option(metavar="PERCENT", help="Read only a random part, such as 2%, of a huge target.")
     ] = None,
     profile: TargetProfile = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Read every byte of a target again and compare it with its manifest: checksums, and digests of tensors."""
+    """Read every byte of a target and compare its checksums and tensor digests with its manifest."""
     report = load_engine().verify(target, profile=profile, sample=parse_percent(sample) if sample else None)
     if as_json:
         _say(report.model_dump_json())

@@ -1,4 +1,4 @@
-"""The `reshard` command: one app, one way to end. Data on stdout, everything else on stderr."""
+"""The `reshard` command. It writes data to stdout and everything else to stderr, and ends with an `ExitCode`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from reshard.cli import cleaning, compare, ensuring, local, originals, remote, slimming
+from reshard.cli import cleaning, compare, deepspeed_scripts, ensuring, local, remote, slimming
 from reshard.cli.overview import Overview
 from reshard.cli.watching import DetachedError
 from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
@@ -29,12 +29,12 @@ app = typer.Typer(
 local.register(app)
 compare.register(app)
 ensuring.register(app)
-originals.register(app)
+deepspeed_scripts.register(app)
 slimming.register(app)
 cleaning.register(app)
 remote.register(app)
 
-# Newer versions of typer carry a click of their own, older ones import click: this finds the base in both.
+# Newer versions of typer contain a copy of click, older ones import click; this finds the base class in both.
 _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 _THREE_LINES = """\
@@ -72,7 +72,7 @@ def _with_default_command(arguments: Sequence[str], names: Container[str]) -> li
 
 
 def report(error: ReshardError, *, as_json: bool) -> int:
-    """Show an error the way the user asked for; returns the exit code."""
+    """Print an error as text or as JSON; returns its exit code."""
     if as_json:
         sys.stdout.write(json.dumps({"schema_version": 1, "error": error.to_problem()}) + "\n")
     sys.stderr.write(f"error: {error.code}: {error.message}\n")
@@ -88,7 +88,7 @@ def _interrupted() -> JobError:
 
 
 def _help_hint(arguments: Sequence[str]) -> str:
-    """The help of the command that the arguments name, as far as there is one."""
+    """The fix that names the help of the command in the arguments, or of its nearest parent."""
     named: list[str] = []
     group: Any = typer.main.get_command(app)
     for word in _with_default_command(arguments, getattr(group, "commands", {})):
@@ -110,19 +110,19 @@ _LIBRARY_WORDS = (
 
 
 def _in_our_words(text: str) -> str:
-    """A message of the library that reads the command line, on one line and without its own jargon."""
+    """A message of click, on one line and reworded for users."""
     for found, put in _LIBRARY_WORDS:
         text = found.sub(put, text)
     return text.strip()
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code. However a command ends, it ends with a code of ours."""
+    """Run the command line; returns an `ExitCode`, also after an unexpected exception."""
     as_json = "--json" in arguments
     try:
         return _run(arguments, as_json=as_json)
     except BrokenPipeError:
-        # The reader of our output went away: `reshard inspect X | head`.
+        # The reader of our output has closed its end: `reshard inspect X | head`.
         sys.stderr.close()
         return int(ExitCode.FAILED)
     except Exception as error:  # noqa: BLE001 - the outermost net: a bug too must end as an error that scripts can read
@@ -135,7 +135,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Sequence[str], *, as_json: bool) -> int:
     try:
-        # Built once: calling the app builds every command anew, 25 ms each time.
+        # The command is built once: calling the app builds every command again, 25 ms each time.
         command = typer.main.get_command(app)
         known = _with_default_command(arguments, getattr(command, "commands", {}))
         outcome = command(args=known, standalone_mode=False, prog_name="reshard")
@@ -160,7 +160,7 @@ def _run(arguments: Sequence[str], *, as_json: bool) -> int:
 
 def main() -> None:
     """Entry point of the console script."""
-    # Nothing here multiplies matrices, but numpy starts a thread per core for that, which spins for a while.
+    # numpy starts one BLAS thread per core, and each spins for a while. No command multiplies matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.exit(run(sys.argv[1:]))
 

@@ -1,7 +1,6 @@
-"""The layout of a checkpoint as lines, and as a picture: an SVG that needs nothing else, or a page around it.
+"""The layout of a checkpoint as lines of text, as a self-contained SVG, or as an HTML page with that SVG.
 
-Names come from checkpoints: everything that is written is escaped, and characters that no line and no XML may hold are
-spelled out.
+Names come from checkpoints, so all text is escaped, including characters that XML or a line of text may not hold.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 
 MAX_LINES = 64
 MAX_BARS = 1_024
-"""Files that are drawn; a universal checkpoint has some for each parameter."""
+"""Largest number of files that are drawn; a universal checkpoint has several files for each parameter."""
 MAX_NAME_CHARS = 1_024
 _WIDTH, _ROW, _LEFT, _TOP = 900, 22, 330, 34
 _HEIGHT = 320
 _LABEL_CHARS = 42
-"""Of 12-pixel monospace, in the margin."""
+"""Characters of 12-pixel monospace text that fit into the margin."""
 
 
 def _plain(text: str) -> str:
@@ -36,7 +35,7 @@ def _markup(text: str) -> str:
 
 
 def picture_lines(picture: LayoutPicture, *, limit: int = MAX_LINES) -> Iterator[str]:
-    """A compact table: of each tensor its parts, or of each file what it holds."""
+    """A compact table: the parts of each tensor, or the contents of each file."""
     for tensor in picture.tensors:
         yield _title(tensor)
         if tensor.cut:
@@ -63,7 +62,7 @@ def _title(tensor: TensorPicture) -> str:
 
 
 def _colour(number: int, *, light: int = 62) -> str:
-    # The golden angle: neighbours never look alike, however many there are.
+    # 137.508 degrees is the golden angle: the colours of neighbours differ for any number of files.
     return f"hsl({number * 137.508 % 360:.1f} 62% {light}%)"
 
 
@@ -96,7 +95,7 @@ def _bars(picture: LayoutPicture) -> tuple[list[str], int]:
     height = 0
     shown = picture.files[:MAX_BARS]
     states = {s: i for i, s in enumerate(dict.fromkeys(s for f in shown for s in f.bytes_by_state))}
-    # What tensors share counts for each of them: together they may be more than the file.
+    # Bytes that tensors share count for each of them, so the sum may be larger than the file.
     most = max((max(f.size_bytes, sum(f.bytes_by_state.values())) for f in shown), default=1) or 1
     for share in shown:
         parts += _bar(share, states, most, top=height + 8)
@@ -133,7 +132,7 @@ def _scaled(span: tuple[int, int], whole: int, pixels: int) -> tuple[float, floa
 
 def _bar(share: FileShare, states: dict[str, int], most: int, *, top: int) -> Iterator[str]:
     label = _plain(share.rank or share.file)
-    # The end of a path tells files apart.
+    # Paths differ at their ends.
     label = label if len(label) <= _LABEL_CHARS else f"...{label[3 - _LABEL_CHARS :]}"
     yield f'<text x="8" y="{top + 14}">{escape(label)}</text>'
     x = float(_LEFT)

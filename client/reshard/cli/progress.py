@@ -1,4 +1,4 @@
-"""Progress of a local conversion: a bar on a terminal, a line every ten seconds elsewhere. All on stderr."""
+"""The progress of a local conversion on stderr: a bar on a terminal, else a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _nothing(_progress: Progress) -> None:
 
 @contextmanager
 def _bar() -> Generator[Callable[[Progress], None]]:
-    # rich.progress costs 60 ms to import: only where a bar is shown.
+    # The import of rich.progress takes 60 ms, so it happens only if a bar is shown.
     from rich.console import Console
     from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
 
@@ -63,7 +63,7 @@ def _bar() -> Generator[Callable[[Progress], None]]:
 
 
 class _Lines:
-    """One line when the phase changes, and every ten seconds."""
+    """Writes one line when the phase changes, and one every ten seconds."""
 
     def __init__(self) -> None:
         self._written_at = 0.0

@@ -1,4 +1,4 @@
-"""Commands against a service (`submit`, `jobs`), and those that start one (`serve`, `worker`)."""
+"""The commands that use a service (`submit`, `jobs`) and those that start one (`serve`, `worker`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from reshard.choices import JobKind, JobState
 from reshard.cli import job_tables
 from reshard.cli.flags import ConversionFlags, takes_conversion
+from reshard.cli.format_flags import ConversionCommand
 from reshard.cli.watching import follow
 from reshard.errors import RequestError, printable
 
@@ -27,20 +28,22 @@ jobs = typer.Typer(help="Jobs of a service (RESHARD_URL, RESHARD_TOKEN).", no_ar
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")]
 QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-WaitTimeout = Annotated[float | None, typer.Option("--wait-timeout", min=0, help="Seconds; then exit code 124.")]
+WaitTimeout = Annotated[
+    float | None, typer.Option("--wait-timeout", min=0, help="Seconds to wait; then exit code 124.")
+]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Mount the commands of this module."""
-    app.command()(submit)
+    """Add the commands of this module to the app."""
+    app.command(cls=ConversionCommand)(submit)
     app.add_typer(jobs, name="jobs")
     app.command()(serve)
     app.command()(worker)
 
 
 def _client() -> Client:
-    # Imported by the commands that need it: it brings httpx, a third of the time in which `--help` answers.
+    # Only the commands that need the client import it: its httpx takes a third of the time of `--help`.
     from reshard.client import Client
 
     return Client()
@@ -49,22 +52,33 @@ def _client() -> Client:
 @takes_conversion
 def submit(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint to read.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="What to create.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="Target to create.")],
     *,
     flags: ConversionFlags,
     label: Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")] = None,
-    max_attempts: Annotated[int, typer.Option(min=1, max=20, help="Workers that may be lost.")] = 3,
-    idempotency_key: Annotated[str | None, typer.Option(help="The same key again finds the same job.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Stay until the job ends; its end is the exit code.")] = False,
+    max_attempts: Annotated[int, typer.Option(min=1, max=20, help="Attempts before the job fails.")] = 3,
+    max_workers: Annotated[
+        int, typer.Option(min=0, max=1024, help="Workers that may run it at once; 0 is the service's default.")
+    ] = 0,
+    priority: Annotated[int, typer.Option(min=-100, max=100, help="Jobs with a higher one begin first.")] = 0,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="Submitting with the same key again finds the same job.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends; the exit code is the job's.")] = False,
     wait_timeout: WaitTimeout = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Submit a conversion to a service; prints the job's id, with --wait the target."""
+    """Submit a conversion to a service. Prints the id of the job or, with --wait, the target."""
     request = flags.request(_absolute(source), _absolute(target))
     with _client() as client:
         job = client.submit_request(
-            request, labels=parse_labels(label or []), max_attempts=max_attempts, idempotency_key=idempotency_key
+            request,
+            labels=parse_labels(label or []),
+            max_attempts=max_attempts,
+            max_workers=max_workers,
+            priority=priority,
+            idempotency_key=idempotency_key,
         )
         if not wait and wait_timeout is None:
             _say(job.model_dump_json() if as_json else job.id)
@@ -79,9 +93,11 @@ def submit(
 @jobs.command("list")
 def list_jobs(
     *,
-    state: Annotated[list[JobState] | None, typer.Option(help="Only these states; may be repeated.")] = None,
-    label: Annotated[list[str] | None, typer.Option(help="Only with name=value; may be repeated.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most this many, newest first.")] = 50,
+    state: Annotated[list[JobState] | None, typer.Option(help="Only jobs in this state; may be repeated.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Only jobs with the label name=value; may be repeated.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most this many jobs, newest first.")] = 50,
     as_json: JsonFlag = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Ids only.")] = False,
 ) -> None:
@@ -120,7 +136,7 @@ def show(job_id: JobId, *, as_json: JsonFlag = False) -> None:
 def watch(
     job_id: JobId, *, wait_timeout: WaitTimeout = None, as_json: JsonFlag = False, quiet: QuietFlag = False
 ) -> None:
-    """Follow a job to its end, which is the exit code. Ctrl-C leaves the job running."""
+    """Follow a job until it ends; the exit code is the job's. Ctrl-C leaves the job running."""
     with _client() as client:
         job = _follow(client, job_id, timeout_s=wait_timeout, quiet=quiet, as_json=as_json)
     if as_json:
@@ -132,7 +148,7 @@ def watch(
 
 @jobs.command()
 def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
-    """Cancel a job: what it wrote is removed. Cancelling twice is harmless."""
+    """Cancel a job and remove its unfinished output. Cancelling twice is harmless."""
     with _client() as client:
         job = client.cancel(job_id)
     _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
@@ -141,20 +157,20 @@ def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
 def serve(
     *,
     host: Annotated[
-        str, typer.Option(help="Other than loopback: needs RESHARD_TOKEN and RESHARD_ROOTS.")
+        str, typer.Option(help="Address; one that is not loopback needs RESHARD_TOKEN and RESHARD_ROOTS.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    data_dir: Annotated[Path, typer.Option(help="Where the job database lives.")] = Path("reshard-data"),
-    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    data_dir: Annotated[Path, typer.Option(help="Directory of the job database.")] = Path("reshard-data"),
+    log_level: Annotated[str, typer.Option(help="Log level: critical, error, warning, info or debug.")] = "info",
 ) -> None:
-    """Serve the API and, unless RESHARD_BROKER_URL is set, run the jobs too. Needs no other service."""
+    """Serve the API and, unless RESHARD_BROKER_URL is set, run the jobs, too. Needs no other service."""
     load_command("serve", extra="service,worker")(host=host, port=port, data_dir=data_dir, log_level=log_level)
 
 
 def worker(
     *,
     gpu: Annotated[str | None, typer.Option(help="The GPU of this worker (CUDA_VISIBLE_DEVICES).")] = None,
-    name: Annotated[str | None, typer.Option(help="Differs between the workers of one host.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name; must differ between the workers of one host.")] = None,
     log_level: Annotated[str, typer.Option(help="Celery's log level.")] = "INFO",
 ) -> None:
     """Run one Celery worker: one job at a time, one worker per GPU. Needs RESHARD_BROKER_URL."""
@@ -162,12 +178,12 @@ def worker(
 
 
 def load_command(name: str, *, extra: str) -> Callable[..., None]:
-    """A command that another part of reshard brings.
+    """Load a command of another package of reshard by its entry point.
 
     Raises:
         RequestError: `request.engine_missing`: its dependencies are not installed.
     """
-    # Found by those who start a service: reading packages' metadata takes longer than a plain command starts.
+    # Imported here, because reading the metadata of packages takes longer than the start of a plain command.
     from importlib.metadata import entry_points
 
     fix = f"pip install 'reshard[{extra}]'"
@@ -182,7 +198,7 @@ def load_command(name: str, *, extra: str) -> Callable[..., None]:
 
 
 def parse_labels(texts: list[str]) -> dict[str, str]:
-    """Labels from `name=value`.
+    """Parse labels of the form `name=value`.
 
     Raises:
         RequestError: `request.invalid`.
@@ -199,7 +215,7 @@ def parse_labels(texts: list[str]) -> dict[str, str]:
 
 
 def _absolute(url: str) -> str:
-    """A local path as the service must see it: its working directory and its home are not ours."""
+    """A local path as an absolute one: the service may have another working directory and home directory."""
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))
 
 

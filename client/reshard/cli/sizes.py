@@ -1,4 +1,4 @@
-"""Sizes as people write them: `5GB` is decimal, `1GiB` is binary."""
+"""Parses sizes and percentages of the command line: `5GB` is decimal, `1GiB` is binary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE = re.compile(r"(\d{1,15})(?:\.(\d{1,6}))?\s*([a-z]{0,3})")
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `1.5GiB`, `4096`.
+    """The number of bytes of a text such as `5GB`, `1.5GiB` or `4096`.
 
     Raises:
         RequestError: `request.invalid`.
@@ -34,7 +34,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_percent(text: str) -> float:
-    """The fraction of `2%`, in `(0, 1]`.
+    """The fraction of a text such as `2%`, in `(0, 1]`.
 
     Raises:
         RequestError: `request.invalid`.
@@ -43,6 +43,8 @@ def parse_percent(text: str) -> float:
     fraction = 0.0 if match is None else float(match[1]) / 100
     if not 0 < fraction <= 1:
         raise RequestError(
-            "request.invalid", f"{printable(text)!r} is not a part of a whole", fix="write 2% for a fiftieth"
+            "request.invalid",
+            f"{printable(text)!r} is not a percentage above 0 and at most 100",
+            fix="write 2% for a fiftieth",
         )
     return fraction

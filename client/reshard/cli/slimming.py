@@ -1,4 +1,4 @@
-"""`reshard slim`: torch files without the storages that their tensors dragged along."""
+"""`reshard slim`: rewrites torch files without the parts of storages that no tensor uses."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ def register(app: typer.Typer) -> None:
 
 
 def slim(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A torch file, or a directory with some in it.")],
-    target: Annotated[str, typer.Argument(metavar="DST", help="The file, or the directory, to create.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Torch file, or directory with torch files.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="File or directory to create.")],
     *,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is at DST.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.")] = False,
     profile: Profile = None,
     target_profile: TargetProfile = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Write torch files anew, each storage as long as its tensors; other files are copied. Nothing is executed.
+    """Rewrite torch files so that each storage is only as long as its tensors; other files are copied.
 
-    Views of a large buffer (flat groups of ZeRO, slices) drag all of it into a file. What DeepSpeed's
-    `clone_tensors_for_torch_save` avoids when a file is saved, this mends afterwards.
+    `torch.save` writes the whole storage of a tensor, also if the tensor is a small view of it (a slice, or a view of
+    ZeRO's flat buffer). DeepSpeed's `clone_tensors_for_torch_save` avoids this before saving; this command repairs
+    files that were saved without it. Nothing in a file is executed.
     """
     engine = load_engine()
     with stoppable() as stop, progress_shown(quiet=quiet) as show:

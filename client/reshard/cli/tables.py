@@ -1,4 +1,4 @@
-"""Inspections and plans as lines for people."""
+"""Inspections and plans as lines of text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 
 
 def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
-    """A checkpoint in a few lines; tensors that differ only in layer numbers share one."""
+    """A checkpoint in a few lines; tensors that differ only in layer numbers share one line."""
     world = " ".join(f"{axis}={size}" for axis, size in found.world.items())
     step = f"step {found.step}" if found.step is not None else ""
     version = f"deepspeed {found.framework_version}" if found.framework_version else ""
@@ -35,7 +35,7 @@ def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
 
 
 def cast_line(casts: Sequence[CastLoss]) -> str:
-    """What casts lost, in one line; `--json` has it by parameter."""
+    """The losses of casts in one line; `--json` lists them by parameter."""
     facts = (
         (sum(c.overflowed for c in casts), "too large"),
         (sum(c.underflowed for c in casts), "now zero"),
@@ -48,7 +48,7 @@ def cast_line(casts: Sequence[CastLoss]) -> str:
 
 
 def not_carried_lines(found: Sequence[NotCarried]) -> Iterator[str]:
-    """A line for each reason why the target does not hold something of its source; `--json` has every entry."""
+    """One line for each reason why the target does not hold a value of its source; `--json` lists every value."""
     by_reason: dict[str, list[NotCarried]] = {}
     for entry in found:
         by_reason.setdefault(entry.reason, []).append(entry)
@@ -84,7 +84,7 @@ def _digest_lines(tensors: tuple[TensorInfo, ...]) -> Iterator[str]:
 
 def plan_lines(summary: PlanSummary) -> Iterator[str]:
     """A plan in a few lines."""
-    yield f"{summary.source_format} -> {summary.to.value}"
+    yield f"{summary.source_format} -> {summary.to}"
     yield f"  from  {printable(summary.source_url)}"
     yield f"  to    {printable(summary.target)}"
     reads, writes = format_size(summary.read_bytes), format_size(summary.write_bytes)

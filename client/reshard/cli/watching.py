@@ -1,4 +1,4 @@
-"""A server's job on the screen: a bar on a terminal, a line now and then elsewhere. All on stderr."""
+"""The progress of a service's job on stderr: a bar on a terminal, else single lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINE_EVERY_S = 10.0
 
 
 class DetachedError(Exception):
-    """Ctrl-C: the job goes on without us."""
+    """Raised by Ctrl-C: this process stops watching, and the job goes on."""
 
     exit_code = ExitCode.INTERRUPTED
 
@@ -33,9 +33,9 @@ def follow(
     quiet: bool = False,
     on_event: Callable[[JobEvent], None] | None = None,
 ) -> Job:
-    """Show a job until it ends; returns it after it SUCCEEDED.
+    """Show the progress of a job until it ends; returns the job after it SUCCEEDED.
 
-    With `on_event`, events go there and not to the screen.
+    With `on_event`, events are passed to that function and not shown.
 
     Raises:
         ReshardError: The error that ended the job, `job.cancelled`, or `job.wait_timeout`.
@@ -52,10 +52,10 @@ def follow(
 
 
 def succeeded(job: Job) -> Job:
-    """The job, if it SUCCEEDED.
+    """Return the job if it SUCCEEDED.
 
     Raises:
-        ReshardError: What ended it instead.
+        ReshardError: The error that ended the job, or `job.cancelled`.
     """
     if job.state is JobState.SUCCEEDED:
         return job
@@ -69,7 +69,7 @@ def _screen(*, quiet: bool) -> Generator[Callable[[JobEvent], None]]:
     if quiet:
         yield _show_nothing
         return
-    # Imported by those who watch: other commands draw nothing and start sooner.
+    # Imported here so that commands which draw no bar start sooner.
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -94,7 +94,7 @@ def _screen(*, quiet: bool) -> Generator[Callable[[JobEvent], None]]:
 
 
 class _Lines:
-    """One line for each change of state, and every ten seconds."""
+    """Writes one line for each change of state, and one every ten seconds."""
 
     def __init__(self) -> None:
         self._written_at = 0.0

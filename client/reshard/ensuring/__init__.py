@@ -1,4 +1,4 @@
-"""`reshard.ensure`: a checkpoint in the layout that a run wants, by one call that every rank may make."""
+"""`reshard.ensure`: one call, safe on every rank, that returns a checkpoint in the layout that a run needs."""
 
 from reshard.ensuring.call import Ensured, Outcome, ensure, ensured
 

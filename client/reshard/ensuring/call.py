@@ -1,11 +1,11 @@
-"""The one call: what is wanted, what is there, who converts.
+"""`ensure`: compares the wanted layout with the source's, and has one process convert.
 
     trainer.train(resume_from_checkpoint=reshard.ensure(checkpoint))
     accelerator.load_state(reshard.ensure(checkpoint))
     engine.load_checkpoint(reshard.ensure(checkpoint))
 
-A function and no callback: Trainer and Accelerate load DeepSpeed's state before their hooks run (transformers 5.23.0
-`trainer.py` `_prepare_for_training`, accelerate 1.15.0 `accelerator.py` `load_state`).
+It is a function and not a callback, because Trainer and Accelerate load DeepSpeed's state before their hooks run
+(transformers 5.23.0 `trainer.py` `_prepare_for_training`, accelerate 1.15.0 `accelerator.py` `load_state`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
+from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
+from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election
-from reshard.ensuring.makers import Deadline, Here, Maker, Service, pauses_s
-from reshard.ensuring.places import (
+from reshard.ensuring.helping import Helper
+from reshard.ensuring.local_checkpoints import (
     LocalSource,
     find_source,
     finished,
@@ -28,29 +31,21 @@ from reshard.ensuring.places import (
     storage_error,
     writing,
 )
-from reshard.ensuring.records import Records
+from reshard.ensuring.records import Invitation, Records
+from reshard.ensuring.together import LATE_S, Launch, Sharing
 from reshard.ensuring.world import Wanted, fits, name_of
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
-from reshard.models import (
-    ConvertRequest,
-    Inspection,
-    NativeLayout,
-    OpaquePolicy,
-    Progress,
-    SourceSpec,
-    TargetFormat,
-    WeightDtype,
-    ZeroStage,
-)
+from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
+from reshard.options import DeepSpeedOptions, NativeLayout, Options
 
 
 class Outcome(StrEnum):
-    """How a checkpoint in the wanted layout was come by."""
+    """The ways in which `ensure` gets its result."""
 
     SOURCE = "source"
-    """The source has that layout."""
+    """The source already has the wanted layout."""
     EARLIER = "earlier"
-    """An earlier call, or another process, had made it."""
+    """An earlier call, or another process, has made the result."""
     CONVERTED = "converted"
 
 
@@ -61,7 +56,7 @@ class Ensured:
     path: str
     outcome: Outcome
     layout: NativeLayout | None = None
-    """What was converted to; None where nothing was."""
+    """The layout of the conversion; None if nothing was converted."""
 
 
 def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
@@ -80,41 +75,44 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     url: str | None = None,
     timeout_s: float | None = None,
+    workers: EnsureWorkers | str = EnsureWorkers.AUTO,
 ) -> str:
-    """The path of a checkpoint in the wanted layout; every process of a run may call it, one converts.
+    """Return the path of a checkpoint in the wanted layout. Every process of a run may call this; one converts.
 
     Args:
         src: A save directory (with `latest`), a Trainer's `checkpoint-N`, an Accelerate directory, or a tag directory.
             The result is of the same kind.
-        dp: Data-parallel ranks; by default what the visible world (`WORLD_SIZE` and the like) leaves after tp and pp.
+        dp: Data-parallel ranks; by default the number of processes (`WORLD_SIZE` and the like) divided by tp x pp.
         tp: Tensor-parallel ranks; by default the source's, as for `pp` and `ep`.
         pp: Pipeline stages.
         ep: Expert-parallel ranks.
         zero_stage: 0, 1, 2, 3 or `bf16`; by default the source's.
-        dtype: Of the model; by default the source's.
-        tag: Which tag of a save directory; by default what `latest` names.
-        out: Save directory to create; by default one below `.reshard` in the source's.
-        rules: How parameters are cut, as YAML, where the source does not say.
-        family: A named pack of such rules.
-        opaque: Objects of other classes than DeepSpeed and torch write are refused by default; `keep` writes them out
-            again, unexecuted, `drop` None in their place.
-        url: A service that converts; by default `RESHARD_URL`, and this process if there is none.
-        timeout_s: For how long to wait, for others or for the conversion; for ever by default.
+        dtype: Element type of the model; by default the source's.
+        tag: Tag of a save directory; by default the one that `latest` names.
+        out: Save directory to create; by default one below `.reshard` in the source's save directory.
+        rules: Rules as YAML: how tensor parallelism cuts parameters, if the source does not say.
+        family: Built-in set of such rules.
+        opaque: Policy for objects of classes that are not on the allow-list: `refuse` (the default), `keep` (they are
+            written again, unexecuted) or `drop` (None is written in their place).
+        url: URL of a service that converts; by default `RESHARD_URL`. Without either, this process converts.
+        timeout_s: Seconds to wait for other processes or for the conversion; by default there is no limit.
+        workers: `auto`: one process of each node converts if the launcher tells of several nodes and the checkpoint has
+            4 GiB or more, else one process; `1`: one process; `nodes`: one of each node, whatever the size.
 
     Returns:
-        `src` if it fits; else the path of a finished conversion, an earlier one if there is one.
+        `src` if it has the wanted layout; else the path of a finished conversion, an earlier one if it exists.
 
     Raises:
-        SourceError: `checkpoint.incomplete`, and what reading finds.
-        RequestError: `request.invalid` if no `dp` is given and no world is visible; `request.target_exists` if `out`
-            holds something else.
+        SourceError: `checkpoint.incomplete`, and all errors of reading the source.
+        RequestError: `request.invalid` if no `dp` is given and no launcher tells the number of processes;
+            `request.target_exists` if `out` holds something else.
         JobError: `job.wait_timeout`.
     """
     axes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
     wanted = Wanted.of(
         axes, zero_stage=zero_stage, dtype=dtype, rules=rules, family=family, opaque=opaque, environ=os.environ
     )
-    return ensured(src, wanted, tag=tag, out=out, url=url, timeout_s=timeout_s).path
+    return ensured(src, wanted, tag=tag, out=out, url=url, timeout_s=timeout_s, workers=workers).path
 
 
 def ensured(
@@ -125,14 +123,17 @@ def ensured(
     out: str | os.PathLike[str] | None = None,
     url: str | None = None,
     timeout_s: float | None = None,
+    workers: EnsureWorkers | str = EnsureWorkers.AUTO,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Ensured:
-    """As `ensure`, and how the result was come by."""
+    """Do as `ensure` does, and also return how the result was obtained."""
     source, place = os.fspath(src), None if out is None else os.fspath(out)
     service = url or os.environ.get("RESHARD_URL") or None
     deadline = Deadline(timeout_s)
-    maker: Maker = Here(deadline, on_progress) if service is None else Service(service, deadline)
-    task = _Task(wanted, maker, deadline)
+    chosen = _workers(workers)
+    maker: Converter = LocalConverter(deadline, on_progress) if service is None else ServiceConverter(service, deadline)
+    sharing = Sharing(chosen, Launch.of(os.environ), possible=service is None)
+    task = _Task(wanted, maker, deadline, sharing)
     path = local_path(source)
     if path is None or (place is not None and local_path(place) is None):
         return task.remote(source, tag, place)
@@ -141,27 +142,28 @@ def ensured(
 
 @dataclass(frozen=True)
 class _Task:
-    """What is wanted, and who makes it."""
+    """The wanted layout, and the engine or service that makes it."""
 
     wanted: Wanted
-    maker: Maker
+    maker: Converter
     deadline: Deadline
+    sharing: Sharing
 
     def request(self, source: SourceSpec, target: str, layout: NativeLayout) -> ConvertRequest:
-        """The conversion."""
+        """The request of the conversion."""
         return ConvertRequest(
             source=source,
             target=target,
             to=TargetFormat.ZERO,
-            layout=layout,
             dtype=self.wanted.dtype,
-            rules=self.wanted.rules,
-            family=self.wanted.family,
             opaque=self.wanted.opaque,
+            options=Options(
+                deepspeed=DeepSpeedOptions(**dict(layout), rules=self.wanted.rules, family=self.wanted.family)
+            ),
         )
 
     def remote(self, source: str, tag: str | None, out: str | None) -> Ensured:
-        """Where a side is in a store that only the engine or the service can see: no claim, no companions."""
+        """Handle an object store: processes elect no owner, and files beside the tag are not copied."""
         spec = SourceSpec(url=source, tag=tag)
         found = self.maker.inspect(spec)
         layout = self.wanted.layout(found)
@@ -177,27 +179,42 @@ class _Task:
         key = _key(self.wanted.key(), source, out, found.model_dump_json())
         target = f"{out.rstrip('/')}/{name}"
         here = local_path(out)
-        self.maker.convert(self.request(spec, target, layout), key, lambda: here is None or finished(here, (name,)))
+        work = self.sharing.among_all(found.total_bytes)
+        if work is not None and not self.sharing.launch.first_on_node:
+            self._leave_to_the_first(SourceSpec(url=out, tag=name), layout)
+        request = self.request(spec, target, layout)
+        self.maker.convert(request, key, lambda: here is None or finished(here, (name,)), work)
         return Ensured(out, Outcome.CONVERTED, layout)
+
+    def _leave_to_the_first(self, result: SourceSpec, layout: NativeLayout) -> None:
+        """Wait until the result can be read, or until the first process of this node may have been lost."""
+        until, pauses = time.monotonic() + LATE_S, pauses_s()
+        while time.monotonic() < until and not self.deadline.passed():
+            # A checkpoint that is not committed cannot be read. The conversion itself then tells if it is the result.
+            with suppress(ReshardError):
+                if fits(self.maker.inspect(result), layout, self.wanted.dtype):
+                    return
+            time.sleep(next(pauses))
 
 
 class _Local:
-    """A local source and a local result: one process works, the others wait for its record."""
+    """A call with a local source and a local result: one process converts, the others wait for its record."""
 
     def __init__(self, task: _Task, src: str, source: LocalSource, out: str | None) -> None:
         self._task, self._src, self._source, self._out = task, src, source, out
         self._home = out or source.home
         self._records = Records(self._home)
-        # Without paths: hosts may see the directory, in which the records lie, under different ones.
+        # The key contains no paths: hosts may see the directory of the records under different paths.
         self._facts = (*source.tags, source.fingerprint(), "" if out is None else "out")
         self._asked = _key(task.wanted.key(), *self._facts)
-        """Key of this call: what others that ask in the same words wait for."""
+        """Key of this call. Other calls with the same arguments wait for its record."""
+        self._nonce = ""
 
     def run(self) -> Ensured:
-        """The result, made by this process or by another one.
+        """Return the result, made by this process or by another one.
 
         Raises:
-            ReshardError: Why it cannot be made, also if that was another process's error while this one waited for it.
+            ReshardError: The result cannot be made; this may be the error of another process that this one waited for.
         """
         if (known := self._known(self._asked)) is not None:
             return known
@@ -206,6 +223,7 @@ class _Local:
         except OSError as error:
             return self._fits_or(storage_error(error, self._home))
         election, pauses = Election(self._records.claim(self._asked)), pauses_s()
+        helper = Helper(self._records, self._asked, self._task.sharing, self._requests)
         while True:
             with writing(self._records.folder):
                 claim = election.claim()
@@ -214,12 +232,19 @@ class _Local:
                     return self._as_winner(claim.nonce)
             if self._task.deadline.passed():
                 raise self._task.deadline.error(f"another process's conversion of {printable(self._src)}")
-            time.sleep(next(pauses))
+            if not helper.help(self._task.maker, election.watched):
+                time.sleep(next(pauses))
             if (known := self._known(self._asked)) is not None:
                 return known
             self._records.raise_told(self._asked, election.watched)
 
+    def _requests(self, target: str, layout: NativeLayout) -> list[ConvertRequest]:
+        """The conversions that fill a save directory, in their order."""
+        specs = [(tag, SourceSpec(url=self._source.home, tag=tag)) for tag in self._source.tags]
+        return [self._task.request(spec, os.path.join(target, tag), layout) for tag, spec in specs]
+
     def _as_winner(self, nonce: str) -> Ensured:
+        self._nonce = nonce
         try:
             made = self._known(self._asked) or self._make()
         except ReshardError as error:
@@ -229,32 +254,32 @@ class _Local:
         return made
 
     def _fits_or(self, error: Exception) -> Ensured:
-        """Where nothing can be written: the source if it fits, else why not."""
+        """Return the source if it has the wanted layout, although nothing can be written; else raise `error`."""
         found = self._inspected()[-1]
         if fits(found, self._task.wanted.layout(found), self._task.wanted.dtype):
             return Ensured(self._src, Outcome.SOURCE)
         raise error
 
     def _inspected(self) -> list[Inspection]:
-        """What the tags are.
+        """Inspect the tags of the source.
 
         Raises:
-            StorageError: `storage.unavailable` if whoever looks does not see what this process sees.
+            StorageError: `storage.unavailable` if the service does not find the source that this process sees.
         """
         try:
             return [self._task.maker.inspect(SourceSpec(url=self._source.home, tag=tag)) for tag in self._source.tags]
         except SourceError as error:
             if error.code != "source.not_found":
                 raise
-            # Job scripts start from nothing at that code, and here something is.
+            # At `source.not_found` job scripts train from scratch, but here a checkpoint exists.
             raise StorageError(
                 "storage.unavailable",
-                f"{printable(self._source.home)} is here, and not where it would be converted: {error.message}",
+                f"{printable(self._source.home)} exists here, but the service does not see it: {error.message}",
                 fix="check that the service sees the same file system, or convert here: unset RESHARD_URL",
             ) from error
 
     def _known(self, key: str) -> Ensured | None:
-        """What an earlier call found or made, if it is still there."""
+        """The result of an earlier call, if it still exists."""
         record = self._records.read(key)
         if record is None or not record.finished:
             return None
@@ -263,7 +288,7 @@ class _Local:
         return Ensured(self._returned(place), Outcome.EARLIER) if finished(place, self._source.tags) else None
 
     def _returned(self, save_directory: str) -> str:
-        """A path of the kind that the caller named."""
+        """The path in a save directory that matches the kind of `src`: save directory or tag directory."""
         return os.path.join(save_directory, self._source.tag) if self._source.names_tag else save_directory
 
     def _make(self) -> Ensured:
@@ -272,7 +297,7 @@ class _Local:
             self._records.write(self._asked, None, finished=True)
             return Ensured(self._src, Outcome.SOURCE)
         layout = wanted.layout(found[-1])
-        # Calls in other words may mean this result too: `--dp 4`, or a world of four processes.
+        # Calls with other arguments may mean this result, too: `--dp 4`, or a world of four processes.
         wishes = (wanted.dtype or "", wanted.rules or "", wanted.family or "", wanted.opaque)
         key = _key(layout.model_dump_json(), *wishes, *self._facts)
         name = name_of(self._source.tag, layout, wanted.dtype, key)
@@ -281,22 +306,28 @@ class _Local:
         if made is None:
             self._refuse_foreign(target, key)
             self._records.write(key, target, finished=False)
-            self._convert(target, layout, _key(key, self._home))
+            self._convert(target, layout, _key(key, self._home), sum(f.total_bytes for f in found))
             self._records.write(key, target, finished=True)
             made = Ensured(self._returned(target), Outcome.CONVERTED, layout)
         self._records.write(self._asked, target, finished=True)
         return made
 
-    def _convert(self, target: str, layout: NativeLayout, key: str) -> None:
-        """Fill a save directory: what lies beside the tags first, then the tags, `latest` last."""
+    def _convert(self, target: str, layout: NativeLayout, key: str, size_bytes: int) -> None:
+        """Fill a save directory: first the files beside the tags, then the tags, and `latest` last."""
         task, tags = self._task, self._source.tags
         with writing(target):
             os.makedirs(target, exist_ok=True)
-        place_companions(self._source, target, layout.dp * layout.tp * layout.pp)
-        # Each conversion names its tag in `latest` when it is committed; nothing comes after that but our record.
-        for tag in tags:
-            request = task.request(SourceSpec(url=self._source.home, tag=tag), os.path.join(target, tag), layout)
-            task.maker.convert(request, _key(key, tag), lambda: finished(target, tags))
+        place_companions(self._source, target, layout.world_size)
+        work = task.sharing.among_nodes(size_bytes)
+        if work is not None:
+            node, path = task.sharing.launch.node, self._records.relative(target)
+            self._records.invite(self._asked, Invitation(nonce=self._nonce, node=node, path=path, layout=layout))
+        try:
+            # Each conversion writes its tag into `latest` when it commits. Only our record is written after that.
+            for tag, request in zip(tags, self._requests(target, layout), strict=True):
+                task.maker.convert(request, _key(key, tag), lambda: finished(target, tags), work)
+        finally:
+            self._records.withdraw(self._asked)
         if not finished(target, tags):
             raise IntegrityError(
                 "integrity.mismatch",
@@ -320,6 +351,15 @@ class _Local:
             )
 
 
+def _workers(text: str) -> EnsureWorkers:
+    try:
+        return EnsureWorkers(text)
+    except ValueError:
+        raise RequestError(
+            "request.invalid", f"workers is {printable(text)!r}", fix=f"workers is one of: {', '.join(EnsureWorkers)}"
+        ) from None
+
+
 def _key(*facts: str) -> str:
-    """Equal for equal facts."""
+    """A key that is the same for equal facts."""
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()

@@ -1,15 +1,14 @@
-"""One of many processes does the work, on one host or on several that share a file system.
+"""Elects one of many processes as the owner of a work, on one host or on several that share a file system.
 
-The claim is a file that only one can create. Its owner touches it as long as it lives. Others take it over when the
-owner's process is gone (same host), or when nobody has touched it for `STALE_S` by their own clock: a killed owner
-blocks nobody for ever. A claim is politeness, not safety: if two owners ever meet, the engine's own lock and its rename
-that does not replace decide, and both would write the same bytes.
+The claim is a file that only one process can create. Its owner touches it as long as it lives. Others take it over
+when the owner's process is gone (same host), or when nobody has touched it for `STALE_S` by their own clock, so that
+a killed owner blocks nobody for ever. A claim saves work; it is not needed for safety. If two processes hold one
+claim, the engine's lock and its rename that does not replace decide, and both would write the same bytes.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 import uuid
@@ -20,30 +19,15 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from reshard.process_identity import process_gone, process_scope
+
 STALE_S = 60.0
-"""Longer than file systems of several hosts cache what they know of a file (NFS: 60 s at most)."""
+"""Seconds after which an untouched claim is stale: longer than network file systems cache attributes (NFS: 60 s)."""
 BEAT_S = 5.0
 
 
-def _namespace() -> str:
-    """Where process ids mean something: this host, and this container's table of processes."""
-    with suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    return f"{socket.gethostname()} -"
-
-
-def _gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
 class _Facts(BaseModel):
-    """What a claim says."""
+    """The contents of a claim file."""
 
     model_config = ConfigDict(defer_build=True)
 
@@ -60,107 +44,149 @@ def _facts(text: str) -> _Facts | None:
 
 @dataclass(frozen=True)
 class _Seen:
-    """A claim as it was read."""
+    """A claim file as it was read."""
 
     text: str
     touched_ns: int
 
     @property
     def owner_gone(self) -> bool:
-        """Whether its owner is a process of this host that has ended."""
+        """True if the owner is a process of this host that has ended."""
         facts = _facts(self.text)
-        # One that is being written, or not ours: only its age tells.
-        return facts is not None and facts.where == _namespace() and _gone(facts.pid)
+        # The file is being written, or is not one of ours: only its age counts.
+        return facts is not None and facts.where == process_scope() and process_gone(facts.pid)
 
 
-class Claim:
-    """A claim that is held until the block ends."""
+class ElectionClaim:
+    """A claim that this process holds until the `with` block ends."""
 
     def __init__(self, path: str, descriptor: int, text: str) -> None:
         """See `Election.claim`."""
         self._path, self._descriptor, self._text = path, descriptor, text
         facts = _facts(text)
         self.nonce = "" if facts is None else facts.nonce
-        """Names this claim among all that were ever made."""
+        """A random name that no other claim has."""
         self._ended = threading.Event()
         self._beat = threading.Thread(target=self._touch, name="reshard-claim", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start to touch the file."""
+        """Start the thread that touches the file."""
         self._beat.start()
         return self
 
     def _touch(self) -> None:
         while not self._ended.wait(BEAT_S):
-            # By descriptor: if the claim was taken over, the path is another's.
+            # By descriptor: after a takeover the path belongs to another process's claim.
             with suppress(OSError):
                 os.utime(self._descriptor)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the others go on."""
+        """Remove the claim, so that the other processes go on."""
         self._ended.set()
         self._beat.join()
         os.close(self._descriptor)
         seen = _read(self._path)
         if seen is not None and seen.text == self._text:
-            with suppress(FileNotFoundError):
-                os.unlink(self._path)
+            _unlink(self._path)
 
 
-class Election:
-    """Tries for a claim again and again, and watches whoever has it."""
+class _Watched:
+    """A file that its owner is to touch or to remove, and the time since which it has not changed."""
 
-    def __init__(self, path: str, *, stale_s: float = STALE_S) -> None:
-        """`path` is the claim; its directory exists."""
+    def __init__(self, path: str, stale_s: float) -> None:
         self._path, self._stale_s = path, stale_s
         self._last: _Seen | None = None
         self._since = time.monotonic()
-        self.watched: set[str] = set()
-        """Nonces of the claims of others that this one has waited for."""
 
-    def claim(self) -> Claim | None:
-        """The claim, or None while another has it.
+    def seen(self) -> _Seen | None:
+        """The file as it is now; None if it is gone."""
+        seen = _read(self._path)
+        if seen != self._last:
+            self._last, self._since = seen, time.monotonic()
+        return seen
+
+    def stale(self) -> bool:
+        """True if the file as last seen belongs to a process that has ended or does not touch it."""
+        return self._last is not None and (self._last.owner_gone or time.monotonic() - self._since > self._stale_s)
+
+
+class Election:
+    """Tries to get a claim, and watches its present owner."""
+
+    def __init__(self, path: str, *, stale_s: float = STALE_S) -> None:
+        """Prepare for the claim file `path`, whose directory exists."""
+        self._path = path
+        self._claim = _Watched(path, stale_s)
+        # Whoever removes a stale claim holds this second file meanwhile: two that see the same stale claim would
+        # otherwise remove it one after the other, and the second would remove the claim that follows it.
+        self._takeover_path = f"{path}.takeover"
+        self._takeover = _Watched(self._takeover_path, stale_s)
+        self.watched: set[str] = set()
+        """Nonces of the claims of other processes that this one has waited for."""
+
+    def claim(self) -> ElectionClaim | None:
+        """Get the claim; None while another process holds it.
 
         Raises:
             OSError: The directory cannot be written.
         """
-        text = _Facts(where=_namespace(), pid=os.getpid(), nonce=uuid.uuid4().hex).model_dump_json()
-        try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileExistsError:
+        text = _new_facts()
+        descriptor = _create(self._path, text)
+        if descriptor is None:
             self._watch()
             return None
-        os.write(descriptor, text.encode())
-        return Claim(self._path, descriptor, text)
+        return ElectionClaim(self._path, descriptor, text)
 
     def _watch(self) -> None:
-        seen = _read(self._path)
+        seen = self._claim.seen()
         if seen is None:
             return
-        if seen != self._last:
-            self._last, self._since = seen, time.monotonic()
-            if (facts := _facts(seen.text)) is not None:
-                self.watched.add(facts.nonce)
-        if seen.owner_gone or time.monotonic() - self._since > self._stale_s:
+        if (facts := _facts(seen.text)) is not None:
+            self.watched.add(facts.nonce)
+        if self._claim.stale():
             self._remove(seen)
 
     def _remove(self, stale: _Seen) -> None:
-        """Remove a claim, and no other: of those who try, the one whose rename succeeds has done it."""
-        aside = f"{self._path}.{uuid.uuid4().hex[:8]}.stale"
-        with suppress(FileNotFoundError):
-            os.rename(self._path, aside)
-            moved = _read(aside)
-            if moved is not None and moved.text != stale.text:
-                # Another one was faster, and has claimed anew: put it back unless there is a newer one still.
-                with suppress(OSError):
-                    os.link(aside, self._path)
-            os.unlink(aside)
+        """Remove this stale claim and no newer one."""
+        descriptor = _create(self._takeover_path, _new_facts())
+        if descriptor is None:
+            self._takeover.seen()
+            if self._takeover.stale():
+                # Its process was killed between two system calls.
+                _unlink(self._takeover_path)
+            return
+        os.close(descriptor)
+        try:
+            now = _read(self._path)
+            if now is not None and now.text == stale.text:
+                _unlink(self._path)
+        finally:
+            _unlink(self._takeover_path)
+
+
+def _new_facts() -> str:
+    return _Facts(where=process_scope(), pid=os.getpid(), nonce=uuid.uuid4().hex).model_dump_json()
+
+
+def _create(path: str, text: str) -> int | None:
+    """Create a file with this content and return its descriptor; None if it exists."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        return None
+    os.write(descriptor, text.encode())
+    return descriptor
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _read(path: str) -> _Seen | None:
-    # Opened, not only looked at: NFS asks the server anew when a file is opened.
+    # Open the file and do not only `stat` it: NFS asks the server again when a file is opened.
     with suppress(FileNotFoundError), open(path, "rb") as file:
         return _Seen(file.read(4_096).decode("utf-8", "replace"), os.fstat(file.fileno()).st_mtime_ns)
     return None

@@ -1,4 +1,4 @@
-"""The layout that a training run wants: from what the caller says, what the launcher says, and what the source has."""
+"""Works out the layout of a training run from the caller's arguments, the launcher's variables and the source."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from dataclasses import asdict, dataclass
 
 from pydantic import ValidationError
 
+from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
 from reshard.errors import RequestError, printable
-from reshard.models import Inspection, NativeLayout, OpaquePolicy, WeightDtype, ZeroStage
+from reshard.models import Inspection
+from reshard.options import NativeLayout
 
 _BF16_OPTIMIZER = "deepspeed-bf16-optimizer"
 _DTYPES = {WeightDtype.FP32: "float32", WeightDtype.BF16: "bfloat16", WeightDtype.FP16: "float16"}
 _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""Who says how many processes there are, nearest to the processes first: torchrun, Accelerate and DeepSpeed set the
-first one, also inside an allocation of Slurm."""
+"""Variables in which launchers tell the number of processes, in order of precedence. torchrun, Accelerate and DeepSpeed
+set the first one, also inside an allocation of Slurm."""
 
 
 def visible_processes(environ: Mapping[str, str]) -> int | None:
-    """How many processes the launcher started, or None if none says so.
+    """The number of processes that the launcher started; None if no launcher tells.
 
-    One task of Slurm says nothing: `srun -n1 reshard ensure ...` before the run looks the same.
+    One task of Slurm does not count: `srun -n1 reshard ensure ...` before the run sets the same variables.
 
     Raises:
-        RequestError: `request.invalid` for a variable that is no count.
+        RequestError: `request.invalid` for a variable that is not a positive number.
     """
     for name in _LAUNCHERS:
         text = environ.get(name, "").strip()
@@ -38,7 +40,7 @@ def visible_processes(environ: Mapping[str, str]) -> int | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the caller asks for; None is as in the source, and for `dp` what the world leaves."""
+    """The wanted layout. None means as in the source; for `dp`, the number of processes / (tp x pp)."""
 
     dp: int | None = None
     tp: int | None = None
@@ -47,12 +49,12 @@ class Wanted:
     zero_stage: ZeroStage | None = None
     dtype: WeightDtype | None = None
     rules: str | None = None
-    """How parameters are cut, as YAML, where the source does not say."""
+    """Rules as YAML: how tensor parallelism cuts parameters, if the source does not say."""
     family: str | None = None
     opaque: OpaquePolicy = OpaquePolicy.REFUSE
-    """What happens to objects of classes that are not on the allow-list."""
+    """Policy for objects of classes that are not on the allow-list."""
     processes: int | None = None
-    """Of the visible world; asked for where `dp` is None."""
+    """Number of processes of the launcher; needed if `dp` is None."""
 
     @classmethod
     def of(
@@ -66,19 +68,19 @@ class Wanted:
         opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
         environ: Mapping[str, str],
     ) -> Wanted:
-        """What was asked for, checked.
+        """Check the arguments of a call.
 
         Args:
             axes: `dp`, `tp`, `pp`, `ep`.
             zero_stage: 0 to 3 or `bf16`.
             dtype: The model's element type.
-            rules: How parameters are cut, as YAML.
-            family: A named pack of such rules.
+            rules: Rules as YAML.
+            family: Built-in set of such rules.
             opaque: `refuse`, `keep` or `drop`.
-            environ: Where launchers leave the size of the world.
+            environ: Environment variables, in which launchers tell the number of processes.
 
         Raises:
-            RequestError: `request.invalid`, also where `dp` is not given and no world is visible.
+            RequestError: `request.invalid`, also if `dp` is not given and no launcher tells the number of processes.
         """
         for axis, size in axes.items():
             if size is not None and size < 1:
@@ -107,14 +109,14 @@ class Wanted:
         )
 
     def key(self) -> str:
-        """A text that is the same for equal wishes."""
+        """A text that is the same for equal arguments."""
         return repr(sorted(asdict(self).items()))
 
     def layout(self, found: Inspection) -> NativeLayout:
-        """The layout for a source.
+        """The wanted layout, completed from a source.
 
         Raises:
-            RequestError: `request.invalid` if the processes cannot be shared out.
+            RequestError: `request.invalid` if tp x pp does not divide the number of processes.
         """
         sizes = {axis: getattr(self, axis) or found.world.get(axis, 1) for axis in ("tp", "pp", "ep")}
         dp = self.dp
@@ -127,7 +129,7 @@ class Wanted:
                     f"{processes} processes cannot be shared out over tp={sizes['tp']} x pp={sizes['pp']}",
                     fix=f"start a multiple of {per_replica} processes, or name other sizes: --tp N --pp N",
                 )
-        # One layout is one text: the source's own stage is not asked for.
+        # The source's own stage is left out, so that one layout has one name.
         stage = None if self.zero_stage is stage_of(found) else self.zero_stage
         try:
             return NativeLayout.model_validate({"dp": dp, "zero_stage": stage, **sizes})
@@ -137,20 +139,20 @@ class Wanted:
 
 
 def fits(found: Inspection, layout: NativeLayout, dtype: WeightDtype | None) -> bool:
-    """Whether a checkpoint can be loaded in this layout as it is."""
+    """True if a run with this layout can load the checkpoint as it is."""
     stage = stage_of(found)
     if stage is None or (layout.zero_stage is not None and layout.zero_stage is not stage):
         return False
     if any(found.world.get(axis, 1) != getattr(layout, axis) for axis in ("tp", "pp", "ep")):
         return False
     if stage is not ZeroStage.STAGE_0 and found.world.get("dp") != layout.dp:
-        # Without ZeRO every rank loads the same file, however many there are.
+        # Without ZeRO every rank loads the same file, for any number of ranks.
         return False
     return dtype is None or _model_dtypes(found) == {_DTYPES[dtype]}
 
 
 def stage_of(found: Inspection) -> ZeroStage | None:
-    """The stage as users name it; None for what DeepSpeed cannot load without options, the universal form for one."""
+    """The stage as users name it; None if DeepSpeed needs options to load the checkpoint, such as a universal one."""
     if found.format == _BF16_OPTIMIZER:
         return ZeroStage.BF16
     return None if found.zero_stage is None else ZeroStage(str(found.zero_stage))
@@ -164,7 +166,7 @@ def _model_dtypes(found: Inspection) -> set[str]:
 
 
 def name_of(tag: str, layout: NativeLayout, dtype: WeightDtype | None, key: str) -> str:
-    """The name of a result: what it is, and a key of everything that it depends on."""
+    """The name of a result: its layout, and a key of all facts that it depends on."""
     parts = [tag.replace("/", "_"), f"dp{layout.dp}"]
     parts += [f"{axis}{size}" for axis in ("tp", "pp", "ep") if (size := getattr(layout, axis)) > 1]
     parts += [] if layout.zero_stage is None else [f"zero{layout.zero_stage.value}"]

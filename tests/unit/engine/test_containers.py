@@ -17,7 +17,7 @@ from safetensors import safe_open
 from reshard.errors import ReshardError
 from reshard.models import OpaquePolicy
 from reshard_engine.containers.safetensors_layout import safetensors_template
-from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.containers.zip_reader import read_zip_directory
@@ -117,7 +117,7 @@ def test_zip64_layout_is_read_by_zipfile_and_by_us(tmp_path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         assert archive.getinfo("big/data/0").file_size == big * 4
         assert archive.getinfo("big/data/1").header_offset > 1 << 32
-    directory = read_zip_directory(Window(_source(path)))
+    directory = read_zip_directory(CachedFile(_source(path)))
     assert directory.entries["data/0"].size_bytes == big * 4
     assert directory.entries["data/1"].data_offset == template.bodies[1].offset
     loaded = torch.load(path, mmap=True, weights_only=True)
@@ -137,10 +137,10 @@ def test_remote_offsets_are_predicted_without_touching_headers(tmp_path: Path) -
             type(self).reads += 1
             super().read_into(info, offset, buffer)
 
-    local = read_zip_directory(Window(_source(tmp_path / "x.pt")))
+    local = read_zip_directory(CachedFile(_source(tmp_path / "x.pt")))
     info = LocalStore().stat(str(tmp_path / "x.pt"))
     assert info is not None
-    remote = read_zip_directory(Window(SourceFile(Counting(), "x.pt", (info,))))
+    remote = read_zip_directory(CachedFile(SourceFile(Counting(), "x.pt", (info,))))
     assert remote == local
     assert Counting.reads == 1, "one request for the tail, none per record"
 

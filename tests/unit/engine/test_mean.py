@@ -11,11 +11,12 @@ import torch
 
 from reshard.errors import SourceError
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.gather.chunks import ChunkFiller
 from reshard_engine.execute.gather.mean import mean_of
+from reshard_engine.execute.gather.tensor_reader import TensorReader
 from reshard_engine.formats.deepspeed.reader.native.parallel import Joiner
 from reshard_engine.formats.deepspeed.rules.cut_rules import AVERAGED, CutRules
 from reshard_engine.formats.deepspeed.rules.layers import RuleLayers
+from reshard_engine.tensors.derived import Mean
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.shard_map import ShardMap, ShardMapBuilder
 from reshard_engine.tensors.views import Box, View
@@ -89,7 +90,7 @@ class _Source:
     files: tuple[_Memory, ...]
 
 
-def _filler(copies: list[torch.Tensor], build: Any) -> tuple[ChunkFiller, Any]:
+def _reader(copies: list[torch.Tensor], build: Any) -> tuple[TensorReader, Any]:
     builder, dtype = ShardMapBuilder(), BY_NAME[str(copies[0].dtype).removeprefix("torch.")]
     numbers = [builder.tensor("w", "fp32", dtype, tuple(c.shape)) for c in copies]
     files: list[_Memory] = []
@@ -98,28 +99,28 @@ def _filler(copies: list[torch.Tensor], build: Any) -> tuple[ChunkFiller, Any]:
         files.append(_Memory(b"pad" + _bytes(copy).tobytes()))
     built = build(builder, numbers, dtype)
     source: Any = _Source(builder.build(), tuple(files))
-    return ChunkFiller(source, KERNEL), built
+    return TensorReader(source, KERNEL), built
 
 
 def test_a_mean_is_gathered_in_any_interval_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard_engine.execute.gather.chunks.MEAN_ELEMS", 7)
+    monkeypatch.setattr("reshard_engine.execute.gather.computed.MEAN_ELEMS", 7)
     copies = list(torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(1)))
-    filler, mean = _filler(copies, lambda b, numbers, dtype: b.mean("w", "fp32", numbers, dtype))
+    reader, mean = _reader(copies, lambda b, numbers, dtype: b.mean("w", "fp32", numbers, dtype))
     expected = (sum(copies) / 3).flatten()
     for begin, end in ((0, 55), (1, 2), (6, 50), (54, 55)):
-        got = torch.from_numpy(filler.elements(mean, FLOAT32, begin, end)).view(torch.float32)
+        got = torch.from_numpy(reader.elements(mean, FLOAT32, begin, end)).view(torch.float32)
         assert torch.equal(got, expected[begin:end])
-        narrow = torch.from_numpy(filler.elements(mean, BY_NAME["bfloat16"], begin, end)).view(torch.bfloat16)
+        narrow = torch.from_numpy(reader.elements(mean, BY_NAME["bfloat16"], begin, end)).view(torch.bfloat16)
         assert torch.equal(narrow, expected[begin:end].bfloat16())
 
 
 def test_a_weight_is_the_rounded_mean_of_its_masters() -> None:
     copies = list(torch.randn(2, 64, generator=torch.Generator().manual_seed(2)))
-    filler, weight = _filler(copies, lambda b, n, _: b.mean("w", "weight", n, BY_NAME["bfloat16"]))
-    got = torch.from_numpy(filler.elements(weight, BY_NAME["bfloat16"], 0, 64)).view(torch.bfloat16)
+    reader, weight = _reader(copies, lambda b, n, _: b.mean("w", "weight", n, BY_NAME["bfloat16"]))
+    got = torch.from_numpy(reader.elements(weight, BY_NAME["bfloat16"], 0, 64)).view(torch.bfloat16)
     assert torch.equal(got, (sum(copies) / 2).bfloat16())
     # Read wider than it is, it is still the weight.
-    wide = torch.from_numpy(filler.elements(weight, FLOAT32, 3, 9)).view(torch.float32)
+    wide = torch.from_numpy(reader.elements(weight, FLOAT32, 3, 9)).view(torch.float32)
     assert torch.equal(wide, got[3:9].float())
 
 
@@ -131,12 +132,12 @@ def test_a_part_of_a_mean_is_a_mean() -> None:
         right = View((6, 2), (Box(mean, (6, 4), (0, 2), (0, 0), (6, 2)),))
         return builder.view("w@1", "fp32", right, (6, 2))
 
-    filler, part = _filler(copies, build)
+    reader, part = _reader(copies, build)
     expected = (sum(copies) / 2)[:, 2:].flatten()
-    got = torch.from_numpy(filler.elements(part, FLOAT32, 1, 11)).view(torch.float32)
+    got = torch.from_numpy(reader.elements(part, FLOAT32, 1, 11)).view(torch.float32)
     assert torch.equal(got, expected[1:11])
-    assert filler._map.averages(part)
-    assert len(filler._map.pieces(part, 0, 12).begin) == 0
+    assert reader._map.is_computed(part)
+    assert len(reader._map.pieces(part, 0, 12).begin) == 0
 
 
 def test_copies_that_cannot_be_averaged_are_refused() -> None:
@@ -165,7 +166,7 @@ def test_the_joiner_averages_what_the_rule_names_and_compares_the_rest() -> None
         ("router.w", 1, 4, True),
         ("norm.w", 6, 7, False),
     ]
-    assert builder._means == {masters: (0, 1), weight: (0, 1)}
+    assert builder._derived == {masters: Mean((0, 1)), weight: Mean((0, 1))}
     assert norm == 6
 
 
@@ -178,5 +179,5 @@ def test_means_are_no_bytes_of_files() -> None:
     for number in copies:
         builder.whole(number, file=0, offset=16 * number)
     shard_map = builder.build()
-    assert shard_map.means == {2: (0, 1)}
+    assert shard_map.derived == {2: Mean((0, 1))}
     assert np.array_equal(shard_map.tensor, [0, 1])

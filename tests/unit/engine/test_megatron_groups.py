@@ -17,11 +17,10 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
     group_changes,
     megatron_grouped,
-    sharded_nodes,
+    sharded_groups,
 )
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.operations.rehearsal import possible_targets
-from reshard_engine.pickles.nodes import mapping_items, mapping_of
+from reshard_engine.operations.dry_run import possible_targets
 from reshard_engine.pickles.plain import node_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
@@ -57,13 +56,14 @@ def _model(members: dict[str, list[str]]) -> Model:
 def _read(folder: Path, members: dict[str, list[str]], **entries: Any) -> Checkpoint:
     ParallelWriter(_model(members), Ranks(1, (0,), Layout(1, 2)), folder).write()
     found = read_checkpoint(open_location(str(folder), None), None, OpaqueLedger(OpaquePolicy.REFUSE))
-    state = {**mapping_items(found.model_state, what="model states"), **{k: node_of(v) for k, v in entries.items()}}
-    return replace(found, model_state=mapping_of(state))
+    schedulers = tuple(node_of(entries.pop(k)) for k in ("lr_scheduler",) if k in entries)
+    state = {**found.client_state, **{k: node_of(v) for k, v in entries.items()}}
+    return replace(found, schedulers=schedulers or found.schedulers, client_state=state)
 
 
 def _held(checkpoint: Checkpoint) -> list[tuple[Any, Any, list[str]]]:
     assert checkpoint.optimizer is not None
-    nodes = [mapping_items(g, what="group") for g in checkpoint.optimizer.param_groups]
+    nodes = [g.hyper_parameters for g in checkpoint.optimizer.groups]
     return [
         (node["name"], node["weight_decay"], [p.fqn for p in checkpoint.trained if p.group == i])
         for i, node in enumerate(nodes)
@@ -77,7 +77,7 @@ def test_two_groups_become_one_in_the_models_order_and_two_again(tmp_path: Path)
     assert "no parameter has weight decay" in group_changes(source, one)[0]
     two = megatron_grouped(one, sharded=False)
     assert _held(two) == _held(source)
-    assert [mapping_items(n, what="group")["name"] for n in sharded_nodes(two)] == [_NAMES["no"]]
+    assert [g.name for g in sharded_groups(two)] == [_NAMES["no"]]
     # What is in the target's groups already stays as it is.
     assert megatron_grouped(source, sharded=False) is source
     assert megatron_grouped(one, sharded=True) is one
@@ -136,7 +136,7 @@ def test_groups_by_another_rule_are_refused_where_the_rule_decides(tmp_path: Pat
 
 
 def test_an_order_that_nothing_shows_is_refused(tmp_path: Path) -> None:
-    source = replace(_read(tmp_path, _TWO, module=None), module_paths=())
+    source = replace(_read(tmp_path, _TWO), module_names=())
     with pytest.raises(RequestError) as caught:
         megatron_grouped(source, sharded=True)
     assert caught.value.code == "request.unsatisfiable"
@@ -149,4 +149,4 @@ def test_groups_of_others_stay(tmp_path: Path) -> None:
     source = read_checkpoint(open_location(str(tmp_path), None), None, OpaqueLedger(OpaquePolicy.REFUSE))
     for sharded in (False, True):
         assert megatron_grouped(source, sharded=sharded) is source
-    assert sharded_nodes(source) == []
+    assert sharded_groups(source) == []

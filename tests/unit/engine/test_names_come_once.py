@@ -44,7 +44,7 @@ def test_a_checkpoint_refuses_a_name_that_comes_twice(tmp_path: Path) -> None:
         {"parameters": (*checkpoint.parameters, replace(first, group=None, states={}))},
         {"buffers": (*checkpoint.buffers, replace(checkpoint.buffers[0], fqn=first.fqn))},
     ):
-        with pytest.raises(SourceError, match="is two tensors of the checkpoint") as caught:
+        with pytest.raises(SourceError, match="the checkpoint has two tensors that are called") as caught:
             replace(checkpoint, **twice)
         assert caught.value.code == "checkpoint.ambiguous"
     renamed = replace(checkpoint)

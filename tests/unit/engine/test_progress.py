@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat
-from reshard_engine.execute import executor
+from reshard_engine.execute import progress
 from reshard_engine.local import LocalEngine
 
 ELEMS = 4 << 20
@@ -23,7 +23,7 @@ def _weights(folder: Path) -> Path:
 
 
 def test_bytes_count_before_their_unit_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "_PROGRESS_PERIOD_S", 0.0)
+    monkeypatch.setattr(progress, "_PERIOD_S", 0.0)
     seen: list[Progress] = []
     request = ConvertRequest(
         source=SourceSpec(url=str(_weights(tmp_path / "source"))),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reshard_engine.checkpoint import Parameter
+from reshard_engine.checkpoint import FormatFacts, Parameter, ParamGroup
 from reshard_engine.formats.deepspeed.writer.native import regrouping
 from reshard_engine.formats.deepspeed.writer.native.regrouping import MAX_GROUP_ELEMS, regrouped
 from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of
@@ -16,12 +16,12 @@ HEAD = "moe.experts.deepspeed_experts."
 SIZES = {"w": 10, "b": 3}
 
 
-def _group(ep: int | None, **more: Any) -> Node:
+def _group(ep: int | None, **more: Any) -> ParamGroup:
     name: dict[str | int, Node] = {"name": "dense"} if ep is None else {"name": f"ep_size_{ep}", "moe": True}
-    return mapping_of({"lr": 0.1, "params": PList([0]), **name, **more})
+    return ParamGroup({"lr": 0.1, **name, **more})
 
 
-def _source(groups: list[Node], members: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> Any:
+def _source(groups: list[ParamGroup], members: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A checkpoint as far as regrouping looks at it; ``dataclasses.replace`` of it is a copy with other fields."""
     parameters = [
         Parameter(name, (SIZES[name[-1]],), index, None) for index, names in enumerate(members) for name in names
@@ -39,13 +39,15 @@ def _source(groups: list[Node], members: list[list[str]], monkeypatch: pytest.Mo
         parameters=tuple(parameters),
         trained=tuple(parameters),
         frozen=(),
-        optimizer=SimpleNamespace(param_groups=tuple(groups)),
-        model_state=mapping_of({"lr_scheduler": schedule}),
+        members=lambda group: [p for p in parameters if p.group == group],
+        optimizer=SimpleNamespace(groups=tuple(groups)),
+        schedulers=(schedule,),
+        facts=FormatFacts(),
     )
 
 
 def _names(checkpoint: Any) -> list[list[str]]:
-    count = len(checkpoint.optimizer.param_groups)
+    count = len(checkpoint.optimizer.groups)
     return [[p.fqn.removeprefix(HEAD) for p in checkpoint.parameters if p.group == g] for g in range(count)]
 
 
@@ -62,7 +64,7 @@ def test_fewer_ranks_make_more_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert regrouped(source, 4) is source
     found = regrouped(source, 1)
     assert _names(found) == [["dense.w"], ["0.w", "0.b", "1.w", "1.b"], ["2.w", "2.b", "3.w", "3.b"]]
-    schedule = mapping_items(mapping_items(found.model_state, what="")["lr_scheduler"], what="")
+    schedule = mapping_items(found.schedulers[0], what="")
     assert schedule["base_lrs"].items == [0.1, 1.1, 1.1]
     assert schedule["last_epoch"] == 3
 

@@ -13,7 +13,7 @@ import torch
 
 from reshard.errors import ReshardError
 from reshard_engine.containers import zip_reader
-from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.zip_format import U32_MAX
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.containers.zip_reader import ZipDirectory, read_zip_directory
@@ -31,7 +31,7 @@ def outcome(path: Path, store: LocalStore) -> ZipDirectory | tuple[str, str]:
     info = store.stat(str(path))
     assert info is not None
     try:
-        return read_zip_directory(Window(SourceFile(store, path.name, (info,))))
+        return read_zip_directory(CachedFile(SourceFile(store, path.name, (info,))))
     except ReshardError as error:
         return error.code, error.message
 

@@ -1,1 +1,1 @@
-"""Container formats: torch's archives and streams, safetensors: metadata by ranged reads, layouts to write."""
+"""Container formats (torch archives, legacy torch streams, safetensors): readers of metadata, and layouts to write."""

@@ -1,4 +1,4 @@
-"""JSON from checkpoints: bounded before it is parsed, and read in one way only."""
+"""Parses JSON from checkpoints, within bounds, and refuses JSON that parsers read differently."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from reshard.errors import SourceError, printable
 
 MAX_STRUCTURE = 2_000_000
-"""Commas and opening brackets: about 250,000 tensors in a header, and 64 bytes of memory each at worst."""
+"""Largest number of commas and opening brackets: about 250,000 tensors, and 64 bytes of memory each at worst."""
 
 
 def parse_json(data: bytes, *, code: str, what: str) -> Any:
-    """The value of a JSON document in UTF-8.
+    """Parse a JSON document in UTF-8.
 
-    Duplicate keys, lone surrogates, NaN and infinities are refused: readers disagree about them.
+    Duplicate keys, lone surrogates, NaN and infinities are refused: parsers disagree about them.
 
     Args:
         data: The document; the caller bounds its length.
-        code: Code of the error for anything that is no such document.
-        what: Names the document in errors.
+        code: Code of the error for anything that is not such a document.
+        what: The name of the document in errors.
 
     Raises:
         SourceError: `code`, or `checkpoint.too_large` if it would take too much memory.
@@ -37,7 +37,7 @@ def parse_json(data: bytes, *, code: str, what: str) -> Any:
         return found
 
     def constant(text: str) -> Any:
-        raise ValueError(f"{text} is no JSON")
+        raise ValueError(f"{text} is not JSON")
 
     try:
         text = data.decode("utf-8")
@@ -45,5 +45,5 @@ def parse_json(data: bytes, *, code: str, what: str) -> Any:
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
-        raise SourceError(code, f"{what} is no JSON that can be read: {printable(str(error))}") from None
+        raise SourceError(code, f"{what} is not valid JSON: {printable(str(error))}") from None
     return value

@@ -1,6 +1,6 @@
 """Legacy `torch.save` streams: five pickles, then each storage as an element count and its bytes.
 
-Also what DeepSpeed's FAST writer writes, whose parts are byte ranges of one such stream.
+DeepSpeed's FAST writer writes the same form; its part files are byte ranges of one such stream.
 
 Source: torch 2.13.0 `torch/serialization.py` (`_legacy_save`, `_legacy_load`, MAGIC_NUMBER),
 deepspeed 0.19.8 `io/fast_file_writer.py` (`_save_storage_list`).
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from reshard.errors import SourceError, printable
-from reshard_engine.containers.source_file import Window
+from reshard_engine.containers.source_file import CachedFile
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.nodes import Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -25,22 +25,22 @@ _MAX_STORAGES = 1_000_000
 
 
 def read_legacy_stream(
-    window: Window, ledger: OpaqueLedger, limits: PickleLimits
+    cached: CachedFile, ledger: OpaqueLedger, limits: PickleLimits
 ) -> tuple[Node, dict[str, tuple[int, int]]]:
-    """The value, and (offset, bytes) of each storage by key.
+    """Read the value, and (offset, bytes) of each storage by key.
 
     Raises:
-        SourceError: `source.unknown_kind` if it is a pickle but no torch stream, `pickle.*`,
+        SourceError: `source.unknown_kind` if the file is a pickle but not a torch stream, `pickle.*`,
             `checkpoint.incomplete` if the file ends inside a storage.
     """
-    name = printable(window.file.name)
+    name = printable(cached.file.name)
     at = 0
     values: list[Node] = []
     for number in range(5):
-        value, at = _next_pickle(window, at, ledger, limits)
+        value, at = _next_pickle(cached, at, ledger, limits)
         values.append(value)
         if number == 0 and value != MAGIC_NUMBER:
-            raise SourceError("source.unknown_kind", f"{name} is a pickle, but no torch stream")
+            raise SourceError("source.unknown_kind", f"{name} is a pickle, but not a torch stream")
         if number == 1 and value != PROTOCOL_VERSION:
             raise SourceError(
                 "pickle.malformed", f"{name}: torch stream protocol {printable(str(value), max_chars=40)}"
@@ -52,26 +52,26 @@ def read_legacy_stream(
     well_formed = keys is not None and len(keys) <= _MAX_STORAGES and all(type(k) is str for k in keys)
     if keys is None or not well_formed or len(set(keys)) != len(keys):
         raise SourceError("pickle.malformed", f"{name}: the list of storage keys is malformed")
-    return values[3], _storage_offsets(window, at, keys, storages_in(values[3]))
+    return values[3], _storage_offsets(cached, at, keys, storages_in(values[3]))
 
 
-def _next_pickle(window: Window, at: int, ledger: OpaqueLedger, limits: PickleLimits) -> tuple[Node, int]:
-    # The length of a pickle is known only when it has been read: begin small, grow by eight.
+def _next_pickle(cached: CachedFile, at: int, ledger: OpaqueLedger, limits: PickleLimits) -> tuple[Node, int]:
+    # The length of a pickle is known only after reading it: read a little first, then eight times as much.
     count = _FIRST_READ_BYTES
     while True:
-        available = min(count, window.size_bytes - at)
+        available = min(count, cached.size_bytes - at)
         try:
-            value, used = parse_pickle(window.read(at, available), ledger, limits=limits, allow_trailing=True)
+            value, used = parse_pickle(cached.read(at, available), ledger, limits=limits, allow_trailing=True)
             return value, at + used
         except SourceError as error:
             grown = min(count * 8, limits.stream_bytes)
-            if error.code != "pickle.truncated" or available == window.size_bytes - at or grown == count:
+            if error.code != "pickle.truncated" or available == cached.size_bytes - at or grown == count:
                 raise
             count = grown
 
 
 def storages_in(root: Node) -> dict[str, PStorage]:
-    """Every storage that a value refers to, by key."""
+    """All storages that a value refers to, by key."""
     found: dict[str, PStorage] = {}
     for node in walk(root):
         if isinstance(node, PTensor):
@@ -82,7 +82,7 @@ def storages_in(root: Node) -> dict[str, PStorage]:
 
 
 def walk(root: Node) -> Iterator[Node]:
-    """Every node of a value once, in no particular order, without recursion."""
+    """Yield every node of a value once, in no particular order. It does not recurse."""
     seen: set[int] = set()
     todo: list[Node] = [root]
     while todo:
@@ -103,21 +103,21 @@ def walk(root: Node) -> Iterator[Node]:
 
 
 def _storage_offsets(
-    window: Window, at: int, keys: list[str], storages: dict[str, PStorage]
+    cached: CachedFile, at: int, keys: list[str], storages: dict[str, PStorage]
 ) -> dict[str, tuple[int, int]]:
     found: dict[str, tuple[int, int]] = {}
-    name = printable(window.file.name)
+    name = printable(cached.file.name)
     for key in keys:
         storage = storages.get(key)
         if storage is None:
             raise SourceError("checkpoint.malformed", f"{name}: storage {printable(key)} belongs to no tensor")
-        count = int.from_bytes(window.file.read(at, 8), "little", signed=True)
+        count = int.from_bytes(cached.file.read(at, 8), "little", signed=True)
         if count != storage.root_numel:
             raise SourceError(
                 "tensor.bad_extent", f"{name}: storage {printable(key)} has {count} of {storage.root_numel} elements"
             )
         length = count * BY_NAME[storage.dtype].itemsize_bytes
-        if at + 8 + length > window.size_bytes:
+        if at + 8 + length > cached.size_bytes:
             raise SourceError(
                 "checkpoint.incomplete",
                 f"{name} ends inside storage {printable(key)}",
@@ -125,6 +125,6 @@ def _storage_offsets(
             )
         found[key] = (at + 8, length)
         at += 8 + length
-    if at != window.size_bytes:
-        raise SourceError("pickle.trailing", f"{name}: {window.size_bytes - at} bytes after the last storage")
+    if at != cached.size_bytes:
+        raise SourceError("pickle.trailing", f"{name}: {cached.size_bytes - at} bytes after the last storage")
     return found

@@ -1,4 +1,4 @@
-"""Metadata of many files at once: a bounded pool of threads, because latency is what it waits for."""
+"""Reads the metadata of many files in parallel with a bounded pool of threads, because latency dominates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _Result = TypeVar("_Result")
 
 
 def open_all(files: Sequence[SourceFile], parse: Callable[[SourceFile], _Result]) -> list[_Result]:
-    """`parse(file)` of each, in order: a remote file is two or three round trips, a local one is work.
+    """`parse(file)` of each file, in order. A remote file costs two or three round trips, a local one only work.
 
-    Only a batch is in flight: there may be a hundred thousand.
+    Only one batch of files is in flight, because there may be a hundred thousand.
     """
     remote = any(file.store.scheme != "file" for file in files)
     found: list[_Result] = []

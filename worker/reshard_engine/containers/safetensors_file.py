@@ -1,4 +1,4 @@
-"""A safetensors file as it is read: its header parsed strictly, its tensors as byte extents.
+"""Reads a safetensors file: parses its header strictly, and gives its tensors as byte extents.
 
 Source: safetensors 0.6 README, "Format", and its `safetensors/src/tensor.rs` (`read_metadata`, `validate`):
 a header of at most 100,000,000 bytes that begins with `{`, string-to-string metadata, tensors that cover
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.bounded_json import parse_json
 from reshard_engine.containers.safetensors_layout import MAX_HEADER_BYTES, METADATA_KEY
-from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.tensors.dtypes import BY_SAFETENSORS, Dtype
 
 MAX_DIMS = 64
@@ -38,12 +38,12 @@ class SafetensorsFile:
 
     file: SourceFile
     tensors: tuple[SafetensorsEntry, ...]
-    """In the header's order, which need not be that of the data."""
+    """The tensors in the order of the header, which may differ from the order of the data."""
     metadata: Mapping[str, str]
 
 
 def open_safetensors_file(file: SourceFile) -> SafetensorsFile:
-    """Parse and prove a header; no byte of a tensor is read.
+    """Parse and check a header; no byte of a tensor is read.
 
     Raises:
         SourceError: `safetensors.header_size`, `safetensors.header`, `safetensors.offsets`, `safetensors.overlap`,
@@ -51,18 +51,18 @@ def open_safetensors_file(file: SourceFile) -> SafetensorsFile:
             `checkpoint.too_large` for more tensors than a header may list.
     """
     name = printable(file.name)
-    window = Window(file)
+    cached = CachedFile(file)
     if file.size_bytes < _LENGTH_BYTES:
         raise _bad("header_size", f"{name} has {file.size_bytes} bytes; the length of its header alone takes 8")
-    length = int.from_bytes(window.read(0, _LENGTH_BYTES), "little")
+    length = int.from_bytes(cached.read(0, _LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES or length > file.size_bytes - _LENGTH_BYTES:
         raise _bad(
             "header_size",
             f"{name} says that its header has {length} bytes; the file has {file.size_bytes}, "
             f"the format allows {MAX_HEADER_BYTES}",
         )
-    # A header of 100 MB is not kept in the window too.
-    source = window if window.holds(_LENGTH_BYTES, length) else file
+    # A header of up to 100 MB is not kept in the cache as well.
+    source = cached if cached.holds(_LENGTH_BYTES, length) else file
     header = _header(source.read(_LENGTH_BYTES, length), name)
     metadata = _metadata(header.pop(METADATA_KEY, None), name)
     spans: list[tuple[int, int, str]] = []
@@ -76,7 +76,7 @@ def open_safetensors_file(file: SourceFile) -> SafetensorsFile:
 
 
 class _Tensor(NamedTuple):
-    """A tensor in an error; its text is made only there."""
+    """The name of a tensor for errors. Its text is made only when an error is raised."""
 
     file: str
     key: str
@@ -86,13 +86,15 @@ class _Tensor(NamedTuple):
 
 
 def _bad(code: str, message: str) -> SourceError:
-    return SourceError(f"safetensors.{code}", message, fix="the file is damaged, or no safetensors file: copy it again")
+    return SourceError(
+        f"safetensors.{code}", message, fix="the file is damaged, or is not a safetensors file: copy it again"
+    )
 
 
 def _header(data: bytes, name: str) -> dict[str, Any]:
     if data[:1] != b"{":
         raise _bad("header", f"the header of {name} begins with {data[:4].hex() or 'nothing'}, not with an object")
-    # The format pads with spaces only; JSON would allow other white space, which nobody writes.
+    # The format pads with spaces only. JSON would allow other white space, which no writer uses.
     value = parse_json(data.rstrip(b" "), code="safetensors.header", what=f"the header of {name}")
     return cast("dict[str, Any]", value)
 
@@ -109,12 +111,12 @@ def _metadata(value: object, name: str) -> dict[str, str]:
 def _entry(value: object, what: _Tensor) -> tuple[Dtype, tuple[int, ...], int, int]:
     fields = cast("dict[str, object]", value) if isinstance(value, dict) else {}
     if fields.keys() != {"dtype", "shape", "data_offsets"} or not isinstance(fields["dtype"], str):
-        raise _bad("header", f"{what} has not dtype, shape and data_offsets")
+        raise _bad("header", f"{what} does not have exactly dtype, shape and data_offsets")
     shape, offsets = _integers(fields["shape"]), _integers(fields["data_offsets"])
     if shape is None or len(shape) > MAX_DIMS:
-        raise _bad("header", f"{what} has no shape of at most {MAX_DIMS} lengths")
+        raise _bad("header", f"{what} does not have a shape of at most {MAX_DIMS} lengths")
     if offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _bad("offsets", f"{what}: data_offsets are not two integers, the first not above the second")
+        raise _bad("offsets", f"{what}: data_offsets are not two integers of which the first is not above the second")
     dtype = BY_SAFETENSORS.get(fields["dtype"])
     if dtype is None:
         raise SourceError("tensor.unsupported", f"{what}: element type {printable(fields['dtype'])!r} is not supported")
@@ -125,11 +127,11 @@ def _entry(value: object, what: _Tensor) -> tuple[Dtype, tuple[int, ...], int, i
 
 
 def _integers(value: object) -> tuple[int, ...] | None:
-    """Integers from 0 to 2**62, or None."""
+    """The value as a tuple of integers from 0 to 2**62; None if it is anything else."""
     if not isinstance(value, list):
         return None
     items = tuple(cast("list[object]", value))
-    # `True` is an int to Python, and a float of equal value is equal to one: neither is a length.
+    # In Python `True` is an int, and a float may equal an int; neither is a valid length.
     return cast("tuple[int, ...]", items) if all(type(i) is int and 0 <= i < 1 << 62 for i in items) else None
 
 

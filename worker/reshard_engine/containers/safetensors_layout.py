@@ -15,7 +15,7 @@ from reshard_engine.tensors.layout import Body, FileTemplate, require_distinct
 
 MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
-"""What the header calls its own texts."""
+"""The key of the header's own metadata."""
 
 
 def safetensors_template(
@@ -23,16 +23,17 @@ def safetensors_template(
 ) -> FileTemplate:
     """The template of a file with these tensors (name, dtype, shape, elements); slots follow the given order.
 
-    So does the header: readers sort by offset, and who cuts the weights anew finds the model's order.
+    The header follows it, too: readers sort by offset, and a program that shards the weights again finds the order
+    of the model.
 
     Raises:
         SourceError: `tensor.unsupported` for a dtype that the format has no name for, `name.invalid` for a tensor
-            with the name that the format keeps for itself, `checkpoint.ambiguous` for two tensors of one name.
+            with the name that the format reserves, `checkpoint.ambiguous` for two tensors of one name.
     """
     require_distinct([t[0] for t in tensors])
     if METADATA_KEY in {t[0] for t in tensors}:
         raise SourceError(
-            "name.invalid", f"safetensors keeps the name {METADATA_KEY} for itself", fix="write --to torch instead"
+            "name.invalid", f"safetensors reserves the name {METADATA_KEY}", fix="write --to torch instead"
         )
     order = sorted(range(len(tensors)), key=lambda i: (-tensors[i][1].itemsize_bytes, tensors[i][0]))
     header: dict[str, object] = {METADATA_KEY: dict(metadata), **dict.fromkeys(t[0] for t in tensors)}

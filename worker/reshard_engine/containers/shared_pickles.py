@@ -1,4 +1,4 @@
-"""Pickles of one checkpoint, each interpreted once: files of many ranks hold the same skeleton, byte for byte."""
+"""Interprets equal pickles of one checkpoint only once: files of many ranks hold the same pickle, byte for byte."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.vm import parse_pickle
 
 _KEPT = 16
-"""torch writes the device into pickles: on hosts with 8 devices, 8 different ones come by in turn, of two kinds."""
+"""Number of pickles that are kept. torch writes the device into pickles, so hosts with 8 devices have 8 different
+ones of each of two kinds."""
 
 
 class SharedPickles:
-    """The values of the latest pickles of one read. Nobody changes a node once it is parsed, so files may share it.
+    """The values of the latest pickles of one read. Nodes are never changed after parsing, so files may share them.
 
-    Bound to one ledger: what an equal pickle names is in the ledger already, and what the policy refuses is not kept.
+    All pickles use one ledger: the names of an equal pickle are in it already, and refused pickles are not kept.
     """
 
     def __init__(self, ledger: OpaqueLedger) -> None:
-        """Nothing is known yet."""
+        """Start with no pickles."""
         self.ledger = ledger
         self._values: OrderedDict[bytes, Node] = OrderedDict()
         self._lock = threading.Lock()
 
     def parse(self, data: bytes, limits: PickleLimits) -> Node:
-        """The value of a pickle, which may be that of an equal one before it.
+        """The value of a pickle, or of an equal pickle before it.
 
-        One thread interprets at a time: it is Python's own lock that they would wait for otherwise, and equal
-        pickles of files that are opened at once must not be interpreted at once.
+        One thread interprets at a time. Threads would wait for Python's own lock anyway, and equal pickles of
+        files that are opened in parallel must not be interpreted twice.
 
         Raises:
             SourceError: As `parse_pickle`.

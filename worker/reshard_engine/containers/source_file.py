@@ -1,4 +1,4 @@
-"""A source file as the readers see it: one pinned object, or several that are byte ranges of one stream."""
+"""A source file for readers: one pinned object, or several objects that are byte ranges of one stream."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from io import BytesIO
 from itertools import accumulate
 
 from reshard.errors import SourceError, printable
+from reshard_engine.storage.packed_store import PackedStore
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
-_WINDOW_BYTES = 64 << 10
-_WINDOW_BLOCKS = 16
+_BLOCK_BYTES = 64 << 10
+_MOST_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A stream of bytes, stored in one object or cut into consecutive ones."""
+    """A stream of bytes, stored in one object or in several consecutive ones."""
 
     store: Store
     name: str
     """Path relative to the checkpoint's directory, without part suffixes."""
     objects: tuple[ObjectInfo, ...]
     directory_sha256: str | None = field(default=None, compare=False)
-    """Of names, sizes and CRC-32s of the file's records, once its container was parsed and if it keeps them."""
+    """Digest of the names, sizes and CRC-32s of the file's records, set by the parser if the container has them."""
     checksums: tuple[tuple[int, int, int], ...] = field(default=(), compare=False, repr=False)
-    """(offset, length, CRC-32) of its larger records in file order, where its container keeps checksums."""
+    """(offset, length, CRC-32) of the larger records in file order, if the container stores checksums."""
     starts: tuple[int, ...] = field(init=False)
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive where each object starts in the stream."""
+        """Compute the offset of each object in the stream."""
         ends = list(accumulate(o.size_bytes for o in self.objects))
         object.__setattr__(self, "starts", (0, *ends[:-1]))
         object.__setattr__(self, "size_bytes", ends[-1])
@@ -39,13 +40,13 @@ class SourceFile:
         """Fill `buffer` with the stream's bytes from `offset` on.
 
         Raises:
-            SourceError: `checkpoint.incomplete` if the stream ends before, `source.changed` if it is not the
-                pinned one any more.
+            SourceError: `checkpoint.incomplete` if the stream is shorter, `source.changed` if an object does not
+                match its pin any more.
         """
         if offset < 0 or offset + len(buffer) > self.size_bytes:
             raise SourceError(
                 "checkpoint.incomplete",
-                f"{printable(self.name)} has {self.size_bytes} bytes, {offset} to {offset + len(buffer)} are wanted",
+                f"{printable(self.name)} has {self.size_bytes} bytes, not {offset} to {offset + len(buffer)}",
                 fix="the file is truncated: copy the checkpoint again",
             )
         done = 0
@@ -59,8 +60,8 @@ class SourceFile:
             done += count
 
     def read(self, offset: int, length: int) -> bytes:
-        """The stream's bytes `[offset, offset + length)`, held once: a skeleton may have hundreds of megabytes."""
-        # `BytesIO` fills and gives back the one object it was made of; `bytes(bytearray)` would copy it.
+        """The stream's bytes `[offset, offset + length)` without a second copy: a pickle may have hundreds of MB."""
+        # `BytesIO` fills and returns the object that it was made of; `bytes(bytearray)` would copy it.
         stream = BytesIO(bytes(length))
         if length:
             with stream.getbuffer() as buffer:
@@ -68,35 +69,58 @@ class SourceFile:
         return stream.getvalue()
 
 
-class Window:
-    """A source file whose small reads are served from a few larger ones: metadata costs two requests, not fifty."""
+class CachedFile:
+    """Serves small reads of a source file from a few larger ones: metadata costs two requests instead of fifty.
+
+    A store that records reads is told only of those that were asked for, not of the larger ones.
+    """
 
     def __init__(self, file: SourceFile) -> None:
-        """Nothing is read yet."""
+        """Start without reading."""
         self.file = file
         self.size_bytes = file.size_bytes
         self._blocks: dict[int, bytes] = {}
-        self._tail_at = max(0, file.size_bytes - _WINDOW_BYTES)
+        self._tail_at = max(0, file.size_bytes - _BLOCK_BYTES)
+        one = len(file.objects) == 1
+        self._packed = file.store if one and isinstance(file.store, PackedStore) else None
 
     def holds(self, offset: int, length: int) -> bool:
-        """Whether `read` would answer without touching the store."""
-        return any(at <= offset and offset + length <= at + len(block) for at, block in self._blocks.items())
+        """True if `read` would not access the store."""
+        if any(at <= offset and offset + length <= at + len(block) for at, block in self._blocks.items()):
+            return True
+        return self._packed is not None and self._packed.held(self.file.objects[0], offset, length) is not None
 
     def spans(self) -> list[tuple[int, int]]:
-        """Begin and end of what was read."""
+        """Begin and end of each range that was read."""
         return [(at, at + len(block)) for at, block in self._blocks.items()]
 
     def read(self, offset: int, length: int) -> bytes:
-        """Bytes `[offset, offset + length)`, fetching at least a window of them."""
-        # The latest block first: headers are read in file order, and a large directory leaves many blocks behind.
+        """Read bytes `[offset, offset + length)`; at least a whole window is fetched."""
+        if self._packed is None:
+            return self._read(offset, length)
+        if (held := self._packed.held(self.file.objects[0], offset, length)) is not None:
+            return held
+        data = self._read(offset, length)
+        self._packed.note(self.file.objects[0], offset, data)
+        return data
+
+    def _read(self, offset: int, length: int) -> bytes:
+        # Look into the latest block first: headers are read in file order, and a large directory leaves many blocks.
         for at, block in reversed(self._blocks.items()):
             if at <= offset and offset + length <= at + len(block):
                 return block[offset - at : offset - at + length]
         at = min(self._tail_at, offset)
-        count = max(length + offset - at, min(_WINDOW_BYTES, self.size_bytes - at))
-        block = self.file.read(at, count)
+        count = max(length + offset - at, min(_BLOCK_BYTES, self.size_bytes - at))
+        block = self._fetch(at, count)
         self._blocks[at] = block
-        if len(self._blocks) > _WINDOW_BLOCKS:
-            # Headers of large records lie far apart: their blocks serve nothing else. The tail is the directory.
+        if len(self._blocks) > _MOST_BLOCKS:
+            # Headers of large records lie far apart, so their blocks serve no other read. The tail holds the directory.
             del self._blocks[next(start for start in self._blocks if start != self._tail_at)]
         return block[offset - at : offset - at + length]
+
+    def _fetch(self, offset: int, length: int) -> bytes:
+        if self._packed is None or offset < 0 or offset + length > self.size_bytes:
+            return self.file.read(offset, length)
+        block = bytearray(length)
+        self._packed.read_ahead(self.file.objects[0], offset, memoryview(block))
+        return bytes(block)

@@ -1,4 +1,4 @@
-"""A file that `torch.save` wrote, of either kind: its value as inert nodes, its tensors as byte extents."""
+"""Reads a file of `torch.save`, archive or legacy stream: its value as inert nodes, its tensors as byte extents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from reshard.errors import SourceError, printable
 from reshard_engine.containers import legacy_stream
 from reshard_engine.containers.shared_pickles import SharedPickles
-from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.zip_format import ZipEntry
 from reshard_engine.containers.zip_reader import ZipDirectory, read_record, read_zip_directory
 from reshard_engine.pickles.limits import PickleLimits, configured_limits
@@ -22,12 +22,12 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _SMALL_RECORD_BYTES = 16
 _MOST_PASSED = 64
 _LARGER_RECORD_BYTES = 1 << 10
-"""Records from which on a checksum is worth remembering: smaller ones are read faster than looked up."""
+"""Smallest record, in bytes, whose checksum is kept: smaller ones are read faster than looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordExtent:
-    """Where the bytes of one storage are in the file, and their CRC-32 if the container has one."""
+    """The byte range of one storage in the file, with its CRC-32 if the container has one."""
 
     offset: int
     length_bytes: int
@@ -44,15 +44,15 @@ class TorchFile:
     kind: str
     """`zip` or `legacy`."""
     passed: Mapping[int, bytes] = field(default_factory=dict[int, bytes], repr=False, compare=False)
-    """Records of a few bytes by offset, of those that passed as the directory was read: step counts lie in the first
-    window, and one more request for each of a thousand ranks takes longer than everything else that is read of them."""
+    """Small records by offset, kept if they were in a block that was read anyway. Step counts lie in the first block;
+    one more request for each of a thousand ranks would take longer than all other reads."""
 
     def storage_extent(self, storage: PStorage) -> RecordExtent:
-        """The bytes behind a storage reference.
+        """The byte range of a storage reference.
 
         Raises:
             SourceError: `checkpoint.incomplete` if the file has no such record, `tensor.bad_extent` if the
-                record does not have the size that the reference says.
+                size of the record differs from the reference.
         """
         record = self.storages.get(storage.key)
         name = printable(f"{self.file.name}:{storage.key}")
@@ -74,7 +74,7 @@ class TorchFile:
         return self.storage_extent(tensor.storage).offset + tensor.offset * BY_NAME[tensor.dtype].itemsize_bytes
 
     def read_scalar_bytes(self, tensor: PTensor) -> bytes:
-        """The bytes of a tensor with one element."""
+        """Read the bytes of a tensor with one element."""
         offset, length = self.tensor_offset(tensor), BY_NAME[tensor.dtype].itemsize_bytes
         passed = self.passed.get(offset, b"")
         return passed[:length] if len(passed) >= length else self.file.read(offset, length)
@@ -87,25 +87,25 @@ def open_torch_file(
     limits: PickleLimits | None = None,
     pickles: SharedPickles | None = None,
 ) -> TorchFile:
-    """Parse a torch file's metadata. The magic decides the kind, never the name.
+    """Parse a torch file's metadata. The magic number decides the kind, never the name.
 
     Args:
         file: The file.
         ledger: Policy for names that are not on the allow-list; collects them.
         limits: Bounds of its pickles; by default those of the environment.
-        pickles: The pickles that the read of this checkpoint has met, with the same ledger.
+        pickles: The pickles that this read of the checkpoint has parsed, with the same ledger.
 
     Raises:
         SourceError: `source.unknown_kind` if torch did not write it; `zip.*`, `pickle.*`, `tensor.*`.
     """
     if file.size_bytes == 0:
         raise SourceError("checkpoint.incomplete", f"{printable(file.name)} is empty", fix="copy the checkpoint again")
-    window, limits = Window(file), limits or configured_limits()
-    head = window.read(0, min(4, file.size_bytes))
+    cached, limits = CachedFile(file), limits or configured_limits()
+    head = cached.read(0, min(4, file.size_bytes))
     if head == _ZIP_MAGIC:
-        return _open_zip(window, pickles or SharedPickles(ledger), limits)
+        return _open_zip(cached, pickles or SharedPickles(ledger), limits)
     if head[:1] == b"\x80":
-        root, storages = legacy_stream.read_legacy_stream(window, ledger, limits)
+        root, storages = legacy_stream.read_legacy_stream(cached, ledger, limits)
         return TorchFile(file, root, {k: RecordExtent(o, n, None) for k, (o, n) in storages.items()}, "legacy")
     raise SourceError(
         "source.unknown_kind",
@@ -114,46 +114,46 @@ def open_torch_file(
     )
 
 
-def _open_zip(window: Window, pickles: SharedPickles, limits: PickleLimits) -> TorchFile:
-    directory = read_zip_directory(window)
+def _open_zip(cached: CachedFile, pickles: SharedPickles, limits: PickleLimits) -> TorchFile:
+    directory = read_zip_directory(cached)
     entries = directory.entries
-    name = printable(window.file.name)
+    name = printable(cached.file.name)
     if "constants.pkl" in entries or any(n.startswith("code/") for n in entries):
         raise SourceError("source.unknown_kind", f"{name} is a TorchScript archive, not a checkpoint")
     if "data.pkl" not in entries:
         raise SourceError(
             "source.unknown_kind", f"{name} is a zip archive without data.pkl: torch.save did not write it"
         )
-    if _small_record(window, entries, "byteorder", b"little") != b"little":
+    if _small_record(cached, entries, "byteorder", b"little") != b"little":
         raise SourceError("zip.bad_record", f"{name} was not written on a little-endian machine")
-    if not _small_record(window, entries, "version", b"3").strip().isdigit():
-        raise SourceError("zip.bad_record", f"{name}: the record `version` is no number")
-    data = read_record(window, entries["data.pkl"], limit_bytes=limits.stream_bytes)
+    if not _small_record(cached, entries, "version", b"3").strip().isdigit():
+        raise SourceError("zip.bad_record", f"{name}: the record `version` is not a number")
+    data = read_record(cached, entries["data.pkl"], limit_bytes=limits.stream_bytes)
     root = pickles.parse(data, limits)
     storages = {n.removeprefix("data/"): _extent(e) for n, e in entries.items() if n.startswith("data/")}
-    file = replace(window.file, directory_sha256=_directory_sha256(directory), checksums=_checksums(directory))
-    return TorchFile(file, root, storages, "zip", _passed(window, storages))
+    file = replace(cached.file, directory_sha256=_directory_sha256(directory), checksums=_checksums(directory))
+    return TorchFile(file, root, storages, "zip", _passed(cached, storages))
 
 
-def _passed(window: Window, storages: Mapping[str, RecordExtent]) -> dict[int, bytes]:
+def _passed(cached: CachedFile, storages: Mapping[str, RecordExtent]) -> dict[int, bytes]:
     few = (s for s in storages.values() if 0 < s.length_bytes <= _SMALL_RECORD_BYTES)
-    held = (s for s in few if window.holds(s.offset, s.length_bytes))
-    return {s.offset: window.read(s.offset, s.length_bytes) for s in islice(held, _MOST_PASSED)}
+    held = (s for s in few if cached.holds(s.offset, s.length_bytes))
+    return {s.offset: cached.read(s.offset, s.length_bytes) for s in islice(held, _MOST_PASSED)}
 
 
-def _small_record(window: Window, entries: Mapping[str, ZipEntry], name: str, default: bytes) -> bytes:
+def _small_record(cached: CachedFile, entries: Mapping[str, ZipEntry], name: str, default: bytes) -> bytes:
     entry = entries.get(name)
     if entry is None:
         return default
     if entry.size_bytes > _SMALL_RECORD_BYTES:
         raise SourceError(
-            "zip.bad_record", f"{printable(window.file.name)}: the record `{name}` has {entry.size_bytes} bytes"
+            "zip.bad_record", f"{printable(cached.file.name)}: the record `{name}` has {entry.size_bytes} bytes"
         )
-    return read_record(window, entry, limit_bytes=_SMALL_RECORD_BYTES)
+    return read_record(cached, entry, limit_bytes=_SMALL_RECORD_BYTES)
 
 
 def _checksums(directory: ZipDirectory) -> tuple[tuple[int, int, int], ...]:
-    """Of larger records; a CRC-32 of 0 means that the writer did not compute one."""
+    """(offset, length, CRC-32) of larger records. A CRC-32 of 0 means that the writer did not compute one."""
     entries = (e for e in directory.entries.values() if e.crc32 and e.size_bytes >= _LARGER_RECORD_BYTES)
     return tuple(sorted((e.data_offset, e.size_bytes, e.crc32) for e in entries))
 
@@ -166,17 +166,17 @@ def _directory_sha256(directory: ZipDirectory) -> str:
 
 
 def checksummed_spans(file: SourceFile) -> list[tuple[int, int, int]]:
-    """(offset, length, CRC-32) of the records of a file whose container keeps checksums, in file order.
+    """(offset, length, CRC-32) of the records of a file whose container stores checksums, in file order.
 
-    Empty for other containers. A CRC-32 of 0 means that the writer did not compute one.
+    The list is empty for other containers. A CRC-32 of 0 means that the writer did not compute one.
 
     Raises:
         SourceError: `zip.*`.
     """
-    window = Window(file)
-    if window.read(0, min(4, file.size_bytes)) != _ZIP_MAGIC:
+    cached = CachedFile(file)
+    if cached.read(0, min(4, file.size_bytes)) != _ZIP_MAGIC:
         return []
-    entries = read_zip_directory(window).entries.values()
+    entries = read_zip_directory(cached).entries.values()
     return sorted((e.data_offset, e.size_bytes, e.crc32) for e in entries if e.crc32 and e.size_bytes)
 
 

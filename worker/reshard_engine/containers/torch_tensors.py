@@ -1,4 +1,4 @@
-"""Tensors that one torch file holds whole: where they are, and which of them are the same."""
+"""Tensors that one torch file holds whole: their places in the file, and aliases among them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def add_whole_tensor(
 
 
 def place_of(tensor: PTensor) -> tuple[object, ...]:
-    """Equal for two tensors of one file that are the same elements in the same order."""
+    """A key that is equal for two tensors of one file if they are the same elements in the same order."""
     stride = tuple(s for n, s in zip(tensor.shape, tensor.stride, strict=True) if n != 1)
     return (tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, stride)

@@ -16,13 +16,13 @@ class TreeTensors:
     """Replaces the tensors of trees by references into the shard map that is being built."""
 
     def __init__(self, builder: ShardMapBuilder, number: Mapping[SourceFile, int]) -> None:
-        """Share the builder of the checkpoint."""
+        """Add tensors of file `number` to the checkpoint's builder."""
         self._builder = builder
         self._number = number
         self._count = 0
 
     def carried(self, node: Node, torch_file: TorchFile) -> Node:
-        """A copy of the tree whose tensors are references; foreign objects stay as they are."""
+        """Copy the tree and replace its tensors by references; foreign objects stay as they are."""
 
         def reference(tensor: PTensor) -> PTensorRef:
             self._count += 1

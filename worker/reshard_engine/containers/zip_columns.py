@@ -1,8 +1,8 @@
-"""The directory of an archive with many records, checked in columns: a fraction of the time, and the same archives.
+"""Checks the directory of an archive with many records by numpy columns, in a fraction of the time of `zip_reader`.
 
-Everything that `zip_reader` checks of one record is checked here of all at once, for the form that torch gives them.
-Anything else, damage as well as forms that are allowed and rare, is left to that reader: it says what is wrong with
-which record. So nothing is refused here, and nothing passes that it would refuse.
+This module makes every check of `zip_reader` for all records at once, for the form that torch writes. It leaves any
+other archive (a damaged one, or one of an allowed but rare form) to that reader, which names the bad record. So this
+module refuses nothing, and accepts nothing that `zip_reader` would refuse.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard_engine.containers.source_file import Window
+from reshard_engine.containers.source_file import CachedFile
 from reshard_engine.containers.zip_format import (
     ALIGNMENT,
     DESCRIPTOR_FLAG,
@@ -24,7 +24,7 @@ from reshard_engine.containers.zip_format import (
 )
 
 COLUMNS_FROM = 32
-"""Records from which on this is the faster way."""
+"""Number of records from which on this module is faster."""
 _MADE = (("magic", "<u4"), ("made_by", "<u2"))
 _FORM = (("needs", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"), ("date", "<u2"))
 _SIZES = (("crc", "<u4"), ("packed", "<u4"), ("length", "<u4"), ("name", "<u2"), ("extra", "<u2"))
@@ -33,7 +33,7 @@ _CENTRAL = np.dtype([*_MADE, *_FORM, *_SIZES, *_PLACE])
 _LOCAL = np.dtype([("magic", "<u4"), *_FORM, *_SIZES])
 _DESCRIPTOR = np.dtype([("magic", "<u4"), ("crc", "<u4"), ("packed", "<u4"), ("length", "<u4")])
 _FAR_OFFSET = np.dtype([("kind", "<u2"), ("bytes", "<u2"), ("header", "<u8")])
-"""The extra field of a record behind the first 4 GiB."""
+"""The extra field of a record that lies beyond the first 4 GiB."""
 _CENTRAL_MAGIC = b"PK\x01\x02"
 _LOCAL_MAGIC, _DESCRIPTOR_MAGIC = 0x04034B50, 0x08074B50
 _WINDOW_BYTES = 64 << 10
@@ -41,34 +41,36 @@ _WINDOW_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """What the directory says, in file order."""
+    """The fields of the directory's records, in file order."""
 
     raw_names: list[bytes]
     crc: NDArray[np.int64]
     size: NDArray[np.int64]
     header: NDArray[np.int64]
     stop: NDArray[np.int64]
-    """Where the next header, or the directory, begins."""
+    """The offset at which the next header, or the directory, begins."""
     flags: NDArray[np.int64]
     name_bytes: NDArray[np.int64]
     descriptor: NDArray[np.int64]
-    """Bytes behind the data: 16, and none behind an empty record."""
+    """Bytes of the descriptor behind the data: 16, or 0 behind an empty record."""
 
 
-def entries_in_columns(window: Window, directory: bytes, offset: int, count: int) -> tuple[str, list[ZipEntry]] | None:
+def entries_in_columns(
+    cached: CachedFile, directory: bytes, offset: int, count: int
+) -> tuple[str, list[ZipEntry]] | None:
     """The root and the entries of an archive that is as torch writes it, in file order; None for any other.
 
     Args:
-        window: The file.
+        cached: The file.
         directory: Its central directory.
-        offset: Where that begins in the file.
-        count: How many records it has.
+        offset: Offset of the directory in the file.
+        count: Number of records of the directory.
     """
     columns = _columns(directory, offset, count)
     named = None if columns is None else _names(columns.raw_names)
     if columns is None or named is None:
         return None
-    data = _data_offsets(window, columns)
+    data = _data_offsets(cached, columns)
     if data is None:
         return None
     root, names = named
@@ -116,20 +118,21 @@ def _columns(directory: bytes, offset: int, count: int) -> _Columns | None:
 
 
 def _starts(directory: bytes, count: int) -> list[int] | None:
-    """Where `count` records begin, as far as the magic tells: lengths are the caller's to compare with it."""
+    """The offsets of `count` records, found by magic numbers. The caller compares them with the records' lengths."""
     starts: list[int] = []
     at = 0 if directory.startswith(_CENTRAL_MAGIC) else -1
     while at >= 0 and len(starts) <= count:
         starts.append(at)
         at = directory.find(_CENTRAL_MAGIC, at + _CENTRAL.itemsize)
-    # What is too short for a record at its end is none.
+    # A magic number too near the end for a whole record does not count.
     whole = bool(starts) and starts[-1] + _CENTRAL.itemsize <= len(directory)
     return starts if whole and len(starts) == count else None
 
 
 def _records_at(data: bytes, kind: np.dtype[np.void], at: NDArray[np.int64]) -> NDArray[np.void]:
-    """The records that begin at these places; all of them end inside the data."""
-    # A record at every byte, of which the wanted ones are copied: numpy knows no other way to unpack at odd places.
+    """The records at these offsets; all of them end inside the data."""
+    # A view with a record at every byte, of which the wanted ones are copied: numpy has no other way to read records at
+    # unaligned offsets.
     everywhere = np.ndarray((len(data) - kind.itemsize + 1,), kind, data, strides=(1,))
     return everywhere[at]
 
@@ -139,11 +142,11 @@ def _column(records: NDArray[np.void], name: str) -> NDArray[np.int64]:
 
 
 def _names(raw_names: list[bytes]) -> tuple[str, list[str]] | None:
-    """The root, and the names below it, if all of them are clean and no two are alike."""
+    """The root and the names below it; None if a name is unsafe or two names are equal."""
     joined = b"\n".join(raw_names)
     if not joined.isascii():
         return None
-    # In lines, and all parts of all names between slashes: checks of one text, not of a million.
+    # All names are joined into one text, by lines and by slashes: a check of one text, not of a million.
     lines, parts = joined.decode(), f"/{joined.decode()}/".replace("\n", "/")
     root = lines.partition("/")[0]
     lead = f"\n{root}/"
@@ -157,38 +160,38 @@ def _names(raw_names: list[bytes]) -> tuple[str, list[str]] | None:
     return root, listed.replace(lead, "\n")[1:].split("\n")
 
 
-def _data_offsets(window: Window, columns: _Columns) -> NDArray[np.int64] | None:
-    """Where the data of each record begin: said by its local header, or predicted where that is not at hand."""
+def _data_offsets(cached: CachedFile, columns: _Columns) -> NDArray[np.int64] | None:
+    """The offset of each record's data: from its local header, or predicted if that would cost a request."""
     start = columns.header + _LOCAL.itemsize + columns.name_bytes + 4 + 12 * (columns.header >= U32_MAX)
     data = -(-start // ALIGNMENT) * ALIGNMENT
-    at_hand = np.flatnonzero(_at_hand(window, columns.header, columns.header + _LOCAL.itemsize + columns.name_bytes))
+    at_hand = np.flatnonzero(_at_hand(cached, columns.header, columns.header + _LOCAL.itemsize + columns.name_bytes))
     if len(at_hand):
-        said = _checked_locals(window, columns, at_hand)
+        said = _checked_locals(cached, columns, at_hand)
         if said is None:
             return None
         data[at_hand] = said
     return data if (data + columns.size + columns.descriptor == columns.stop).all() else None
 
 
-def _at_hand(window: Window, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of these ranges cost no request, as `zip_reader` has it: all of a local file, what was read of others."""
-    if window.file.store.scheme == "file":
+def _at_hand(cached: CachedFile, begins: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """A mask of the ranges that cost no request: all of a local file, those already read of a remote one."""
+    if cached.file.store.scheme == "file":
         return np.ones(len(begins), np.bool_)
     found = np.zeros(len(begins), np.bool_)
-    for first, last in window.spans():
+    for first, last in cached.spans():
         found |= (first <= begins) & (ends <= last)
     return found
 
 
-def _checked_locals(window: Window, columns: _Columns, index: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Where the local headers of these records say that data begin, if headers and descriptors agree with them."""
+def _checked_locals(cached: CachedFile, columns: _Columns, index: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """The offsets of the data from the local headers of these records; None if a header or descriptor disagrees."""
     header, stop, name_bytes = columns.header[index], columns.stop[index], columns.name_bytes[index]
     descriptor_at = stop - columns.descriptor[index]
-    described = (descriptor_at < stop) & _at_hand(window, descriptor_at, stop)
+    described = (descriptor_at < stop) & _at_hand(cached, descriptor_at, stop)
     begins = np.concatenate([header, descriptor_at[described]])
     ends = np.concatenate([header + _LOCAL.itemsize + name_bytes, stop[described]])
     order = np.argsort(begins, kind="stable")
-    read, lengths = _read(window, begins[order], ends[order]), (ends - begins)[order]
+    read, lengths = _read(cached, begins[order], ends[order]), (ends - begins)[order]
     place = np.empty_like(begins)
     place[order] = np.cumsum(lengths) - lengths
     heads = _records_at(read, _LOCAL, place[: len(index)])
@@ -228,24 +231,24 @@ def _descriptors(columns: _Columns, index: NDArray[np.int64]) -> bytes:
     return expected.tobytes()
 
 
-def _read(window: Window, all_begins: NDArray[np.int64], all_ends: NDArray[np.int64]) -> bytes:
-    """These ranges of the file, one after the other; in its order."""
-    if window.file.store.scheme != "file":
+def _read(cached: CachedFile, all_begins: NDArray[np.int64], all_ends: NDArray[np.int64]) -> bytes:
+    """Read ranges of the file, given in file order, as one byte string."""
+    if cached.file.store.scheme != "file":
         ranges = zip(all_begins.tolist(), all_ends.tolist(), strict=True)
-        return b"".join(window.read(begin, end - begin) for begin, end in ranges)
+        return b"".join(cached.read(begin, end - begin) for begin, end in ranges)
     # A descriptor and the header behind it are one range.
     cuts = all_begins[1:] != all_ends[:-1]
     begins = all_begins[np.append(np.True_, cuts)].tolist()
     ends = all_ends[np.append(cuts, np.True_)].tolist()
-    # A window where the next range is near, no more than asked for where it is not; and none is kept: a window for
-    # each of twenty thousand large records would be a gigabyte.
+    # Read a block if the next range is near, else only the range. No block is kept: one for each of twenty thousand
+    # large records would take a gigabyte.
     pieces: list[bytes] = []
     block, at, until = b"", 0, 0
     for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
         if end > until:
             near = ends[min(number + 1, len(ends) - 1)] - begin < _WINDOW_BYTES
             wanted = max(end - begin, _WINDOW_BYTES if near else 0)
-            at, until = begin, min(begin + wanted, window.size_bytes)
-            block = window.file.read(at, until - at)
+            at, until = begin, min(begin + wanted, cached.size_bytes)
+            block = cached.file.read(at, until - at)
         pieces.append(block[begin - at : end - at])
     return b"".join(pieces)

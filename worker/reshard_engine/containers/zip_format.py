@@ -1,4 +1,4 @@
-"""What the two readers of zip directories share: a record, the bits that torch sets, the bounds.
+"""Shared definitions of the two readers of zip directories: a record, the flag bits that torch sets, the bounds.
 
 Source: PKWARE APPNOTE 6.3; torch 2.13.0 `caffe2/serialize/inline_container.cc`.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 DESCRIPTOR_FLAG, UTF8_FLAG = 1 << 3, 1 << 11
 PLAIN_FILES = (0, 8)
-"""The kind of file in a record's Unix mode: none, or a regular file; a link is neither."""
+"""The allowed file types in a record's Unix mode: none, or a regular file. A link is refused."""
 U32_MAX = 0xFFFFFFFF
 ALIGNMENT = 64
 MAX_NAME_BYTES = 512

@@ -31,9 +31,9 @@ class StorageRecord:
 
     key: str
     runs: tuple[tuple[int, int, int, Dtype], ...]
-    """(slot, begin, end, dtype) as in `tensors.layout.Body`."""
+    """The runs that fill the storage, as (slot, begin, end, dtype) of `tensors.layout.Body`."""
     data: bytes | None = None
-    """The bytes, where they are known; then there are no runs."""
+    """The bytes of the storage if they are known; it then has no runs."""
 
     @property
     def length_bytes(self) -> int:
@@ -84,7 +84,7 @@ class _Archive:
         self._literal(struct.pack(form, b"PK\x07\x08", crc, size, size))
 
     def add_bytes(self, name: str, data: bytes) -> None:
-        """A record whose bytes are known."""
+        """Add a record whose bytes are known."""
         raw = f"{self._root}/{name}".encode()
         header_at, crc = self.at, crc32(data)
         self._header(raw, len(data))
@@ -93,7 +93,7 @@ class _Archive:
         self._entries.append((raw, header_at, len(data), crc, None))
 
     def add_storage(self, storage: StorageRecord) -> None:
-        """A record that tensors fill."""
+        """Add a record that tensors fill."""
         raw = f"{self._root}/data/{storage.key}".encode()
         header_at, size = self.at, storage.length_bytes
         self._header(raw, size)
@@ -147,7 +147,7 @@ def zip_template(root: str, pickle: bytes, storages: Sequence[StorageRecord]) ->
     """The template of a torch archive.
 
     Args:
-        root: Name of the archive's root, as torch: the file's stem.
+        root: Name of the archive's root; as in torch, the file's stem.
         pickle: Bytes of `data.pkl`.
         storages: The storages in key order.
     """
@@ -162,7 +162,7 @@ def zip_template(root: str, pickle: bytes, storages: Sequence[StorageRecord]) ->
         else:
             archive.add_storage(storage)
     archive.add_bytes("version", b"3\n")
-    # torch hashes names and CRCs here; any 40 digits serve, and ours must not depend on data.
+    # torch writes a hash of names and CRCs here. Any 40 digits are valid, and ours must not depend on data.
     serial = int.from_bytes(hashlib.sha256(pickle).digest()[:16], "big") % 10**40
     archive.add_bytes(".data/serialization_id", f"{serial:040d}".encode())
     return archive.finish()

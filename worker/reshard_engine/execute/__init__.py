@@ -1,1 +1,1 @@
-"""Execution: units read extents, cast, write chunks; a journal remembers; the commit comes last."""
+"""Execution: units read extents, cast them and write chunks; a journal keeps finished units; the commit is last."""

@@ -1,4 +1,4 @@
-"""What a finished unit leaves in the journal, so that a later attempt neither repeats nor trusts it blindly."""
+"""The record of a finished unit in the journal. A later attempt checks it and does not repeat the unit."""
 
 from __future__ import annotations
 
@@ -18,12 +18,30 @@ RecordSpan = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """One written chunk: its CRC-32, and the store's receipt where the store gives one."""
+    """One written chunk: its CRC-32, and the store's receipt (`etag`) if the store gives one."""
 
     chunk: Chunk
     crc32: int | None
-    """None where the store copied it and does not say: a span of the record tells the sum of several chunks."""
+    """None if the store copied the chunk and reported no CRC-32; a span then holds the CRC-32 of several chunks."""
     etag: str = ""
+
+
+def line_of(facts: object) -> bytes:
+    """JSON values as one line without its line end: the CRC-32 of the JSON text, then the JSON text."""
+    text = json.dumps(facts, separators=(",", ":")).encode()
+    return b"%08x %s" % (zlib.crc32(text), text)
+
+
+def facts_in(line: bytes) -> Any:
+    """The JSON values in a line.
+
+    Raises:
+        ValueError, RecursionError: The line holds none, because a crash cut it off or it was damaged.
+    """
+    crc, _, text = line.partition(b" ")
+    if crc != b"%08x" % zlib.crc32(text):
+        raise ValueError
+    return json.loads(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +51,20 @@ class UnitRecord:
     unit: int
     chunks: tuple[ChunkRecord, ...]
     spans: tuple[RecordSpan, ...] = ()
-    """The parts of records that the unit passed, and those that begin in it and are copied."""
+    """The parts of records that the unit wrote, and the copied ranges that begin in it."""
     blocks: tuple[BlockRun, ...] = ()
     """Digests of the blocks of tensors that begin in the unit."""
     read_bytes: int = 0
     losses: dict[str, Losses] = field(default_factory=dict[str, Losses])
-    """What casts lost, by parameter."""
+    """The losses of casts, by parameter."""
 
     def belongs_to(self, plan: Plan) -> bool:
-        """Whether it tells of a unit of this plan: what lies beside a target may be anyone's."""
+        """True if the record describes a unit of this plan: files beside a target may come from any conversion."""
         return 0 <= self.unit < len(plan.units) and tuple(c.chunk for c in self.chunks) == plan.units[self.unit].chunks
 
     def to_line(self) -> bytes:
-        """One line without its end: CRC-32 of the rest, then JSON."""
-        text = json.dumps(
+        """The record as a line of the journal."""
+        return line_of(
             {
                 "unit": self.unit,
                 "chunks": [[c.chunk.file, c.chunk.offset, c.chunk.length_bytes, c.crc32, c.etag] for c in self.chunks],
@@ -54,19 +72,14 @@ class UnitRecord:
                 "blocks": [[b.tensor, b.dtype, b.first, b64encode(b.digests).decode()] for b in self.blocks],
                 "read_bytes": self.read_bytes,
                 "losses": {fqn: lost.columns() for fqn, lost in self.losses.items()},
-            },
-            separators=(",", ":"),
-        ).encode()
-        return b"%08x %s" % (zlib.crc32(text), text)
+            }
+        )
 
     @staticmethod
     def from_line(line: bytes) -> UnitRecord | None:
-        """The record of a line, or None if the line is not one: torn by a crash, or damaged since."""
-        crc, _, text = line.partition(b" ")
-        if crc != b"%08x" % zlib.crc32(text):
-            return None
+        """The record in a line; None if the line holds none, because a crash cut it off or it was damaged."""
         try:
-            facts: dict[str, Any] = json.loads(text)
+            facts: dict[str, Any] = facts_in(line)
             chunks = tuple(ChunkRecord(Chunk(f, o, n), crc, etag) for f, o, n, crc, etag in facts["chunks"])
             spans = tuple((f, r, o, n, c) for f, r, o, n, c in facts["spans"])
             blocks = tuple(BlockRun(t, d, n, b64decode(x, validate=True)) for t, d, n, x in facts["blocks"])

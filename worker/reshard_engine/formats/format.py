@@ -1,4 +1,4 @@
-"""The seam that a format implements: one object answers for everything that the engine asks about a format."""
+"""The protocol of a format: one object that answers every question of the engine about the format."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from reshard.diffs import DiffOptions
 from reshard.errors import ReshardError
-from reshard.models import ConvertRequest, PossibleTarget, SourceSpec, TargetFormat
+from reshard.models import ConvertRequest, PossibleTarget, SourceSpec
+from reshard.options import Options
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.writer import Writer
@@ -20,18 +20,18 @@ from reshard_engine.tensors.layout import KnownFiles
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The part of a run's state that is no tensor of a parameter, by names that are the same in every layout."""
+    """The state of a run beside the tensors of parameters, by names that are the same in every layout."""
 
     state: Mapping[str, Node] | None = None
     """Counters, schedulers, client state; None for a checkpoint that holds no run."""
     optimizer: Mapping[str, Node] = field(default_factory=dict[str, Node])
     """Values of the optimizer beside its param groups, such as the loss scale."""
     optional: frozenset[str] = frozenset()
-    """Names of `optimizer` that some layouts keep and others do not: compared where both sides have them."""
+    """Names in `optimizer` that only some layouts keep; they are compared if both sides have them."""
 
 
-class Trial(Protocol):
-    """Conversions of one checkpoint that are laid out by their writers, and not run."""
+class DryRun(Protocol):
+    """Conversions of one checkpoint that are laid out by their writers but not run."""
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -40,11 +40,11 @@ class Trial(Protocol):
 
     @property
     def source(self) -> SourceSpec:
-        """The name that the user gave it."""
+        """The source as the user named it."""
         ...
 
-    def refusal(self, to: TargetFormat, **options: Any) -> ReshardError | None:
-        """The reason for which a conversion with these fields of `ConvertRequest` is refused; None if it is not."""
+    def refusal(self, to: str, **options: Any) -> ReshardError | None:
+        """The reason why a conversion with these fields of `ConvertRequest` is refused; None if it is not refused."""
         ...
 
     @property
@@ -62,33 +62,33 @@ class Trial(Protocol):
 
 
 class Format:
-    """A family of checkpoints. What a format does not override is as in one that nothing is known about."""
+    """A family of checkpoints. The defaults of this class are those of a format without features of its own."""
 
     name: ClassVar[str]
     readers: ClassVar[tuple[Reader, ...]] = ()
     """The readers of this format, in the order in which they are asked whether they recognise a directory."""
     of_training: ClassVar[bool] = False
-    """True if a directory of this format holds a training state: what lies beside that is a copy of less."""
+    """True if a directory of this format holds a training state. Weights beside it are then taken for a copy."""
     files: ClassVar[KnownFiles] = KnownFiles()
-    """The names by which a target that exists already is known for a checkpoint of this format."""
-    targets: ClassVar[tuple[TargetFormat, ...]] = ()
+    """The file names by which an existing target is recognised as a checkpoint of this format."""
+    targets: ClassVar[tuple[str, ...]] = ()
     """The targets that this format's writers write."""
 
     takes_model_files: ClassVar[bool] = False
-    """True if a model's configuration and the like may lie beside what the writers write."""
+    """True if a model's configuration and tokenizer files may be written beside the target's files."""
     whole_models: ClassVar[bool] = False
-    """True if the writers write models that are expected to be whole."""
+    """True if targets of this format should contain the whole model."""
 
-    def writer(self, target: TargetFormat) -> Writer:
-        """The writer of one of `targets`, imported when it is asked for: a command waits for one, not for all.
+    def writer(self, target: str) -> Writer:
+        """The writer of one of `targets`. It is imported here, so that a command does not wait for the other writers.
 
         Raises:
             LookupError: The format has no such target.
         """
         raise LookupError(target)
 
-    def read_rules(self, request: ConvertRequest | DiffOptions) -> Mapping[str, Any] | None:
-        """The rules of a request that say how the parameters of this format's checkpoints are cut; None for none.
+    def read_rules(self, options: Options) -> Mapping[str, Any] | None:
+        """The cut rules of the options, for this format's checkpoints; None if the options contain none.
 
         Raises:
             RequestError: `request.invalid`.
@@ -96,17 +96,17 @@ class Format:
         return None
 
     def check_request(self, request: ConvertRequest) -> None:
-        """Refuse options of this format that contradict one another or the target.
+        """Refuse options of this format that contradict one another or the target, before anything is read.
 
         Raises:
             RequestError: `request.invalid`.
         """
 
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
-        """The source as this format's writers want it; None if they take what any reader recognises.
+        """The source, read in the way that this format's writers need; None if they take the checkpoint of any reader.
 
         Raises:
-            SourceError: Everything that can be wrong with the source.
+            SourceError: The source is missing, damaged or not supported.
         """
         return None
 
@@ -118,30 +118,38 @@ class Format:
         """
         return checkpoint
 
+    def base_model(self, request: ConvertRequest) -> str | None:
+        """The URL or path of another model whose weights `completed` needs; None if it needs none."""
+        return None
+
+    def completes(self, request: ConvertRequest) -> bool:
+        """True if `completed` supplies the parameters that the checkpoint was saved without."""
+        return False
+
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
-        """The checkpoint with what the request takes from elsewhere: a base model, an adapter, a model's files.
+        """The checkpoint, completed from other places of the request: a base model, an adapter, a model's files.
 
         Args:
-            checkpoint: What was read.
+            checkpoint: The checkpoint that was read.
             request: The request.
-            base: The base model that the request names, where it names one.
+            base: The base model, if the request names one.
 
         Raises:
-            SourceError: Everything that can be wrong with those places.
+            SourceError: One of these places is missing, damaged or not supported.
             RequestError: `request.unsatisfiable`.
         """
         return checkpoint
 
     def left_out(self, checkpoint: Checkpoint) -> str | None:
-        """A note about parameters that the checkpoint was saved without; None if there is nothing to say."""
+        """A note about parameters that the checkpoint was saved without; None if there are none."""
         return None
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
-        """The rank whose file this is, for people; empty for a file that is no rank's own."""
+        """The label of the rank that owns a file; empty for a file that belongs to no single rank."""
         return ""
 
     def zero_stage(self, checkpoint: Checkpoint) -> int | None:
-        """The ZeRO stage that `inspect` and `diff` show; None for formats that know no stages."""
+        """The ZeRO stage that `inspect` and `diff` show; None for formats without stages."""
         return None
 
     def cautions(self, checkpoint: Checkpoint) -> list[str]:
@@ -152,10 +160,11 @@ class Format:
         """Warnings about tensors that were put together from slices, for a target that holds them whole."""
         return []
 
-    def possible_targets(self, tried: Trial) -> Iterable[PossibleTarget]:
-        """What any checkpoint can become in this format, and where it cannot, the reason."""
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """The targets of this format, each with the reason if the checkpoint cannot be converted to it."""
         return ()
 
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
-        """What `diff` compares of a checkpoint of this format beside its tensors and param groups."""
-        return RunFacts()
+        """The values that `diff` compares beside tensors and param groups."""
+        state = checkpoint.facts.run_state(checkpoint)
+        return RunFacts({str(k): v for k, v in state.items()} or None)

@@ -1,4 +1,4 @@
-"""The weights of a model: which tensors of a checkpoint they are, and in which element type a target holds them."""
+"""Chooses the tensors of a checkpoint that are the weights of its model, and their element types in a target."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Weight:
 def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
     """Every tensor to write: trained parameters from their masters, frozen ones, buffers.
 
-    Floating tensors become the requested dtype; scalars, integers and booleans stay what they are. Without
-    a requested dtype masters stay fp32, and a source that has no masters keeps its own types.
+    Floating-point tensors are cast to the requested dtype; scalars, integers and booleans keep their types. Without
+    a requested dtype masters stay fp32, and a source without masters keeps its own types.
 
     Raises:
-        RequestError: `request.unsatisfiable` if a parameter is stored nowhere, or if frozen ones are to be left
-            out and the source does not say which they are.
+        RequestError: `request.unsatisfiable` if a parameter is stored nowhere, or if frozen parameters are to be left
+            out and the source does not say which are frozen.
         SourceError: `checkpoint.ambiguous` if two tensors would have one name.
     """
     if request.exclude_frozen and not checkpoint.trained:

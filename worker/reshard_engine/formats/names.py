@@ -1,4 +1,4 @@
-"""Names that a checkpoint gives and that may become parts of paths: parameters and optimizer states."""
+"""Checks names from checkpoints that may become parts of paths: parameters and optimizer states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STATE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 
 
 def checked_name(name: str) -> str:
-    """A parameter name that may become part of a path.
+    """Check a parameter name, which may become part of a path.
 
     Raises:
         SourceError: `name.invalid` otherwise.
@@ -26,7 +26,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_state(name: object) -> str:
-    """The name of an optimizer state, which becomes a file's name: a plain word.
+    """Check the name of an optimizer state, which becomes a file name and must be a plain word.
 
     Raises:
         SourceError: `name.invalid` otherwise, and for `fp32`, which means the master.

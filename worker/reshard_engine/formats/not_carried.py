@@ -1,4 +1,4 @@
-"""Collects what the files of a checkpoint hold and no reader takes, so that every such key is named once."""
+"""Collects the keys of a checkpoint's files that no reader uses, so that every such key is reported once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from reshard.errors import printable
 from reshard.models import NotCarried
 
-UNKNOWN = "nothing here knows this key"
+UNKNOWN = "reshard does not know this key"
 
 
 class NotCarriedKeys:
     """Keys by path and reason, each with the files that hold it."""
 
     def __init__(self) -> None:
-        """Nothing was left out yet."""
+        """Start without keys."""
         self._files: dict[tuple[str, str], list[str]] = {}
 
     def add(self, path: str, reason: str, *, file: str = "") -> None:

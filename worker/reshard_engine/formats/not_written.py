@@ -1,4 +1,4 @@
-"""Names for what a target leaves out of a checkpoint: `not_carried` of the conversion's result."""
+"""Names the parts of a checkpoint that a target leaves out, for `not_carried` of the conversion's result."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from reshard.errors import printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
 
 NO_TRAINING_STATE = "weights hold no training state"
-NO_TENSORS = "the format holds tensors only, and this entry of the state dict is none"
+NO_TENSORS = "the format holds tensors only, and this entry of the state dict is not a tensor"
 AS_ASKED = "left out, as asked"
 
 
@@ -20,16 +19,13 @@ def named(paths: Iterable[str], reason: str) -> tuple[NotCarried, ...]:
 
 
 def training_state(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
-    """The optimizer, and each entry of the model states: what a target without training state leaves out."""
-    state = checkpoint.model_state
-    entries = mapping_items(state, what="model states") if is_mapping(state) else {}
+    """The optimizer and each entry of the run's state, for targets that hold no training state."""
     optimizer = ["optimizer"] if checkpoint.optimizer is not None else []
-    keys = [str(k) for k in entries if k not in checkpoint.described]
-    return named([*optimizer, *keys], NO_TRAINING_STATE)
+    return named([*optimizer, *map(str, checkpoint.facts.run_state(checkpoint))], NO_TRAINING_STATE)
 
 
 def extra_states(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
-    """The entries of the state dict that are no tensors, for targets that hold nothing else."""
+    """The entries of the state dict that are not tensors, for targets that hold tensors only."""
     return named((f"module.{name}" for name in checkpoint.extra_states), NO_TENSORS)
 
 
@@ -39,5 +35,5 @@ def frozen_parameters(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
 
 
 def padding_left_out(checkpoint: Checkpoint) -> str:
-    """A note about the rows of padding behind a vocabulary, for targets that hold the vocabulary alone."""
+    """A note about the padding rows of the vocabulary, for targets that leave them out."""
     return f"{checkpoint.padding_rows} rows of padding behind the vocabulary are left out"

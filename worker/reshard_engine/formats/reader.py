@@ -1,4 +1,4 @@
-"""The seam that a source format implements."""
+"""The protocol of readers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from reshard_engine.storage.protocol import Listing
 
 
 class Reader(Protocol):
-    """Understands one format family. Never reads tensor bytes but scalars, never unpickles."""
+    """Reads one family of checkpoints. It never unpickles, and reads no tensor data except scalars."""
 
     family: str
 
     def recognises(self, listing: Listing) -> bool:
-        """Whether a directory with these children is a checkpoint of this family."""
+        """True if a directory with these children is a checkpoint of this family."""
         ...
 
     def read(
@@ -29,9 +29,9 @@ class Reader(Protocol):
         ledger: OpaqueLedger,
         rules: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """The checkpoint in this directory.
+        """Read the checkpoint in this directory.
 
         Raises:
-            SourceError: With the reason and what the user can do, for everything that is not understood.
+            SourceError: A part of the checkpoint is not understood; the error has the reason and a fix.
         """
         ...

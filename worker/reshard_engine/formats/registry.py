@@ -1,12 +1,16 @@
-"""The formats that there are: the one table that names them, and what all of them answer together."""
+"""The registry of formats: the only table that names them, and functions that ask all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
 from typing import Any
 
-from reshard.diffs import DiffOptions
-from reshard.models import ConvertRequest, TargetFormat
+from reshard.errors import RequestError, printable
+from reshard.installed_formats import InstalledFormat, installed_formats, refused_format
+from reshard.models import ConvertRequest
+from reshard.options import Options
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.format import DeepSpeed
 from reshard_engine.formats.format import Format
@@ -17,24 +21,47 @@ from reshard_engine.formats.writer import Writer
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.tensors.layout import KnownFiles
 
-FORMATS: tuple[Format, ...] = (DeepSpeed(), Weights(), Peft(), TorchFiles())
+_BUILT_IN: tuple[Format, ...] = (DeepSpeed(), Weights(), Peft(), TorchFiles())
 _OURS = KnownFiles(entries=(MANIFEST_NAME,), needed=(MANIFEST_NAME,))
 _UNKNOWN = Format()
 
 
-def format_writing(target: TargetFormat) -> Format:
+@cache
+def formats() -> tuple[Format, ...]:
+    """The formats of reshard, followed by those of other packages.
+
+    Raises:
+        RequestError: `request.bad_format` if a format of another package cannot be loaded.
+    """
+    return (*_BUILT_IN, *map(_loaded, installed_formats()))
+
+
+def _loaded(installed: InstalledFormat) -> Format:
+    """Load the implementation of a format of another package."""
+    module, _, name = installed.implementation.partition(":")
+    try:
+        found: Any = getattr(import_module(module), name)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise refused_format(installed.name, module, printable(str(error))) from error
+    if not isinstance(found, Format) or found.name != installed.name or {*found.targets} != {*installed.targets}:
+        text = f"{installed.implementation} is no Format with its name and its targets"
+        raise refused_format(installed.name, module, text)
+    return found
+
+
+def format_writing(target: str) -> Format:
     """The format whose writers write a target.
 
     Raises:
         LookupError: No format writes it.
     """
-    for known in FORMATS:
+    for known in formats():
         if target in known.targets:
             return known
     raise LookupError(target)
 
 
-def writer_of(target: TargetFormat) -> Writer:
+def writer_of(target: str) -> Writer:
     """The writer of a target.
 
     Raises:
@@ -44,22 +71,45 @@ def writer_of(target: TargetFormat) -> Writer:
 
 
 def format_of(checkpoint: Checkpoint) -> Format:
-    """The format that a checkpoint was read from; one that knows nothing for a checkpoint that was not read."""
-    return next((known for known in FORMATS if known.name == checkpoint.family), _UNKNOWN)
+    """The format that a checkpoint was read from; a plain `Format` for a checkpoint that was not read."""
+    return next((known for known in formats() if known.name == checkpoint.family), _UNKNOWN)
 
 
 def known_files() -> KnownFiles:
-    """The names by which outputs of ours and checkpoints of any format are known."""
-    return KnownFiles.of_all((_OURS, *(known.files for known in FORMATS)))
+    """The file names by which outputs of reshard and checkpoints of any format are recognised."""
+    return KnownFiles.of_all((_OURS, *(known.files for known in formats())))
 
 
-def rules_of(request: ConvertRequest | DiffOptions) -> Mapping[str, Any] | None:
-    """The rules of a request, in the terms of the one format that has any; None if it gives none.
+def check_request(request: ConvertRequest) -> None:
+    """Refuse a target or options that no installed format has, and options that do not go together.
 
     Raises:
         RequestError: `request.invalid`.
     """
-    return next((rules for known in FORMATS if (rules := known.read_rules(request)) is not None), None)
+    names = [name for known in formats() for name in known.targets]
+    if request.to not in names:
+        raise RequestError(
+            "request.invalid",
+            f"no format that is installed here writes {printable(request.to)!r}; there are {', '.join(names)}",
+            fix="install the package of that format on the machine of the engine, or name another target",
+        )
+    if unknown := request.options.unknown():
+        raise RequestError(
+            "request.invalid",
+            f"options.{printable(unknown[0])} is of a format that is not installed here",
+            fix="install the package of that format on the machine of the engine, or leave the options out",
+        )
+    for known in formats():
+        known.check_request(request)
+
+
+def rules_of(options: Options) -> Mapping[str, Any] | None:
+    """The rules among the options, in the terms of the one format that has any; None if there are none.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    return next((rules for known in formats() if (rules := known.read_rules(options)) is not None), None)
 
 
 def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
@@ -68,18 +118,18 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     Raises:
         RequestError: `request.unsatisfiable`.
     """
-    for known in FORMATS:
+    for known in formats():
         checkpoint = known.relabelled(checkpoint, request)
     return checkpoint
 
 
 def left_out(checkpoint: Checkpoint) -> str | None:
-    """A note about parameters that the checkpoint was saved without; None if there is nothing to say."""
-    # An adapter's base model is the better reason than any frozen parameters.
-    return next((text for known in reversed(FORMATS) if (text := known.left_out(checkpoint)) is not None), None)
+    """A note about parameters that the checkpoint was saved without; None if there are none."""
+    # A missing base model explains more than a list of frozen parameters.
+    return next((text for known in reversed(formats()) if (text := known.left_out(checkpoint)) is not None), None)
 
 
 def cautions(checkpoint: Checkpoint) -> list[str]:
     """Warnings that `inspect` adds to those of the reader."""
     lost = left_out(checkpoint)
-    return [text for known in FORMATS for text in known.cautions(checkpoint)] + ([] if lost is None else [lost])
+    return [text for known in formats() for text in known.cautions(checkpoint)] + ([] if lost is None else [lost])

@@ -1,9 +1,9 @@
-"""How a URL becomes a checkpoint: the directory that the user means, and the reader that recognises it.
+"""Finds the checkpoint that a URL names: its directory, and the reader that recognises the directory.
 
-Users name what they have: the directory they save into (with `latest` or `latest_universal`), one tag in it, a
-Hugging Face `checkpoint-N`, an Accelerate or Lightning directory: all of them hold a tag directory one level down.
-Or a directory of weights. Trainers leave weights beside a training state as a copy of less precision, so a
-directory is taken for weights only if it is nothing else.
+A user may name the save directory (with `latest` or `latest_universal`), one tag in it, a Hugging Face `checkpoint-N`,
+or an Accelerate or Lightning directory. All but the tag hold a tag directory one level down. A user may also name a
+directory of weights. Trainers leave a copy of the weights in lower precision beside a training state, so a directory
+counts as weights only if no training state is found.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import Format
 from reshard_engine.formats.reader import Reader
-from reshard_engine.formats.registry import FORMATS, known_files
+from reshard_engine.formats.registry import formats, known_files
 from reshard_engine.formats.unsupported import unsupported_kind
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -30,7 +30,7 @@ _WITHOUT_TAGS = (
     "copy the checkpoint again from where it was written: no tag is here",
     "leave --tag out, or name the directory that holds the tags",
 )
-"""What to do where no tag is there: a pointer names one, and the user does."""
+"""The fixes for a tag that does not exist: one for a tag from a pointer, one for a tag of the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Found:
 def _recognise(
     location: Location, listing: Listing, tag: str | None, *, of_training: tuple[bool, ...] = (True, False)
 ) -> Found | None:
-    """The directory as the first format sees it that recognises it; those of training states are asked first."""
+    """The reader of the first format that recognises a directory. Formats of training states are asked first."""
     for wanted in of_training:
-        for known in (f for f in FORMATS if f.of_training is wanted):
+        for known in (f for f in formats() if f.of_training is wanted):
             for reader in known.readers:
                 if reader.recognises(listing):
                     return Found(location, listing, tag, known, reader)
@@ -62,7 +62,7 @@ def _recognise_child(location: Location, tag: str) -> Found | None:
 
 
 def find_checkpoint(location: Location, tag: str | None) -> Found:
-    """The checkpoint directory that the user means.
+    """Find the checkpoint directory for a location and a tag.
 
     Raises:
         SourceError: `source.not_found`, `source.unknown_kind`, `checkpoint.bad_latest`.
@@ -76,7 +76,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
                 fix="name the directory that holds it",
             )
         raise SourceError(
-            "source.not_found", f"nothing is at {printable(location.url)}", fix="check the path and the profile"
+            "source.not_found", f"nothing exists at {printable(location.url)}", fix="check the path and the profile"
         )
     if tag is not None:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
@@ -102,7 +102,7 @@ def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: st
     if pointer.size_bytes > _POINTER_LIMIT_BYTES:
         raise SourceError("checkpoint.bad_latest", f"`{name}` has {pointer.size_bytes} bytes; it holds one name")
     if location.store.scheme == "file" and not is_within(canonical_url(pointer.path), location.url):
-        # What it says becomes part of an error's text: it must not be another file's content.
+        # Its content becomes part of an error's text, so it must not be the content of another file.
         raise SourceError("checkpoint.bad_latest", f"`{name}` is a link to a file elsewhere")
     text = read_bytes(location.store, pointer).decode("utf-8", "replace").strip()
     return _tagged(location, listing, text, code="checkpoint.bad_latest", said_by=f"`{name}`")
@@ -129,7 +129,7 @@ def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_b
 
 def _tag_fix(location: Location, listing: Listing) -> str:
     tags = [d for d in listing.directories if _recognise_child(location, d) is not None]
-    return f"name one that is there: --tag {shlex.quote(tags[-1])} (there are: {_some(tags)})" if tags else ""
+    return f"name an existing tag: --tag {shlex.quote(tags[-1])} (there are: {_some(tags)})" if tags else ""
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:
@@ -139,16 +139,16 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 def read_checkpoint(
     location: Location, tag: str | None, ledger: OpaqueLedger, rules: Mapping[str, Any] | None = None
 ) -> Checkpoint:
-    """The checkpoint that a location and an optional tag name.
+    """Read the checkpoint of a location and an optional tag.
 
     Args:
-        location: What the user names.
-        tag: The tag, where the user names one.
-        ledger: What happens to objects of classes that are not listed.
+        location: The place that the user named.
+        tag: The tag, if the user named one.
+        ledger: The policy for objects of classes that are not on the allow-list.
         rules: How tensor parallelism cut parameters, in place of what the checkpoint says (`rules.cut_rules`).
 
     Raises:
-        SourceError: As `find_checkpoint`, and everything that the reader finds.
+        SourceError: As `find_checkpoint`, and all errors of the reader.
     """
     found = find_checkpoint(location, tag)
     with collector_paused():
@@ -157,10 +157,10 @@ def read_checkpoint(
 
 
 def read_weights(location: Location, listing: Listing, ledger: OpaqueLedger) -> Checkpoint | None:
-    """The weights of a directory that is no training state; None if no format recognises any.
+    """Read the weights of a directory without a training state; None if no format recognises any.
 
     Raises:
-        SourceError: Everything that the reader finds.
+        SourceError: Any error of the reader.
     """
     found = _recognise(location, listing, None, of_training=(False,))
     if found is None:

@@ -1,4 +1,4 @@
-"""A tree and the tensors in it as one torch archive."""
+"""Lays out a tree and its tensors as one torch archive."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _REHEARSED: ContextVar[bool] = ContextVar("rehearsed", default=False)
 
 
 @contextmanager
-def rehearsal() -> Generator[None]:
+def dry_run() -> Generator[None]:
     """Make `tree_template` return empty archives within the block: most of a layout's time goes into the real ones.
 
-    Everything that a writer refuses it refuses all the same, which is what a rehearsal wants to know.
+    Writers refuse the same sources as outside of the block, and only that matters to a dry_run.
     """
     token = _REHEARSED.set(True)
     try:
@@ -36,7 +36,7 @@ def rehearsal() -> Generator[None]:
 
 @cache
 def _empty_archive() -> FileTemplate:
-    return zip_template("rehearsal", emit_pickle(None), [])
+    return zip_template("dry_run", emit_pickle(None), [])
 
 
 def tree_template(
@@ -51,7 +51,7 @@ def tree_template(
         root: Root name inside the archive.
         node: The value; its tensors are `PTensorRef`s, or `PRuns` of several, or parts of these.
         shard_map: Where the references point to.
-        opaque: Whether objects that are not on the allow-list are kept or dropped.
+        opaque: The policy for objects whose classes are not on the allow-list.
 
     Raises:
         SourceError: `pickle.forbidden_global` under the policy `refuse`.
@@ -68,7 +68,7 @@ def tree_template(
     wholes: dict[int, PTensor] = {}
 
     def part(ref: PRunsPart) -> PTensor:
-        # By identity: what is hashed by its runs, parameter by parameter, takes the square of their number.
+        # Keys are identities: hashing a tensor by its runs for each parameter would take quadratic time.
         whole = wholes.get(id(ref.whole)) or wholes.setdefault(id(ref.whole), placed(ref.whole))
         return PTensor(whole.storage, whole.dtype, ref.offset, ref.shape, packed_stride(ref.shape))
 

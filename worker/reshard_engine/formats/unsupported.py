@@ -1,4 +1,4 @@
-"""Checkpoints that are recognised and not read yet: torch's distributed checkpoints, and Megatron's of both kinds.
+"""Recognises checkpoints that are not supported yet: torch's distributed checkpoints, and both kinds of Megatron's.
 
 Source: torch 2.13.0 `distributed/checkpoint/filesystem.py` (`.metadata`, `__RANK_NUMBER.distcp`) and `format_utils.py`;
 megatron-core 0.16.1 `dist_checkpointing/core.py` (`metadata.json`, `common.pt`) and Megatron-LM
@@ -21,7 +21,7 @@ _FSDP = re.compile(r"(pytorch_model|optimizer)_fsdp_\d+")
 
 
 def unsupported_kind(location: Location, listing: Listing) -> SourceError | None:
-    """The error for a directory of a kind that is known and not read; None for any other."""
+    """The error for a directory of a known kind that is not supported; None for any other directory."""
     names = {f.path.rpartition("/")[2] for f in listing.files}
     inner = [d for d in listing.directories if _ITERATION.fullmatch(d) or _FSDP.fullmatch(d)]
     if {"metadata.json", "common.pt"} <= names:
@@ -47,7 +47,7 @@ _MEGATRON = (
 
 def _dcp(url: str) -> str:
     place = shlex.quote(url)
-    # torch unpickles `.metadata`: what a stranger put there would run.
+    # torch unpickles `.metadata`, which would run code that an attacker put there.
     return (
         "if you trust whoever wrote it: "
         f"mkdir weights && python -m torch.distributed.checkpoint.format_utils dcp_to_torch {place} "

@@ -1,4 +1,4 @@
-"""The seam that a target format implements."""
+"""The protocol of writers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from reshard_engine.tensors.layout import TargetLayout
 
 
 class Writer(Protocol):
-    """Lays out one target format. Pure: no I/O, no tensor bytes, deterministic."""
+    """Lays out targets of one format. It is pure and deterministic: no I/O, no tensor data."""
 
     def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
-        """Every file of the target; `name` is the last part of its URL.
+        """Lay out every file of the target; `name` is the last part of its URL.
 
         Raises:
             RequestError: `request.unsatisfiable` if the target cannot hold this source.

@@ -1,39 +1,18 @@
-"""CRC-32 of concatenations from the CRC-32s of the parts, and the board where running units meet.
+"""CRC-32 of concatenations and of their parts from one another, and the board where running units meet.
 
-Source: zlib's `crc32_combine` (Mark Adler): appending n zero bytes is a linear map over GF(2).
+Source: zlib's `crc32_combine` (Mark Adler), which `isal` binds: appending n zero bytes to a message multiplies its
+CRC-32 by x^(8n) modulo the polynomial. That polynomial is primitive, so x^(2^32 - 1) is 1.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from functools import lru_cache
 
-_POLYNOMIAL = 0xEDB88320
+from isal.isal_zlib import crc32_combine
 
-
-def _times(matrix: tuple[int, ...], vector: int) -> int:
-    result = 0
-    for row in matrix:
-        if not vector:
-            break
-        if vector & 1:
-            result ^= row
-        vector >>= 1
-    return result
-
-
-def _square(matrix: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(_times(matrix, row) for row in matrix)
-
-
-@lru_cache(maxsize=64)
-def _zeros_matrix(power: int) -> tuple[int, ...]:
-    """The map that appends 2**power zero bytes."""
-    if power == 0:
-        one_bit = (_POLYNOMIAL, *(1 << n for n in range(31)))
-        return _square(_square(_square(one_bit)))
-    return _square(_zeros_matrix(power - 1))
+_ORDER = (1 << 32) - 1
+"""After so many zero bytes every CRC-32 is what it was: appending `_ORDER - n` takes n away again."""
 
 
 def combine(first: int, second: int, second_bytes: int) -> int:
@@ -43,22 +22,7 @@ def combine(first: int, second: int, second_bytes: int) -> int:
     >>> combine(zlib.crc32(b"ab"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"abcde")
     True
     """
-    power = 0
-    while second_bytes:
-        if second_bytes & 1:
-            first = _times(_zeros_matrix(power), first)
-        second_bytes >>= 1
-        power += 1
-    return first ^ second
-
-
-@lru_cache(maxsize=64)
-def _unzeros_matrix(power: int) -> tuple[int, ...]:
-    """The map that takes 2**power zero bytes away again: appending one bit can be undone, its carry shows on top."""
-    if power == 0:
-        one_bit = (*(1 << n for n in range(1, 32)), (((1 << 31) ^ _POLYNOMIAL) << 1) | 1)
-        return _square(_square(_square(one_bit)))
-    return _square(_unzeros_matrix(power - 1))
+    return crc32_combine(first, second, second_bytes)
 
 
 def without_prefix(whole: int, prefix: int, rest_bytes: int) -> int:
@@ -78,13 +42,7 @@ def without_suffix(whole: int, suffix: int, suffix_bytes: int) -> int:
     >>> without_suffix(zlib.crc32(b"abcde"), zlib.crc32(b"cde"), 3) == zlib.crc32(b"ab")
     True
     """
-    rest, power = whole ^ suffix, 0
-    while suffix_bytes:
-        if suffix_bytes & 1:
-            rest = _times(_unzeros_matrix(power), rest)
-        suffix_bytes >>= 1
-        power += 1
-    return rest
+    return combine(whole ^ suffix, 0, -suffix_bytes % _ORDER)
 
 
 Span = tuple[int, int, int]

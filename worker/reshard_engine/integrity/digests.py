@@ -34,9 +34,14 @@ class BlockRun:
     digests: bytes
     """Eight little-endian bytes per block."""
 
+    @property
+    def end(self) -> int:
+        """Number of the block behind the last one."""
+        return self.first + len(self.digests) // DIGEST_BYTES
+
 
 def block_count(size_bytes: int) -> int:
-    """How many blocks a tensor of so many bytes has."""
+    """The number of blocks of a tensor of `size_bytes` bytes."""
     return -(-size_bytes // BLOCK_BYTES)
 
 
@@ -56,14 +61,14 @@ def tensor_digest(blocks: bytes | bytearray) -> str:
 
 
 class _Blocks:
-    """The known digests of one tensor: nine bytes a block."""
+    """The known digests of one tensor, at nine bytes a block."""
 
     def __init__(self) -> None:
         self.digests = bytearray()
         self.there = bytearray()
 
     def put(self, number: int, digest: bytes) -> bool:
-        """Remember a digest; False if another one is known."""
+        """Store a digest; False if the block has another digest already."""
         missing = number + 1 - len(self.there)
         if missing > 0:
             self.there += bytes(missing)
@@ -80,12 +85,12 @@ class TensorDigests:
     """Collects block digests in any order, from any thread."""
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start without digests."""
         self._blocks: dict[tuple[int, str], _Blocks] = {}
         self._lock = threading.Lock()
 
     def add(self, run: BlockRun) -> None:
-        """Take in a run.
+        """Add the digests of a run.
 
         Raises:
             IntegrityError: `integrity.mismatch` if a block is known with another digest: two copies of one
@@ -100,8 +105,28 @@ class TensorDigests:
                         "integrity.mismatch", f"block {number} of tensor {run.tensor} was written with two contents"
                     )
 
+    def missing(self, tensor: int, dtype: str, size_bytes: int) -> list[int]:
+        """The numbers of the blocks of a tensor that have no digest yet."""
+        there = self._blocks.get((tensor, dtype), _Blocks()).there
+        return [n for n in range(block_count(size_bytes)) if n >= len(there) or not there[n]]
+
+    def runs(self) -> list[BlockRun]:
+        """All digests so far."""
+        found: list[BlockRun] = []
+        for (tensor, dtype), blocks in self._blocks.items():
+            for number, there in enumerate(blocks.there):
+                if not there:
+                    continue
+                digest = bytes(blocks.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
+                last = found[-1] if found else None
+                if last is not None and (last.tensor, last.dtype, last.end) == (tensor, dtype, number):
+                    found[-1] = BlockRun(tensor, dtype, last.first, last.digests + digest)
+                else:
+                    found.append(BlockRun(tensor, dtype, number, digest))
+        return found
+
     def digest(self, tensor: int, dtype: str, size_bytes: int) -> str | None:
-        """The digest of a tensor of so many bytes; None while blocks are missing."""
+        """The digest of a tensor of `size_bytes` bytes; None while blocks are missing."""
         known = self._blocks.get((tensor, dtype), _Blocks())
         count = block_count(size_bytes)
         if len(known.there) != count or known.there.count(1) != count:
@@ -110,19 +135,19 @@ class TensorDigests:
 
 
 class TensorStream:
-    """Digests tensors from pieces that arrive in any order and size, as whoever reads files meets them.
+    """Digests tensors from pieces of any order and size, such as the reads of a file give.
 
-    Holds the bytes of blocks of which only a part has passed: at most two per run of a tensor in a file.
+    It holds the bytes of blocks of which only a part has arrived: at most two blocks per run of a tensor in a file.
     """
 
     def __init__(self) -> None:
-        """Nothing has passed yet."""
+        """Start without pieces."""
         self.digests = TensorDigests()
         self._open: dict[tuple[int, str, int], tuple[np.ndarray[tuple[int], np.dtype[np.uint8]], int]] = {}
         self._lock = threading.Lock()
 
     def feed(self, tensor: int, dtype: str, size_bytes: int, *, begin: int, data: memoryview) -> None:
-        """Take in the bytes `[begin, begin + len(data))` of a tensor of `size_bytes` bytes."""
+        """Add the bytes `[begin, begin + len(data))` of a tensor of `size_bytes` bytes."""
         whole: list[tuple[int, bytes]] = []
         for number, low, high in _cut(begin, begin + len(data)):
             piece = data[low - begin : high - begin]
@@ -136,7 +161,7 @@ class TensorStream:
             self.digests.add(run)
 
     def _complete(self, key: tuple[int, str, int], length: int, offset: int, piece: memoryview) -> memoryview | None:
-        """The block's bytes if this piece was the last that was missing."""
+        """The block's bytes if this piece completes it; else None."""
         with self._lock:
             buffer, have = self._open.pop(key, (np.empty(length, dtype=np.uint8), 0))
             buffer[offset : offset + len(piece)] = np.frombuffer(piece, dtype=np.uint8)

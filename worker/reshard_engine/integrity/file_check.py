@@ -1,7 +1,7 @@
-"""Files of a target read once, front to back, and compared with what the manifest says of them.
+"""Reads files of a target once, front to back, and compares them with the manifest.
 
-Shares no code with what wrote them but the checksums themselves: bytes come from the store, places of
-tensors from the manifest. `reshard verify` and the read-back of `--verify full` are both this.
+It shares no code with the writers but the checksums: bytes come from the store, and offsets of tensors from the
+manifest. `reshard verify` and the read-back of `--verify full` both use it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from reshard.errors import printable
 from reshard.models import VerifyProblem
-from reshard_engine.integrity.digests import TensorStream
+from reshard_engine.integrity.digests import BLOCK_BYTES, BlockRun, TensorStream, block_count
 from reshard_engine.integrity.manifest import Manifest, ManifestFile, ManifestTensor
 from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.pieces import pieces_of
@@ -26,7 +26,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class TensorRange:
     """The bytes of a tensor `[begin, end)` in a file from `offset` on."""
 
     tensor: int
@@ -36,7 +36,7 @@ class Held:
 
     @property
     def stop(self) -> int:
-        """The byte of the file behind them."""
+        """The file offset behind these bytes."""
         return self.offset + self.end - self.begin
 
 
@@ -52,8 +52,22 @@ class Damage:
 
     @property
     def problem(self) -> str:
-        """What is wrong, for people."""
+        """A description of the damage for users."""
         return f"CRC-32 {self.crc32:08x}, the manifest says {self.expected:08x}"
+
+
+@dataclass(frozen=True)
+class FileReading:
+    """The findings in one file."""
+
+    file: int
+    sha256: str | None
+    """None if the file was not read."""
+    read_bytes: int
+    problems: list[VerifyProblem]
+    damaged: list[Damage] = field(default_factory=list[Damage])
+    blocks: list[BlockRun] = field(default_factory=list[BlockRun])
+    """Digests of the blocks that begin in the file, by the numbers of tensors in the manifest."""
 
 
 @dataclass
@@ -62,37 +76,37 @@ class TargetCheck:
 
     manifest: Manifest
     should_stop: Callable[[], None]
-    """Called between reads; raises to give up."""
+    """Called between reads; it raises to stop the comparison."""
     problems: list[VerifyProblem] = field(default_factory=list[VerifyProblem])
-    """Complete after `conclude`."""
+    """The problems; complete after `conclude`."""
     damaged: list[Damage] = field(default_factory=list[Damage])
     """Ranges that do not match their CRC-32."""
     sha256: dict[str, str] = field(default_factory=dict[str, str])
-    """Of every file that was read whole."""
+    """SHA-256 of every file that was read whole."""
     read_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stream: TensorStream = field(default_factory=TensorStream)
-    _held: dict[int, list[Held]] = field(init=False)
+    _held: dict[int, list[TensorRange]] = field(init=False)
     _sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Sort what the tensors hold by file."""
+        """Sort the byte ranges of tensors by file."""
         self._held = {}
         self._sizes = [max((end for _, _, _, end in t.extents), default=0) for t in self.manifest.tensors]
         for number, tensor in enumerate(self.manifest.tensors):
             for file, offset, begin, end in tensor.extents:
-                self._held.setdefault(file, []).append(Held(number, offset, begin, end))
+                self._held.setdefault(file, []).append(TensorRange(number, offset, begin, end))
         for held in self._held.values():
             held.sort(key=lambda h: h.offset)
 
     def read(self, store: Store, there: Mapping[str, ObjectInfo], files: Sequence[int]) -> None:
-        """Read files of the manifest, by number, and note what is wrong with each."""
+        """Read files of the manifest, by number, and note their problems."""
         with ThreadPoolExecutor(_THREADS) as pool:
             for found in pool.map(partial(self._read_file, store, there), files):
                 self.problems += found
 
     def conclude(self) -> None:
-        """When all wanted files were read: say which tensors a damage hit, and which differ without one."""
+        """Finish after all files were read: name the tensors in damaged ranges, and those that differ elsewhere."""
         wrong = {
             n
             for n, t in enumerate(self.manifest.tensors)
@@ -100,7 +114,7 @@ class TargetCheck:
         }
         named: set[int] = set()
         for damage in self.damaged:
-            hit = [h for h in self.held_in(damage) if h.tensor in wrong]
+            hit = [h for h in self.ranges_in(damage) if h.tensor in wrong]
             self.problems += [self._damaged(damage, h) for h in hit] or [self._damaged(damage, None)]
             named |= {h.tensor for h in hit}
         for number in sorted(wrong - named):
@@ -110,14 +124,18 @@ class TargetCheck:
             span = (offset, offset + end - begin)
             self.problems.append(_problem(self.manifest.files[file].path, text, span, printable(tensor.fqn)))
 
+    def size_bytes(self, number: int, dtype: str) -> int:
+        """The size of a tensor of the manifest; 0 if it has another element type."""
+        return self._sizes[number] if self.manifest.tensors[number].dtype == dtype else 0
+
     def _was_read(self, tensor: ManifestTensor) -> bool:
         return all(self.manifest.files[file].path in self.sha256 for file, _, _, _ in tensor.extents)
 
-    def held_in(self, damage: Damage) -> Sequence[Held]:
-        """What tensors hold in a damaged range."""
+    def ranges_in(self, damage: Damage) -> Sequence[TensorRange]:
+        """The byte ranges of tensors in a damaged range."""
         return _overlapping(self._held.get(damage.file, []), damage.begin, damage.end)
 
-    def _damaged(self, damage: Damage, held: Held | None) -> VerifyProblem:
+    def _damaged(self, damage: Damage, held: TensorRange | None) -> VerifyProblem:
         path, span = self.manifest.files[damage.file].path, (damage.begin, damage.end)
         if held is None:
             return _problem(path, damage.problem, span)
@@ -126,14 +144,53 @@ class TargetCheck:
         return _problem(path, f"{damage.problem}; {printable(tensor.state)}", inside, printable(tensor.fqn))
 
     def digest_of(self, number: int) -> str | None:
-        """The digest of a tensor as it was read; None if not all of it was."""
+        """The digest of a tensor as it was read; None if it was not read whole."""
         return self._stream.digests.digest(number, self.manifest.tensors[number].dtype, self._sizes[number])
 
     def _read_file(self, store: Store, there: Mapping[str, ObjectInfo], number: int) -> list[VerifyProblem]:
+        reading = self._reading(store, there, number, self._feed)
+        with self._lock:
+            self.absorb(reading)
+        return reading.problems
+
+    def absorb(self, reading: FileReading) -> None:
+        """Take what was found in a file, except its problems."""
+        for run in reading.blocks:
+            self._stream.digests.add(run)
+        self.read_bytes += reading.read_bytes
+        self.damaged += reading.damaged
+        if reading.sha256 is not None:
+            self.sha256[self.manifest.files[reading.file].path] = reading.sha256
+
+    def read_alone(self, store: Store, there: Mapping[str, ObjectInfo], number: int) -> FileReading:
+        """Read one file, of which tensors may go on in files that others read. Any thread may call it.
+
+        The result has the digests of all blocks that begin in the file. The rest of a block that ends elsewhere is
+        read from there, if that file can be read.
+        """
+        stream = TensorStream()
+
+        def feed(held: Sequence[TensorRange], at: int, view: memoryview) -> None:
+            for piece in _overlapping(held, at, at + len(view)):
+                self._feed_own(stream, piece, at, view)
+                if piece.offset < piece.stop <= at + len(view):
+                    self._feed_rest(stream, piece, store, there)
+
+        reading = self._reading(store, there, number, feed)
+        return replace(reading, blocks=stream.digests.runs())
+
+    def _reading(
+        self,
+        store: Store,
+        there: Mapping[str, ObjectInfo],
+        number: int,
+        feed: Callable[[Sequence[TensorRange], int, memoryview], None],
+    ) -> FileReading:
+        """Read one file, and pass its bytes to `feed`."""
         file = self.manifest.files[number]
         info = there.get(file.path)
         if (problem := size_problem(file, info)) is not None or info is None:
-            return [problem or _problem(file.path, "missing")]
+            return FileReading(number, None, 0, [problem or _problem(file.path, "missing")])
         sha256, damaged, held = hashlib.sha256(), list[Damage](), self._held.get(number, [])
         for offset, length, expected in file.chunks:
             crc = 0
@@ -141,27 +198,71 @@ class TargetCheck:
                 self.should_stop()
                 crc = crc32(view, crc)
                 sha256.update(view)
-                self._feed(held, at, view)
+                feed(held, at, view)
             if crc != expected:
                 damaged.append(Damage(number, offset, offset + length, crc, expected))
-        with self._lock:
-            self.read_bytes += file.size_bytes
-            self.damaged += damaged
-            self.sha256[file.path] = sha256.hexdigest()
-        if file.sha256 not in (None, sha256.hexdigest()) and not damaged:
-            return [_problem(file.path, "SHA-256 is not what the manifest says")]
-        return []
+        differs = file.sha256 not in (None, sha256.hexdigest()) and not damaged
+        problems = [_problem(file.path, "the SHA-256 differs from the manifest")] if differs else []
+        return FileReading(number, sha256.hexdigest(), file.size_bytes, problems, damaged)
 
-    def _feed(self, held: Sequence[Held], at: int, view: memoryview) -> None:
+    def _feed(self, held: Sequence[TensorRange], at: int, view: memoryview) -> None:
         for piece in _overlapping(held, at, at + len(view)):
-            low, high = max(piece.offset, at), min(piece.stop, at + len(view))
+            self._feed_range(self._stream, piece, at, view)
+
+    def _feed_own(self, stream: TensorStream, piece: TensorRange, at: int, view: memoryview) -> None:
+        """Feed only the blocks that begin in this range of the tensor."""
+        first = block_count(piece.begin) * BLOCK_BYTES
+        if first < piece.end:
+            own = TensorRange(piece.tensor, piece.offset + first - piece.begin, first, piece.end)
+            self._feed_range(stream, own, at, view)
+
+    def _feed_range(self, stream: TensorStream, piece: TensorRange, at: int, view: memoryview) -> None:
+        low, high = max(piece.offset, at), min(piece.stop, at + len(view))
+        if low < high:
             dtype, size = self.manifest.tensors[piece.tensor].dtype, self._sizes[piece.tensor]
             begin = piece.begin + low - piece.offset
-            self._stream.feed(piece.tensor, dtype, size, begin=begin, data=view[low - at : high - at])
+            stream.feed(piece.tensor, dtype, size, begin=begin, data=view[low - at : high - at])
+
+    def _feed_rest(
+        self, stream: TensorStream, piece: TensorRange, store: Store, there: Mapping[str, ObjectInfo]
+    ) -> None:
+        """Feed the rest of the block that begins in a range and ends behind it."""
+        start = piece.end // BLOCK_BYTES * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, self._sizes[piece.tensor])
+        if start >= piece.begin and start < piece.end < stop:
+            self._feed_bytes(stream, piece.tensor, (piece.end, stop), store, there)
+
+    def _feed_bytes(
+        self, stream: TensorStream, tensor: int, span: tuple[int, int], store: Store, there: Mapping[str, ObjectInfo]
+    ) -> None:
+        """Read bytes of a tensor from the files that hold them, and feed them; nothing if a file cannot be read."""
+        places = [e for e in self.manifest.tensors[tensor].extents if e[2] < span[1] and e[3] > span[0]]
+        files = [self.manifest.files[file] for file, _, _, _ in places]
+        if any(size_problem(file, there.get(file.path)) is not None for file in files):
+            return  # the check of that file says so
+        for file, (_, offset, begin, end) in zip(files, places, strict=True):
+            low, high = max(begin, span[0]), min(end, span[1])
+            held = TensorRange(tensor, offset + low - begin, low, high)
+            for at, view in pieces_of(partial(store.read_into, there[file.path]), held.offset, held.stop):
+                self.should_stop()
+                self._feed_range(stream, held, at, view)
+
+    def read_missing(self, store: Store, there: Mapping[str, ObjectInfo]) -> None:
+        """Read the blocks of tensors that have no digest although all of their files were read, each file alone.
+
+        They end in a file that could not be read yet when the file was read in which they begin.
+        """
+        for number, tensor in enumerate(self.manifest.tensors):
+            size = self._sizes[number]
+            if not self._was_read(tensor):
+                continue
+            for block in self._stream.digests.missing(number, tensor.dtype, size):
+                span = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
+                self._feed_bytes(self._stream, number, span, store, there)
 
 
 def size_problem(file: ManifestFile, info: ObjectInfo | None) -> VerifyProblem | None:
-    """What is wrong with a file before it is read."""
+    """The problem of a file that can be found without reading the file; None if there is none."""
     if info is None:
         return _problem(file.path, "missing")
     if info.size_bytes != file.size_bytes:
@@ -181,7 +282,7 @@ def _problem(path: str, text: str, span: tuple[int, int] | None = None, tensor: 
     return VerifyProblem(path=printable(path), offset=offset, length_bytes=length, tensor=tensor, problem=text)
 
 
-def _overlapping(held: Sequence[Held], begin: int, end: int) -> Sequence[Held]:
-    """What lies in `[begin, end)`. Nothing in a file overlaps, so starts and ends are in one order."""
+def _overlapping(held: Sequence[TensorRange], begin: int, end: int) -> Sequence[TensorRange]:
+    """The ranges that overlap `[begin, end)`. They do not overlap one another, so starts and ends have one order."""
     first = bisect_right(held, begin, key=lambda h: h.stop)
     return held[first : max(first, bisect_left(held, end, key=lambda h: h.offset))]

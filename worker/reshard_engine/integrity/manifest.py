@@ -1,7 +1,7 @@
-"""`reshard.json`: what was written, from what, and the checksums that `reshard verify` compares with.
+"""The manifest `reshard.json`: the source, the files and the tensors of a target, with their checksums.
 
-The file is one JSON object whose last member, `sha256`, is the SHA-256 of the file's own bytes with that
-value as zeros: no byte of it can change unseen.
+The file is one JSON object. Its last member, `sha256`, is the SHA-256 of the file's own bytes with zeros in place of
+that value, so that every changed byte is found.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class ManifestSource(_Facts):
     """One object of the source."""
 
     path: str
-    """Relative to the checkpoint; several objects of one path are consecutive parts of one file."""
+    """Path relative to the checkpoint; several objects of one path are consecutive parts of one file."""
     size_bytes: int
     pin: str
     """ETag, or mtime and size."""
     directory_sha256: str | None
-    """Of names, sizes and CRC-32s of the file's records, where its container keeps them."""
+    """Digest of the names, sizes and CRC-32s of the file's records, if its container stores them."""
     sha256: str | None = None
-    """Of all bytes; with verification `full`."""
+    """SHA-256 of all bytes; only with verification `full`."""
     uncovered_bytes: int | None = None
     """Bytes that no checksum of the source covers (headers, padding, records without a CRC-32); None where
     the source's checksums were not compared, which `full` does."""
@@ -52,11 +52,11 @@ class ManifestFile(_Facts):
     path: str
     size_bytes: int
     pin: str
-    """What the store said of the file when it was committed: an unchanged pin means an unchanged file."""
+    """The file's pin (ETag, or mtime and size) at the commit: an unchanged pin means an unchanged file."""
     chunks: tuple[tuple[int, int, int], ...]
     """(offset, length, CRC-32), covering the file."""
     sha256: str | None = None
-    """Of all bytes; with verification `full`."""
+    """SHA-256 of all bytes; only with verification `full`."""
 
 
 class ManifestTensor(_Facts):
@@ -67,20 +67,20 @@ class ManifestTensor(_Facts):
     dtype: str
     shape: tuple[int, ...]
     xxh3: str
-    """Digest that does not depend on the layout: see `reshard_engine.integrity.digests`. Empty where the store
-    copied bytes of the tensor, which nobody saw: `Manifest.server_copied` has their CRC-32s."""
+    """Digest that does not depend on the layout: see `reshard_engine.integrity.digests`. It is empty if the store
+    itself copied bytes of the tensor: the worker did not see them; `Manifest.server_copied` has their CRC-32s."""
     extents: tuple[tuple[int, int, int, int], ...]
     """(file, byte offset, first byte, last byte + 1): bytes of the packed tensor and where they are."""
 
 
 class ManifestServerCopy(_Facts):
-    """A range of a file that the store copied from the source: its digest is what the source's container says."""
+    """A range of a file that the store copied from the source, with the CRC-32 of the source's container."""
 
     file: int
     offset: int
     length: int
     crc32: int
-    """From the CRC-32 of the source's record."""
+    """The CRC-32, derived from that of the source's record."""
     source: str
     """Path of the source file, relative to the checkpoint."""
     source_offset: int
@@ -104,9 +104,9 @@ class Manifest(_Facts):
     server_copied: tuple[ManifestServerCopy, ...] = Field(
         default=(), validation_alias=AliasChoices("server_copied", "offloaded")
     )
-    """Left out of the file where there is none, so that versions that do not know it read what they can."""
+    """The ranges that the store copied. The file has no such member if there are none: older versions can read it."""
     casts: tuple[CastLoss, ...] = ()
-    """What casts lost, by parameter. Left out where there is nothing, for the same reason."""
+    """Losses of casts, by parameter. The file has no such member if there are none, for the same reason."""
     uncovered: tuple[tuple[str, int, int], ...] = ()
     """(path, offset, length) of bytes of the target that no checksum covers. The writer leaves none."""
     read_bytes: int
@@ -114,7 +114,7 @@ class Manifest(_Facts):
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
     not_carried: tuple[NotCarried, ...] = ()
-    """Everything that the source holds and the target does not. The file has no such member where there is nothing."""
+    """Everything that the source holds and the target does not. The file has no such member if there is nothing."""
 
     def to_bytes(self) -> bytes:
         """The manifest as it is stored, sealed with its own SHA-256."""
@@ -125,10 +125,10 @@ class Manifest(_Facts):
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """The manifest in these bytes.
+    """Parse a manifest.
 
     Raises:
-        IntegrityError: `integrity.mismatch` if it is damaged, or of another version.
+        IntegrityError: `integrity.mismatch` if the manifest is damaged, or of another version.
     """
     tail = len(_TAIL % _NO_DIGEST)
     head, end = data[:-tail], data[-tail:]
@@ -152,15 +152,15 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def _contradiction(manifest: Manifest) -> str | None:
-    """What no writer would say: its digest proves that a manifest is undamaged, not who wrote it."""
+    """A contradiction in a manifest, or None. Its SHA-256 shows that it is undamaged, not who wrote it."""
     if any("\0" in path for path in (manifest.pointer or "", *(f.path for f in manifest.files))):
         return "a name holds a NUL"
     for tensor in manifest.tensors:
         if not tensor.extents:
-            return f"{printable(tensor.fqn)} is nowhere"
+            return f"{printable(tensor.fqn)} has no place in any file"
         for file, offset, begin, end in tensor.extents:
             if not 0 <= file < len(manifest.files) or not 0 <= begin <= end or offset < 0:
-                return f"{printable(tensor.fqn)} is in no file"
+                return f"{printable(tensor.fqn)} has an invalid file number or byte range"
             if offset + end - begin > manifest.files[file].size_bytes:
                 return f"{printable(tensor.fqn)} is beyond the end of its file"
     return None

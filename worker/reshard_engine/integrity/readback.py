@@ -1,4 +1,4 @@
-"""Bytes that were written, read again and compared with the CRC-32s that were taken on the way."""
+"""Reads written bytes again, to compare them with the CRC-32s that were computed while they were written."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Operations: everything that a user can ask the engine for, one module each."""
+"""The operations of the engine for users, one module each."""

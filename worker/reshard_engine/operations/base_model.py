@@ -21,10 +21,10 @@ _FIX = "--base names the directory with model.safetensors or pytorch_model.bin, 
 
 
 def read_base_model(location: Location, ledger: OpaqueLedger) -> Checkpoint:
-    """The weights of a base model.
+    """Read the weights of a base model.
 
     Raises:
-        SourceError: `source.not_found`, `source.unknown_kind` if there are no weights, and what their reader finds.
+        SourceError: `source.not_found`, `source.unknown_kind` if there are no weights, and all errors of their reader.
     """
     location, listing = _snapshot(location)
     if (weights := read_weights(location, listing, ledger)) is not None:
@@ -39,10 +39,10 @@ def read_base_model(location: Location, ledger: OpaqueLedger) -> Checkpoint:
 
 
 def _snapshot(location: Location) -> tuple[Location, Listing]:
-    """The directory itself, or the snapshot that a model's directory in the hub's cache means."""
+    """The directory itself, or the current snapshot of a model's directory in the hub's cache."""
     listing = location.store.list_directory(location.path)
     if not listing.files and not listing.directories:
-        raise SourceError("source.not_found", f"no base model is at {printable(location.url)}", fix=_FIX)
+        raise SourceError("source.not_found", f"no base model exists at {printable(location.url)}", fix=_FIX)
     if "snapshots" not in listing.directories:
         return location, listing
     snapshots = location.child("snapshots")
@@ -59,7 +59,7 @@ def _snapshot(location: Location) -> tuple[Location, Listing]:
 
 
 def _main(location: Location) -> str:
-    """The commit that the cache's `main` is; nothing if there is none."""
+    """The commit that the cache's `refs/main` names; empty if there is none."""
     refs = location.child("refs")
     for info in refs.store.list_directory(refs.path).files:
         if info.path.rpartition("/")[2] == "main" and info.size_bytes <= _MAX_REF_BYTES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -17,10 +17,11 @@ from reshard.models import (
     OverflowPolicy,
     Progress,
     ServerCopyPolicy,
-    TargetFormat,
     VerifyLevel,
 )
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.distributed.coordination import CoordinationStore
+from reshard_engine.distributed.former_work import FormerWork
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.checks.before_commit import prove_complete, prove_source_unchanged, prove_structure
@@ -28,12 +29,15 @@ from reshard_engine.execute.checks.full import FullVerification
 from reshard_engine.execute.checks.receipt import build_manifest, casts_of, with_pins
 from reshard_engine.execute.checks.source import check_source
 from reshard_engine.execute.executor import Executor, stop_check
+from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.server_copy.copier import CopyingSink, ServerCopier
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
-from reshard_engine.formats.registry import known_files, writer_of
-from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
+from reshard_engine.formats.registry import check_request, known_files, writer_of
+from reshard_engine.integrity.manifest import Manifest
+from reshard_engine.operations.finished import finished_manifest
 from reshard_engine.operations.requested import requested_checkpoint
+from reshard_engine.operations.shared_metadata import SharedMetadata, coordination_at
 from reshard_engine.operations.verification import verify_target
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
@@ -45,14 +49,16 @@ from reshard_engine.storage.urls import is_within, scheme_of
 from reshard_engine.tensors.layout import TargetLayout
 
 REMOTE_THREADS = 8
-"""Units in flight where latency, not the processor, is what they wait for."""
+"""Units in flight if they wait for latency and not for the processor."""
 
 
 def sink_for(target: Location) -> LocalSink | ObjectSink | None:
-    """Where a conversion into this location writes; None for stores that can only be read."""
+    """The sink for a target's location; None for stores that are read-only."""
     if not all(parent_and_name(target.path)):
         raise RequestError(
-            "request.invalid", f"{printable(target.url)} is no directory that can be created", fix="name one below it"
+            "request.invalid",
+            f"{printable(target.url)} is not a directory that can be created",
+            fix="name one below it",
         )
     if target.store.scheme == "file":
         return LocalSink(target.path, known=known_files())
@@ -62,7 +68,7 @@ def sink_for(target: Location) -> LocalSink | ObjectSink | None:
 
 
 def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) -> None:
-    """Refuse a target that is, holds, or lies in the checkpoint; local links are resolved on both sides."""
+    """Refuse a target that equals, contains, or lies in the checkpoint; local links are resolved on both sides."""
     places = {checkpoint.url}
     single = len(checkpoint.files) == 1 and checkpoint.url == checkpoint.files[0].objects[0].path
     if target.store.scheme == "file" and not single:
@@ -84,7 +90,7 @@ def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) ->
 
 
 def _copied_from(target: Location, checkpoint: Checkpoint, request: ConvertRequest) -> set[int]:
-    """Numbers of the source files that the target's store can copy from itself."""
+    """The numbers of the source files that the target's store can copy itself."""
     store = target.store
     if request.server_copy is ServerCopyPolicy.NEVER or not isinstance(store, CopyingStore):
         return set()
@@ -101,41 +107,43 @@ class Conversion:
     plan: Plan
     target: Location
     sink: LocalSink | ObjectSink
-    planning_s: float
+    planning: Mapping[str, float]
+    """Seconds of `plan` and, if workers share the source's metadata, those of `publish` or `pack`."""
 
     @classmethod
     @collector_paused()
-    def prepare(cls, request: ConvertRequest) -> Conversion:
-        """Read the source's metadata and plan; nothing is written.
+    def prepare(cls, request: ConvertRequest, shared: SharedMetadata | None = None) -> Conversion:
+        """Read the source's metadata, or share it with other workers, and plan; the target is not touched.
 
         Raises:
-            ReshardError: Everything that can be wrong with request and source.
+            ReshardError: Any problem of the request or of the source.
         """
         started = time.monotonic()
-        if request.layout is not None and request.to is not TargetFormat.ZERO:
-            raise RequestError("request.invalid", f"--to {request.to.value} has no layout", fix="--to zero")
+        check_request(request)
         source = open_location(request.source.url, request.source.profile)
         target = open_location(request.target, request.target_profile, beside=source)
         sink = sink_for(target)
         if sink is None:
             raise RequestError(
                 "request.unknown_scheme",
-                f"{scheme_of(request.target)}:// can be read, not written",
+                f"{scheme_of(request.target)}:// can only be read",
                 fix="write to a local path or to s3://",
             )
-        checkpoint = requested_checkpoint(request, source)
-        _refuse_overlap(target, checkpoint, wanted=request.to.value)
+        checkpoint = requested_checkpoint(request, source) if shared is None else shared.read(request, source, sink)
+        _refuse_overlap(target, checkpoint, wanted=request.to)
         name = parent_and_name(target.path)[1]
         layout = writer_of(request.to).lay_out(checkpoint, request, name=name)
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
         copied_from = _copied_from(target, checkpoint, request)
         plan = plan_conversion(checkpoint, layout, request, min_part_bytes=least, copied_from=copied_from)
-        return cls(request, checkpoint, layout, plan, target, sink, time.monotonic() - started)
+        seconds = {} if shared is None else shared.seconds
+        planning = {"plan": time.monotonic() - started - sum(seconds.values()), **seconds}
+        return cls(request, checkpoint, layout, plan, target, sink, planning)
 
     @property
     def wanted_threads(self) -> int:
-        """Units to run at once if memory allows."""
+        """Number of units to run in parallel, if memory allows."""
         if self.request.threads is not None:
             return self.request.threads
         local = self.target.store.scheme == "file" and self.checkpoint.is_local
@@ -144,14 +152,14 @@ class Conversion:
 
     @property
     def threads(self) -> int:
-        """Units that run at once."""
+        """Number of units that run in parallel."""
         plan = self.plan
         limit_bytes = self.request.memory_limit_bytes
         return threads_within(limit_bytes, plan.metadata_bytes, plan.chunk_bytes, self.wanted_threads)
 
     @property
     def peak_bytes(self) -> int:
-        """Memory that the run will take at most, beside the interpreter."""
+        """Largest memory of the run in bytes, without the interpreter."""
         return peak_bytes(self.plan.metadata_bytes, self.threads, [u.length_bytes for u in self.plan.units])
 
     def run(
@@ -160,11 +168,10 @@ class Conversion:
         """Execute, verify and commit; a finished, unchanged target is recognised and left alone.
 
         Raises:
-            ReshardError: The journal stays, so that the same request resumes.
+            ReshardError: The conversion failed. The journal stays, so that the same request resumes.
         """
-        finished = self._finished()
-        if finished is not None and self._still_holds(finished, on_progress, should_stop):
-            return self._already_done(finished)
+        if (done := self.finished_before(on_progress, should_stop)) is not None:
+            return done
         try:
             return self._run(on_progress, should_stop)
         except StorageError as error:
@@ -172,61 +179,116 @@ class Conversion:
                 raise
             raise StorageError(
                 error.code,
-                f"{error.message}; what is written so far is kept, and nothing is at {printable(self.target.url)} yet"
+                f"{error.message}; finished work is kept, and nothing exists at {printable(self.target.url)} yet"
                 if not self.request.overwrite
-                else f"{error.message}; what is written so far is kept",
+                else f"{error.message}; finished work is kept",
                 fix=error.fix + f"; to give it up: reshard clean {shlex.quote(self.target.url)}",
             ) from error
         except RequestError as error:
-            # Another process may have finished this very conversion since we looked.
-            if error.code in {"request.target_exists", "request.target_busy"} and (finished := self._finished()):
-                return self._already_done(finished)
+            # Another process may have finished this conversion since the last check.
+            if error.code in {"request.target_exists", "request.target_busy"} and (done := self.finished_by_others()):
+                return done
             raise
         finally:
             self.sink.close()
 
+    def finished_before(
+        self, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
+    ) -> ConvertResult | None:
+        """The result if the target is already this conversion's; it is checked as the request asks."""
+        finished = finished_manifest(self.target, self.plan)
+        if finished is not None and self._still_holds(finished, on_progress, should_stop):
+            return self._already_done(finished)
+        return None
+
+    def finished_by_others(self, *, tidy: bool = True) -> ConvertResult | None:
+        """The result if another process has committed this conversion meanwhile.
+
+        Args:
+            tidy: Also do what follows a commit, in case that the process died before it.
+        """
+        finished = finished_manifest(self.target, self.plan)
+        return None if finished is None else self._already_done(finished, tidy=tidy)
+
     def _run(
         self, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
     ) -> ConvertResult:
-        plan, seconds = self.plan, {"plan": self.planning_s}
+        plan, seconds = self.plan, dict(self.planning)
         clock = time.monotonic()
         self.sink.examine(plan, overwrite=self.request.overwrite)
         disagreements = check_agreements(self.checkpoint, self.request.replicas, stop_check(should_stop))
         clock = _lap(seconds, "agreement", clock)
         if on_progress is not None:
-            # What an earlier attempt left is read again now: that is no planning any more.
+            # The output of an earlier attempt is read again now, which is not a part of planning.
             on_progress(Progress(phase="running", bytes_total=plan.write_bytes, units_total=len(plan.units)))
-        done = self.sink.begin(plan, overwrite=self.request.overwrite)
-        sink = self.sink
-        copier = (
-            ServerCopier(self.checkpoint, plan, sink) if plan.server_copies and isinstance(sink, CopyingSink) else None
-        )
-        executor = Executor(
+        former = FormerWork(self.coordination)
+        done = self.sink.begin(plan, overwrite=self.request.overwrite, earlier=former)
+        executor = self.executor(done, on_progress, should_stop)
+        executor.progress.report("running", force=True)
+        executor.run([u for u in plan.units if not u.commit], self.threads, phase="running")
+        _lap(seconds, "run", clock)
+        return self.conclude(executor, set(done), disagreements, seconds, should_stop)
+
+    @property
+    def coordination(self) -> CoordinationStore:
+        """The place where workers meet that run this conversion together."""
+        return coordination_at(self.sink, self.sink.coordination_root(self.plan))
+
+    def executor(
+        self,
+        done: Mapping[int, UnitRecord],
+        on_progress: Callable[[Progress], None] | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> Executor:
+        """The executor of the plan's units, without those that are done."""
+        plan, sink = self.plan, self.sink
+        copies = plan.server_copies and isinstance(sink, CopyingSink)
+        return Executor(
             self.checkpoint,
             self.layout,
             plan,
-            self.sink,
+            sink,
             done=done,
             on_progress=on_progress,
             should_stop=should_stop,
-            copier=copier,
+            copier=ServerCopier(self.checkpoint, plan, sink) if copies and isinstance(sink, CopyingSink) else None,
         )
-        executor.report("running", force=True)
-        threads = self.threads
+
+    def conclude(
+        self,
+        executor: Executor,
+        done: Container[int],
+        disagreements: Sequence[str],
+        seconds: dict[str, float],
+        should_stop: Callable[[], bool] | None,
+        *,
+        verifying: Callable[..., FullVerification] = FullVerification,
+    ) -> ConvertResult:
+        """Run what no worker has run yet, verify, and commit.
+
+        Args:
+            executor: The executor, which has the records of all units that were run.
+            done: The units that an earlier attempt ran.
+            disagreements: Between the replicas of the source.
+            seconds: The time that each phase took so far.
+            should_stop: As in `run`.
+            verifying: Makes what verifies source and output with `--verify full`.
+
+        Raises:
+            ReshardError: The target is not what was planned, or it cannot be committed.
+        """
+        plan, threads, clock = self.plan, self.threads, time.monotonic()
         executor.run([u for u in plan.units if not u.commit], threads, phase="running")
-        clock = _lap(seconds, "run", clock)
-        executor.report("verifying", force=True)
+        executor.progress.report("verifying", force=True)
         self.sink.seal(executor.records)
         full = None
         if self.request.verify is VerifyLevel.FULL:
-            saturate = plan.on_overflow is OverflowPolicy.SATURATE
-            full = FullVerification(self.layout, self.sink, stop_check(should_stop), saturate=saturate)
-            full.read_source(self.checkpoint)
-            full.read_back(self._manifest(executor, disagreements), commit=False)
+            full = verifying(self.checkpoint, self.layout, plan, self.sink, should_stop=stop_check(should_stop))
+            full.before_publishing(lambda: self._manifest(executor, disagreements))
         self._prove_structure(executor, commit=False)
         prove_source_unchanged(self.checkpoint)
         clock = _lap(seconds, "verify", clock)
-        executor.report("committing", force=True)
+        executor.progress.report("committing", force=True)
         executor.run([u for u in plan.units if u.commit], threads, phase="committing")
         prove_complete(plan, executor.records)
         with collector_paused():
@@ -234,23 +296,21 @@ class Conversion:
             self._prove_structure(executor, commit=True)
             manifest = with_pins(self._manifest(executor, disagreements), {i.path: i.pin for i in there})
         if full is not None:
-            full.read_back(manifest, commit=True)
-            full.digest_again(self.checkpoint, plan, threads, manifest)
-            manifest = full.certify(manifest)
+            manifest = full.after_publishing(manifest, threads)
         self.sink.commit(manifest.to_bytes(), self.layout.pointer)
         _lap(seconds, "commit", clock)
-        executor.report("done", force=True)
+        executor.progress.report("done", force=True)
         return ConvertResult(
             target=self.target.url,
             to=self.request.to,
             files=tuple(FileEntry(path=f.path, size_bytes=f.size_bytes) for f in plan.files),
             read_bytes=sum(r.read_bytes for k, r in executor.records.items() if k not in done),
             write_bytes=plan.write_bytes,
-            server_copied_bytes=copier.copied_bytes if copier else 0,
-            resumed_bytes=executor.resumed_bytes,
+            server_copied_bytes=executor.copied_bytes,
+            resumed_bytes=executor.progress.resumed_bytes,
             seconds=seconds,
             plan_digest=plan.digest,
-            # What a device could not do is no property of the target, so it is not in the manifest.
+            # Notes on devices do not describe the target, so they are not in the manifest.
             warnings=(*manifest.warnings, *default_kernel().take_warnings()),
             not_carried=manifest.not_carried,
             casts=manifest.casts,
@@ -279,35 +339,19 @@ class Conversion:
             warnings=(*self.plan.warnings, *disagreements, *self._overflows(executor)),
         )
 
-    def _finished(self) -> Manifest | None:
-        """The manifest of the target if it is this plan's result, unchanged since its commit."""
-        try:
-            manifest = read_manifest(self.target)
-        except IntegrityError:
-            return None  # what is there is not ours, or damaged: `--overwrite` decides
-        if manifest is None or manifest.content_digest != self.plan.content_digest:
-            return None
-        there = self.target.files()
-        there.pop(MANIFEST_NAME, None)
-        same = len(there) == len(manifest.files) and all(
-            f.path in there and (there[f.path].size_bytes, there[f.path].pin) == (f.size_bytes, f.pin)
-            for f in manifest.files
-        )
-        return manifest if same else None
-
     def _still_holds(
         self,
         manifest: Manifest,
         on_progress: Callable[[Progress], None] | None,
         should_stop: Callable[[], bool] | None,
     ) -> bool:
-        """Whether a finished target may be left alone.
+        """True if a finished target can be kept as it is.
 
-        Its files are those of its commit. They are read where more is asked for: by `--overwrite`, which repairs
-        what is damaged, and by `--verify full`, which reads the source too.
+        Its files still have the pins of its commit. `--overwrite` also reads them, to repair a damaged target, and
+        `--verify full` reads them and the source.
 
         Raises:
-            IntegrityError: `integrity.mismatch` if it is damaged and may not be overwritten.
+            IntegrityError: `integrity.mismatch` if the target is damaged and may not be overwritten.
         """
         full = self.request.verify is VerifyLevel.FULL and manifest.verification is not VerifyLevel.FULL
         if not full and not self.request.overwrite:
@@ -326,15 +370,16 @@ class Conversion:
             )
         return report.ok
 
-    def _already_done(self, manifest: Manifest) -> ConvertResult:
-        self.sink.finish_after_crash(self.plan, self.layout.pointer)
+    def _already_done(self, manifest: Manifest, *, tidy: bool = True) -> ConvertResult:
+        if tidy:
+            self.sink.finish_after_crash(self.plan, self.layout.pointer)
         return ConvertResult(
             target=self.target.url,
             to=self.request.to,
             files=tuple(FileEntry(path=f.path, size_bytes=f.size_bytes) for f in manifest.files),
             read_bytes=0,
             write_bytes=0,
-            seconds={"plan": self.planning_s},
+            seconds=dict(self.planning),
             plan_digest=self.plan.digest,
             already_done=True,
             warnings=manifest.warnings,

@@ -1,4 +1,4 @@
-"""What a checkpoint is, for people and scripts."""
+"""Describes a checkpoint, for users and scripts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import prod
 from reshard.models import Inspection, SourceSpec, TensorInfo
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.registry import cautions, format_of
-from reshard_engine.operations.rehearsal import possible_targets
+from reshard_engine.operations.dry_run import possible_targets
 
 
 def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspection:
@@ -45,8 +45,8 @@ def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspec
         framework_version=checkpoint.framework_version,
         zero_stage=format_of(checkpoint).zero_stage(checkpoint),
         world=dict(checkpoint.world),
-        step=checkpoint.step,
-        param_groups=len(checkpoint.optimizer.param_groups) if checkpoint.optimizer else 0,
+        step=checkpoint.counters.steps,
+        param_groups=len(checkpoint.optimizer.groups) if checkpoint.optimizer else 0,
         parameters=len(checkpoint.parameters),
         parameter_elems=sum(prod(p.shape) for p in checkpoint.parameters),
         optimizer_states=(*states, *scalars),

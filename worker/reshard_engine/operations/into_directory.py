@@ -1,7 +1,7 @@
-"""A conversion into a directory that holds other things: converted in it out of sight, then renamed file by file.
+"""A conversion into an existing directory: written to a hidden directory inside, then renamed file by file.
 
-What DeepSpeed's scripts do with an output directory that exists: they write into it. Conversions of ours make their
-target, so this is only for the commands and functions that stand in for those.
+DeepSpeed's scripts write into an output directory that exists. Conversions of reshard create their target, so only the
+commands and functions that replace these scripts use this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, Progress
-from reshard_engine.execute.sinks.local import writing
+from reshard_engine.execute.sinks.local_files import writing
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import Location, open_location
@@ -29,14 +29,14 @@ def convert_into(
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> ConvertResult:
-    """Convert; where a local directory is in the way, replace the files of the same names in it and keep the rest.
+    """Convert into a local directory that may exist: replace files of the same names, and keep the other files.
 
-    They are replaced when all new ones are complete and verified, the file that names the others last. A run that is
-    killed leaves the directory as it was, beside what it resumes from. There is no manifest, which would list all of
-    the directory.
+    Files are replaced when all new ones are complete and verified; an index comes last. A killed run leaves the
+    directory as it was, with a hidden directory to resume from. No manifest is written, because it would list the
+    whole directory.
 
     Raises:
-        ReshardError: As `Conversion`; `request.target_exists` if a directory is where a file is to go.
+        ReshardError: As `Conversion`; `request.target_exists` if a directory has the name of a new file.
     """
     try:
         return Conversion.prepare(request).run(on_progress=on_progress, should_stop=should_stop)
@@ -59,18 +59,18 @@ def _move(inner: str, target: Location, names: list[str]) -> None:
         place = os.path.join(target.path, name)
         if os.path.isdir(place):
             raise RequestError("request.target_exists", f"{printable(place)} is a directory", fix="remove it")
-    # A manifest lists all of a directory: one of an earlier conversion would be wrong from now on.
+    # A manifest lists a whole directory, so that of an earlier conversion would be wrong from now on.
     moved_out(inner, {name: name for name in names}, target.path, without=MANIFEST_NAME)
 
 
 def moved_out(inner: str, names: Mapping[str, str], directory: str, *, without: str | None = None) -> None:
-    """Rename files of a finished conversion into a directory, in order, and remove what is left of it.
+    """Rename files of a finished conversion into a directory, in order, and remove the rest of the conversion.
 
     Args:
         inner: The conversion's target.
-        names: Its files, and what each is to be called.
-        directory: Where they go; synced.
-        without: A file that must not be there any more.
+        names: Its files, each with its new name.
+        directory: The directory that gets the files; it is synced.
+        without: A file to remove from the directory.
     """
     with writing(directory):
         for name, new in names.items():

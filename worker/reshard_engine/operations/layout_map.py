@@ -1,4 +1,4 @@
-"""Which file holds which part of a tensor, from the shard map alone: for people to look at."""
+"""Pictures of the layout: the file that holds each part of a tensor, from the shard map alone."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from reshard.errors import RequestError, printable
 from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.registry import format_of
+from reshard_engine.tensors.derived import Mean
 from reshard_engine.tensors.shard_map import ShardMap
 from reshard_engine.tensors.views import Box, View
 
 MAX_REGIONS = 4_096
-"""Of one tensor; more are counted, not listed."""
+"""The most regions of one tensor that are listed; the rest are only counted."""
 MAX_STRETCHES = 1 << 20
-"""Of a tensor whose parts are no rectangles of the matrix: as many are looked at one by one."""
+"""The most runs of elements that are looked at one by one, where a tensor's parts are no rectangles of the matrix."""
 MAX_COPIES = 8
-"""Files with the same elements that are named."""
+"""The most files with copies of the same elements that are named."""
 MAX_NAME_CHARS = 1_024
-"""Of a name; readers take half as many, and what is cut would no longer tell two names apart."""
+"""The most characters of a name. Readers accept names of half this length, so no two names become equal here."""
 BUFFER = "buffer"
 
 
@@ -30,8 +31,8 @@ def picture_of(checkpoint: Checkpoint, tensor: str | None) -> LayoutPicture:
     """The layout of a checkpoint.
 
     Args:
-        checkpoint: What a reader found.
-        tensor: `NAME` or `NAME/STATE` of a parameter or buffer whose parts are wanted, or None.
+        checkpoint: The checkpoint that a reader made.
+        tensor: `NAME` or `NAME/STATE` of a parameter or buffer whose parts to list, or None.
 
     Raises:
         RequestError: `request.invalid` for a name that is not there.
@@ -54,11 +55,11 @@ def _ranks(checkpoint: Checkpoint, file: str) -> str:
 
 
 def _shares(checkpoint: Checkpoint) -> Iterator[FileShare]:
-    """Bytes of each file by state, counted over pieces: what several tensors share counts for each."""
+    """The bytes of each file by state. Bytes that several tensors share count once for each tensor."""
     shard_map = checkpoint.shard_map
     states = sorted({t.state for t in shard_map.tensors})
     code = {state: number for number, state in enumerate(states)}
-    # In columns: a large run has millions of pieces.
+    # With numpy columns, because a large run has millions of pieces.
     state_of = np.array([code[t.state] for t in shard_map.tensors], dtype=np.int64)
     itemsize_bytes = np.array([t.dtype.itemsize_bytes for t in shard_map.tensors], dtype=np.int64)
     held = np.zeros((len(checkpoint.files), len(states)), dtype=np.int64)
@@ -91,14 +92,14 @@ def _numbers(parameter: Parameter) -> dict[str, int]:
 
 
 def _chosen(checkpoint: Checkpoint, wanted: str) -> tuple[str, str]:
-    """(name of the owner, state or nothing for all) that `NAME` or `NAME/STATE` means; tied names are their owner's.
+    """(owner's name, state or an empty text for all states) that `NAME` or `NAME/STATE` means.
 
     Raises:
         RequestError: `request.invalid` for a name that is not there.
     """
     states = {p.fqn: tuple(_numbers(p)) for p in checkpoint.parameters}
     states |= {b.fqn: (BUFFER,) for b in checkpoint.buffers}
-    # Names may hold slashes: what is a name is taken for one first.
+    # Names may have slashes: the whole text is tried as a name first.
     head, _, tail = wanted.rpartition("/")
     for name, state in ((wanted, ""), (head, tail)):
         fqn = checkpoint.shared.get(name, name)
@@ -114,13 +115,13 @@ def _chosen(checkpoint: Checkpoint, wanted: str) -> tuple[str, str]:
 
 
 def _in_words(checkpoint: Checkpoint, parameter: Parameter, number: int) -> str:
-    cut, tp = parameter.cut, checkpoint.world.get("tp", 1)
+    cut, tp, origin = parameter.cut, checkpoint.world.get("tp", 1), checkpoint.shard_map.origin(number)
     if parameter.fqn in checkpoint.unexplained:
         words = f"nothing says how {tp} tensor-parallel ranks cut it: this is the first rank's part"
     elif cut is None:
         words = "nothing says how tensor parallelism cuts it"
-    elif number in checkpoint.shard_map.means:
-        words = f"the mean of {len(checkpoint.shard_map.means[number])} copies, of which this is the first"
+    elif isinstance(origin, Mean):
+        words = f"the mean of {len(origin.copies)} copies, of which this is the first"
     elif cut.dim is None:
         words = "whole on every tensor-parallel rank"
     else:
@@ -136,12 +137,14 @@ def _in_words(checkpoint: Checkpoint, parameter: Parameter, number: int) -> str:
 
 
 def _copies(checkpoint: Checkpoint, number: int) -> list[tuple[str, str]]:
-    """(file, rank) of what must hold the same elements: replicas of other ranks, what is tied on other stages."""
+    """(file, rank) of all copies that must have the same elements: on other ranks, or tied on other stages."""
     shard_map = checkpoint.shard_map
     others = [a.other for a in checkpoint.agreements if a.first == number and not a.rounded]
-    others += shard_map.means.get(number, ())[1:]
-    held = [b.tensor for n in others if n in shard_map.views for b in shard_map.views[n].boxes]
-    held += [n for n in others if n not in shard_map.views]
+    origin = shard_map.origin(number)
+    others += origin.copies[1:] if isinstance(origin, Mean) else ()
+    origins = [(n, shard_map.origin(n)) for n in others]
+    held = [b.tensor for _, o in origins if isinstance(o, View) for b in o.boxes]
+    held += [n for n, o in origins if not isinstance(o, View)]
     files: set[int] = {f for n in held for f in shard_map.pieces(n, 0, shard_map.tensors[n].numel).file.tolist()}
     names = sorted(checkpoint.files[f].name for f in files)
     return [(name, _ranks(checkpoint, name)) for name in names]
@@ -176,36 +179,46 @@ class _Rectangle:
 
 
 def _rectangles(shard_map: ShardMap, number: int) -> list[_Rectangle]:
-    """The tensor's parts, from its first row on; equal columns of following rows in one file are one part.
+    """The tensor's parts, by row; consecutive rows with equal columns in one file are one part.
 
     Raises:
-        RequestError: `request.unsatisfiable` for too many stretches that are no rectangles.
+        RequestError: `request.unsatisfiable` for too many runs of elements that form no rectangles.
     """
-    # Of copies that are averaged the first is drawn: the others are where its like are.
-    held = shard_map.means[number][0] if number in shard_map.means else number
-    stored = shard_map.tensors[held]
-    columns = max(prod(stored.shape[1:]), 1)
-    view = shard_map.views.get(held)
-    boxes = [_flat_box(box, view, columns) for box in view.boxes] if view is not None else []
-    found = [r for box in boxes if box is not None for r in _inside(shard_map, box)]
-    if view is None or None in boxes:
-        count = sum(prod(box.lengths[:-1]) for box in view.boxes) if view is not None else 0
-        if count > MAX_STRETCHES:
-            raise RequestError(
-                "request.unsatisfiable",
-                f"the tensor lies in up to {count} stretches; up to {MAX_STRETCHES} are drawn (see --files)",
-            )
-        found = _stretches(shard_map, held, columns)
+    held = _drawn(shard_map, number)
+    columns = max(prod(shard_map.tensors[held].shape[1:]), 1)
+    origin = shard_map.origin(held)
+    # A drawn tensor is stored or a view: no reader makes means of means, or merges adapters.
+    view = isinstance(origin, View)
+    found = _of_view(shard_map, held, origin, columns) if view else _runs(shard_map, held, columns)
     return _merged(sorted(found, key=lambda r: (r.rows, r.columns)))
+
+
+def _drawn(shard_map: ShardMap, number: int) -> int:
+    """The tensor that is drawn: for a mean of copies the first copy, as the others have the same layout."""
+    origin = shard_map.origin(number)
+    return origin.copies[0] if isinstance(origin, Mean) else number
+
+
+def _of_view(shard_map: ShardMap, number: int, view: View, columns: int) -> list[_Rectangle]:
+    boxes = [_flat_box(box, view, columns) for box in view.boxes]
+    if None not in boxes:
+        return [r for box in boxes if box is not None for r in _inside(shard_map, box)]
+    count = sum(prod(box.lengths[:-1]) for box in view.boxes)
+    if count > MAX_STRETCHES:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"the tensor is stored in up to {count} separate runs; up to {MAX_STRETCHES} are drawn (see --files)",
+        )
+    return _runs(shard_map, number, columns)
 
 
 @dataclass(frozen=True, slots=True)
 class _FlatBox:
-    """A box of a view that is a rectangle of the matrix, and of the matrix that holds it."""
+    """A box of a view that is a rectangle in the drawn matrix, and in the matrix of the tensor that holds it."""
 
     tensor: int
     width: int
-    """Columns of the matrix that holds it."""
+    """Columns of the matrix of the tensor that holds it."""
     source: tuple[int, int]
     """(row, column) in that matrix."""
     place: tuple[int, int]
@@ -232,7 +245,7 @@ def _flat_box(box: Box, view: View, columns: int) -> _FlatBox | None:
 
 
 def _joined(grid: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Where dimensions joined to one begin, if what is taken of them is one interval; None if it is several."""
+    """The first element of a box in dimensions joined to one; None if the box is several intervals there."""
     taken = [d for d, length in enumerate(lengths) if length != 1]
     if taken and any(lengths[d] != grid[d] for d in range(taken[0] + 1, len(grid))):
         return None
@@ -240,9 +253,9 @@ def _joined(grid: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) 
 
 
 def _inside(shard_map: ShardMap, box: _FlatBox) -> Iterator[_Rectangle]:
-    """What the files of the tensor that holds a box have of it."""
+    """The rectangles of a box, one or more for each file of the tensor that holds it."""
     (row, column), (height, width) = box.source, box.size
-    holder = shard_map.means[box.tensor][0] if box.tensor in shard_map.means else box.tensor
+    holder = _drawn(shard_map, box.tensor)
     first = row * box.width + column
     pieces = shard_map.pieces(holder, first, first + (height - 1) * box.width + width)
     down, across = box.place[0] - row, box.place[1] - column
@@ -253,7 +266,7 @@ def _inside(shard_map: ShardMap, box: _FlatBox) -> Iterator[_Rectangle]:
                 yield _Rectangle(file, (rows[0] + down, rows[1] + down), (left + across, right + across))
 
 
-def _stretches(shard_map: ShardMap, number: int, columns: int) -> list[_Rectangle]:
+def _runs(shard_map: ShardMap, number: int, columns: int) -> list[_Rectangle]:
     pieces = shard_map.pieces(number, 0, shard_map.tensors[number].numel)
     rows = zip(pieces.begin.tolist(), pieces.end.tolist(), pieces.file.tolist(), strict=True)
     return [_Rectangle(file, *band) for begin, end, file in rows for band in _bands(begin, end, columns)]
@@ -274,7 +287,7 @@ def _merged(found: Sequence[_Rectangle]) -> list[_Rectangle]:
 
 
 def _bands(begin: int, end: int, columns: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """An interval of row-major elements as at most three rectangles: the end of a row, whole rows, the start of one."""
+    """An interval of row-major elements as at most three rectangles: end of a row, whole rows, start of a row."""
     row, column = divmod(begin, columns)
     if column:
         stop = min(end, (row + 1) * columns)

@@ -1,4 +1,4 @@
-"""`reshard slim`: torch files written anew with nothing but their tensors, and how much that saved."""
+"""`reshard slim`: rewrites torch files with only the used parts of storages, and reports the savings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def slim(
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> SlimResult:
-    """Run a conversion to `slim`. Of a local file the target is a file, of a directory a directory.
+    """Run a conversion to `slim`. The target of a local file is a file, that of a directory a directory.
 
     Raises:
-        RequestError: `request.target_exists` if something is at the target and may not be overwritten.
+        RequestError: `request.target_exists` if the target exists and may not be overwritten.
         ReshardError: As `Conversion`.
     """
     source = open_location(request.source.url, request.source.profile)

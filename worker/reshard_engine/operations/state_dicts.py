@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as torch tensors: each when it is asked for, all at once, or into a model."""
+"""Weights of a checkpoint as torch tensors, read one by one on demand, all at once, or into a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.executor import stop_check
-from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.execute.gather.tensor_reader import TensorReader
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.operations.conversion import REMOTE_THREADS
@@ -26,60 +26,60 @@ from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.dtypes import SHORT_NAMES
 
 _BLOCK_BYTES = 16 << 20
-"""Of a tensor: what one thread reads at once."""
+"""The bytes of a tensor that one thread reads at once."""
 _LOADED_BYTES = 1 << 30
-"""Tensors that are read together while a model is loaded: what it takes beside the model."""
+"""The bytes of tensors that are read together to load a model: the memory that it takes beside the model."""
 
 
 class LazyTensor:
-    """A tensor of a checkpoint: its shape and type are known, its bytes are read by `contiguous`."""
+    """A tensor of a checkpoint with known shape and type, whose bytes `contiguous` reads."""
 
     __slots__ = ("_checkpoint", "_weight", "dtype", "name", "shape")
 
     def __init__(self, checkpoint: Checkpoint, weight: Weight) -> None:
-        """Nothing is read."""
+        """Take shape and type, without reading the tensor."""
         self._checkpoint, self._weight = checkpoint, weight
         self.name = weight.fqn
         self.shape = torch.Size(weight.shape)
         self.dtype: torch.dtype = getattr(torch, weight.dtype.name)
 
     def contiguous(self) -> torch.Tensor:
-        """Read it.
+        """Read the tensor.
 
         Raises:
-            SourceError: `source.changed`, or what the storage says.
+            SourceError: `source.changed`, or an error of the storage.
         """
         found = torch.empty(self.shape, dtype=self.dtype)
         _fill([(self, found)])
         return found
 
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return self.shape.numel()
 
     def dim(self) -> int:
-        """Dimensions."""
+        """The number of dimensions."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """The shape, or one length of it."""
+        """The shape, or the length of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def element_size(self) -> int:
-        """Bytes of an element."""
+        """The bytes of one element."""
         return self._weight.dtype.itemsize_bytes
 
     def is_floating_point(self) -> bool:
-        """Whether it is of a floating type."""
+        """True if the element type is a floating-point type."""
         return self._weight.dtype.floating
 
     @property
     def nbytes(self) -> int:
-        """Bytes once it is read."""
+        """The bytes of the tensor in memory."""
         return self._weight.size_bytes
 
     def __repr__(self) -> str:
-        """Name, shape and type."""
+        """The name, shape and type."""
         return f"LazyTensor({self.name!r}, {tuple(self.shape)}, {self.dtype})"
 
     def read_into(self, target: torch.Tensor, begin: int, end: int) -> None:
@@ -87,16 +87,16 @@ class LazyTensor:
         size, weight = self.element_size(), self._weight
         memory = target.reshape(-1).view(torch.uint8).numpy()[begin * size : end * size]
         with kept_open():
-            ChunkFiller(self._checkpoint, default_kernel()).elements_into(weight.tensor, weight.dtype, begin, memory)
+            TensorReader(self._checkpoint, default_kernel()).elements_into(weight.tensor, weight.dtype, begin, memory)
 
     @property
     def threads(self) -> int:
-        """How many reads at once are worth while."""
+        """The number of concurrent reads that is worth while."""
         return (os.cpu_count() or 1) if self._checkpoint.is_local else REMOTE_THREADS
 
 
 def _fill(pairs: list[tuple[LazyTensor, torch.Tensor]]) -> None:
-    """Read tensors into memory of theirs, several blocks at a time."""
+    """Read each tensor into the memory beside it, several blocks at a time."""
     blocks: list[tuple[LazyTensor, torch.Tensor, int, int]] = []
     for lazy, target in pairs:
         step = max(1, _BLOCK_BYTES // lazy.element_size())
@@ -115,10 +115,11 @@ def lazy(source: SourceSpec, *, exclude_frozen: bool) -> dict[str, LazyTensor]:
     """The fp32 weights of a checkpoint: buffers, frozen parameters, trained ones, then tied names.
 
     Raises:
-        SourceError: What the readers say; `checkpoint.disagreement` if copies of tensor-parallel ranks differ.
-        RequestError: `request.unsatisfiable` if frozen parameters are to be left out of weights that do not say so.
+        SourceError: The errors of readers; `checkpoint.disagreement` if copies of tensor-parallel ranks differ.
+        RequestError: `request.unsatisfiable` if frozen parameters are to be left out, but the source does not show
+            them.
     """
-    # Foreign objects are no weights: they are passed over, whatever they are.
+    # Foreign objects are no weights: any of them is ignored.
     checkpoint = read_checkpoint(open_location(source.url, source.profile), source.tag, OpaqueLedger(OpaquePolicy.KEEP))
     refuse_unexplained(checkpoint)
     check_agreements(checkpoint, ReplicaPolicy.ERROR, stop_check(None))
@@ -135,7 +136,7 @@ def lazy(source: SourceSpec, *, exclude_frozen: bool) -> dict[str, LazyTensor]:
 def whole(
     tensors: Mapping[str, LazyTensor], *, dtype: WeightDtype | None = None, empty: bool = False
 ) -> dict[str, torch.Tensor]:
-    """All of them, read; names of one tensor share one. With a type, floating ones are cast to it."""
+    """Read all tensors; tied names share one tensor. With `dtype`, floating-point tensors are cast to it."""
     wanted = None if dtype is None else getattr(torch, SHORT_NAMES[dtype.value])
     unique: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
     for one in tensors.values():
@@ -154,7 +155,7 @@ def load(model: Any, tensors: Mapping[str, LazyTensor]) -> None:
     """Move a model to the CPU and load the tensors into it, a bounded part at a time.
 
     Raises:
-        RequestError: `request.unsatisfiable` if names on both sides are left over, or a shape differs.
+        RequestError: `request.unsatisfiable` if both sides have names that the other lacks, or a shape differs.
     """
     there: Mapping[str, Any] = model.state_dict()
     missing, unexpected = [n for n in there if n not in tensors], [n for n in tensors if n not in there]

@@ -1,4 +1,4 @@
-"""`reshard verify`: a target read again and compared with its manifest, whole or a sample of it."""
+"""`reshard verify`: reads a target, or a sample of it, and compares it with its manifest."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _MAX_POINTER_BYTES = 1_024
 def verify_target(
     target: Location, *, sample: float | None = None, should_stop: Callable[[], None] = lambda: None
 ) -> VerifyReport:
-    """Whether the target is what its manifest says.
+    """Compare a target with its manifest.
 
     Args:
         target: The directory that a conversion created.
-        sample: Fraction of the bytes to read, in `(0, 1]`: every file's presence and size are checked, and a
-            random choice of its checksummed ranges, other ones each time. None reads everything, and compares
-            the digests of tensors too.
-        should_stop: Called between reads; raises to give up.
+        sample: Fraction of the bytes to read, in `(0, 1]`. The presence and size of every file are checked, and a
+            random choice of its checksummed ranges, new for each call. None reads everything and compares the digests
+            of tensors, too.
+        should_stop: Called between reads; it raises to stop.
 
     Raises:
-        IntegrityError: `integrity.no_manifest` if there is none, `integrity.mismatch` if it is damaged itself.
+        IntegrityError: `integrity.no_manifest` without a manifest, `integrity.mismatch` if the manifest is damaged.
     """
     started = time.monotonic()
     manifest = read_manifest(target)
@@ -85,8 +85,8 @@ def _read_sample(check: TargetCheck, target: Location, there: Mapping[str, Objec
         if crc == expected:
             return None
         damage = Damage(number, offset, offset + length, crc, expected)
-        # Whose bytes changed only a whole reading tells; a tensor that has the range to itself is named.
-        held = check.held_in(damage)
+        # Only a whole reading finds the damaged tensor. A tensor that has the range to itself is named.
+        held = check.ranges_in(damage)
         tensor = printable(check.manifest.tensors[held[0].tensor].fqn) if len(held) == 1 else None
         return VerifyProblem(
             path=printable(path), offset=offset, length_bytes=length, tensor=tensor, problem=damage.problem
@@ -105,7 +105,7 @@ def _strangers(manifest: Manifest, there: Mapping[str, ObjectInfo]) -> list[Veri
 
 
 def _pointer(manifest: Manifest, target: Location) -> list[VerifyProblem]:
-    """A pointer beside the target may name another directory by now, but one that is there."""
+    """Check the pointer beside the target. It may name another directory by now, but that directory must exist."""
     if manifest.pointer is None:
         return []
     parent = parent_and_name(target.path)[0]
@@ -117,5 +117,5 @@ def _pointer(manifest: Manifest, target: Location) -> list[VerifyProblem]:
     )
     if name in target.store.list_directory(parent).directories:
         return []
-    text = f"names {printable(name)!r}, which is not there"
+    text = f"names {printable(name)!r}, which does not exist"
     return [VerifyProblem(path=manifest.pointer, offset=None, length_bytes=None, problem=text)]

@@ -1,1 +1,1 @@
-"""Pickles without Python's unpickler: parsed into inert nodes, written from inert nodes."""
+"""Parses pickles into inert nodes, and writes pickles from inert nodes, without Python's unpickler."""

@@ -1,7 +1,7 @@
-"""numpy's arrays, scalars and dtypes in pickles: only plain numbers and texts, of the size that their data have.
+"""Checks numpy arrays, scalars and dtypes in pickles: only numbers and texts pass, with sizes that match their data.
 
-They are never built here, but whoever unpickles our output builds them: an object dtype makes numpy unpickle
-what is inside, and the state of a dtype sets sizes that numpy trusts.
+This module never builds them, but a program that unpickles our output does. An object dtype makes numpy unpickle its
+contents, and the state of a dtype sets sizes that numpy trusts.
 
 Source: numpy 2.4 `ndarray.__reduce__`, `dtype.__reduce__` (`_core/src/multiarray/methods.c`, `descriptor.c`), the
 same since 1.0 but for the module's name.
@@ -21,24 +21,24 @@ _MAX_ALIGNMENT_BYTES = 64
 
 
 def is_dtype_call(items: tuple[Node, ...]) -> bool:
-    """Whether these are arguments of `numpy.dtype`: no object, no structure."""
+    """True if these are arguments of `numpy.dtype` for a dtype without objects and without structure."""
     return 1 <= len(items) <= 3 and isinstance(items[0], str) and _DTYPE.fullmatch(items[0]) is not None
 
 
 def is_empty_array_call(items: tuple[Node, ...]) -> bool:
-    """Whether these are arguments of `_reconstruct`: numpy makes an empty array and sets its content as state."""
+    """True if these are arguments of `_reconstruct`: numpy makes an empty array and sets its content as state."""
     if len(items) != 3 or not isinstance(items[0], Global) or items[0].dotted != "numpy.ndarray":
         return False
     return isinstance(items[1], PTuple) and items[1].items == (0,)
 
 
 def is_scalar_call(items: tuple[Node, ...]) -> bool:
-    """Whether these are arguments of `multiarray.scalar`."""
+    """True if these are arguments of `multiarray.scalar`."""
     return len(items) == 2 and _is_dtype(items[0]) and _is_data(items[1])
 
 
 def is_buffer_call(items: tuple[Node, ...]) -> bool:
-    """Whether these are arguments of `_frombuffer`."""
+    """True if these are arguments of `_frombuffer`."""
     return len(items) == 4 and _is_data(items[0]) and _is_dtype(items[1])
 
 
@@ -56,7 +56,7 @@ def check_state(cls: Global, state: Node) -> None:
 
 def _is_data(node: Node) -> bool:
     if isinstance(node, PObject) and isinstance(node.cls, Global):
-        # How protocol 2 spells bytes, and those of an array of no elements.
+        # The forms of bytes in protocol 2, and the bytes of an array without elements.
         empty = node.cls.dotted in ("__builtin__.bytes", "builtins.bytes") and not node.args.items
         return empty or node.cls.dotted == "_codecs.encode"
     return isinstance(node, bytes | str | PBytearray)

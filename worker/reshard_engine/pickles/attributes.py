@@ -1,4 +1,4 @@
-"""Attributes of named classes, which pickles spell as calls of `getattr`: members of enums, and nested classes.
+"""Attributes of named classes, which pickles write as calls of `getattr`: members of enums, and nested classes.
 
 `getattr` is read as data: nothing is imported, and no attribute is looked up. Every other writer spells a member
 of an enum by its value, `ZeroStageEnum(3)`; so does the node of a member that the table below knows, because every
@@ -67,7 +67,7 @@ MEMBERS: dict[str, _Members] = {
 
 
 def checked_arguments(args: PTuple) -> tuple[Node, str]:
-    """The owner and the attribute's name.
+    """Check the arguments of `getattr` and return the owner and the attribute's name.
 
     Raises:
         SourceError: `pickle.forbidden_call` for arguments that no pickler gives: a default, a name that is no
@@ -86,7 +86,7 @@ def member(owner: Global, name: str) -> PObject | None:
 
 
 def is_mentioned(value: Node) -> bool:
-    """Whether `getattr` is itself a value somewhere in the tree, beside being called."""
+    """True if `getattr` is itself a value somewhere in the tree, not only called."""
     left: list[Node] = [value]
     met: set[int] = set()
     while left:
@@ -101,6 +101,6 @@ def is_mentioned(value: Node) -> bool:
             continue
         left += node.items
         if isinstance(node, PObject):
-            # Its class was met, and refused or recorded, when it was called.
+            # Its class was refused or recorded when it was called.
             left += (node.args, node.kwargs, node.state, *node.appends)
     return False

@@ -1,6 +1,6 @@
-"""Arguments of allow-listed calls: only what their writers write.
+"""Checks the arguments of allow-listed calls: only arguments that known writers give pass.
 
-A name on the allow-list is called by whoever unpickles our output, so its arguments are checked here:
+A program that unpickles our output calls the names on the allow-list, so their arguments are checked here:
 `bytearray(2_000_000_000)` builds two gigabytes from nine bytes.
 
 Source: CPython 3.11 `Lib/pickle.py` (bytes before

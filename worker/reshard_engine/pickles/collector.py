@@ -1,4 +1,4 @@
-"""Python's cycle collector, paused while many values are made that all stay."""
+"""Pauses Python's cycle collector while many values are made that are all kept."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 _lock = threading.Lock()
 _pauses: list[bool] = []
-"""One entry for each pause that is open, in any thread; the first says whether the collector was on before."""
+"""One entry for each open pause, in any thread. The first one is True if the collector was on before."""
 
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """No collection of cycles until the last pause ends.
+    """Stop the collection of cycles until the last pause ends.
 
-    The collector looks at every node again and again while an interpreter makes them by the million: 30 % of the
-    time of a parse, measured with 20,000 parameters. None of it is garbage, and what a parse makes is bounded.
+    The collector visits every node repeatedly while the interpreter makes nodes by the million: 30 % of the time of a
+    parse, measured with 20,000 parameters. No node is garbage, and the size of a parse is bounded.
     """
     with _lock:
         _pauses.append(gc.isenabled() if not _pauses else _pauses[0])

@@ -1,4 +1,4 @@
-"""Two trees of inert nodes compared: counters, hyper-parameters, schedulers, client state. Nothing is executed."""
+"""Compares two trees of inert nodes: counters, hyper-parameters, schedulers, client state. Nothing is executed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN_ITEMS = 4
 
 @dataclass(frozen=True, slots=True)
 class TreeDifference:
-    """Two values at one place of two trees that are not the same. None: nothing is there."""
+    """Two different values at one place of two trees. None means that one tree has no value there."""
 
     path: str
     a: str | None
@@ -38,7 +38,7 @@ class TreeDifference:
 
 @dataclass(frozen=True, slots=True)
 class TensorsAt:
-    """Two tensors at one place of two trees, still to be compared."""
+    """Two tensors at one place of two trees, which the caller compares."""
 
     path: str
     a: PTensor | PTensorRef
@@ -46,7 +46,7 @@ class TensorsAt:
 
 
 def compare_trees(a: Node, b: Node, path: str) -> Iterator[TreeDifference | TensorsAt]:
-    """Where two trees differ. Lists equal tuples of the same items, and numbers their equals of another type.
+    """Yield the differences of two trees. A list equals a tuple of the same items, and 1 equals 1.0.
 
     Raises:
         SourceError: `pickle.too_deep`.
@@ -55,7 +55,7 @@ def compare_trees(a: Node, b: Node, path: str) -> Iterator[TreeDifference | Tens
 
 
 class _Walk:
-    """One comparison; pairs that were met before are not walked again, so that aliases and cycles end."""
+    """One comparison. It walks each pair of nodes once, so that aliases and cycles end."""
 
     def __init__(self) -> None:
         self._met: set[tuple[int, int]] = set()
@@ -104,7 +104,7 @@ class _Walk:
         if not same_scalar(a.cls, b.cls) or a.how != b.how or a.has_state != b.has_state:
             yield TreeDifference(path, text_of(a), text_of(b))
             return
-        # The names of the parts say nothing to a user; the path of the object does.
+        # Users know the path of the object, not the names of its parts.
         yield from self.compare(a.args, b.args, path, depth + 1)
         yield from self.compare(a.kwargs, b.kwargs, path, depth + 1)
         yield from self.compare(a.state, b.state, path, depth + 1)
@@ -113,12 +113,12 @@ class _Walk:
 
 
 def _inner(node: Node) -> bool:
-    """Whether the node is one that is compared by its parts."""
+    """True if the node is compared by its parts."""
     return isinstance(node, PList | PTuple | PSet | PDict | PObject | PTensor | PTensorRef | PBytearray)
 
 
 def same_scalar(a: Node, b: Node) -> bool:
-    """Whether two leaves are the same value; 3 equals 3.0, and a NaN equals a NaN."""
+    """True if two leaves are the same value; 3 equals 3.0, and a NaN equals a NaN."""
     if isinstance(a, int | float) and isinstance(b, int | float) and isinstance(a, bool) == isinstance(b, bool):
         return a == b or (math.isnan(a) and math.isnan(b))
     if isinstance(a, Global) and isinstance(b, Global):
@@ -127,14 +127,14 @@ def same_scalar(a: Node, b: Node) -> bool:
 
 
 def _name(name: Global) -> str:
-    """The name, as every numpy spelt it before 2.0."""
+    """The name in the form that numpy used before 2.0."""
     return (
         name.dotted.replace("numpy._core.", "numpy.core.", 1) if name.module.startswith("numpy._core.") else name.dotted
     )
 
 
 def _same_plain(a: Node, b: Node) -> bool:
-    """Whether two sets or two bytearrays hold the same."""
+    """True if two sets or two bytearrays have equal contents."""
     if isinstance(a, PSet) and isinstance(b, PSet):
         return sorted(map(text_of, a.items)) == sorted(map(text_of, b.items))
     return isinstance(a, PBytearray) and isinstance(b, PBytearray) and a.data == b.data

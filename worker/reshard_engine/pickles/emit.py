@@ -1,4 +1,4 @@
-"""Inert nodes to pickle bytes: protocol 2, as `torch.save` writes, with only allow-listed names.
+"""Writes inert nodes as pickle bytes: protocol 2, as in `torch.save`, with only allow-listed names.
 
 Output is a pure function of the nodes: equal trees give equal bytes.
 

@@ -1,4 +1,4 @@
-"""Bounds of the pickle interpreter: real checkpoints pass a tenth of each; the environment sets the costly ones."""
+"""Bounds of the pickle interpreter. Real checkpoints need less than a tenth of each; the environment can set some."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from reshard.errors import RequestError, printable
 
 @dataclass(frozen=True, slots=True)
 class PickleLimits:
-    """What one pickle may cost before it is refused."""
+    """The bounds on the work, memory and nesting of one pickle."""
 
     stream_bytes: int = 256 << 20
     opcodes: int = 50_000_000
     node_bytes: int = 2 << 30
-    """Counted when values are made, freed or not; the skeleton of a trillion parameters in experts counts 192 MiB."""
+    """Bytes, counted when values are made, freed or not. The pickle of a mixture of experts with a trillion parameters
+    counts 192 MiB."""
     mark_depth: int = 1_000
     value_depth: int = 200
-    """Also of walks over finished values: 200 levels of ours are 600 of Python's stack, which has 1,000."""
+    """Levels of nesting, also of walks over finished values: 200 levels take 600 frames of Python's stack of 1,000."""
     text_bytes: int = 64 << 20
     line_bytes: int = 4 << 10
     name_chars: int = 1 << 10
     name_dots: int = 64
     foreign_names: int = 10_000
-    """Different names that are not on the allow-list: manifests and inspections list them all."""
+    """Number of different names that are not on the allow-list; manifests and inspections list all of them."""
     long_bytes: int = 1 << 10
     digits: int = 4_300
     dims: int = 64
@@ -39,14 +40,14 @@ _SETTINGS = {
     "RESHARD_PICKLE_OPCODES": "opcodes",
     "RESHARD_PICKLE_NODE_BYTES": "node_bytes",
 }
-"""The bounds that decide time and memory; the others are as generous as a reader's own safety allows."""
+"""The bounds that decide time and memory, by environment variable. The other bounds are fixed."""
 
 
 def configured_limits(environ: Mapping[str, str] = os.environ) -> PickleLimits:
-    """The bounds that the environment sets, in whole numbers; probes and engine processes inherit them.
+    """The bounds with the values of the environment. Probes and engine processes inherit the environment.
 
     Raises:
-        RequestError: `request.invalid` for a value that is no positive number.
+        RequestError: `request.invalid` for a value that is not a positive number.
     """
     chosen: dict[str, int] = {}
     for key, bound in _SETTINGS.items():

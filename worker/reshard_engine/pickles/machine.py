@@ -1,4 +1,4 @@
-"""The state of a run of the pickle interpreter: position, stack, memo and costs, all bounded."""
+"""The bounded state of a run of the pickle interpreter: position, stack, memo and costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard_engine.pickles.policy import OpaqueLedger
 
 MARK = object()
 COST_BYTES = 64
-"""What any value counts, beside its content."""
+"""Bytes that every value counts, in addition to its content."""
 CONTAINERS = frozenset((PList, PTuple, PDict, PSet, PObject))
 
 
@@ -21,7 +21,7 @@ def bad(code: str, message: str) -> SourceError:
 
 
 class PickleMachine:
-    """The state of one run over one stream: reading position, stack, memo, and what it has cost so far."""
+    """The state of one run over one stream: reading position, stack, memo, and the costs so far."""
 
     __slots__ = (
         "_extra_work", "at", "boundary", "cost_bytes", "cost_limit", "data", "end", "in_frame", "ledger", "limits",
@@ -35,13 +35,13 @@ class PickleMachine:
         self.end = len(data)
         self.at = 0
         self.boundary = self.end
-        """Where no opcode may begin without a look: the end of the frame, else that of the stream."""
+        """The end of the frame, or of the stream if there is no frame. An opcode beyond it needs a check."""
         self.in_frame = False
         self.ledger = ledger
         self.limits = limits
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        """Where in the stack the marks are: nothing takes values from below a mark that stays."""
+        """The positions of the marks in the stack. No opcode takes values from below an open mark."""
         self.memo: dict[int, Any] = {}
         self.cost_bytes = 0
         self.cost_limit = limits.node_bytes
@@ -88,7 +88,7 @@ class PickleMachine:
         return bad("too_much_memory", f"the values take more than {self.cost_limit} bytes")
 
     def work(self, count: int) -> None:
-        """Count steps that an opcode takes beside itself, such as a look at every argument."""
+        """Count additional steps of an opcode, such as a check of every argument."""
         self._extra_work += count
         if self._extra_work > self.limits.opcodes:
             raise bad("too_much_work", f"more than {self.limits.opcodes} steps inside opcodes")
@@ -125,7 +125,7 @@ class PickleMachine:
         self.stack.append(value)
 
     def depth(self, children: list[Node] | tuple[Node, ...]) -> int:
-        """How deep a container of these children nests."""
+        """The depth of a container with these children."""
         depth = 1
         for child in children:
             if type(child) in CONTAINERS and child.depth >= depth:
@@ -135,6 +135,6 @@ class PickleMachine:
         return depth
 
     def deepen(self, parent: Any, children: list[Node]) -> None:
-        """A container got more children: it may nest deeper now."""
+        """Update the depth of a container that got more children."""
         depth = self.depth(children)
         parent.depth = max(parent.depth, depth)

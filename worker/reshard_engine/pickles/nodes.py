@@ -1,4 +1,4 @@
-"""Inert nodes: what a pickle says, as data. Nothing here can run, and nothing hashes attacker values.
+"""Inert nodes: the contents of a pickle as data. No node can run code, and no untrusted value is hashed.
 
 Scalars are Python's own `None`, `bool`, `int`, `float`, `str` and `bytes` (bounded when parsed).
 Identity matters: the same node reached twice is an alias, and is written back as one.
@@ -15,7 +15,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.pickles.limits import DEFAULT_LIMITS
 
 Node: TypeAlias = Any
-"""A scalar or one of the classes below. `Any`, because attacker-shaped data has no better static type."""
+"""A scalar or one of the classes below. It is `Any`, because untrusted data has no better static type."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -60,12 +60,12 @@ class PBytearray:
 
 @dataclass(slots=True, frozen=True)
 class Global:
-    """A name that some Python would import; we never do. Names are bounded, checked strings."""
+    """A name that Python's unpickler would import; this one never does. Names are bounded, checked strings."""
 
     module: str
     name: str
     dotted: str = field(init=False, repr=False, compare=False)
-    """`module.name`. Kept, because every call of the name asks for it."""
+    """`module.name`, stored because every call of the name uses it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dotted", f"{self.module}.{self.name}")
@@ -73,7 +73,7 @@ class Global:
 
 @dataclass(slots=True, eq=False, repr=False)
 class PObject:
-    """An object: what is called or instantiated, with which arguments, and what is done to it after.
+    """An object: the callable or class, its arguments, and the operations on the object afterwards.
 
     `how` is the opcode family: `reduce` (callable applied to args), `newobj`, `newobj_ex`, `inst`.
     """
@@ -117,7 +117,7 @@ class PTensor:
     requires_grad: bool = False
     parameter: bool = False
     attributes: tuple[tuple[str, str], ...] = ()
-    """Short texts that were set on it; none of its data."""
+    """Short text attributes that were set on the tensor."""
 
     @property
     def numel(self) -> int:
@@ -156,14 +156,14 @@ class PRunsPart:
     """A packed tensor over a part of another one's storage, in a tree that will be written."""
 
     whole: PRuns
-    """One object for all its parts: they share its storage."""
+    """The whole tensor. All parts refer to one object and share its storage."""
     offset: int
     """In elements."""
     shape: tuple[int, ...]
 
 
 def check_depth(depth: int) -> None:
-    """Refuse to walk deeper into a value.
+    """Refuse a depth beyond the limit.
 
     Raises:
         SourceError: `pickle.too_deep`, also for sets and tuples that contain themselves.
@@ -173,7 +173,7 @@ def check_depth(depth: int) -> None:
 
 
 def is_mapping(node: Node) -> bool:
-    """Whether the node is a dict or an OrderedDict."""
+    """True if the node is a dict or an OrderedDict."""
     return isinstance(node, PDict) or (
         isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "collections.OrderedDict"
     )
@@ -183,7 +183,8 @@ def mapping_items(node: Node, *, what: str) -> dict[str | int, Node]:
     """The mapping as a Python dict with `str` or `int` keys, in order.
 
     Raises:
-        SourceError: `checkpoint.malformed` if it is no mapping or a key is neither, `pickle.ambiguous_key`
+        SourceError: `checkpoint.malformed` if the node is not a mapping, or a key is neither `str` nor `int`;
+            `pickle.ambiguous_key`
             if Python would merge two keys.
     """
     if not is_mapping(node):
@@ -192,7 +193,7 @@ def mapping_items(node: Node, *, what: str) -> dict[str | int, Node]:
     found: dict[str | int, Node] = {}
     for at in range(0, len(pairs), 2):
         key = pairs[at]
-        # Python hashes integers modulo 2**61 - 1: unbounded ones could be made to collide at will.
+        # Python hashes integers modulo 2**61 - 1: an attacker could choose unbounded integers that collide.
         if type(key) is not str and not (type(key) is int and -(1 << 62) < key < 1 << 62):
             raise SourceError("checkpoint.malformed", f"{what} has a key that is {kind_of(key)}")
         if key in found:

@@ -1,4 +1,4 @@
-"""Opcodes that build containers, and those that name, call and instantiate: the latter only as data.
+"""Opcodes that build containers, and opcodes that name, call and instantiate, which are only recorded as data.
 
 Source: CPython 3.11 `Lib/pickletools.py`; torch 2.13.0 `torch/serialization.py` (persistent ids).
 """
@@ -164,7 +164,7 @@ def op_reduce(m: PickleMachine) -> None:
         return
     op_checked_class(m, func, "forbidden_call")
     if not isinstance(args, PTuple):
-        raise bad("type_confusion", "REDUCE with arguments that are no tuple")
+        raise bad("type_confusion", "REDUCE with arguments that are not a tuple")
     m.work(len(args.items))
     result = rebuild.apply(func, args, m.limits)
     if type(result) is not PTensor and (steps := stdlib.steps_of(result)):
@@ -178,7 +178,7 @@ def op_attribute(m: PickleMachine, func: Global, args: PTuple) -> Node:
     owner, name = attributes.checked_arguments(args)
     if isinstance(owner, Global):
         return attributes.member(owner, name) or op_name(m, owner.module, f"{owner.name}.{name}")
-    # Bound methods are written so.
+    # Pickle writes bound methods in this form.
     op_checked_class(m, func, "forbidden_call")
     return PObject("reduce", func, args, depth=args.depth + 1)
 
@@ -193,7 +193,7 @@ def op_newobj_ex(m: PickleMachine) -> None:
     """NEWOBJ_EX."""
     kwargs, args, cls = m.pop(), m.pop(), m.pop()
     if not isinstance(kwargs, PDict):
-        raise bad("type_confusion", "NEWOBJ_EX with keyword arguments that are no dict")
+        raise bad("type_confusion", "NEWOBJ_EX with keyword arguments that are not a dict")
     op_object(m, "newobj_ex", cls, args, kwargs)
 
 
@@ -201,7 +201,7 @@ def op_object(m: PickleMachine, how: str, cls: Node, args: Node, kwargs: Node) -
     """Push an object node."""
     op_checked_class(m, cls, "forbidden_build")
     if not isinstance(args, PTuple):
-        raise bad("type_confusion", f"{how} with arguments that are no tuple")
+        raise bad("type_confusion", f"{how} with arguments that are not a tuple")
     if isinstance(cls, Global):
         calls.check_instance(cls, args)
     m.push(PObject(how, cls, args, kwargs, depth=m.depth([args, kwargs])), 128)
@@ -230,7 +230,7 @@ def op_build(m: PickleMachine) -> None:
     state = m.pop()
     target = m.top()
     if isinstance(target, PTensor):
-        # `_rebuild_from_type_v2` and hooks put attributes on tensors; none of them is data we carry.
+        # `_rebuild_from_type_v2` and hooks set attributes on tensors. None of them is written to a target.
         return
     if not isinstance(target, PObject):
         raise bad("forbidden_build", f"BUILD on {type(target).__name__}")

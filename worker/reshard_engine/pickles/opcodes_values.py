@@ -1,4 +1,4 @@
-"""Opcodes that frame a stream, remember values, and push scalars.
+"""Opcodes for frames, marks, the memo and scalars.
 
 Source: CPython 3.11 `Lib/pickletools.py`.
 """
@@ -20,11 +20,11 @@ _U64 = struct.Struct("<Q")
 
 
 def op_stop(m: PickleMachine) -> tuple[Node, int]:
-    """STOP: the one value that is left, and where the stream ends."""
+    """STOP: the one remaining value, and the end of the stream."""
     value = m.pop()
     if m.stack:
         raise bad("malformed", f"{len(m.stack)} values left on the stack at STOP")
-    # Calls were met, with their own codes, when they happened; this is for names that are only mentioned.
+    # Names that are called were checked at their calls. This checks names that are only mentioned.
     if m.names_getattr and attributes.is_mentioned(value):
         m.unlisted["getattr"] = Global("builtins", "getattr")
     for name in m.unlisted.values():
@@ -48,7 +48,7 @@ def op_frame(m: PickleMachine) -> None:
 
 
 def leave_frame(m: PickleMachine, count: int) -> None:
-    """At or behind the boundary: the stream ends here, or a frame does, as it must between two opcodes."""
+    """Check the end of a stream or frame: it must lie between two opcodes."""
     if m.at >= m.end:
         raise bad("truncated", f"the pickle ends after {count} opcodes without STOP")
     if m.at > m.boundary:
@@ -83,7 +83,7 @@ def op_dup(m: PickleMachine) -> None:
 
 
 def op_put(m: PickleMachine, index: int) -> None:
-    """Remember the value on top."""
+    """Store the top value in the memo."""
     m.charge(0)
     m.memo[index] = m.top()
 
@@ -97,7 +97,7 @@ def op_put_text(m: PickleMachine) -> None:
 
 
 def op_get(m: PickleMachine, index: int) -> None:
-    """Push a remembered value."""
+    """Push a value of the memo."""
     if index not in m.memo:
         raise bad("bad_memo", f"GET of memo {index}, which was never set")
     m.push(m.memo[index])

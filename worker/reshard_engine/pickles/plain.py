@@ -1,4 +1,4 @@
-"""Inert nodes as plain Python values, for metadata that are numbers, texts and containers of them."""
+"""Turns inert nodes into plain Python values, for metadata of numbers, texts and containers of them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Which classes and functions a checkpoint may name: the reviewed allow-list, and what to do with others.
+"""The reviewed allow-list of classes and functions that a checkpoint may name, and the policy for other names.
 
-Nothing on the list is ever imported or called here. A name is listed because it is what DeepSpeed,
-Megatron, numpy or torch really write, and because a reader of *our* output that does call it meets
-nothing that acts beyond building the value. Re-emission is a threat of its own: an opaque value
-written out unchanged carries the source's names into our output.
+No name on the list is imported or called here. A name is listed because DeepSpeed, Megatron, numpy or torch really
+write it, and because calling it only builds a value: programs that load *our* output do call it. An opaque value that
+is written unchanged is a risk of its own, because it carries the source's names into our output.
 
 Source: names seen in checkpoints written by deepspeed 0.19.8, Megatron-DeepSpeed (July 2025),
 torch 2.13.0, numpy 2.4 and their older spellings (`numpy.core` before numpy 2); plain values of CPython's
@@ -52,7 +51,7 @@ _CALLABLE = frozenset(
         "builtins.set",
         "__builtin__.frozenset",
         "builtins.frozenset",
-        "__builtin__.bytes",  # how protocol 2 spells empty bytes
+        "__builtin__.bytes",  # the form of empty bytes in protocol 2
         "builtins.bytes",
         "__builtin__.bytearray",
         "builtins.bytearray",
@@ -71,7 +70,7 @@ _CALLABLE = frozenset(
 )
 _PLAIN = frozenset(
     {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.float8_e4m3fn", "torch.storage.UntypedStorage"}
-    # What a defaultdict makes of a missing key.
+    # The default factories of defaultdicts.
     | {f"{b}.{name}" for b in ("builtins", "__builtin__") for name in FACTORIES}
     | {f"torch.{name}" for name in BY_STORAGE_CLASS}
     | {f"torch.{name}" for name in BY_NAME}
@@ -81,17 +80,17 @@ _ENUMS = re.compile(r"megatron\.(?:core\.)?(?:model\.|transformer\.)?enums\.[A-Z
 
 
 def is_listed(name: Global) -> bool:
-    """Whether the name is on the allow-list."""
+    """True if the name is on the allow-list."""
     dotted = name.dotted
     if dotted not in _CALLABLE and dotted not in _PLAIN and _ENUMS.fullmatch(dotted) is None:
         return False
-    # Nothing on the list is nested in a class, and before protocol 4 no unpickler follows dots.
+    # No listed name is nested in a class, and before protocol 4 no unpickler follows dots.
     return "." not in name.name
 
 
 @dataclass(slots=True)
 class OpaqueLedger:
-    """Applies the policy to names that are not listed, and remembers them for the manifest."""
+    """Applies the policy to names that are not listed, and collects them for the manifest."""
 
     policy: OpaquePolicy
     foreign: dict[str, None] = field(default_factory=dict[str, None])
@@ -107,7 +106,7 @@ class OpaqueLedger:
         if self.policy is OpaquePolicy.REFUSE:
             raise SourceError(
                 code,
-                f"the checkpoint names {safe}, which is not on the allow-list; nothing of it was run",
+                f"the checkpoint names {safe}, which is not on the allow-list; nothing of it was executed",
                 fix="if you trust its origin: --opaque keep writes such objects out again, unexecuted; "
                 "--opaque drop writes None in their place",
                 details={"global": safe},

@@ -1,4 +1,4 @@
-"""What allow-listed calls mean: tensors, storages and plain values become nodes of our own table.
+"""Turns allow-listed calls into nodes: tensors, storages and plain values.
 
 Source: torch 2.13.0 `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild_parameter`),
 `torch/_tensor.py` (`_rebuild_from_type_v2`), `torch/serialization.py` (persistent ids).
@@ -39,7 +39,7 @@ def _counts(node: Node, what: str, limits: PickleLimits) -> tuple[int, ...]:
     if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "torch.Size":
         node = node.args.items[0] if len(node.args.items) == 1 else None
     if not isinstance(node, PTuple | PList):
-        raise _confused(f"{what} is no tuple")
+        raise _confused(f"{what} is not a tuple")
     if len(node.items) > limits.dims:
         raise SourceError("tensor.bad_extent", f"{what} has {len(node.items)} dimensions, the limit is {limits.dims}")
     for item in node.items:
@@ -85,7 +85,7 @@ def storage_of(pid: Node) -> PStorage:
 
 def _tensor(storage: Node, rest: tuple[Node, ...], dtype: str | None, limits: PickleLimits) -> PTensor:
     if not isinstance(storage, PStorage):
-        raise _confused("a tensor over something that is no storage")
+        raise _confused("a tensor over something that is not a storage")
     offset = _count(rest[0], "a tensor's offset")
     shape = _counts(rest[1], "a tensor's size", limits)
     stride = _counts(rest[2], "a tensor's stride", limits)
@@ -113,7 +113,7 @@ def _tensor(storage: Node, rest: tuple[Node, ...], dtype: str | None, limits: Pi
 
 
 def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
-    """The node that calling an allow-listed name means; an inert object for names without a special meaning.
+    """The node for a call of an allow-listed name; an inert object for names without a special meaning.
 
     Raises:
         SourceError: `pickle.type_confusion` for arguments of the wrong number or kind,
@@ -137,7 +137,7 @@ def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
 
 
 def _rebuilt(name: str, items: tuple[Node, ...], limits: PickleLimits) -> PTensor | None:
-    """The tensor that one of torch's functions for it makes; None for any other name."""
+    """The tensor that a rebuild function of torch makes; None for any other function."""
     if name in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"):
         low, high = (4, 4) if name.endswith("tensor") else (6, 7)
         if not low <= len(items) <= high:
@@ -157,7 +157,7 @@ def _from_type(items: tuple[Node, ...], limits: PickleLimits) -> PTensor:
         raise _confused("_rebuild_from_type_v2 with unexpected arguments")
     func, kind = items[0], items[1]
     if not isinstance(kind, Global) or kind.dotted not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        raise SourceError("pickle.forbidden_call", "_rebuild_from_type_v2 of a type that is no torch tensor")
+        raise SourceError("pickle.forbidden_call", "_rebuild_from_type_v2 of a type that is not a torch tensor")
     tensor = _rebuilt(func.dotted, items[2].items, limits)
     if tensor is None:
         raise SourceError("pickle.forbidden_call", f"_rebuild_from_type_v2 of {printable(func.dotted)}")
@@ -165,8 +165,8 @@ def _from_type(items: tuple[Node, ...], limits: PickleLimits) -> PTensor:
 
 
 def _texts(state: Node) -> tuple[tuple[str, str], ...]:
-    """Of the first attributes of a tensor those that are short texts, such as the name of what it is a part of."""
-    # No more than the first: a state may be long, and of many tensors.
+    """The short texts among the first attributes of a tensor, such as the name of a tensor that it is a part of."""
+    # Only the first attributes: a state may be long, and many tensors may share it.
     pairs = state.pairs[: 2 * _ATTRIBUTES] if isinstance(state, PDict) else []
     entries = zip(pairs[::2], pairs[1::2], strict=True)
     return tuple((k, v) for k, v in entries if type(k) is str and type(v) is str and len(v) <= _ATTRIBUTE_CHARS)
@@ -176,12 +176,12 @@ def _set(items: tuple[Node, ...], *, frozen: bool) -> PSet:
     if not items:
         return PSet(frozen=frozen)
     if len(items) != 1 or not isinstance(items[0], PList | PTuple):
-        raise _confused("a set from something that is no list")
+        raise _confused("a set from something that is not a list")
     return PSet(list(items[0].items), frozen=frozen, depth=items[0].depth + 1)
 
 
 def check_state(target: PObject, state: Any) -> int:
-    """Refuse state that no class on the allow-list writes; returns how many steps the look took.
+    """Refuse state that no class on the allow-list writes; returns the number of steps of the check.
 
     Raises:
         SourceError: `pickle.forbidden_build` for state on an OrderedDict that is not plain attributes,
@@ -198,6 +198,6 @@ def check_state(target: PObject, state: Any) -> int:
                 raise SourceError("pickle.forbidden_build", f"state that sets {printable(key)}")
     if isinstance(target.cls, Global):
         if target.cls.dotted == "collections.OrderedDict" and not isinstance(state, PDict):
-            raise SourceError("pickle.forbidden_build", "state of an OrderedDict that is no dict")
+            raise SourceError("pickle.forbidden_build", "state of an OrderedDict that is not a dict")
         arrays.check_state(target.cls, state)
     return steps

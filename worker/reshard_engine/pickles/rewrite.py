@@ -1,4 +1,4 @@
-"""Copies of trees with their tensors and foreign objects replaced; aliases and cycles stay what they are."""
+"""Copies trees with their tensors and foreign objects replaced; aliases and cycles are kept."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNKNOWN = object()
 
 
 class _Rewriter:
-    """One copy; remembers by identity what it has copied."""
+    """One copy of a tree. It maps each copied node, by identity, to its copy."""
 
     def __init__(self, tensor: Callable[[Any], Node], foreign: Callable[[Node], Node]) -> None:
         self._tensor = tensor
@@ -64,7 +64,7 @@ class _Rewriter:
             case PSet():
                 result = PSet(list(map(self.copy, node.items)), node.frozen, node.depth)
             case PBytearray():
-                # Files share nodes if their pickles are equal: in what is written, each value is its own.
+                # Files with equal pickles share nodes. The output must not: each of its files has values of its own.
                 result = PBytearray(node.data)
             case Global():
                 result = node if is_listed(node) else self._foreign(node)
@@ -141,7 +141,6 @@ def _parts(node: Node, where: str) -> Iterator[tuple[Node, str]]:
 def rewrite(node: Node, tensor: Callable[[Any], Node], foreign: Callable[[Node], Node]) -> Node:
     """A copy of the tree with each tensor replaced by `tensor(node)` and each foreign object by `foreign(node)`.
 
-    `foreign` gets `PObject`s and `Global`s whose name is not on the allow-list and returns what stands in
-    their place.
+    `foreign` gets the `PObject`s and `Global`s whose names are not on the allow-list and returns their replacements.
     """
     return _Rewriter(tensor, foreign).copy(node)

@@ -34,7 +34,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The keys joined by dots: what `state_dict()` of the whole model calls it."""
+        """The keys joined by dots, as in `state_dict()` of the whole model."""
         return name_of(self.path)
 
 

@@ -1,4 +1,4 @@
-"""Plain values of Python's standard library: paths, dates and collections, in one form whichever Python wrote them.
+"""Plain values of Python's standard library (paths, dates, collections), in one form for all Python versions.
 
 One path is `('/', 'a')` of `pathlib` to one Python and `('/a',)` of `pathlib._local` to another. Nodes have one form
 of it, which every Python from 3.8 on reads.
@@ -22,9 +22,9 @@ _BYTEARRAYS = frozenset({"builtins.bytearray", "__builtin__.bytearray"})
 _PATH_CLASSES = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 PATHS = frozenset(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATH_CLASSES)
 _PATH_CHARS = 32_767
-"""Windows has the longest."""
+"""Largest number of characters of a path; Windows has the longest paths."""
 FACTORIES = frozenset({"bool", "dict", "float", "int", "list", "long", "str", "tuple", "unicode"})
-"""Built-in types that a defaultdict makes its missing values of; only ever mentioned. Protocol 2 uses Python 2's."""
+"""Built-in types that are default factories of defaultdicts; pickles only name them. Protocol 2 has the old names."""
 
 
 def _is_path(items: tuple[Node, ...]) -> bool:
@@ -55,12 +55,12 @@ def _is_deque(items: tuple[Node, ...]) -> bool:
 
 
 def _is_packed(items: tuple[Node, ...], count: int) -> bool:
-    """Whether these are the bytes that a date or a time packs itself into, and perhaps its zone."""
+    """True if these are the packed bytes of a date or a time, perhaps followed by its time zone."""
     if not 1 <= len(items) <= 2 or not (len(items) == 1 or isinstance(items[1], PObject)):
         return False
     packed = items[0]
     if isinstance(packed, PObject) and isinstance(packed.cls, Global) and packed.cls.dotted == "_codecs.encode":
-        packed = packed.args.items[0]  # Protocol 2 spells bytes as text of one character per byte, Python 2 as text.
+        packed = packed.args.items[0]  # Protocol 2 writes bytes as text of one character per byte; Python 2 as text.
     return isinstance(packed, bytes | str) and len(packed) == count
 
 
@@ -86,7 +86,7 @@ CHECKS: dict[str, Check] = {
     "datetime.datetime": lambda items: _is_packed(items, 10),
     "datetime.timezone": _is_zone,
 }
-"""Which arguments the standard library's own reductions give."""
+"""Checks of the arguments that the standard library's own reductions give, by function."""
 
 
 def normal_form(func: Global, args: PTuple) -> PObject | PBytearray | None:
@@ -112,7 +112,7 @@ def normal_form(func: Global, args: PTuple) -> PObject | PBytearray | None:
 
 
 def steps_of(result: Node) -> int:
-    """How much a call copied, in items or characters, of arguments that may be given to many calls."""
+    """The number of items or characters that a call copied; many calls may share the same arguments."""
     if isinstance(result, PBytearray):
         return len(result.data)
     if isinstance(result, PSet):
@@ -124,7 +124,7 @@ def steps_of(result: Node) -> int:
 
 
 def _bytes_of(items: tuple[Node, ...]) -> bytes | None:
-    """What a bytearray is made of: nothing, bytes, or text with its encoding; None for a list of numbers."""
+    """The bytes of a bytearray's arguments: nothing, bytes, or text with its encoding; None for a list of numbers."""
     if not items:
         return b""
     first, *encoding = items

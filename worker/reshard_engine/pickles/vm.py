@@ -1,7 +1,7 @@
-"""The pickle interpreter: opcodes to inert nodes, under bounds, importing and calling nothing.
+"""The pickle interpreter: turns opcodes into inert nodes, under bounds, and imports and calls nothing.
 
-Overriding `find_class` of Python's unpickler is no boundary (it hashes attacker values, allocates
-gigabytes from eight bytes and crashes on deep keys), so this is an interpreter of its own. It
+Overriding `find_class` of Python's unpickler is no security boundary: it hashes untrusted values, allocates gigabytes
+from eight bytes and crashes on deep keys. Therefore this is an interpreter of its own. It
 executes the data opcodes and records the code opcodes (GLOBAL, REDUCE, BUILD, ...) as data.
 """
 
@@ -107,9 +107,9 @@ _DISPATCH = _table()
 def _run(m: PickleMachine) -> tuple[Node, int]:  # noqa: C901, PLR0912, PLR0915 - a loop of short cuts, see below
     """The value and the number of bytes read up to and including STOP.
 
-    Two of three opcodes of a real checkpoint remember a value, recall one, open a mark or push a small integer.
-    These take a short cut, without a call and on local variables, if nothing is out of order. Any other opcode is
-    left to its step of the table, and so is whatever is out of order: only steps raise errors.
+    Two of three opcodes of a real checkpoint store a memo value, get one, open a mark or push a small integer. These
+    run inline, without a call and on local variables, if they are valid. All other opcodes, and invalid ones, are left
+    to their step of the table: only steps raise errors.
     """
     data, end, budget = m.data, m.end, m.limits.opcodes
     stack, memo, marks = m.stack, m.memo, m.marks
@@ -179,7 +179,7 @@ def parse_pickle(
         data: The pickle, from its first byte.
         ledger: Policy for names that are not on the allow-list; collects them.
         limits: Bounds on work, memory and nesting.
-        allow_trailing: Whether bytes may follow STOP (containers of several pickles).
+        allow_trailing: True if bytes may follow STOP (containers of several pickles).
 
     Raises:
         SourceError: `pickle.*` for anything malformed, hostile or beyond the limits.

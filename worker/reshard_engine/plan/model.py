@@ -1,7 +1,7 @@
-"""The plan as data: source pins, target, files, units, digest. It never lists pieces.
+"""The plan as data: source pins, target, files, units and digests. It never lists pieces.
 
-The pieces of unit k are a pure function of (checkpoint, layout, k) and are computed where the unit
-runs; a plan for a trillion parameters stays as small as its table of units.
+The pieces of unit k are a pure function of (checkpoint, layout, k). The executor computes them when the unit runs, so a
+plan for a trillion parameters is only as large as its table of units.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PLAN_SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A byte range of one target file: the grain of writing, one part of a multipart upload where there is one."""
+    """A byte range of one target file, which is written as a whole. In a multipart upload, a chunk is one part."""
 
     file: int
     offset: int
@@ -27,22 +27,22 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A bounded, idempotent piece of work: some whole small files, or one chunk of a large one."""
+    """A bounded, idempotent piece of work: some whole small files, or one chunk of a large file."""
 
     index: int
     chunks: tuple[Chunk, ...]
     commit: bool
-    """Whether it writes files that may appear only when everything else is there."""
+    """True if the unit writes commit files, which may appear only after all other files."""
 
     @property
     def length_bytes(self) -> int:
-        """Bytes that the unit writes."""
+        """Number of bytes that the unit writes."""
         return sum(c.length_bytes for c in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordSum:
-    """A record of a source file whose CRC-32 its container keeps."""
+    """A record of a source file, with the CRC-32 that its container holds."""
 
     offset: int
     length_bytes: int
@@ -51,22 +51,22 @@ class RecordSum:
 
 @dataclass(frozen=True, slots=True)
 class ServerCopy:
-    """Bytes of a target file that the store can copy from a source object itself: one whole chunk, or several."""
+    """A range of a target file that the store can copy from a source object: one or more whole chunks."""
 
     file: int
     begin: int
     end: int
-    """Of the target file, as `begin`."""
+    """The range `[begin, end)` counts bytes of the target file."""
     record: int | None
-    """The record of the target file that holds them (see `FileTemplate.records`)."""
+    """The record of the target file that holds the range (see `FileTemplate.records`)."""
     record_offset: int
-    """Where that record begins in the target file."""
+    """Begin of that record in the target file."""
     source: int
     """Number of the source file."""
     source_offset: int
     proof: RecordSum | None
-    """The source's record that they make up but for a little: its CRC-32 gives theirs. Without one the bytes are read
-    for their checksums, and only not sent."""
+    """The source's record that consists of the range and a few more bytes. The CRC-32 of the range is computed from the
+    record's. If it is None, the bytes are read to compute their checksums, but they are not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class PlannedFile:
     size_bytes: int
     commit: bool
     shape: str
-    """Digest of its template, so that an executor that would lay it out differently refuses."""
+    """Digest of the file's template. An executor whose layout has another digest refuses the plan."""
 
 
 def _digest(facts: dict[str, Any]) -> str:
@@ -87,12 +87,12 @@ def _digest(facts: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that an executor must know beside the metadata that it reads again itself."""
+    """Everything that an executor must know, except the metadata of the source, which it reads again."""
 
     source: dict[str, Any]
-    """URL, tag, format, and each object with size and pin."""
+    """URL, tag and format of the source, and each object with its size and pin."""
     target: dict[str, Any]
-    """Format and the options that change bytes."""
+    """The target format, and all options that change bytes."""
     files: tuple[PlannedFile, ...]
     units: tuple[Unit, ...]
     chunk_bytes: int
@@ -100,18 +100,18 @@ class Plan:
     write_bytes: int
     pointer: str | None
     metadata_bytes: int
-    """Memory that the metadata takes beside the buffers; of this process, not part of the plan's JSON."""
+    """Memory of this process for metadata, without the buffers. It is not part of the plan's JSON."""
     warnings: tuple[str, ...] = ()
     not_carried: tuple[NotCarried, ...] = ()
     server_copies: tuple[ServerCopy, ...] = ()
-    """In file order. What a store refuses to copy is read and sent instead: the plan stays the same."""
+    """Server-side copies in file order. If the store refuses, the bytes are read and sent; the plan stays the same."""
     digest: str = field(init=False)
-    """Of everything that decides the bytes and how they are cut into units; not of where they lie."""
+    """Digest of everything that decides the bytes and the units. The URLs of source and target are no part of it."""
     content_digest: str = field(init=False)
-    """Of everything that decides the bytes: equal for two plans that write the same files in other units."""
+    """Digest of everything that decides the bytes. Plans that write the same files in other units have the same one."""
 
     def __post_init__(self) -> None:
-        """Derive the digests."""
+        """Compute the digests."""
         facts = self.to_json(with_digest=False)
         # The same checkpoint may be named by its save directory or by its tag directory.
         facts["source"] = {k: v for k, v in self.source.items() if k not in {"url", "tag"}}
@@ -123,11 +123,11 @@ class Plan:
 
     @property
     def on_overflow(self) -> OverflowPolicy:
-        """What becomes of elements that are too large for their new type."""
+        """The policy for elements that are too large for their new type."""
         return OverflowPolicy(self.target.get("on_overflow", OverflowPolicy.INF))
 
     def to_json(self, *, with_digest: bool = True) -> dict[str, Any]:
-        """The plan as JSON values. Units are (file, offset, file, end, commit) of their first and last chunk."""
+        """The plan as JSON values. Units are (file, offset, file, end, commit) of their first and last chunks."""
         facts: dict[str, Any] = {
             "schema_version": PLAN_SCHEMA_VERSION,
             "source": self.source,

@@ -1,15 +1,16 @@
-"""From a checkpoint and a layout to a plan: pure, no I/O, deterministic."""
+"""The planner: it makes a plan from a checkpoint and a layout, deterministically and without I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, OverflowPolicy
+from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
 from reshard_engine.plan.server_copy import Cuts, plan_server_copies
+from reshard_engine.tensors.derived import Merged, plan_facts
 from reshard_engine.tensors.layout import ZEROS, TargetFile, TargetLayout
 
 MAX_PARTS = 9_000
@@ -24,17 +25,17 @@ def plan_conversion(
     min_part_bytes: int | None,
     copied_from: Collection[int] = (),
 ) -> Plan:
-    """The plan of a conversion.
+    """Make the plan of a conversion.
 
     Args:
-        checkpoint: What the reader found.
-        layout: What the writer will write.
-        request: Options; `part_bytes` is the wanted grain, `memory_limit_bytes` bounds it.
-        min_part_bytes: Least size of a part where the target is written in multipart uploads, else None.
-        copied_from: Numbers of the source files that the target's store can copy from itself.
+        checkpoint: The source.
+        layout: The target's layout.
+        request: The options. `part_bytes` is the wanted chunk size; `memory_limit_bytes` bounds it.
+        min_part_bytes: Least size of a part if the target is written in multipart uploads, else None.
+        copied_from: Numbers of the source files from which the target's store can copy.
 
     Raises:
-        RequestError: `request.budget_too_small` if no grain fits the memory limit.
+        RequestError: `request.budget_too_small` if no chunk size fits the memory limit.
     """
     largest = max((f.size_bytes for f in layout.files), default=0)
     least = max(min_part_bytes or 1, -(-largest // MAX_PARTS) if min_part_bytes else 1)
@@ -88,26 +89,24 @@ def _source(checkpoint: Checkpoint) -> dict[str, object]:
 def request_facts(request: ConvertRequest) -> dict[str, object]:
     """The options of a request that decide the bytes of its target, for the plan's digest."""
     return {
-        "to": request.to.value,
+        "to": str(request.to),
         "dtype": request.dtype.value if request.dtype else None,
-        "max_shard_bytes": request.max_shard_bytes,
         "exclude_frozen": request.exclude_frozen,
         "opaque": request.opaque.value,
-        "layout": request.layout.model_dump(mode="json") if request.layout else None,
-        "rules": request.rules,
-        "family": request.family,
-        "names": request.names.value if request.names else None,
         "replicas": request.replicas.value,
-        # Not said where it is as it always was: what was converted before is still recognised.
-        **({"adapter": request.adapter} if request.adapter else {}),
-        **({"on_overflow": request.on_overflow.value} if request.on_overflow is not OverflowPolicy.INF else {}),
+        "on_overflow": request.on_overflow.value,
+        # Options that name places are left out: the files that are read there are in the plan, with their pins.
+        "options": {
+            name: {option: value for option, value in found.given().items() if option not in found.places()}
+            for name, found in request.options.by_format()
+        },
     }
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, object]:
-    """What decides the bytes of merged weights beside their factors."""
-    merges = checkpoint.shard_map.merges
-    return {"merged": [m.said for m in merges.values()]} if merges else {}
+    """The facts beside the factors that decide the bytes of merged weights, for the plan's digest."""
+    found = [plan_facts(d) for d in checkpoint.shard_map.derived.values() if isinstance(d, Merged)]
+    return {"merged": found} if found else {}
 
 
 def _read_bytes(checkpoint: Checkpoint, files: Sequence[TargetFile]) -> int:
@@ -122,9 +121,9 @@ def _read_bytes(checkpoint: Checkpoint, files: Sequence[TargetFile]) -> int:
 
 
 def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cuts]) -> list[Unit]:
-    """Large files one chunk a unit, small ones gathered until a chunk is full. Commit files come last.
+    """The units: one per chunk of a large file, and one per group of small files up to a chunk. Commit files come last.
 
-    Chunks of a large file are equal but for the last where `cuts` say nothing else.
+    Without `cuts` for a large file, all its chunks but the last have equal lengths.
     """
     units: list[Unit] = []
     gathered: list[Chunk] = []

@@ -1,9 +1,10 @@
-"""Which bytes of a target its store can copy from source objects itself, and how large files are cut for that.
+"""Planning of server-side copies: the ranges that the target's store can copy, and the cuts of large files.
 
-Parts of a multipart upload are equal but where a long run of bytes moves unchanged: there they follow the run, so that
-it is whole parts, and what is made in between (headers, descriptors) takes as much of its neighbours as a part needs.
+The parts of a multipart upload usually have equal lengths. Where a long run of bytes moves unchanged, the cuts follow
+the run, so that it consists of whole parts. The bytes between two runs (headers, descriptors) take as many bytes of
+their neighbours as a part needs.
 
-Source: Amazon S3 API reference (parts are at least 5 MiB but for the last, at most 10,000; `UploadPartCopy`).
+Source: Amazon S3 API reference (every part but the last has at least 5 MiB; at most 10,000 parts; `UploadPartCopy`).
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from reshard_engine.tensors.layout import ZEROS, Body, TargetFile
 
 MAX_CUTS = 9_900
 MAX_BODIES = 500_000
-"""Bodies of large files from which on nobody looks for runs: they are short then, and looking takes minutes."""
+"""Number of bodies in large files above which no runs are searched: runs are short then, and a search takes minutes."""
 _PARTS_OF_A_RUN = 2
-"""Least parts that a run must be long for its cuts to be worth their price: a part beside it, and the proof."""
+"""Least length of a run, in least parts. Shorter runs cost more (one more part, and the proof) than they save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How one large file is cut."""
+    """The cuts of one large file."""
 
     chunks: tuple[tuple[int, int], ...]
-    """(offset, length), tiling the file."""
+    """(offset, length) of each chunk. The chunks tile the file."""
     server_copies: tuple[ServerCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Bytes `[begin, end)` of a target file that lie in one piece in a source file, too."""
+    """Bytes `[begin, end)` of a target file that are also contiguous in a source file."""
 
     begin: int
     end: int
@@ -43,7 +44,7 @@ class _Run:
     record: int | None
 
     def joined(self, other: _Run) -> _Run | None:
-        """Both as one, if the other one goes on where this one ends."""
+        """Both runs as one, if the other run continues this one in target and source; else None."""
         follows = (self.end, self.source, self.source_offset + self.end - self.begin, self.record) == (
             *(other.begin, other.source, other.source_offset),
             other.record,
@@ -59,10 +60,10 @@ def plan_server_copies(
     chunk_bytes: int,
     min_part_bytes: int,
 ) -> Mapping[int, Cuts]:
-    """The cuts of the large files that hold long unchanged runs, by number.
+    """The cuts of the large files that hold long unchanged runs, by file number.
 
     Args:
-        checkpoint: What the reader found.
+        checkpoint: The source.
         files: The target's files.
         sources: Numbers of the source files that the target's store can copy from.
         chunk_bytes: Most bytes of a chunk; files up to this size are not uploaded in parts.
@@ -82,7 +83,7 @@ def plan_server_copies(
 
 
 def part_numbers(units: Iterable[Unit]) -> dict[Chunk, int]:
-    """The number of each chunk's part within its file, from 1 on."""
+    """The part number of each chunk within its file, from 1 on."""
     numbers: dict[Chunk, int] = {}
     counts: dict[int, int] = {}
     for unit in units:
@@ -92,7 +93,7 @@ def part_numbers(units: Iterable[Unit]) -> dict[Chunk, int]:
 
 
 def _runs(checkpoint: Checkpoint, file: TargetFile) -> Iterator[_Run]:
-    """The longest runs of a file, in file order."""
+    """The runs of a file, in file order; adjacent runs are joined."""
     last: _Run | None = None
     for body in file.template.bodies:
         for run in _pieces(checkpoint, file.tensors[body.slot], body):
@@ -107,9 +108,9 @@ def _runs(checkpoint: Checkpoint, file: TargetFile) -> Iterator[_Run]:
 
 
 def _pieces(checkpoint: Checkpoint, tensor: int, body: Body) -> Iterator[_Run]:
-    """The pieces behind a body whose bytes do not change on the way."""
+    """The pieces of the source that hold a body, if its bytes do not change."""
     shard_map = checkpoint.shard_map
-    if tensor == ZEROS or shard_map.tensors[tensor].dtype is not body.dtype or shard_map.averages(tensor):
+    if tensor == ZEROS or shard_map.tensors[tensor].dtype is not body.dtype or shard_map.is_computed(tensor):
         return
     size = body.dtype.itemsize_bytes
     pieces = shard_map.pieces(tensor, body.begin, body.end)
@@ -127,7 +128,7 @@ def _cut(checkpoint: Checkpoint, file: TargetFile, number: int, runs: Iterable[_
     server_copies: list[ServerCopy] = []
     done = 0
     for run in runs:
-        # What is made before the run must be a whole part, or nothing.
+        # The bytes before the run must be at least one part, or there must be none.
         begin = run.begin if run.begin == done else max(run.begin, done + least)
         if run.end - begin < _PARTS_OF_A_RUN * least:
             continue
@@ -143,7 +144,7 @@ def _cut(checkpoint: Checkpoint, file: TargetFile, number: int, runs: Iterable[_
 
 
 def _even(begin: int, end: int, most: int) -> list[tuple[int, int]]:
-    """`[begin, end)` in as few pieces as may be, of about one size: none is shorter than half the longest."""
+    """`[begin, end)` in as few pieces as possible, of about one size: none is shorter than half the longest."""
     length = end - begin
     count = -(-length // most)
     edges = [begin + length * n // count for n in range(count)] if count else []
@@ -151,7 +152,7 @@ def _even(begin: int, end: int, most: int) -> list[tuple[int, int]]:
 
 
 def _proof(checksums: Sequence[tuple[int, int, int]], offset: int, length: int) -> RecordSum | None:
-    """The record around a range, if reading the rest of it is much less than reading the range."""
+    """The record that holds a range, if the rest of the record is at most half as long as the range; else None."""
     index = bisect_right(checksums, offset, key=lambda c: c[0]) - 1
     if index < 0:
         return None

@@ -1,7 +1,7 @@
-"""CRC-32 as zip and safetensors readers know it, at the speed of memory.
+"""The CRC-32 of zip archives, computed at the speed of memory.
 
-The package `isal` binds Intel's library; zlib's own is five to ten times slower (docs/performance.md), and a copy that
-sums what it copies would wait for it.
+The package `isal` binds Intel's library. zlib's CRC-32 is five to ten times slower (docs/performance.md), so
+conversions would wait for it.
 """
 
 from __future__ import annotations
@@ -16,4 +16,4 @@ class _Crc32(Protocol):
 
 
 crc32: _Crc32 = isal_zlib.crc32  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-"""The CRC-32 of some bytes, or of what has the CRC-32 `value` with them behind it."""
+"""The CRC-32 of some bytes. With `value`, the CRC-32 of earlier bytes, it is that of both together."""

@@ -1,4 +1,4 @@
-"""Any other fsspec file system that lists directories, for reading: gs, az, hdfs, memory and the rest."""
+"""A read-only store over any other fsspec file system that lists directories: gs, az, hdfs, memory and others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from reshard_engine.storage.local import changed
 from reshard_engine.storage.protocol import Listing, ObjectInfo
 
 _RAISED = (OSError, ValueError, ImportError)
-"""What file systems raise: errors of the system, of paths that are none of theirs, and of packages that they lack."""
+"""Exceptions of file systems: system errors, paths that they do not accept, and missing packages."""
 
 
 class FsspecStore:
-    """A read-only view of an fsspec file system. Pins are what the file system can tell: ETag, mtime, size."""
+    """A read-only view of an fsspec file system. Pins hold all that the file system reports of ETag, mtime and size."""
 
     def __init__(self, filesystem: Any, scheme: str) -> None:
         """Wrap a file system that fsspec made."""

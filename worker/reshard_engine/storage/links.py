@@ -1,4 +1,4 @@
-"""Links inside a checkpoint's directory whose content would be written out, or shown, as it is."""
+"""Refusal of links in a checkpoint's directory that would carry the content of other files into the output."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from reshard_engine.storage.urls import canonical_url, is_within
 
 
 def refuse_link_elsewhere(location: Location, path: str, *, also: Sequence[str] = ()) -> None:
-    """Refuse a file below a location that is a link to a file elsewhere: it must not carry that file's content out.
+    """Refuse a file of a location if it is a link to a file elsewhere, whose content must not reach the output.
 
     Args:
         location: The directory.
-        path: The file's, in its store.
-        also: Directories that the file may be in too.
+        path: Path of the file in its store.
+        also: Further directories that may hold the file.
 
     Raises:
         SourceError: `name.invalid`.
@@ -30,9 +30,9 @@ def refuse_link_elsewhere(location: Location, path: str, *, also: Sequence[str] 
 
 
 def refuse_hub_link_elsewhere(location: Location, path: str) -> None:
-    """Like `refuse_link_elsewhere`, but takes links into the cache of huggingface_hub that the location is part of.
+    """Like `refuse_link_elsewhere`, but accepts links into the huggingface_hub cache that holds the location.
 
-    Such links are what that cache is made of: `snapshots/REVISION` beside `blobs`.
+    That cache consists of such links: `snapshots/REVISION` holds links to `blobs` beside `snapshots`.
 
     Raises:
         SourceError: `name.invalid`.

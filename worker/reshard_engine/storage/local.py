@@ -1,4 +1,4 @@
-"""Local files, read by `preadv` into the caller's memory and pinned by mtime and size."""
+"""The store of local files. It reads with `preadv` into the caller's memory; pins are mtime and size."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from reshard.errors import SourceError, StorageError, printable
+from reshard.file_errors import storage_code
 from reshard_engine.storage.protocol import Listing, ObjectInfo
 
 _KEPT_FILES = 64
@@ -21,41 +22,40 @@ def _pin(found: os.stat_result) -> str:
 
 
 class translated:  # noqa: N801 - reads as the function that it is used as
-    """Turns the operating system's errors into typed ones. A class, because it is entered for every small file."""
+    """A context manager that turns system errors into typed errors. It is a class, which is faster for small files."""
 
     __slots__ = ("_path",)
 
     def __init__(self, path: str) -> None:
-        """`path` is what the errors name."""
+        """`path` is the path that the errors name."""
         self._path = path
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Raise the typed error in place of the system's."""
+        """Raise the typed error in place of the system's error."""
         if isinstance(error, OSError):
             raise self.typed(error) from None
 
     def typed(self, error: OSError) -> SourceError | StorageError:
-        """The error that stands for the system's."""
+        """The typed error for a system error."""
         path = printable(self._path)
         if isinstance(error, FileNotFoundError | NotADirectoryError):
             return SourceError("source.not_found", f"{path} does not exist")
         if isinstance(error, FileExistsError):
             return StorageError("storage.denied", f"{path} is no directory", fix="choose another target")
         reason = f"{path}: {error.strerror}"
-        if isinstance(error, PermissionError):
-            return StorageError("storage.denied", reason, fix="check the owner and mode of the path")
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return StorageError("storage.no_space", reason)
         if error.errno == errno.ENAMETOOLONG:
             return SourceError("name.invalid", reason, fix="use a shorter path")
-        return StorageError("storage.unavailable", reason)
+        code = storage_code(error)
+        if code == "storage.denied":
+            return StorageError(code, reason, fix="check the owner and mode of the path, and how it is mounted")
+        return StorageError(code, reason)
 
 
 def _status(path: str) -> os.stat_result | None:
-    """The status of a directory's entry; None for a dangling link, or a file that went away meanwhile."""
+    """The status of a directory's entry; None for a dangling link, and for a file that was removed meanwhile."""
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -63,13 +63,13 @@ def _status(path: str) -> os.stat_result | None:
 
 
 def _unless_gone(error: OSError) -> None:
-    """What `os.walk` would pass over in silence: a directory that cannot be listed is not an empty one."""
+    """Raise errors that `os.walk` would ignore: a directory that cannot be listed must not look empty."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 
 class _Kept(threading.local):
-    """Descriptors that this thread's reads share; None where each read opens its own."""
+    """Descriptors that the reads of this thread share; None if each read opens its own."""
 
     descriptors: dict[str, int] | None = None
 
@@ -79,9 +79,9 @@ _KEPT = _Kept()
 
 @contextmanager
 def kept_open() -> Generator[None]:
-    """Files that this thread reads meanwhile stay open between reads: opening one costs as much as reading 256 KiB.
+    """Keep the files open that this thread reads in the block: opening a file costs as much as reading 256 KiB.
 
-    Every read compares the file with its pin all the same.
+    Every read still compares the file with its pin.
     """
     descriptors: dict[str, int] = {}
     before, _KEPT.descriptors = _KEPT.descriptors, descriptors
@@ -136,7 +136,7 @@ class LocalStore:
         return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
-        """Every regular file below a directory, sorted by path. Symbolic links to directories are not followed."""
+        """Every regular file below a directory, sorted by path; symbolic links to directories are not followed."""
         found: list[ObjectInfo] = []
         with translated(path):
             for root, _, names in os.walk(path, onerror=_unless_gone):
@@ -159,7 +159,7 @@ class LocalStore:
         return ObjectInfo(path, status.st_size, _pin(status))
 
     def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on; the file must still be the pinned one."""
+        """Fill `buffer` from `offset` on. The file must still have its pin."""
         with translated(info.path), _opened(info.path) as descriptor:
             if _pin(os.fstat(descriptor)) != info.pin:
                 raise changed(info)
@@ -172,7 +172,7 @@ class LocalStore:
 
 
 def changed(info: ObjectInfo) -> SourceError:
-    """The error for an object that is not what it was when it was listed."""
+    """The error for an object that has changed since it was listed."""
     return SourceError(
         "source.changed",
         f"{printable(info.path)} changed while it was read (pinned as {info.pin})",

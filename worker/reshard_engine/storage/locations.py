@@ -1,11 +1,11 @@
-"""URLs to stores: one function that names storage, with the store behind it."""
+"""Locations: a URL resolved to a store and a path in it."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,9 @@ from reshard_engine.storage.urls import canonical_url, is_local, scheme_of
 _NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
 """fsspec file systems that cannot list directories, or that wrap another one."""
 _SERVED: ContextVar[Mapping[str, Store]] = ContextVar("served", default=MappingProxyType({}))
+View = Callable[[Store, str | None], Store]
+"""Makes a view of a store that was opened with a profile."""
+_VIEW: ContextVar[View | None] = ContextVar("view", default=None)
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,13 @@ class Location:
         return Location(self.store, join(self.path, *names), join(self.url, *names))
 
     def files(self) -> dict[str, ObjectInfo]:
-        """Every file below this location by its path relative to it."""
+        """Every file below this location, by its path relative to the location."""
         return {i.path[len(self.path) + 1 :]: i for i in self.store.list_tree(self.path)}
 
 
 @contextmanager
 def serving(scheme: str, store: Store) -> Generator[None]:
-    """Let a store of this process serve a scheme for the length of the block, in this thread (context) only."""
+    """Let a store of this process serve a scheme within the block, in this thread (context) only."""
     token = _SERVED.set({**_SERVED.get(), scheme: store})
     try:
         yield
@@ -47,18 +50,33 @@ def serving(scheme: str, store: Store) -> Generator[None]:
         _SERVED.reset(token)
 
 
+@contextmanager
+def seen_through(view: View) -> Generator[None]:
+    """Let all locations that are opened within the block, in this thread (context), use a view of their store."""
+    token = _VIEW.set(view)
+    try:
+        yield
+    finally:
+        _VIEW.reset(token)
+
+
 def open_location(url: str, profile: str | None = None, *, beside: Location | None = None) -> Location:
-    """The location that a URL names; nothing is contacted yet.
+    """The location that a URL names. No request is sent yet.
 
     Args:
         url: The URL.
         profile: Name of a storage profile.
-        beside: Another location, whose connections serve this one too if it is the same service.
+        beside: Another location. If it is in the same service, the new location uses its store and connections.
 
     Raises:
         RequestError: `request.unknown_scheme` if no installed fsspec backend serves the scheme,
-            `request.invalid` as `storage.urls.canonical_url`.
+            `request.invalid` as in `storage.urls.canonical_url`.
     """
+    found, view = _opened(url, profile, beside), _VIEW.get()
+    return found if view is None else replace(found, store=view(found.store, profile))
+
+
+def _opened(url: str, profile: str | None, beside: Location | None) -> Location:
     name = canonical_url(url)
     if is_local(url):
         return Location(LocalStore(), name, name)
@@ -66,7 +84,7 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
     if (served := _SERVED.get().get(scheme)) is not None:
         return Location(served, path, name)
     if scheme == "s3":
-        from reshard_engine.storage.s3 import S3Store  # costs 0.4 s to import: only where S3 is used
+        from reshard_engine.storage.s3 import S3Store  # botocore costs 0.25 s to import: only where S3 is used
 
         found = profile_named(profile)
         if beside is not None and isinstance(beside.store, S3Store) and beside.store.profile == found:
@@ -81,14 +99,14 @@ def _generic(scheme: str) -> Store:
     from reshard_engine.storage.generic import FsspecStore
 
     if scheme == "hf":
-        # Its client raises errors of whichever HTTP library it brings, and reads by whole blocks.
+        # The client of hf:// raises errors of whichever HTTP library it uses, and reads whole blocks.
         raise RequestError(
             "request.unknown_scheme",
-            "hf:// is not read: a repository of the Hugging Face hub is downloaded first",
+            "hf:// cannot be read: download the repository from the Hugging Face hub first",
             fix="hf download ORG/NAME --local-dir NAME, then name that directory",
         )
     if scheme in _NOT_STORAGE:
-        raise _unserved(scheme, "it lists no directories")
+        raise _unserved(scheme, "it cannot list directories")
     try:
         filesystem: Any = fsspec.filesystem(scheme)  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, ImportError) as error:

@@ -1,4 +1,4 @@
-"""Long ranges read in bounded pieces, one after the other, by whoever looks at bytes again."""
+"""Reading of long ranges in bounded pieces, for checks that read bytes again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PIECE_BYTES = 1 << 20
 
 
 def pieces_of(read_into: Callable[[int, memoryview], None], begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """(offset, bytes) of a range in order; the bytes live until the next piece is asked for."""
+    """(offset, bytes) of each piece of a range, in order. The bytes are valid until the next piece is requested."""
     buffer = bytearray(min(PIECE_BYTES, end - begin))
     for at in range(begin, end, max(1, len(buffer))):
         view = memoryview(buffer)[: min(len(buffer), end - at)]

@@ -1,4 +1,4 @@
-"""Storage profiles: named credentials and endpoints that the operator configures; jobs carry only names.
+"""Storage profiles: credentials and endpoints that the operator configures under a name. Jobs carry only the name.
 
 `RESHARD_PROFILES` names a TOML file::
 
@@ -27,7 +27,7 @@ _PROFILES = TypeAdapter(dict[str, dict[str, str]])
 
 @dataclass(frozen=True, slots=True)
 class S3Profile:
-    """How to reach one S3 service. The secret never appears in `repr`."""
+    """The endpoint and credentials of one S3 service. The secrets never appear in `repr`."""
 
     endpoint_url: str | None = None
     access_key_id: str | None = None
@@ -49,18 +49,18 @@ def _read_profiles(path: str) -> dict[str, dict[str, str]]:
         return _PROFILES.validate_python(found)
     except ValidationError:
         raise RequestError(
-            "request.unknown_profile", f"{printable(path)}: profiles are tables of texts", fix=fix
+            "request.unknown_profile", f"{printable(path)}: profiles must be tables of strings", fix=fix
         ) from None
 
 
 def profile_named(name: str | None) -> S3Profile:
-    """The profile, or the one that the environment describes for None.
+    """The profile of this name; for None, the profile that the environment variables describe.
 
     Raises:
-        RequestError: `request.unknown_profile` if the operator has configured no such name.
+        RequestError: `request.unknown_profile` if the operator has not configured this name.
     """
     if name is None:
-        # The endpoint is read here because s3fs of some versions does not read the variable itself.
+        # The endpoint is needed to tell if two locations are in one service (`S3Store.reaches`).
         return S3Profile(endpoint_url=os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"))
     path = os.environ.get(PROFILES_VARIABLE)
     table: dict[str, dict[str, str]] = {}

@@ -1,7 +1,7 @@
-"""What the engine asks of storage: pinned ranged reads, conditional puts, explicit multipart verbs.
+"""The protocol of stores: pinned ranged reads, conditional puts, and explicit multipart calls.
 
-Paths are strings without a scheme (`/abs/path`, `bucket/key`): a key on an object store is no
-`pathlib.Path`. Every read names the pinned object, so that a source that changes fails, never mixes.
+Paths are strings without a scheme (`/abs/path`, `bucket/key`), because a key of an object store is no `pathlib.Path`.
+Every read names the pinned object. So a read of a changed source fails, and never mixes two versions.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object as it was when it was listed."""
+    """An object, as it was when it was listed."""
 
     path: str
     size_bytes: int
     pin: str
-    """Changes whenever the content does: an ETag, or mtime and size. Empty when the store has neither."""
+    """A text that changes with the content: the ETag, or mtime and size. It is empty if the store has neither."""
     modified_at: float | None = field(default=None, compare=False)
-    """When it was written, by the store's clock, where a listing said so."""
+    """Time of the last write by the store's clock; None if no listing reported it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """One directory level: immediate files and the names of immediate sub-directories."""
+    """One directory level: its files, and the names of its sub-directories."""
 
     files: tuple[ObjectInfo, ...]
     directories: tuple[str, ...]
@@ -39,11 +39,11 @@ class PartInfo:
     size_bytes: int
     etag: str
     crc32: int | None = None
-    """CRC-32 of the part; stores that keep checksums want it again when the upload is completed."""
+    """CRC-32 of the part. Stores that keep checksums need it again to complete the upload."""
 
 
 class Store(Protocol):
-    """A place with files. All methods raise `StorageError`s; `storage.unavailable` may be retried."""
+    """A store of files. All methods may raise a `StorageError`; after `storage.unavailable`, a call may be retried."""
 
     scheme: str
 
@@ -70,7 +70,7 @@ class Store(Protocol):
 
 @runtime_checkable
 class ObjectStore(Store, Protocol):
-    """A store without rename: objects appear whole, at their final key, when they are put or completed."""
+    """A store without rename. Objects appear complete, at their final keys, after a put or a completed upload."""
 
     min_part_bytes: int
 
@@ -83,38 +83,38 @@ class ObjectStore(Store, Protocol):
         if_absent: bool,
         crc32: int | None = None,
     ) -> ObjectInfo:
-        """Write a whole object. The store compares it with `crc32`, or with what it is as it is sent.
+        """Write a whole object. The store checks it against `crc32` or, by default, against the CRC-32 of `data`.
 
         Raises:
-            StorageError: `storage.conflict` with `if_absent` when an object is there already;
-                `storage.unavailable` when other bytes arrived.
+            StorageError: `storage.conflict` with `if_absent` if the object already exists;
+            `storage.unavailable` if the store received other bytes.
         """
         ...
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Remove objects; absent ones are no error."""
+        """Remove objects. A missing object is no error."""
         ...
 
     def metadata(self, path: str) -> Mapping[str, str] | None:
-        """User metadata of an object, or None if there is no object."""
+        """The user metadata of an object, or None if there is no object."""
         ...
 
     def create_multipart(self, path: str, *, metadata: Mapping[str, str]) -> str:
-        """Begin a multipart upload; returns its id. Nothing is visible until it is completed."""
+        """Begin a multipart upload; returns its id. The object is not visible until the upload is completed."""
         ...
 
     def put_part(
         self, path: str, upload_id: str, number: int, data: memoryview, *, crc32: int | None = None
     ) -> PartInfo:
-        """Upload one part; uploading a number again replaces it. Checked as `put` is."""
+        """Upload one part. A second upload of a number replaces the part. The store checks the CRC-32 as in `put`."""
         ...
 
     def copy_part(
         self, path: str, upload_id: str, number: int, source: ObjectInfo, *, offset: int, length: int
     ) -> PartInfo | None:
-        """Fill one part from a byte range of an object of the same store, without moving bytes through us.
+        """Have the store fill one part from a byte range of one of its objects; no bytes pass through this process.
 
-        None if the store does not copy: it cannot, or these credentials may not.
+        Returns None if the store cannot copy, or if these credentials may not.
 
         Raises:
             SourceError: `source.changed` if the object is not the pinned one any more.
@@ -130,11 +130,11 @@ class ObjectStore(Store, Protocol):
         ...
 
     def complete_multipart(self, path: str, upload_id: str, parts: Sequence[PartInfo]) -> None:
-        """Make the object visible. A lost acknowledgement is for the caller to resolve by reading back."""
+        """Make the object visible. If the acknowledgement is lost, the caller must read the object back."""
         ...
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """Drop an upload; one that is gone is no error."""
+        """Abort an upload. An upload that no longer exists is no error."""
         ...
 
 
@@ -143,7 +143,7 @@ class CopyingStore(ObjectStore, Protocol):
     """An object store whose `copy_part` may reach the objects of other instances."""
 
     def reaches(self, other: Store) -> bool:
-        """Whether objects of another store are in this service, and within reach of these credentials."""
+        """True if another store is the same service, and these credentials may read its objects."""
         ...
 
 

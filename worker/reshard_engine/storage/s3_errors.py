@@ -1,9 +1,9 @@
-"""What botocore and s3fs raise, as typed errors.
+"""Typed errors in place of botocore's exceptions.
 
-Source: Amazon S3 API reference (error codes); botocore 1.43, s3fs 2026.9.0 (what they raise, and wrap).
+Source: Amazon S3 API reference (error codes); botocore 1.43 (exceptions).
 """
 
-# botocore carries no type information: what comes out of it is checked where it is used.
+# botocore has no type information: its results are checked where they are used.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
@@ -22,7 +22,11 @@ _RAISED = (
     botocore.exceptions.ClientError,
     botocore.exceptions.BotoCoreError,
     botocore.parsers.ResponseParserError,
+    http.client.HTTPException,
+    OSError,
+    RecursionError,
 )
+"""Exceptions of botocore. The last one means that a redirect leads to itself (1.43, `utils.S3RegionRedirectorv2`)."""
 _DENIED = {
     "403",
     "AccessDenied",
@@ -34,14 +38,14 @@ _DENIED = {
 }
 _NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
 _PASSING = {"SlowDown", "RequestTimeout", "Throttling", "BadDigest", "XAmzContentChecksumMismatch"}
-"""Failures that may pass, other bytes that arrived than were sent among them."""
+"""Codes of transient failures. Two of them mean that the store received other bytes than were sent."""
 _FULL = {"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "InsufficientStorage"}
-"""How MinIO, Ceph and others say that there is no room; Amazon's is endless."""
+"""Codes by which MinIO, Ceph and other stores report that they are full. Amazon S3 has no such code."""
 _CONFLICT = {"412", "PreconditionFailed", "409", "ConditionalRequestConflict"}
 
 
 def _typed(error: BaseException, path: str) -> ReshardError:
-    """The typed error for what botocore or s3fs raised."""
+    """The typed error for an exception of botocore."""
     where = f"s3://{printable(path)}"
     if isinstance(error, botocore.exceptions.ClientError):
         facts = error.response.get("Error", {})
@@ -50,7 +54,7 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         text = f"{where}: {printable(code)}: {printable(str(facts.get('Message', '')))}"
         if code == "NoSuchUpload":
             return StorageError(
-                "storage.conflict", f"{where}: the upload is gone: another conversion took the target over"
+                "storage.conflict", f"{where}: the upload no longer exists: another conversion took over the target"
             )
         if code == "NoSuchBucket":
             bucket = path.partition("/")[0]
@@ -65,7 +69,7 @@ def _typed(error: BaseException, path: str) -> ReshardError:
             return SourceError("source.not_found", f"{where} does not exist")
         if code in _CONFLICT:
             return StorageError(
-                "storage.conflict", f"{where} is there already", fix="choose another target, or --overwrite"
+                "storage.conflict", f"{where} already exists", fix="choose another target, or --overwrite"
             )
         return _failed(code, status, text)
     if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
@@ -74,6 +78,8 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         )
     if isinstance(error, botocore.parsers.ResponseParserError | botocore.exceptions.PaginationError):
         return StorageError("storage.protocol", f"{where}: the store's reply is malformed")
+    if isinstance(error, RecursionError):
+        return StorageError("storage.protocol", f"{where}: the store redirects without end")
     return StorageError(
         "storage.unavailable",
         f"{where}: {type(error).__name__}: {printable(str(error))}",
@@ -91,15 +97,8 @@ def _failed(code: str, status: int, text: str) -> StorageError:
 
 @contextmanager
 def translated(path: str) -> Generator[None]:
-    """Turn what the libraries raise into typed errors that name the object."""
+    """Turn exceptions of botocore into typed errors that name the object."""
     try:
         yield
-    except (*_RAISED, http.client.HTTPException) as error:
-        raise _typed(error, path) from error
-    except OSError as error:  # s3fs translates; the cause has the store's own words.
-        cause = error.__cause__
-        if isinstance(cause, _RAISED):
-            raise _typed(cause, path) from error
-        if isinstance(error, FileNotFoundError):
-            raise SourceError("source.not_found", f"s3://{printable(path)} does not exist") from error
+    except _RAISED as error:
         raise _typed(error, path) from error

@@ -1,55 +1,46 @@
-"""What a page of a listing must be: progress in key order, to an end. A store that says otherwise is not believed.
+"""S3 listings, page by page. Pages must follow in key order and must end; any other listing is refused.
 
 Source: Amazon S3 API reference, ListObjectsV2 (keys in UTF-8 binary order, at most 1,000 a page,
-`IsTruncated` always present); botocore 1.43 events (`provide-client-params`, `after-call`, one context a request).
+`IsTruncated` always present, `NextContinuationToken` where it is true).
 """
 
-# botocore carries no type information.
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator
 from typing import Any
 
 from reshard.errors import StorageError, printable
 
 MAX_PAGES = 20_000
-"""Of one listing: 20 million objects."""
-_ASKED = "reshard_asked"
+"""Most pages of one listing: 20 million objects."""
 
 
-class ListingGuard:
-    """Watches every ListObjectsV2 of a client."""
+def pages(client: Any, bucket: str, prefix: str, *, delimiter: str = "") -> Iterator[dict[str, Any]]:
+    """Each page of the listing of a prefix, as botocore parses it.
 
-    def __init__(self) -> None:
-        """Nothing was listed yet."""
-        self._lock = threading.Lock()
-        self._pages: dict[str, tuple[int, bytes]] = {}
-        """By the token that the next page will be asked with: pages so far, and the last name on them."""
-
-    def watch(self, client: Any) -> None:
-        """Look at each page before anyone else does."""
-        client.meta.events.register("provide-client-params.s3.ListObjectsV2", self._asked)
-        client.meta.events.register("after-call.s3.ListObjectsV2", self._answered)
-
-    def _asked(self, params: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-        context[_ASKED] = params.get("ContinuationToken")
-
-    def _answered(self, http_response: Any, parsed: dict[str, Any], context: dict[str, Any], **_: Any) -> None:
-        if http_response.status_code != 200:
-            return
-        bucket, asked, following = str(parsed.get("Name", "")), context.get(_ASKED), parsed.get("NextContinuationToken")
-        if "IsTruncated" not in parsed:
+    Raises:
+        StorageError: `storage.protocol` for a reply that is no listing, and for pages out of order or without end.
+    """
+    asked: dict[str, str] = {}
+    last = b""
+    for number in range(1, MAX_PAGES + 1):
+        page: dict[str, Any] = client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter=delimiter, **asked)
+        if "IsTruncated" not in page:
             raise _against_the_protocol(bucket, "the reply is no listing")
-        names = [str(entry["Key"]).encode() for entry in parsed.get("Contents", ())]
-        names += [str(entry["Prefix"]).encode() for entry in parsed.get("CommonPrefixes", ())]
-        with self._lock:
-            count, last = self._pages.pop(str(asked), (0, b"")) if asked else (0, b"")
-            if parsed["IsTruncated"] and following:
-                if following == asked or count >= MAX_PAGES:
-                    raise _against_the_protocol(bucket, f"the listing does not end ({count + 1} pages)")
-                self._pages[str(following)] = (count + 1, max([last, *names]))
-        if count and names and min(names) <= last:
-            raise _against_the_protocol(bucket, f"page {count + 1} of the listing goes back")
+        if any("Key" not in entry or "Size" not in entry for entry in page.get("Contents", ())):
+            raise _against_the_protocol(bucket, "the listing names an object without a key or a size")
+        names = [str(entry["Key"]).encode() for entry in page.get("Contents", ())]
+        names += [str(entry["Prefix"]).encode() for entry in page.get("CommonPrefixes", ())]
+        if number > 1 and names and min(names) <= last:
+            raise _against_the_protocol(bucket, f"page {number} of the listing is out of order")
+        yield page
+        if not page["IsTruncated"]:
+            return
+        following = {"ContinuationToken": str(page.get("NextContinuationToken", ""))}
+        if following in (asked, {"ContinuationToken": ""}):
+            raise _against_the_protocol(bucket, f"the listing does not end ({number} pages)")
+        asked, last = following, max([last, *names])
+    raise _against_the_protocol(bucket, f"the listing does not end ({MAX_PAGES} pages)")
 
 
 def _against_the_protocol(bucket: str, text: str) -> StorageError:

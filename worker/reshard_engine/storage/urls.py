@@ -1,7 +1,7 @@
-"""The one spelling of a place: what plans and job records name, and what roots are compared with.
+"""Canonical URLs: the one spelling of a location in plans and job records, and for the comparison with roots.
 
-Everything that judges a URL and everything that opens one goes through `canonical_url`, so that a
-permission check and the file system can never read one text in two ways.
+All code that checks or opens a URL uses `canonical_url`, so that a permission check and the file system can never read
+one text in two ways.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ def scheme_of(url: str) -> str:
 
 
 def is_local(url: str) -> bool:
-    """Whether the URL names a path of this machine."""
+    """True if the URL names a path of this machine."""
     return scheme_of(url) == "file"
 
 
 def canonical_url(url: str) -> str:
-    """The URL in its one spelling.
+    """The canonical spelling of a URL.
 
-    Local paths become absolute with every symbolic link resolved, without a scheme; other URLs keep a
-    lower-case scheme and clean segments.
+    A local path becomes absolute, without a scheme, and with every symbolic link resolved. Any other URL has its scheme
+    in lower case and has no empty, `.` or `..` segment.
 
     Raises:
-        RequestError: `request.invalid` for what two parsers could read in two ways.
+        RequestError: `request.invalid` for a URL that two parsers could read in two ways.
     """
     if "\0" in url or not url.strip():
-        raise RequestError("request.invalid", f"{printable(url)!r} names no place")
+        raise RequestError("request.invalid", f"{printable(url)!r} names no location")
     if is_local(url):
-        # `a/link/../b` is what the kernel opens, not what the text says: links first, dots after.
+        # The kernel resolves `a/link/../b` with the link first and the dots after it, so this function does the same.
         return os.path.realpath(_local_path(url))
     if _SCHEME.fullmatch(scheme_of(url)) is None:
-        raise RequestError("request.invalid", f"{printable(url)} has no scheme that could be one")
+        raise RequestError("request.invalid", f"{printable(url)} has no valid scheme")
     rest = url.partition("://")[2].rstrip("/")
     if not rest or any(part in ("", ".", "..") for part in rest.split("/")):
         raise RequestError("request.invalid", f"{printable(url)} is not a clean URL", fix="write s3://bucket/path")
     if any(mark in rest for mark in ("?", "#", "::", "\\")):
-        # Queries, fragments and fsspec's chains: whoever reads them otherwise would open another place.
+        # A parser that reads queries, fragments or fsspec's chains in another way would open another location.
         raise RequestError("request.invalid", f"{printable(url)} is not a plain URL", fix="write s3://bucket/path")
     return f"{scheme_of(url)}://{rest}"
 
@@ -69,5 +69,5 @@ def _local_path(url: str) -> str:
 
 
 def is_within(url: str, root: str) -> bool:
-    """Whether a canonical URL is a canonical root or lies below it."""
+    """True if a canonical URL is a canonical root or lies below it."""
     return url == root or url.startswith(root.rstrip("/") + "/")

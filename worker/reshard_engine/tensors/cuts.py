@@ -1,7 +1,7 @@
-"""How tensor parallelism cuts a parameter: geometry only, for any number of ranks.
+"""Tensor-parallel cuts of a parameter: pure geometry, for any number of ranks.
 
-Whole parameters are replicated, or cut along one dimension; a dimension may consist of sections (query, key and value;
-gate and up) each of which is cut on its own, and a rank holds its part of every section, one after another.
+A parameter is replicated, or cut along one dimension. The dimension may consist of sections (query, key and value; gate
+and up). Each section is cut on its own, and a rank holds its parts of all sections, one after another.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from reshard_engine.tensors.views import Box, View
 
 
 class CutError(ValueError):
-    """The parameter cannot be cut so; the text says why, with the numbers."""
+    """The error for a parameter that cannot be cut as asked; the text gives the reason with numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter of a known shape is cut over tensor-parallel ranks."""
+    """A rule by which a parameter of a known shape is cut over tensor-parallel ranks."""
 
     dim: int | None = None
-    """Dimension of the grid; None for a parameter that every rank holds whole."""
+    """Dimension of the grid that is cut; None for a parameter that every rank holds whole."""
     sections: tuple[int, ...] = ()
-    """Lengths along it, each cut on its own; empty for one section."""
+    """Lengths of the sections along that dimension. Each is cut on its own; empty for a single section."""
     grid: tuple[int, ...] | None = None
-    """A finer shape in which the parameter is cut; None for its own."""
+    """A finer shape in which the parameter is cut; None for the parameter's own shape."""
     averaged: bool = False
-    """Whether the copies of a parameter that every rank holds whole may differ: their mean counts."""
+    """True if the ranks' copies of a whole parameter may differ; the parameter is then their mean."""
     vocabulary: int | None = None
-    """Rows that are data; ranks hold a multiple of them, filled up with padding behind the last one."""
+    """Number of rows that hold data. Padding rows follow them, so that the ranks' parts fill the dimension."""
     units: int | None = None
-    """Indivisible units (attention heads) along the dimension: each rank holds some, all as many or `near_even`."""
+    """Number of indivisible units (attention heads) along the dimension: equally many per rank, or `near_even`."""
     near_even: bool = False
-    """Whether a length that does not divide is cut all the same: the first ranks hold one (unit) more than others."""
+    """True if a length that does not divide is cut nevertheless: the first ranks hold one element (or unit) more."""
     widths: tuple[tuple[int, ...], ...] = ()
-    """Per section and rank the lengths, where a run cut unevenly. Of that run's number of ranks only."""
+    """The lengths per section and rank of a run that cut unevenly, valid for that run's number of ranks only."""
 
     def even(self) -> Cut:
-        """The same cut for another number of ranks."""
+        """This cut without `widths`, for another number of ranks."""
         return replace(self, widths=())
 
     def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -52,14 +52,14 @@ class Part:
     """One rank's part of one section, along the cut dimension."""
 
     start: int
-    """In the whole parameter."""
+    """The begin of the part in the whole parameter."""
     local: int
-    """In the rank's own."""
+    """The begin of the part in the rank's own tensor."""
     width: int
 
 
 def parts(cut: Cut, length: int, ranks: int, rank: int) -> list[Part]:
-    """What a rank holds along the cut dimension, which is `length` long.
+    """The parts that a rank holds along the cut dimension. `length` is the whole length of that dimension.
 
     Raises:
         CutError: The length does not divide.
@@ -83,7 +83,7 @@ def parts(cut: Cut, length: int, ranks: int, rank: int) -> list[Part]:
 
 
 def _share(cut: Cut, section: int, ranks: int, rank: int) -> tuple[int, int]:
-    """(elements before, elements) of a rank's part of a section."""
+    """(elements before the part, elements of the part) of a rank in a section."""
     if not cut.near_even:
         if section % ranks:
             raise CutError(f"{section} does not divide by {ranks}")
@@ -95,10 +95,10 @@ def _share(cut: Cut, section: int, ranks: int, rank: int) -> tuple[int, int]:
 
 
 def require_units(cut: Cut, ranks: int) -> None:
-    """Refuse to leave a rank without a unit, or, where all hold the same number, to cut through one.
+    """Refuse a cut that leaves a rank without a unit, or that cuts through a unit although the cut is even.
 
     Raises:
-        CutError: The units do not go over so many ranks.
+        CutError: The units cannot be divided over so many ranks.
     """
     if cut.units is None or cut.dim is None:
         return
@@ -137,12 +137,12 @@ def _boxes(
 
 
 def joined(cut: Cut, shape: tuple[int, ...], tensors: Sequence[int]) -> View:
-    """The whole parameter as a view of its ranks' parts, in rank order; of copies the first counts.
+    """The whole parameter as a view of the ranks' parts, in rank order. Of replicated copies, the first is taken.
 
-    `shape` includes padding rows of a vocabulary.
+    `shape` includes the padding rows of a vocabulary.
 
     Raises:
-        CutError: Parts and shape do not go together.
+        CutError: The parts do not fit the shape.
     """
     ranks = len(tensors)
     boxes: list[Box] = []
@@ -156,7 +156,7 @@ def taken(cut: Cut, shape: tuple[int, ...], tensor: int, ranks: int, rank: int) 
     """A rank's part as a view of the whole parameter.
 
     Raises:
-        CutError: The parameter cannot be cut so.
+        CutError: The parameter cannot be cut over so many ranks.
     """
     require_units(cut, ranks)
     grid = cut.shape_in(shape)
@@ -168,7 +168,7 @@ def whole_shape(cut: Cut, locals_: Sequence[tuple[int, ...]]) -> tuple[int, ...]
     """The shape of the parameter whose ranks hold parts of these shapes.
 
     Raises:
-        CutError: The shapes differ where they must not.
+        CutError: The shapes differ in a dimension that is not cut.
     """
     first = locals_[0]
     if cut.dim is None:
@@ -176,7 +176,7 @@ def whole_shape(cut: Cut, locals_: Sequence[tuple[int, ...]]) -> tuple[int, ...]
             raise CutError(f"copies of shapes {sorted(set(locals_))}")
         return first
     if cut.grid is not None:
-        # The finer shape says how long the cut dimension is; the parameter's own first dimension follows.
+        # The grid gives the number of elements of the whole parameter, and so its first dimension.
         total = prod(cut.grid)
         rest = prod(first[1:])
         if rest == 0 or total % rest or sum(prod(s) for s in locals_) != total:

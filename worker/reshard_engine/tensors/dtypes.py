@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.errors import SourceError, printable
-
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
@@ -18,9 +16,9 @@ class Dtype:
     """torch's name, without `torch.`"""
     itemsize_bytes: int
     storage_class: str | None
-    """Name in module `torch` of the typed storage that pickles name; None where torch pickles bytes."""
+    """Name, in the module `torch`, of the typed storage in pickles; None if torch pickles plain bytes for this type."""
     safetensors: str | None
-    """Name in safetensors headers; None where the format has no such type."""
+    """Name in safetensors headers; None if safetensors has no such type."""
     floating: bool
 
 
@@ -50,15 +48,3 @@ SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 FLOAT32 = BY_NAME["float32"]
 UINT8 = BY_NAME["uint8"]
-
-
-def dtype_named(name: str) -> Dtype:
-    """The dtype that torch calls `torch.<name>`.
-
-    Raises:
-        SourceError: `tensor.unsupported` for a type that is not in the table.
-    """
-    found = BY_NAME.get(name)
-    if found is None:
-        raise SourceError("tensor.unsupported", f"element type {printable(name)!r} is not supported")
-    return found

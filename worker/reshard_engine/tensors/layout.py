@@ -1,8 +1,8 @@
-"""What a target will look like, byte for byte, before any tensor data is read.
+"""The layout of a target, byte for byte, which is known before any tensor data is read.
 
-A `FileTemplate` is the shape of a file: literal bytes, bodies to be filled from tensors, and the
-places where CRCs of bodies go, which are known only when the bodies have passed. Files of equal
-shape share one template: the atoms of a transformer have a dozen distinct ones.
+A `FileTemplate` is the shape of a file: literal bytes, bodies that are filled from tensors, and slots for the CRCs of
+bodies. The CRCs are known only after the bodies are filled. Files of equal shape share one template: the atoms of a
+transformer have only a dozen distinct templates.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from functools import cached_property
 from reshard.errors import SourceError, printable
 from reshard.models import NotCarried
 from reshard_engine.tensors.dtypes import Dtype
-from reshard_engine.tensors.shard_map import ShardMap, StoredTensor
+from reshard_engine.tensors.shard_map import LogicalTensor, ShardMap
 from reshard_engine.tensors.views import View
 
 MAX_NAME_BYTES = 255
-"""Of one component of a path: what file systems take."""
+"""Longest component of a path that file systems accept."""
 IMAGE_BYTES = 16 << 10
-"""Of a file that is kept as an image of itself, too."""
+"""Largest file of which the template also keeps an image."""
 ZEROS = -1
-"""Tensor number of a body that is all zeros."""
+"""The tensor number of a body that consists of zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
     """A run of elements of one tensor in a file.
 
-    `slot` indexes the tensors of the `TargetFile`; `begin` and `end` count elements in the row-major
-    order of the tensor; `dtype` is the element type in the target.
+    `slot` is an index into the tensors of the `TargetFile`. `begin` and `end` count elements in the row-major order of
+    the tensor. `dtype` is the element type in the target.
     """
 
     offset: int
@@ -46,12 +46,12 @@ class Body:
 
     @property
     def length_bytes(self) -> int:
-        """Bytes in the target file."""
+        """Length of the body in the target file."""
         return (self.end - self.begin) * self.dtype.itemsize_bytes
 
 
 class _Spans:
-    """Half-open byte spans in file order, found by position: a file of 20,000 records has 60,000 literals."""
+    """Half-open byte spans in file order, with a binary search: a file of 20,000 records has 60,000 literals."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         self._starts = [start for start, _ in spans]
@@ -60,21 +60,21 @@ class _Spans:
             raise AssertionError("a layout lists its parts out of file order")
 
     def within(self, begin: int, end: int) -> slice:
-        """The spans that overlap the bytes `[begin, end)`, and empty ones between them."""
+        """The slice of spans that overlap the bytes `[begin, end)`, with the empty spans between them."""
         first = bisect_right(self._ends, begin)
         return slice(first, max(first, bisect_left(self._starts, end)))
 
 
 @dataclass(frozen=True)
 class FileTemplate:
-    """The shape of a file. Constructing one proves that literals and bodies tile it exactly."""
+    """The shape of a file. The constructor proves that literals and bodies tile the file exactly."""
 
     size_bytes: int
     literals: tuple[tuple[int, bytes], ...]
-    """(offset, bytes); zeros stand where CRCs go."""
+    """(offset, bytes) of each literal; the bytes of CRC slots are zero."""
     bodies: tuple[Body, ...]
     records: tuple[tuple[int, int], ...] = ()
-    """(offset, length) of spans whose CRC-32 is wanted."""
+    """(offset, length) of each span whose CRC-32 is computed."""
     crc_slots: tuple[tuple[int, int], ...] = ()
     """(offset, record): four little-endian bytes that hold the record's CRC-32."""
     digest: str = field(init=False)
@@ -84,7 +84,7 @@ class FileTemplate:
     _slot_spans: _Spans = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Prove the tiling and derive the digest."""
+        """Prove the tiling and compute the digest."""
         spans = [(o, len(b)) for o, b in self.literals] + [(b.offset, b.length_bytes) for b in self.bodies]
         spans = sorted(s for s in spans if s[1])
         at = 0
@@ -107,9 +107,9 @@ class FileTemplate:
 
     @cached_property
     def image(self) -> bytes | None:
-        """The whole file with zeros where bodies and CRCs go; None unless it is small.
+        """The whole file with zeros in place of bodies and CRCs; None if the file is larger than `IMAGE_BYTES`.
 
-        A target of 20,000 small tensors has two million literals and a dozen images.
+        It saves work: a target of 20,000 small tensors has two million literals, but only a dozen images.
         """
         if self.size_bytes > IMAGE_BYTES:
             return None
@@ -128,7 +128,7 @@ class FileTemplate:
         return self.literals[self._literal_spans.within(begin, end)]
 
     def bodies_in(self, begin: int, end: int) -> Sequence[Body]:
-        """The bodies that overlap the bytes `[begin, end)`; empty ones overlap nothing."""
+        """The bodies that overlap the bytes `[begin, end)`. Empty bodies overlap nothing."""
         if begin == 0 and end == self.size_bytes:
             return self.filled_bodies
         return [b for b in self.bodies[self._body_spans.within(begin, end)] if b.length_bytes]
@@ -148,15 +148,15 @@ class TargetFile:
     """One file of the target: a template and the tensors that fill its bodies."""
 
     path: str
-    """Relative to the target directory."""
+    """Path relative to the target directory."""
     template: FileTemplate
     tensors: tuple[int, ...]
     commit: bool = False
-    """Whether the real loader refuses the target without it: published last."""
+    """True for a commit file: the framework's loader refuses the target without it, so it is published last."""
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self.template.size_bytes
 
 
@@ -167,21 +167,21 @@ class Pointer:
     name: str
     content: bytes
     beside: tuple[tuple[str, bytes], ...] = ()
-    """Names and contents of small files that go with it, for other tools; they are there before it is."""
+    """Names and contents of further small files for other tools. They are written before the pointer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownFiles:
-    """The names by which a directory that exists already is known for a checkpoint."""
+    """The file names by which an existing directory is recognised as a checkpoint."""
 
     pointers: tuple[str, ...] = ()
-    """Names of small files beside such directories that name one of them; the training run's own comes first."""
+    """Names of pointers: small files beside checkpoints that name one of them. The training run's own comes first."""
     entries: tuple[str, ...] = ()
-    """Names of entries of such a directory."""
+    """Names of entries that only a checkpoint directory has."""
     suffixes: tuple[str, ...] = ()
-    """Suffixes of the names of its entries."""
+    """Suffixes of entries that only a checkpoint directory has."""
     needed: tuple[str, ...] = ()
-    """Suffixes of files without which no loader takes it for a checkpoint: they are removed first."""
+    """Suffixes of files without which no loader accepts the checkpoint. They are removed first."""
 
     @classmethod
     def of_all(cls, known: Iterable[KnownFiles]) -> KnownFiles:
@@ -195,7 +195,7 @@ class KnownFiles:
         )
 
     def holds_checkpoint(self, names: Iterable[str]) -> bool:
-        """True if a directory with these entries is a checkpoint: what `--overwrite` may remove."""
+        """True if a directory with these entries is a checkpoint, so that `--overwrite` may remove it."""
         return any(n in self.entries or n.endswith(self.suffixes) for n in names)
 
 
@@ -206,17 +206,17 @@ class TargetLayout:
     files: tuple[TargetFile, ...]
     pointer: Pointer | None
     warnings: tuple[str, ...] = ()
-    parts: tuple[tuple[StoredTensor, View], ...] = ()
-    """Tensors of the target that are parts of the source's, numbered on from its last one."""
+    parts: tuple[tuple[LogicalTensor, View], ...] = ()
+    """Tensors of the target that are views of the source's tensors. Their numbers follow those of the source."""
     not_carried: tuple[NotCarried, ...] = ()
     """Everything that the checkpoint holds and these files do not."""
 
     def map_over(self, shard_map: ShardMap) -> ShardMap:
-        """The source's map with the target's parts."""
-        return shard_map.with_views([t for t, _ in self.parts], [v for _, v in self.parts]) if self.parts else shard_map
+        """The source's shard map with the target's views added."""
+        return shard_map.with_derived(self.parts) if self.parts else shard_map
 
     def __post_init__(self) -> None:
-        """Prove that paths stay below the target and do not collide: names in them come from checkpoints.
+        """Prove that paths stay below the target and do not collide, because checkpoints decide their names.
 
         Raises:
             SourceError: `name.invalid`.
@@ -229,11 +229,11 @@ class TargetLayout:
             if not clean or taken or not file.path.isprintable() or "\\" in file.path:
                 raise SourceError("name.invalid", f"{printable(file.path)!r} cannot be a file of the target")
         if len(paths) != len(self.files):
-            raise SourceError("name.invalid", "two files of the target have one name")
+            raise SourceError("name.invalid", "two files of the target have the same name")
 
 
 def require_distinct(names: Iterable[str]) -> None:
-    """Refuse two tensors of one name: a file would hold both, and readers find one or none.
+    """Refuse two tensors with the same name: a file would hold both, and readers would find one or none.
 
     Raises:
         SourceError: `checkpoint.ambiguous`.
@@ -246,5 +246,5 @@ def require_distinct(names: Iterable[str]) -> None:
 
 
 def literal_template(data: bytes) -> FileTemplate:
-    """The template of a file whose bytes are known."""
+    """The template of a file whose bytes are all known."""
     return FileTemplate(len(data), ((0, data),), ())

@@ -1,11 +1,11 @@
 """The shard map: which bytes of which file hold which elements of which logical tensor.
 
-A *piece* says that the elements `[begin, end)` of a tensor, counted in the row-major order of its
-global shape, lie in a file from a byte offset on. Pieces are columns of integers, not objects: a
-checkpoint of 20,000 parameters on 64 ranks has four million of them.
+A *piece* says that the elements `[begin, end)` of a tensor lie in a file from a byte offset on. Elements are counted in
+the row-major order of the global shape. Pieces are columns of integers, not objects: a checkpoint of 20,000 parameters
+on 64 ranks has four million of them.
 
-A `ShardMap` that exists covers every tensor exactly once: the constructor proves it. Some tensors are *views*: boxes of
-other tensors of the map, which prove their coverage themselves (`views`); some are *means* of copies (`means`).
+The constructor of `ShardMap` proves that pieces cover every stored tensor exactly once. Some tensors are *derived* from
+others of the map (`tensors.derived`): views prove their own coverage, and all others have the shape of an operand.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import SourceError, printable
+from reshard_engine.tensors.derived import STORED, Derived, Mean, Origin
 from reshard_engine.tensors.dtypes import Dtype
-from reshard_engine.tensors.merge_rules import MergeRule
 from reshard_engine.tensors.views import View, composed
 
 Column = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]
-"""Numbers of tensors and files: a trillion parameters on 4,096 ranks have 18 million pieces, and bytes count."""
+"""Columns of tensor and file numbers. They are 32 bits wide, because 4,096 ranks may have 18 million pieces."""
 _Int = TypeVar("_Int", np.int32, np.int64)
 MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A logical tensor of a checkpoint, in global shape. Never holds data."""
+class LogicalTensor:
+    """A logical tensor of a checkpoint, with its global shape. It never holds data."""
 
     fqn: str
     state: str
@@ -42,18 +42,18 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the data, packed."""
+        """Size of the packed data in bytes."""
         return self.numel * self.dtype.itemsize_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """How one piece lies in its file if not packed in row-major order; counted in elements."""
+    """The strides, in elements, of a piece that is not packed in row-major order."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -61,15 +61,19 @@ class Strides:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Rows of the map for one interval of one tensor, clipped to it, in order."""
+    """The rows of the map for one interval of one tensor, in order and clipped to the interval."""
 
     begin: Column
     end: Column
     file: Narrow
     offset: Column
-    """Byte offset of the clipped piece; for strided pieces, of the tensor's first element."""
+    """Byte offset of the clipped piece or, for a strided piece, of the tensor's first element."""
     strides: Narrow
-    """Index into `ShardMap.strides`, or -1 where the piece is packed."""
+    """Index into `ShardMap.strides`, or -1 if the piece is packed."""
+
+    def rows(self, rows: npt.NDArray[np.bool_]) -> Pieces:
+        """The pieces that a mask selects."""
+        return Pieces(self.begin[rows], self.end[rows], self.file[rows], self.offset[rows], self.strides[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,36 +87,32 @@ class Piece:
     offset: int
 
     def holds(self, tensor: int, begin: int, end: int) -> bool:
-        """Whether it has all of these elements."""
+        """True if the piece has all of these elements."""
         return tensor == self.tensor and self.begin <= begin and end <= self.end
 
 
 @dataclass(frozen=True)
 class ShardMap:
-    """All tensors of a checkpoint and where their elements are."""
+    """All tensors of a checkpoint, and the places of their elements in files."""
 
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[LogicalTensor, ...]
     tensor: Narrow
     begin: Column
     end: Column
     file: Narrow
     offset: Column
     strides_of: Narrow
-    """Index into `strides`, or -1 where the piece is packed."""
+    """Index into `strides`, or -1 if the piece is packed."""
     strides: tuple[Strides, ...] = ()
-    views: Mapping[int, View] = field(default_factory=dict[int, View])
-    """Tensors that are made of others, by number; views of what pieces hold and of means, never of views."""
-    means: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
-    """Tensors that are the mean of others of their shape, by number; no bytes of a file are theirs."""
-    merges: Mapping[int, MergeRule] = field(default_factory=dict[int, MergeRule])
-    """Tensors that are weights with an adapter merged, by number; no bytes of a file are theirs."""
+    derived: Mapping[int, Derived] = field(default_factory=dict[int, Derived])
+    """Tensors that are made of others, by number. All other tensors are stored."""
     _first: Column = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Sort the pieces and prove coverage.
 
         Raises:
-            SourceError: `checkpoint.coverage` with every tensor that is not covered exactly once.
+            SourceError: `checkpoint.coverage`, which lists tensors that are not covered exactly once.
         """
         if not self._is_sorted():
             order = np.lexsort((self.begin, self.tensor))
@@ -132,7 +132,7 @@ class ShardMap:
         numel = np.array([t.numel for t in self.tensors], dtype=np.int64)
         count = np.diff(self._first)
         bad = (count == 0) & (numel > 0)
-        bad[[*self.views, *self.means, *self.merges]] = False
+        bad[[*self.derived]] = False
         if len(self.tensor):
             starts = self._first[:-1][count > 0]
             ends = self._first[1:][count > 0] - 1
@@ -149,13 +149,13 @@ class ShardMap:
         raise SourceError(
             "checkpoint.coverage",
             f"{int(bad.sum())} tensors are not covered exactly once by the files: {listed}",
-            fix="a file is missing, damaged or of another run; compare the file list with the writer's",
+            fix="a file is missing, damaged or from another run: compare the list of files with the writer's",
         )
 
     def pieces(self, tensor: int, begin: int, end: int) -> Pieces:
-        """The pieces that hold the elements `[begin, end)` of a tensor, clipped to that interval; of a mean none."""
-        if tensor in self.views:
-            return self._pieces_of_view(tensor, begin, end)
+        """The pieces that hold the elements `[begin, end)` of a tensor, clipped to it. Computed tensors have none."""
+        if isinstance(view := self.derived.get(tensor), View):
+            return self._pieces_of_view(tensor, view, begin, end)
         low, high = int(self._first[tensor]), int(self._first[tensor + 1])
         first = low + int(np.searchsorted(self.end[low:high], begin, side="right"))
         last = low + int(np.searchsorted(self.begin[low:high], end, side="left"))
@@ -169,7 +169,7 @@ class ShardMap:
         )
 
     def piece_holding(self, tensor: int, begin: int, end: int) -> Piece | None:
-        """The packed piece that holds all of the elements `[begin, end)`; None if there is no single one."""
+        """The packed piece that holds all of the elements `[begin, end)`; None if no single piece holds them all."""
         low, high = int(self._first[tensor]), int(self._first[tensor + 1])
         row = low + int(np.searchsorted(self.end[low:high], begin, side="right"))
         if row == high or int(self.strides_of[row]) >= 0:
@@ -178,20 +178,20 @@ class ShardMap:
         return found if found.holds(tensor, begin, end) else None
 
     def rows_of(self, tensors: Column) -> tuple[Column, Column]:
-        """All rows of the map that hold these tensors, none of them a view or a mean, and whose each is.
+        """All rows of the map for these tensors, which must be stored, and the owner of each row.
 
-        The second column indexes `tensors`.
+        Owners are indices into `tensors`.
         """
         first = self._first[tensors]
         count = self._first[tensors + 1] - first
         owner = np.repeat(np.arange(len(tensors), dtype=np.int64), count)
         return np.arange(len(owner), dtype=np.int64) + (first - (np.cumsum(count) - count))[owner], owner
 
-    def _pieces_of_view(self, tensor: int, begin: int, end: int) -> Pieces:
-        """Each run of the view cut at the pieces of the tensor that holds it."""
-        runs = self.views[tensor].runs(begin, end)
-        # Rows are sorted by tensor and begin, and those of one tensor follow one another without gaps: a run's first
-        # and last rows are found by position, within its tensor's.
+    def _pieces_of_view(self, tensor: int, view: View, begin: int, end: int) -> Pieces:
+        """The pieces of a view: each run is cut at the pieces of the tensor that holds the run."""
+        runs = view.runs(begin, end)
+        # Rows are sorted by tensor and begin, and the rows of one tensor have no gaps. So a binary search in the rows
+        # of the run's tensor finds the first and the last row of a run.
         first, last = np.empty_like(runs.begin), np.empty_like(runs.begin)
         for holder in np.unique(runs.tensor).tolist():
             low, high = int(self._first[holder]), int(self._first[holder + 1])
@@ -209,53 +209,54 @@ class ShardMap:
         offset = self.offset[row] + (source - self.begin[row]) * itemsize
         return Pieces(start, start + stop - source, self.file[row], offset, self.strides_of[row])
 
-    def averages(self, tensor: int) -> bool:
-        """Whether a tensor is a mean, or a view of some."""
-        view = self.views.get(tensor)
-        return tensor in self.means or (view is not None and any(box.tensor in self.means for box in view.boxes))
+    def origin(self, tensor: int) -> Origin:
+        """The origin of a tensor's elements."""
+        return self.derived.get(tensor, STORED)
 
-    def with_views(self, tensors: Sequence[StoredTensor], views: Sequence[View]) -> ShardMap:
-        """The map with further tensors, numbered on from its last one, that are views of those it has."""
-        first = len(self.tensors)
-        added = {first + i: composed(view, self.views) for i, view in enumerate(views)}
-        return replace(self, tensors=(*self.tensors, *tensors), views={**self.views, **added})
+    def is_computed(self, tensor: int) -> bool:
+        """True if a tensor must be computed: it is neither stored nor a view of stored tensors only."""
+        origin = self.derived.get(tensor)
+        if isinstance(origin, View):
+            return any(box.tensor in self.derived for box in origin.boxes)
+        return origin is not None
 
-    def with_merges(self, tensors: Sequence[StoredTensor], merges: Sequence[MergeRule]) -> ShardMap:
-        """The map with further tensors, numbered on from its last one, that are merged weights."""
+    def with_derived(self, added: Sequence[tuple[LogicalTensor, Derived]]) -> ShardMap:
+        """This map with more tensors, which are made of tensors of this map. Their numbers follow the last one."""
         first = len(self.tensors)
-        added = {first + i: merge for i, merge in enumerate(merges)}
-        return replace(self, tensors=(*self.tensors, *tensors), merges={**self.merges, **added})
+        derived = dict(self.derived)
+        for number, (_, one) in enumerate(added, first):
+            derived[number] = composed(one, self.derived) if isinstance(one, View) else one
+        return replace(self, tensors=(*self.tensors, *(t for t, _ in added)), derived=derived)
 
     @property
     def piece_count(self) -> int:
-        """Rows of the map."""
+        """Number of rows of the map."""
         return len(self.tensor)
 
     def read_bytes_of(self, tensors: Sequence[int]) -> int:
-        """Bytes that the pieces of these tensors hold together."""
+        """Total bytes of these tensors."""
         return sum(self.tensors[i].size_bytes for i in tensors)
 
 
 class ShardMapBuilder:
-    """Collects tensors and pieces; `build` makes the map."""
+    """The builder of a shard map. It collects tensors and pieces; `build` makes the map."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
-        self.tensors: list[StoredTensor] = []
+        """Begin without tensors."""
+        self.tensors: list[LogicalTensor] = []
         self._columns: tuple[list[Narrow], list[Column], list[Column], list[Narrow], list[Column], list[Narrow]]
         self._columns = ([], [], [], [], [], [])
         self._strides: list[Strides] = []
         self._strided: set[int] = set()
-        self._views: dict[int, View] = {}
-        self._means: dict[int, tuple[int, ...]] = {}
+        self._derived: dict[int, Derived] = {}
 
     def tensor(self, fqn: str, state: str, dtype: Dtype, shape: tuple[int, ...]) -> int:
         """Register a tensor and return its index."""
-        self.tensors.append(StoredTensor(fqn, state, dtype, shape))
+        self.tensors.append(LogicalTensor(fqn, state, dtype, shape))
         return len(self.tensors) - 1
 
     def pieces(self, tensor: Column, begin: Column, end: Column, *, file: Column, offset: Column) -> None:
-        """Add packed pieces; empty ones are dropped."""
+        """Add packed pieces. Empty pieces are dropped."""
         full = end > begin
         packed = np.full(int(full.sum()), -1, dtype=np.int32)
         number, where = tensor[full].astype(np.int32), file[full].astype(np.int32)
@@ -273,7 +274,7 @@ class ShardMapBuilder:
         strides_of.append(strides)
 
     def whole(self, tensor: int, *, file: int, offset: int, stride: tuple[int, ...] | None = None) -> None:
-        """Add one piece that holds a whole tensor; `stride` in elements where it is not packed."""
+        """Add one piece that holds a whole tensor. `stride`, in elements, is given if the tensor is not packed."""
         stored = self.tensors[tensor]
         if stored.numel == 0:
             return
@@ -287,12 +288,12 @@ class ShardMapBuilder:
         self._add(narrow[0], wide[0], wide[1], file=narrow[1], offset=wide[2], strides=narrow[2])
 
     def view(self, fqn: str, state: str, view: View, shape: tuple[int, ...]) -> int:
-        """Register a tensor that is made of others, all of one element type; returns its number.
+        """Register a tensor that is a view of others, all of one element type; returns its number.
 
         Raises:
-            ValueError: A part lies strided in its file: such ones are not put together.
+            ValueError: A part lies strided in its file, which views do not support; or the types of parts differ.
         """
-        composite = composed(view, self._views)
+        composite = composed(view, self._derived)
         holders = {box.tensor for box in composite.boxes}
         if holders & self._strided:
             raise ValueError("a part lies strided in its file")
@@ -301,14 +302,14 @@ class ShardMapBuilder:
             raise ValueError(f"parts of the types {', '.join(sorted(d.name for d in dtypes))}")
         dtype = dtypes.pop() if dtypes else self.tensors[0].dtype
         number = self.tensor(fqn, state, dtype, shape)
-        self._views[number] = composite
+        self._derived[number] = composite
         return number
 
     def mean(self, fqn: str, state: str, copies: Sequence[int], dtype: Dtype) -> int:
-        """Register a tensor that is the mean of others, taken in their element type; returns its number.
+        """Register a tensor that is the mean of others, computed in their element type; returns its number.
 
         Raises:
-            ValueError: They have several shapes or types, or one that cannot be averaged.
+            ValueError: The copies differ in shape or type, or their type cannot be averaged.
         """
         stored = [self.tensors[t] for t in copies]
         shapes, dtypes = {t.shape for t in stored}, {t.dtype for t in stored}
@@ -317,11 +318,11 @@ class ShardMapBuilder:
         if not all(d.floating and d.itemsize_bytes > 1 for d in (dtype, *dtypes)):
             raise ValueError(f"no mean of {stored[0].dtype.name} as {dtype.name}")
         number = self.tensor(fqn, state, dtype, stored[0].shape)
-        self._means[number] = tuple(copies)
+        self._derived[number] = Mean(tuple(copies))
         return number
 
     def build(self) -> ShardMap:
-        """The proven map.
+        """Make the map, which proves its coverage.
 
         Raises:
             SourceError: `checkpoint.coverage`.
@@ -336,20 +337,19 @@ class ShardMapBuilder:
             _joined(offsets, np.int64),
             _joined(strides_of, np.int32),
             strides=tuple(self._strides),
-            views=dict(self._views),
-            means=dict(self._means),
+            derived=dict(self._derived),
         )
 
 
 def _joined(parts: list[npt.NDArray[_Int]], kind: type[_Int]) -> npt.NDArray[_Int]:
-    """One column of several. They are let go: two sets of all columns would be the peak of a plan's memory."""
+    """One column made of several parts. The list is emptied: a second set of all columns would be the memory peak."""
     whole = np.concatenate(parts) if parts else np.zeros(0, dtype=kind)
     parts.clear()
     return whole
 
 
 def packed_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major strides in elements, as torch gives a contiguous tensor (lengths of 0 count as 1)."""
+    """Row-major strides in elements, as a contiguous tensor of torch has them (lengths of 0 count as 1)."""
     stride: list[int] = []
     step = 1
     for length in reversed(shape):
@@ -359,5 +359,5 @@ def packed_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_packed(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a tensor's elements lie packed in row-major order (strides of length-1 dims do not matter)."""
+    """True if a tensor's elements lie packed in row-major order. Strides of dimensions of length 1 do not matter."""
     return 0 in shape or all(n == 1 or s == p for n, s, p in zip(shape, stride, packed_stride(shape), strict=True))

@@ -1,11 +1,11 @@
-"""Views: logical tensors put together from boxes of other tensors, and cut into them.
+"""Views: tensors that are made of boxes of other tensors.
 
-A checkpoint of a tensor-parallel run stores slices; the logical tensor is a *view* whose boxes lie in them. What a rank
-of a target holds is a view of the logical tensor. Composing the two gives boxes of the stored slices: so there is
-never more than one step from a view to what files hold.
+A checkpoint of a tensor-parallel run stores slices. The logical tensor is a *view* whose boxes lie in these slices. The
+part that a rank of a target holds is a view of the logical tensor. Both views are composed into one view of the stored
+slices, so there is never more than one step from a view to stored tensors.
 
-Boxes are few; runs (stretches that are contiguous on both sides) may be millions, and are computed only for the
-elements that a unit asks for, in columns.
+There are few boxes, but there may be millions of runs (elements that are contiguous on both sides). Runs are computed
+as columns, only for the elements that a unit asks for.
 """
 
 from __future__ import annotations
@@ -19,51 +19,51 @@ import numpy.typing as npt
 
 Column = npt.NDArray[np.int64]
 MAX_BOXES = 1 << 13
-"""Of one view; a cut into a few sections over 4,096 ranks stays below."""
+"""Most boxes of one view. A cut into a few sections over 4,096 ranks has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a view, and the box of another tensor that fills it. Both count elements of row-major grids."""
+    """A box of a view, and the box of another tensor that fills it. Both lie in row-major grids of elements."""
 
     tensor: int
-    """Number of the tensor that holds it."""
+    """Number of the tensor that holds the elements."""
     grid: tuple[int, ...]
-    """That tensor's shape, or a finer one of as many elements."""
+    """The shape of that tensor, or a finer shape with as many elements."""
     source: tuple[int, ...]
-    """Where the box begins in it."""
+    """The begin of the box in that tensor."""
     offset: tuple[int, ...]
-    """Where the box begins in the view."""
+    """The begin of the box in the view."""
     lengths: tuple[int, ...]
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Contiguous stretches of a view and where they come from, in the order of the view."""
+    """Runs of contiguous elements of a view and their sources, in the order of the view."""
 
     begin: Column
     """First element in the view."""
     tensor: Column
     source: Column
-    """First element in that tensor."""
+    """First element in the source tensor."""
     length: Column
 
 
 @dataclass(frozen=True)
 class View:
-    """A tensor made of boxes. Constructing one proves that they tile it."""
+    """A tensor made of boxes. The constructor proves that the boxes tile it."""
 
     grid: tuple[int, ...]
-    """Its shape, or a finer one of as many elements."""
+    """The shape of the view, or a finer shape with as many elements."""
     boxes: tuple[Box, ...]
 
     def __post_init__(self) -> None:
-        """Prove that every element is in exactly one box.
+        """Prove that every element lies in exactly one box.
 
         Raises:
             ValueError: The boxes leave elements out, overlap, or leave the tensor.
@@ -91,7 +91,7 @@ class View:
                     raise ValueError("two boxes overlap")
 
     def runs(self, begin: int, end: int) -> Runs:
-        """The stretches that hold the elements `[begin, end)` in row-major order, clipped to them."""
+        """The runs that hold the elements `[begin, end)` in row-major order, clipped to them."""
         columns = [_box_runs(box, self.grid, begin, end) for box in self.boxes]
         merged = [np.concatenate([c[i] for c in columns]) if columns else np.zeros(0, np.int64) for i in range(4)]
         order = np.argsort(merged[0], kind="stable")
@@ -108,24 +108,24 @@ def _strides(grid: Sequence[int]) -> list[int]:
 
 
 def _box_runs(box: Box, grid: tuple[int, ...], begin: int, end: int) -> tuple[Column, Column, Column, Column]:
-    """(begin in the view, tensor, begin in the tensor, length) of one box's stretches in `[begin, end)`."""
+    """(begin in the view, tensor, begin in the tensor, length) of the runs of one box in `[begin, end)`."""
     there, here = _strides(box.grid), _strides(grid)
     first = sum(o * s for o, s in zip(box.offset, here, strict=True))
     source = sum(o * s for o, s in zip(box.source, there, strict=True))
-    # Dimensions from the last one on, for as long as a step in one is the end of what is inside it, on both sides.
+    # Join dimensions, from the last one on, while a step in a dimension equals the length joined so far on both sides.
     length, dim = 1, len(grid)
     while dim and (box.lengths[dim - 1] == 1 or (here[dim - 1] == length and there[dim - 1] == length)):
         length *= box.lengths[dim - 1]
         dim -= 1
     starts, sources = np.array([first], dtype=np.int64), np.array([source], dtype=np.int64)
     for d in range(dim):
-        # Only steps that can reach the interval: a tall tensor has thousands of them, a window few.
+        # Take only steps that can reach the interval: a tall tensor has thousands of steps, an item only a few.
         least, most = (int(starts.min()), int(starts.max())) if len(starts) else (0, 0)
         reach = range(max(0, (begin - most) // here[d]), min(box.lengths[d], -(-(end - least) // here[d])))
         steps = np.arange(reach.start, reach.stop, dtype=np.int64)
         starts = (starts[:, None] + steps * here[d]).reshape(-1)
         sources = (sources[:, None] + steps * there[d]).reshape(-1)
-        # Everything below lies within one step of this dimension: what cannot reach the interval goes early.
+        # All inner dimensions lie within one step of this one, so starts that miss the interval are dropped now.
         keep = (starts < end) & (starts + here[d] > begin)
         starts, sources = starts[keep], sources[keep]
     low, high = np.maximum(starts, begin), np.minimum(starts + length, end)
@@ -135,16 +135,16 @@ def _box_runs(box: Box, grid: tuple[int, ...], begin: int, end: int) -> tuple[Co
     return low[keep], np.full(count, box.tensor, dtype=np.int64), sources[keep] + shift, (high - low)[keep]
 
 
-def composed(view: View, inner: Mapping[int, View]) -> View:
-    """The view over what the views in `inner` are made of.
+def composed(view: View, inner: Mapping[int, object]) -> View:
+    """The view with each box that lies in another view replaced by boxes of that view's own tensors.
 
     Raises:
-        ValueError: A box takes a view's elements by another grid than that view's own.
+        ValueError: A box refers to an inner view by a grid that is not the inner view's own.
     """
     boxes: list[Box] = []
     for outer in view.boxes:
         through = inner.get(outer.tensor)
-        if through is None:
+        if not isinstance(through, View):
             boxes.append(outer)
             continue
         if outer.grid != through.grid:

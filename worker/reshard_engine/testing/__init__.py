@@ -1,4 +1,4 @@
-"""What tests of this engine and of new formats build on: stores in memory, faults, strategies, laws.
+"""Tools for tests of this engine and of new formats: stores in memory, faults, strategies, laws.
 
-Needs what tests need: the laws and strategies import Hypothesis, which is in the extra `dev`.
+The laws and strategies import Hypothesis, which is in the extra `dev`.
 """

@@ -1,4 +1,4 @@
-"""What differs between two targets, file by file or tensor by tensor."""
+"""Compares two targets, file by file or tensor by tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard_engine.testing.logical import Bits, tree_difference
 
 
 def content_difference(expected: Content, found: Content) -> str | None:
-    """Where a target is not what it must be: a missing or further tensor, a bit, a value; None if it is."""
+    """The first difference of a target from its expected contents (tensor, bit or value); None if they are equal."""
     if expected.tensors.keys() != found.tensors.keys():
         missing = sorted(expected.tensors.keys() - found.tensors.keys())
         more = sorted(found.tensors.keys() - expected.tensors.keys())
@@ -51,7 +51,7 @@ def _first_difference(wanted: Bits, there: Bits) -> str:
 
 
 def elements_that_differ(wanted: Bits, there: Bits) -> int:
-    """How many elements of two tensors of one type and shape differ."""
+    """The number of elements that differ between two tensors of one type and shape."""
     if not wanted.numel:
         return 0
     pair = (np.frombuffer(b.data, dtype=np.uint8).reshape(wanted.numel, -1) for b in (wanted, there))

@@ -1,4 +1,4 @@
-"""Faults at numbered operations: what tests put between the engine and its storage.
+"""Faults at numbered operations, which tests inject between the engine and its storage.
 
 `Steps` counts the operations of one process (or of one thread that stands for a process) and disturbs some of
 them. `FaultyStore` numbers the calls of a store, `reshard_engine.testing.os_faults` those of the operating system.
@@ -20,7 +20,7 @@ _HANG_LIMIT_S = 60.0
 
 
 class Fault(StrEnum):
-    """What may happen at an operation."""
+    """The faults that may happen at an operation."""
 
     ERROR_BEFORE = "error before"
     ERROR_AFTER = "effect done, then error"
@@ -28,7 +28,7 @@ class Fault(StrEnum):
     KILL_AFTER = "kill after"
     HANG = "hang past the lease"
     SHORT = "half of it is done"
-    """Where bytes move: fewer than were asked for. A store that notices says so; the operating system does not."""
+    """Fewer bytes move than were requested. A store raises an error if it notices; the operating system does not."""
 
 
 class Killed(BaseException):
@@ -85,7 +85,7 @@ class Steps:
         self._woken.set()
 
     def step(self, name: str, path: str, effect: Callable[[], _T], short: Callable[[], _T] | None = None) -> _T:
-        """Do an operation, unless the script has other plans. `short` does half of it, where that can happen."""
+        """Do an operation, or the fault that the script has for it. `short` does half of the operation."""
         with self._lock:
             if self.dead:
                 raise Killed
@@ -196,7 +196,7 @@ class FaultyStore:
         )
 
     def reaches(self, other: Store) -> bool:
-        """See `CopyingStore`. Asks nobody: no operation."""
+        """See `CopyingStore`. This call is not counted as an operation, because it uses no network."""
         return other is self
 
     def list_parts(self, path: str, upload_id: str) -> list[PartInfo] | None:

@@ -1,4 +1,4 @@
-"""What a format gives to inherit the laws: a writer of logical states, or a reader of what the engine wrote."""
+"""The protocols by which a format inherits the laws: a writer of logical states, or a reader of the engine's output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard_engine.testing.logical import Bits, LogicalState, Tree
 
 @dataclass(frozen=True)
 class Case:
-    """A run and how its framework would cut it up.
+    """A run, and the partitioning that its framework would choose.
 
     Attributes:
         state: what the run holds.
@@ -67,17 +67,17 @@ class SourceFormat(Protocol):
         ...
 
     def checks_metadata(self, case: Case) -> bool:
-        """Whether the files hold checksums of everything but tensor data, so that no flipped bit of it passes."""
+        """True if checksums cover everything but tensor data, so that every flipped bit outside of it is found."""
         ...
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a target holds, as an independent reader finds it.
+    """The contents of a target, as an independent reader finds them.
 
     Attributes:
         tensors: by a name that says role and fqn.
-        cast: names of the tensors that were cast; NaN payloads in them are nobody's promise.
+        cast: names of the tensors that were cast; NaN payloads in them may differ.
         values: non-tensor state by name.
         overflows: by fqn, how many finite elements became infinite; only of expected contents.
     """
@@ -89,20 +89,20 @@ class Content:
 
 
 class TargetOracle(Protocol):
-    """A target format as a reader that shares nothing with the engine sees it."""
+    """A target format, read by a reader that shares no code with the engine."""
 
     name: str
     wants_full_state: bool
-    """Whether only sources with optimizer states can become this target."""
+    """True if only sources with optimizer states can be converted to this target."""
 
     def options(self) -> SearchStrategy[Mapping[str, Any]]:
         """Fields of `ConvertRequest` that choose this target and its options."""
         ...
 
     def expected(self, saved: Saved, request: ConvertRequest) -> Content:
-        """What the target must hold of a source."""
+        """The contents that the target must have for a source."""
         ...
 
     def read(self, files: Mapping[str, bytes]) -> Content:
-        """What a target's files hold; an assertion fails for any file that has no business there."""
+        """Read the contents of a target's files; an assertion fails for any unexpected file."""
         ...

@@ -44,7 +44,7 @@ _WEIGHTS = (TargetFormat.SAFETENSORS, TargetFormat.TORCH)
 
 
 def gather_then_slice(trial: Trial) -> None:
-    """The logical state is the oracle: every tensor has its bits, and the non-tensor state survives."""
+    """Every tensor has the bits of the logical state (the oracle), and the non-tensor state survives."""
     run = trial.reference
     expected = trial.oracle.expected(trial.saved, run.conversion.request)
     difference = content_difference(expected, trial.oracle.read(run.files))
@@ -79,7 +79,7 @@ def every_byte_once(trial: Trial) -> None:
 
 
 def order_and_execution_do_not_matter(trial: Trial) -> None:
-    """The order of listings and files does not change the plan; grain, threads and memory do not change a byte.
+    """The order of listings and files does not change the plan; part size, threads and memory do not change a byte.
 
     Plans that differ in nothing else have one content digest.
     """
@@ -98,7 +98,7 @@ def order_and_execution_do_not_matter(trial: Trial) -> None:
 
 
 def again_is_a_no_op(trial: Trial) -> None:
-    """A finished conversion is recognised, whatever the grain, and writes nothing."""
+    """A finished conversion is recognised with any part size, and writes nothing."""
     before = trial.reference and trial.store.snapshot()
     _, result = convert(trial.store, trial.request("reference", part_bytes=trial.random.choice([1 << 10, 1 << 20])))
     assert result.already_done
@@ -107,7 +107,7 @@ def again_is_a_no_op(trial: Trial) -> None:
 
 
 def verification_agrees(trial: Trial) -> None:
-    """What was written verifies."""
+    """The target verifies."""
     assert trial.reference
     with serving(SCHEME, trial.store):
         report = verify_target(open_location(f"{SCHEME}://lab/reference/{TARGET_NAME}"))
@@ -143,7 +143,7 @@ def what_was_written_reads_back(trial: Trial) -> None:
 
 
 def the_path_does_not_matter(trial: Trial) -> None:
-    """By way of another format or of a wider type, the result is the same."""
+    """A conversion by way of another format or of a wider type gives the same result."""
     # Without masters and without a wanted type, types stay what they are.
     wide = "fp32" if trial.source.full or trial.options.get("dtype") else None
     weights = "dtype" in trial.options and not trial.oracle.wants_full_state
@@ -164,6 +164,7 @@ def the_path_does_not_matter(trial: Trial) -> None:
     frozen = trial.options.get("exclude_frozen", False)
     # Weights do not say which of them were frozen: what is to be left out must be left out on the way.
     early = frozen and way["to"] is not TargetFormat.UNIVERSAL
+    way |= {"options": {}}  # the target's own are not of the format on the way
     trial.convert(trial.store, "way", **way, exclude_frozen=early)
     run = trial.convert(trial.store, "arrived", **_from("way"), exclude_frozen=frozen and not early)
     direct, arrived = (trial.oracle.read(files) for files in (trial.reference.files, run.files))

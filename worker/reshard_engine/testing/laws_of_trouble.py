@@ -1,4 +1,4 @@
-"""Laws of limits and of trouble: memory, interruption at any point, damage of the source."""
+"""Laws of limits and faults: memory, interruption at any point, damage of the source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard_engine.testing.trial import TARGET_NAME, Trial, convert, finished, 
 
 _BUDGETS = (1 << 10, 300_000, 1 << 19, 1_000_003, 1 << 21, 1 << 23, 1 << 30)
 _PYTHON_BYTES = 1 << 20
-"""What Python itself allocates while units run, beside their buffers: records, journal lines, threads."""
+"""Bytes that Python itself allocates while units run, beside their buffers: records, journal lines, threads."""
 
 
 def model_fits_the_budget(trial: Trial) -> None:
@@ -32,7 +32,7 @@ def model_fits_the_budget(trial: Trial) -> None:
 
 
 def peak_is_within_the_model(trial: Trial) -> None:
-    """What running units allocate stays within the modelled peak (looked at now and then: measuring is slow)."""
+    """The memory of running units stays within the modelled peak (checked in some runs only: measuring is slow)."""
     if trial.random.randrange(3):
         return
     request = trial.request("measured", threads=1, part_bytes=trial.random.choice([1 << 10, 1 << 14]))
@@ -71,7 +71,7 @@ def stop_anywhere_and_resume(trial: Trial) -> None:
 
 
 def fail_anywhere_and_resume(trial: Trial) -> None:
-    """Whatever operation fails or is the last of its process: a typed error, and the same bytes when resumed."""
+    """A fault or a kill at any operation gives a typed error, and the same bytes after a resume."""
     store = MemoryStore()
     trial.fill(store)
     mode = trial.random.choice([Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.KILL_BEFORE, Fault.KILL_AFTER])

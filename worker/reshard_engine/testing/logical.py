@@ -1,4 +1,4 @@
-"""Training state as it is before any framework cuts it up: the oracle of every law.
+"""The training state before a framework partitions it: the oracle of every law.
 
 Source formats write a `LogicalState` to files, targets are compared with it. Tensors are bits, so that equality means
 bits: NaN payloads, negative zeros and subnormals count.
@@ -31,12 +31,12 @@ class Bits:
     data: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        """Prove that the bytes are as many as shape and type say."""
+        """Check that the number of bytes matches shape and type."""
         if prod(self.shape) * BY_NAME[self.dtype].itemsize_bytes != len(self.data):
             raise AssertionError(f"{len(self.data)} bytes for {self.dtype}{list(self.shape)}")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - Hypothesis calls it so
-        """Without the data, in the examples that Hypothesis prints too."""
+        """Print the tensor without its data, also in the examples that Hypothesis prints."""
         printer.text(repr(self))
 
     @property
@@ -46,7 +46,7 @@ class Bits:
 
     @property
     def floating(self) -> bool:
-        """Whether the elements are floating-point numbers."""
+        """True if the elements are floating-point numbers."""
         return BY_NAME[self.dtype].floating
 
     def with_plain_nans(self) -> Bits:
@@ -95,7 +95,7 @@ class LogicalParameter:
 
 @dataclass(frozen=True)
 class LogicalState:
-    """Everything that a training run must find again.
+    """The whole state that a training run must find again.
 
     Attributes:
         dtype: the model's element type.
@@ -140,7 +140,7 @@ class LogicalState:
 
 
 def tree_difference(left: Tree, right: Tree, where: str = "") -> str | None:
-    """Where two trees differ in a type, a key, an order or a bit of a value; None if they do not."""
+    """The first difference of two trees in a type, a key, an order or a bit of a value; None if they are equal."""
     if type(left) is not type(right):
         return f"{where or 'the root'}: {type(left).__name__} {left!r:.80} is no {type(right).__name__} {right!r:.80}"
     pairs: Iterable[tuple[str, Tree, Tree]]

@@ -1,4 +1,4 @@
-"""An object store in memory with the semantics of S3: what tests write to when they want every operation in hand.
+"""An object store in memory with the semantics of S3, for tests that control every operation.
 
 Source: Amazon S3 API reference (ETags of objects and of multipart uploads, conditional puts, uploads that are
 invisible until they are completed, parts of at least a fixed size but for the last).

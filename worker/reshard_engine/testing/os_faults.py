@@ -1,8 +1,8 @@
 """Faults at numbered calls of the operating system, in a process of its own.
 
 `disturbed_calls` replaces the functions of `os` with which files below a directory are read and written, so that
-everything is seen that a library does on the way (`shutil.rmtree`, `os.makedirs`), and an audit hook tells of
-what got past it.
+calls that a library makes (`shutil.rmtree`, `os.makedirs`) are counted, too. An audit hook reports accesses that were
+not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from reshard_engine.execute.sinks import local as local_sink
+from reshard_engine.execute.sinks import local_files
 from reshard_engine.testing.faults import Steps
 
 _BY_PATH = ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "stat", "lstat", "scandir", "listdir")
@@ -124,7 +124,7 @@ class SystemCalls:
         return self._steps.step(name, place, partial(counting, effect), short and partial(counting, short))
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """An audit hook: notes what touches the directory without having been counted."""
+        """An audit hook: notes accesses to the directory that were not counted."""
         if event in _AUDITED and not getattr(self._inside, "counting", False):
             named = arguments[0] if arguments else None
             if isinstance(named, str | bytes) and self._place(named, None):
@@ -150,6 +150,6 @@ def disturbed_calls(root: str, steps: Steps) -> Generator[SystemCalls]:
         for name in _BYTES:
             stack.enter_context(mock.patch.object(os, name, calls.by_bytes(name, getattr(os, name))))
         stack.enter_context(mock.patch.object(fcntl, "flock", calls.by_path("flock", fcntl.flock)))
-        stack.enter_context(mock.patch.object(local_sink, "LIBC", calls.library(local_sink.LIBC)))
+        stack.enter_context(mock.patch.object(local_files, "LIBC", calls.library(local_files.LIBC)))
         sys.addaudithook(calls.audit)
         yield calls

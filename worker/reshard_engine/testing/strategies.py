@@ -1,4 +1,4 @@
-"""Hypothesis strategies: logical states that hold the zoo of reliability and of real runs.
+"""Hypothesis strategies for logical states, which cover the zoo: every unusual property of real runs.
 
 Values are drawn as bits from a seed, with the awkward ones sprinkled in: drawing each element would spend Hypothesis'
 budget on what never decides anything but equality.
@@ -20,7 +20,7 @@ from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, Logic
 
 _T = TypeVar("_T")
 HUGE_ELEMS = 4_096
-"""Elements from which a tensor spans many units of the smallest grain."""
+"""Number of elements from which a tensor spans many units of the smallest part size."""
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 BUFFER_DTYPES = (
     *("int8", "int16", "int32", "int64", "uint8", "bool", "bfloat16", "float16", "float32", "float64"),
@@ -82,7 +82,7 @@ class BitSource:
 
 
 def evenly(*options: _T) -> st.SearchStrategy[_T]:
-    """Each option about equally often, where `sampled_from` repeats itself; shrinks to the first."""
+    """Draw each option about equally often (`sampled_from` repeats itself); shrinks to the first."""
 
     # Knuth's multiplicative hash: whatever Hypothesis prefers among integers, it prefers no option.
     def chosen(number: int) -> _T:
@@ -93,7 +93,7 @@ def evenly(*options: _T) -> st.SearchStrategy[_T]:
 
 @dataclass(frozen=True)
 class Rules:
-    """What a format can hold; the defaults are all that ZeRO holds.
+    """The properties of runs that a format can hold; the defaults are those of ZeRO.
 
     Attributes:
         dtypes: element types of the model.
@@ -116,7 +116,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class _Switches:
-    """What a run is like. Drawn first and evenly, so that no item of the zoo depends on many lucky draws."""
+    """The properties of a run. They are drawn first and evenly, so that every item of the zoo is met often."""
 
     dtype: str
     shapes: str

@@ -1,4 +1,4 @@
-"""One example of the laws: a checkpoint in a store of memory, a request, and the conversion that others repeat."""
+"""One example of the laws: a checkpoint in a memory store, a request, and a reference conversion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TARGET_NAME = "target"
 
 
 class ObservedStore(MemoryStore):
-    """Counts what is written, object by object and part by part."""
+    """Counts the writes of each object and each part."""
 
     def __init__(self) -> None:
         """Nothing was written yet."""
@@ -82,7 +82,7 @@ class Run:
     files: Mapping[str, bytes]
     """By path below the target, without the manifest, which holds a time."""
     beside: Mapping[str, bytes]
-    """What is beside the target: a pointer, and nothing else."""
+    """The files beside the target: a pointer, and nothing else."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Trial:
 
     @property
     def saved(self) -> Saved:
-        """What the source's files keep."""
+        """The state that the source's files hold."""
         return self._written[0]
 
     @property
@@ -157,7 +157,7 @@ class Trial:
 
     @property
     def reference_operations(self) -> int:
-        """How many operations of the store it took."""
+        """The number of store operations of the reference conversion."""
         return self._reference[1]
 
     def convert(self, store: MemoryStore, run: str, **changes: Any) -> Run:
@@ -182,7 +182,7 @@ def prepared(store: ObjectStore, request: ConvertRequest) -> Conversion:
 
 
 def finished(store: MemoryStore, run: str, conversion: Conversion, result: ConvertResult) -> Run:
-    """What a finished conversion left."""
+    """The files that a finished conversion left."""
     files, beside = left_by(store, run)
     return Run(conversion, result, files, beside)
 

@@ -1,4 +1,4 @@
-"""The zoo: what every run of the laws must have met, and a census of what it did meet."""
+"""The zoo (the items that every run of the laws must meet), and a census of the items that it did meet."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _has_tensor(tree: Tree) -> bool:
 
 
 class Census:
-    """How often each item was met, by source format."""
+    """Counts the examples that met each item, by source format."""
 
     def __init__(self) -> None:
         """Nothing was met yet."""
@@ -87,7 +87,7 @@ class Census:
         self._met.setdefault(source, Counter()).update(set(labels))
 
     def examples(self, sources: Iterable[str]) -> int:
-        """How many examples these sources had."""
+        """The number of examples of these sources."""
         return sum(self._examples[s] for s in sources)
 
     def lacking(self, sources: Sequence[str], wanted: Mapping[str, float], examples: int) -> dict[str, str]:

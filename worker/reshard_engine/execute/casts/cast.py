@@ -1,6 +1,6 @@
 """Casts of floating tensors: round to nearest, ties to even, bit for bit the same on every device.
 
-The numpy kernel is the reference. With a CUDA device `device` does the same work there, where that is sooner.
+The numpy kernel is the reference. On a machine with a CUDA device, the package `device` casts there if that is faster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.errors import RequestError, SourceError
 from reshard_engine.execute.casts.losses import special
-from reshard_engine.execute.casts.rows import Buffer, Kind, Rows, copy_rows, starts_of
+from reshard_engine.execute.casts.rows import ByteArray, Kind, Rows, copy_rows, starts_of
 from reshard_engine.execute.casts.tiles import (
     INF32,
     TILE_ELEMS,
@@ -25,31 +25,31 @@ from reshard_engine.execute.casts.tiles import (
 from reshard_engine.tensors.dtypes import Dtype
 
 CAST_BYTES = 32 << 10
-"""Mean length from which stretches are cast one by one: shorter ones cost more as calls than as copies."""
+"""Mean row length from which rows are cast one by one. Shorter rows are packed first: a copy costs less than a call."""
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 class CastKernel(Protocol):
-    """Casts packed elements."""
+    """The protocol of kernels, which cast packed elements."""
 
-    def cast(self, data: Buffer, source: Dtype, target: Dtype) -> Buffer:
+    def cast(self, data: ByteArray, source: Dtype, target: Dtype) -> ByteArray:
         """The elements in the target's type, little-endian."""
         ...
 
-    def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
+    def cast_into(self, data: ByteArray, source: Dtype, target: Dtype, out: ByteArray) -> int:
         """Put the elements in the target's type into memory; returns how many results are zero, infinite or NaN."""
         ...
 
-    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+    def cast_rows(self, rows: Rows, source: ByteArray, target: ByteArray, kind: Kind) -> int:
         """Cast rows of one memory into another; returns how many results are zero, infinite or NaN."""
         ...
 
-    def staging(self, length_bytes: int) -> Buffer:
-        """Memory to read a batch into, this thread's until it asks again."""
+    def staging(self, length_bytes: int) -> ByteArray:
+        """Memory to read a batch into. It belongs to this thread until the thread asks again."""
         ...
 
     def take_warnings(self) -> list[str]:
-        """What a user should know since the last call."""
+        """The warnings for the user since the last call."""
         ...
 
 
@@ -57,16 +57,16 @@ class NumpyCast:
     """The reference kernel."""
 
     def __init__(self) -> None:
-        """Threads share it."""
+        """Make a kernel that several threads may share."""
         self._scratch = Scratch()
 
-    def cast(self, data: Buffer, source: Dtype, target: Dtype) -> Buffer:
+    def cast(self, data: ByteArray, source: Dtype, target: Dtype) -> ByteArray:
         """The elements in the target's type, little-endian."""
         result = np.empty(len(data) // source.itemsize_bytes * target.itemsize_bytes, dtype=np.uint8)
         self.cast_into(data, source, target, result)
         return result
 
-    def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
+    def cast_into(self, data: ByteArray, source: Dtype, target: Dtype, out: ByteArray) -> int:
         """Put the elements in the target's type into memory; returns how many results are zero, infinite or NaN."""
         if source.name not in _FLOATS:
             raise SourceError("tensor.unsupported", f"cannot cast from {source.name}")
@@ -74,7 +74,7 @@ class NumpyCast:
             raise RequestError("request.unsatisfiable", f"cannot cast to {target.name}")
         wide, narrow = source.itemsize_bytes, target.itemsize_bytes
         scratch, found = self._scratch.at_least(len(data) // wide), 0
-        # numpy views of wider elements want aligned memory; tiles are as aligned as what they are cut from.
+        # numpy's views of wider elements need aligned memory. Tiles have the alignment of the whole memory.
         odd_source, odd_target = data.ctypes.data % wide, out.ctypes.data % narrow
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             for first in range(0, len(data) // wide, TILE_ELEMS):
@@ -88,7 +88,7 @@ class NumpyCast:
                     result[:] = place
         return found
 
-    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+    def cast_rows(self, rows: Rows, source: ByteArray, target: ByteArray, kind: Kind) -> int:
         """Cast rows of one memory into another; returns how many results are zero, infinite or NaN."""
         wide, narrow = kind.source.itemsize_bytes, kind.target.itemsize_bytes
         begin, length, at = rows.begin, rows.length, rows.at
@@ -105,23 +105,23 @@ class NumpyCast:
         copy_rows(result, starts_of(shorter), target, at, shorter)
         return found
 
-    def staging(self, length_bytes: int) -> Buffer:
-        """New memory: measured, it costs no more than memory that is kept."""
+    def staging(self, length_bytes: int) -> ByteArray:
+        """New memory. By measurement it costs no more than memory that is kept between calls."""
         return np.empty(length_bytes, dtype=np.uint8)
 
     def take_warnings(self) -> list[str]:
-        """Nothing: it does what it is asked for."""
+        """An empty list: the reference kernel has no warnings."""
         return []
 
 
-def _copied(data: Buffer, memory: Buffer) -> Buffer:
+def _copied(data: ByteArray, memory: ByteArray) -> ByteArray:
     copy = memory[: len(data)]
     copy[:] = data
     return copy
 
 
-def _cast_tile(tile: Buffer, source: Dtype, target: Dtype, out: Buffer, scratch: Scratch) -> bool:
-    """Cast one tile; returns whether the result holds a zero, an infinity or a NaN; none counts in a wider type."""
+def _cast_tile(tile: ByteArray, source: Dtype, target: Dtype, out: ByteArray, scratch: Scratch) -> bool:
+    """Cast one tile; returns True if the result holds a zero, an infinity or a NaN. Widening casts return False."""
     count = len(tile) // source.itemsize_bytes
     direct = target.name == "float32"
     values = out.view(np.float32) if direct else scratch.values[:count]

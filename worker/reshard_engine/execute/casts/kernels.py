@@ -1,4 +1,4 @@
-"""Which kernel casts in this process: the reference, or a device where that is sooner."""
+"""The choice of the kernel that casts in this process: the reference, or a device if that is faster."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MEMORY_VARIABLE = "RESHARD_DEVICE_MEMORY"
 def default_kernel() -> CastKernel:
     """The kernel of this process, as `RESHARD_DEVICE` says.
 
-    `cpu` (what `auto` is without a GPU); `cuda` or `cuda:1`: every cast that is not tiny goes there; `auto`: casts go
-    where measurements say that they are done sooner.
+    `cpu`: the reference casts; `auto` does the same without a GPU. `cuda` or `cuda:1`: every cast that is not tiny runs
+    on that device. `auto` with a GPU: each cast runs where it is faster according to measurements.
 
     Raises:
         RequestError: `request.invalid` if a device is asked for that cannot be used.
@@ -26,7 +26,7 @@ def default_kernel() -> CastKernel:
     wanted = os.environ.get(DEVICE_VARIABLE, "auto")
     if wanted == "cpu" or (wanted == "auto" and not os.path.exists("/dev/nvidiactl")):
         return NumpyCast()
-    from reshard_engine.execute.casts.device.kernel import WARM_UP_BYTES, DeviceCast  # what no other machine needs
+    from reshard_engine.execute.casts.device.kernel import WARM_UP_BYTES, DeviceCast  # needed with a GPU only
 
     memory = os.environ.get(MEMORY_VARIABLE)
     memory_bytes = parse_size(memory) if memory else None

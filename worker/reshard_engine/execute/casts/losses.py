@@ -1,4 +1,4 @@
-"""What a cast loses: elements that became infinite or zero, and those that were no numbers before."""
+"""Losses of a cast: counts of elements that became infinite or zero, and of those that were already NaN or infinite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from reshard_engine.execute.casts.rows import Buffer
+from reshard_engine.execute.casts.rows import ByteArray
 from reshard_engine.tensors.dtypes import Dtype
 
 _BITS = {8: np.uint64, 4: np.uint32, 2: np.uint16}
@@ -16,18 +16,18 @@ _INFINITY = {"float64": 0x7FF << 52, "float32": 0x7F800000, "bfloat16": 0x7F80, 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Counts of elements."""
+    """Counts of elements that a cast lost, and of elements that were special before it."""
 
     overflowed: int = 0
-    """Finite, and infinite in the narrower type; with saturation, the largest number of it."""
+    """Elements that are finite, but infinite in the narrower type (with saturation: its largest number)."""
     underflowed: int = 0
-    """Not zero, and zero in the narrower type."""
+    """Elements that are not zero, but zero in the narrower type."""
     nan: int = 0
     infinite: int = 0
-    """Infinite before the cast."""
+    """Elements that were infinite before the cast."""
 
     def __add__(self, other: Losses) -> Losses:
-        """Both together."""
+        """The sum of both, field by field."""
         return Losses(
             self.overflowed + other.overflowed,
             self.underflowed + other.underflowed,
@@ -36,7 +36,7 @@ class Losses:
         )
 
     def __bool__(self) -> bool:
-        """Whether there is anything to report."""
+        """True if any count is not zero."""
         return self != _NOTHING
 
     def columns(self) -> list[int]:
@@ -48,19 +48,19 @@ _NOTHING = Losses()
 
 
 def may_lose(source: Dtype, target: Dtype) -> bool:
-    """Whether a cast can lose anything: widening to float32 cannot."""
+    """True if a cast can lose anything. Widening to float32 cannot."""
     return target.name != "float32" or source.name == "float64"
 
 
-def losses_of(before: Buffer, after: Buffer, source: Dtype, target: Dtype, *, saturate: bool = False) -> Losses:
-    """What the cast of some elements lost; with `saturate`, put right what overflowed.
+def losses_of(before: ByteArray, after: ByteArray, source: Dtype, target: Dtype, *, saturate: bool = False) -> Losses:
+    """The losses of a cast. With `saturate`, elements of `after` that overflowed are replaced.
 
     Args:
-        before: The elements, where their type may begin in memory.
-        after: Their casts, likewise.
-        source: Their type.
+        before: The elements, in memory that is aligned for their type.
+        after: Their casts, also in aligned memory.
+        source: The type of the elements.
         target: The type of the casts.
-        saturate: Whether finite elements that became infinite become the largest finite number of their sign.
+        saturate: True to turn finite elements that became infinite into the largest finite number of their sign.
     """
     if not may_lose(source, target):
         return _NOTHING
@@ -69,7 +69,7 @@ def losses_of(before: Buffer, after: Buffer, source: Dtype, target: Dtype, *, sa
     overflowed = (old < old_limit) & (new == new_limit)
     count = int(np.count_nonzero(overflowed))
     if saturate and count:
-        # One less in bits than infinity, whose sign stays.
+        # The bits of the largest finite number are those of infinity minus one; the sign stays.
         after.view(_BITS[target.itemsize_bytes])[overflowed] -= 1
     return Losses(
         count,
@@ -79,8 +79,8 @@ def losses_of(before: Buffer, after: Buffer, source: Dtype, target: Dtype, *, sa
     )
 
 
-def _magnitude(data: Buffer, dtype: Dtype) -> npt.NDArray[np.unsignedinteger]:
-    """Bits without their sign, which are ordered as the numbers are."""
+def _magnitude(data: ByteArray, dtype: Dtype) -> npt.NDArray[np.unsignedinteger]:
+    """The bits without the sign. They are ordered like the magnitudes of the numbers."""
     size = dtype.itemsize_bytes
     bits = data.view(_BITS[size])
     return bits & np.array((1 << size * 8 - 1) - 1, dtype=_BITS[size])
@@ -90,12 +90,12 @@ def _infinity(dtype: Dtype) -> npt.NDArray[np.unsignedinteger]:
     return np.array(_INFINITY[dtype.name], dtype=_BITS[dtype.itemsize_bytes])
 
 
-def are_nan(data: Buffer, dtype: Dtype) -> npt.NDArray[np.bool_]:
-    """Which elements of a floating type are no numbers."""
+def are_nan(data: ByteArray, dtype: Dtype) -> npt.NDArray[np.bool_]:
+    """A mask that is True for each element of a floating type that is NaN."""
     return _magnitude(data, dtype) > _infinity(dtype)
 
 
-def special(data: Buffer, dtype: Dtype) -> int:
-    """How many elements are zero, infinite or NaN: nothing else can have lost anything in a cast to this type."""
+def special(data: ByteArray, dtype: Dtype) -> int:
+    """The number of elements that are zero, infinite or NaN. A cast to this type can have lost no other elements."""
     bits = _magnitude(data, dtype)
     return int(np.count_nonzero((bits == 0) | (bits >= _infinity(dtype))))

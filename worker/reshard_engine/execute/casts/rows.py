@@ -1,4 +1,4 @@
-"""Rows: runs of bytes in one memory and where they go in another, as columns; copied together."""
+"""Rows: runs of bytes in one memory and their places in another, as columns of integers. Rows are copied together."""
 
 from __future__ import annotations
 
@@ -10,39 +10,43 @@ import numpy.typing as npt
 from reshard_engine.tensors.dtypes import Dtype
 
 INDEXED_BYTES = 2 << 10
-"""Mean length below which stretches are moved by index: a copy of its own costs about as much as this many bytes."""
+"""Mean row length below which rows are copied by index: one separate copy costs about as much as so many bytes."""
 MATRIX_ROWS = 8
-"""Mean number of rows from which equal steps are worth a copy of their own."""
+"""Mean number of rows above which rows at equal steps are copied as one matrix."""
 _LEAST_ROWS = 3
-Buffer = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What happens to the bytes of a stretch on their way."""
+    """The cast of a row: its source type and its target type."""
 
     source: Dtype
     target: Dtype
     counted: bool = True
-    """Whether what its cast loses counts: an element that two chunks share counts where it begins."""
+    """True if cast losses are counted. An element that lies in two chunks is counted only in the first one."""
 
     @property
     def casts(self) -> bool:
-        """Whether the bytes change."""
+        """True if the two types differ, so that the bytes change."""
         return self.source is not self.target
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where runs of bytes begin in one memory, how long they are there, and where they go in another."""
+    """Runs of bytes: where each begins in one memory, its length there, and its place (`at`) in another memory."""
 
     begin: Column
     length: Column
     at: Column
 
+    def some(self, rows: Column) -> Rows:
+        """The rows with these indices."""
+        return Rows(self.begin[rows], self.length[rows], self.at[rows])
 
-def copy_rows(source: Buffer, begin: Column, target: Buffer, at: Column, length: Column) -> None:
+
+def copy_rows(source: ByteArray, begin: Column, target: ByteArray, at: Column, length: Column) -> None:
     """Copy `source[begin : begin + length]` to `target[at : at + length]`, for every row."""
     if (matrices := _matrices(begin, at, length)) is not None:
         for low, high in matrices:
@@ -72,19 +76,20 @@ def copy_rows(source: Buffer, begin: Column, target: Buffer, at: Column, length:
 
 
 def starts_of(lengths: Column) -> Column:
-    """Where each row begins if they are packed one behind another."""
+    """The offsets of rows that are packed one behind another."""
     return np.cumsum(lengths) - lengths
 
 
-def _copy_each(source: Buffer, begin: Column, target: Buffer, at: Column, length: Column) -> None:
+def _copy_each(source: ByteArray, begin: Column, target: ByteArray, at: Column, length: Column) -> None:
     for low, to, count in zip(begin.tolist(), at.tolist(), length.tolist(), strict=True):
         target[to : to + count] = source[low : low + count]
 
 
 def _matrices(begin: Column, at: Column, length: Column) -> list[tuple[int, int]] | None:
-    """Rows `[low, high)` of one length at equal steps on both sides, as slices of a matrix lie; None if they are few.
+    """Groups `[low, high)` of rows that have one length and equal steps on both sides, like the rows of a matrix.
 
-    What is in between comes as groups of less than three rows, which may be anyhow.
+    Rows between such groups form groups of less than three rows, whose lengths and steps are arbitrary. The result is
+    None if the groups are too small on average.
     """
     count = len(length)
     if count < MATRIX_ROWS:
@@ -92,7 +97,7 @@ def _matrices(begin: Column, at: Column, length: Column) -> list[tuple[int, int]
     here, there = np.diff(begin), np.diff(at)
     fit = (length[1:] == length[:-1]) & (here >= length[:-1]) & (there >= length[:-1])
     goes_on = fit[1:] & fit[:-1] & (here[1:] == here[:-1]) & (there[1:] == there[:-1])
-    stops = np.flatnonzero(~goes_on) + 1  # steps unlike the one before: the row that each starts from ends a group
+    stops = np.flatnonzero(~goes_on) + 1  # a step that differs from the one before: the row before it ends a group
     if (len(stops) + 1) * MATRIX_ROWS > count:
         return None
     groups: list[tuple[int, int]] = []
@@ -104,7 +109,7 @@ def _matrices(begin: Column, at: Column, length: Column) -> list[tuple[int, int]
     return [*groups, (first, count)] if first < count else groups
 
 
-def _matrix(memory: Buffer, begin: Column, length: int) -> npt.NDArray[np.uint8]:
-    """Rows at equal steps as one array; numpy proves that it lies within the memory."""
+def _matrix(memory: ByteArray, begin: Column, length: int) -> npt.NDArray[np.uint8]:
+    """Rows at equal steps as one array; numpy checks that the array lies within the memory."""
     first, step = int(begin[0]), int(begin[1] - begin[0])
     return np.ndarray((len(begin), length), np.uint8, buffer=memory.data, offset=first, strides=(step, 1))

@@ -1,14 +1,14 @@
-"""What must agree in a source, compared before anything is written: copies bit for bit, weights with rounded masters.
+"""Comparison of tensors that must agree in a source, before the run: copies, and weights with rounded masters.
 
-A wrong rule, a wrong order or a mixed-up file shows here: parts that were said to be copies differ, or the weights in
-the model's dtype are not what their masters round to. Copies are compared whole; weights whole where they are small,
-and at places spread over them where they are large.
+It finds a wrong rule, a wrong order and a mixed-up file: then parts that should be copies differ, or the weights in the
+model's dtype are not the rounded masters. All elements of copies are compared. Of weights, all elements are compared if
+the weight is small, and `SAMPLED_BLOCKS` blocks if it is large.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,33 +16,46 @@ import numpy as np
 from reshard.errors import SourceError, printable
 from reshard.models import ReplicaPolicy
 from reshard_engine.checkpoint import Agreement, Checkpoint
-from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.casts.losses import are_nan
-from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.execute.gather.tensor_reader import TensorReader
 
 _THREADS = 4
 _BLOCK_ELEMS = 1 << 20
 SAMPLED_BLOCKS = 16
-"""Blocks of a large weight that are compared with its master, evenly spread, the first and the last among them."""
+"""Number of blocks of a large weight that are compared with its master: evenly spread, with the first and last."""
 
 
 def check_agreements(checkpoint: Checkpoint, policy: ReplicaPolicy, should_stop: Callable[[], None]) -> list[str]:
-    """Compare everything that must agree; what does not is a warning for each tensor under the policy `first`.
+    """Compare all tensors that must agree; returns a warning for each difference that the policy accepts.
 
     Raises:
-        SourceError: `checkpoint.disagreement` under the policy `error`, and always where a weight is not its master's
-            rounding: then it is the parts that were put together wrongly.
+        SourceError: As `judge_agreements`.
     """
-    kernel = default_kernel()
 
     def compare(agreement: Agreement) -> str | None:
         should_stop()
-        return _difference(checkpoint, agreement, kernel)
+        return difference(checkpoint, agreement)
 
-    # Beyond a store's waits, more threads than cores only hand Python's lock to one another: 2.2 s instead of 1.9.
-    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1) if checkpoint.is_local else _THREADS) as pool:
-        found = list(zip(checkpoint.agreements, pool.map(compare, checkpoint.agreements), strict=True))
+    with ThreadPoolExecutor(agreement_threads(checkpoint)) as pool:
+        found = list(pool.map(compare, checkpoint.agreements))
+    return judge_agreements(checkpoint, found, policy)
+
+
+def agreement_threads(checkpoint: Checkpoint) -> int:
+    """Number of tensors to compare at a time."""
+    # Local reads do not wait, so more threads than cores only pass Python's lock around: 2.2 s instead of 1.9.
+    return min(_THREADS, os.cpu_count() or 1) if checkpoint.is_local else _THREADS
+
+
+def judge_agreements(checkpoint: Checkpoint, texts: Sequence[str | None], policy: ReplicaPolicy) -> list[str]:
+    """The warnings of all comparisons, which `difference` gave, in the order of the agreements.
+
+    Raises:
+        SourceError: `checkpoint.disagreement` under the policy `error`, and under any policy if a weight differs from
+        its rounded master: then the parts were put together wrongly.
+    """
+    found = list(zip(checkpoint.agreements, texts, strict=True))
     wrong = [(a, text) for a, text in found if text is not None]
     if not wrong:
         return []
@@ -70,24 +83,30 @@ def _blocks(agreement: Agreement, numel: int) -> Iterator[tuple[int, int]]:
         yield block * _BLOCK_ELEMS, min((block + 1) * _BLOCK_ELEMS, numel)
 
 
-def _difference(checkpoint: Checkpoint, agreement: Agreement, kernel: CastKernel) -> str | None:
-    """What differs, with numbers; None if nothing does."""
+def compared_bytes(checkpoint: Checkpoint, agreement: Agreement) -> int:
+    """The number of bytes that `difference` compares with as many others."""
+    other = checkpoint.shard_map.tensors[agreement.other]
+    return other.dtype.itemsize_bytes * sum(end - begin for begin, end in _blocks(agreement, other.numel))
+
+
+def difference(checkpoint: Checkpoint, agreement: Agreement) -> str | None:
+    """A text that says what differs, with numbers; None if all compared elements are equal."""
     tensors = checkpoint.shard_map.tensors
     first, other = tensors[agreement.first], tensors[agreement.other]
     what = f"{printable(agreement.state)} of {printable(agreement.fqn)} and {agreement.where}"
     if first.shape != other.shape or (first.dtype is not other.dtype and not agreement.rounded):
         return f"{what}: {first.dtype.name} {first.shape} and {other.dtype.name} {other.shape}"
-    filler = ChunkFiller(checkpoint, kernel)
+    reader = TensorReader(checkpoint, default_kernel())
     size, differing, at = other.dtype.itemsize_bytes, 0, -1
     for begin, end in _blocks(agreement, other.numel):
-        ours = filler.elements(agreement.first, other.dtype, begin, end)
-        theirs = filler.elements(agreement.other, other.dtype, begin, end)
+        ours = reader.elements(agreement.first, other.dtype, begin, end)
+        theirs = reader.elements(agreement.other, other.dtype, begin, end)
         wide = np.uint64 if len(ours) % 8 == 0 else np.uint8
         if np.array_equal(ours.view(wide), theirs.view(wide)):
             continue
         rows = np.flatnonzero((ours.reshape(-1, size) != theirs.reshape(-1, size)).any(axis=1))
         if agreement.rounded:
-            # A NaN of 16 bits that was widened and is rounded again is another one: its quiet bit is set.
+            # A 16-bit NaN changes when it is widened and rounded again: its quiet bit is set then.
             rows = rows[~(are_nan(ours, other.dtype) & are_nan(theirs, other.dtype))[rows]]
         if len(rows) and at < 0:
             at = begin + int(rows[0])

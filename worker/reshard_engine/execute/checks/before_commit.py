@@ -1,8 +1,8 @@
-"""The last look before a commit: source objects are still the pinned ones, what was written parses.
+"""The checks before a commit: source objects still have their pins, and written files can be parsed.
 
-Lengths of all files are the sink's to check; here archives and headers are opened again by the readers that
-parse other people's files, and must say what the plan says: records, offsets, sizes, CRC-32s; tensors without a
-name that comes twice, without a hole.
+The sink checks the lengths of all files. Here, the readers that parse foreign files open archives and headers again.
+Records, offsets, sizes and CRC-32s must be the planned ones; tensor names must be unique, and tensors must lie without
+holes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import prod
 from reshard.errors import IntegrityError, SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_file import open_safetensors_file
-from reshard_engine.containers.source_file import SourceFile, Window
+from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.zip_reader import read_zip_directory
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.integrity.crc import combine
@@ -28,13 +28,13 @@ from reshard_engine.tensors.layout import TargetFile
 
 _THREADS = 32
 LISTED_FROM = 16
-"""Objects from which on a listing (1,000 names a request) is cheaper than a request for each."""
+"""Number of objects above which a listing (1,000 names a request) is cheaper than one request per object."""
 SAMPLED_FILES = 64
-"""Archives that are opened again; a checkpoint of a hundred thousand atoms has a dozen shapes of them."""
+"""Number of files that are opened again; a hundred thousand atoms have only a dozen different shapes."""
 
 
 def prove_source_unchanged(checkpoint: Checkpoint) -> None:
-    """Compare every source object with its pin once more.
+    """Compare every source object with its pin again.
 
     Raises:
         SourceError: `source.changed`.
@@ -50,7 +50,7 @@ def prove_source_unchanged(checkpoint: Checkpoint) -> None:
 
 
 def _as_they_are(store: Store, paths: Sequence[str]) -> dict[str, ObjectInfo | None]:
-    """What is at these paths now: one request each, or one listing for many."""
+    """The objects that are now at these paths, found by one request per path or, for many, by one listing."""
     if len(paths) > LISTED_FROM:
         return {i.path: i for i in store.list_tree(os.path.commonpath(paths))}
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -58,7 +58,7 @@ def _as_they_are(store: Store, paths: Sequence[str]) -> dict[str, ObjectInfo | N
 
 
 def prove_complete(plan: Plan, records: Mapping[int, UnitRecord]) -> None:
-    """Every unit has a record, and the records' chunks are the plan's.
+    """Prove that every unit has a record, and that the chunks of the records are those of the plan.
 
     Raises:
         IntegrityError: `integrity.mismatch`.
@@ -74,13 +74,13 @@ def prove_complete(plan: Plan, records: Mapping[int, UnitRecord]) -> None:
 def prove_structure(
     where: Location, files: Sequence[TargetFile], records: Mapping[int, UnitRecord], *, commit: bool
 ) -> None:
-    """Open files that were written again, as their readers will, and compare them with their templates.
+    """Open written files with their readers, and compare them with their templates.
 
     Args:
-        where: The directory in which the files are now.
-        files: The target's files; torch archives and safetensors among them are looked at.
-        records: What the units reported.
-        commit: Whether to look at the files that are written last, or at the others.
+        where: Location of the directory that holds the files now.
+        files: The target's files; only torch archives and safetensors files are opened.
+        records: The records of the units.
+        commit: True to open the commit files, False to open the others.
 
     Raises:
         IntegrityError: `integrity.mismatch`; its details name the files as `paths`.
@@ -111,7 +111,7 @@ def prove_structure(
 
 
 def _is_safetensors(file: TargetFile) -> bool:
-    # One that is copied as it was (`reshard slim`) is all body, and what is in it is not ours to judge.
+    # A safetensors file that is copied unchanged (`reshard slim`) is one body, and its content is not checked.
     return file.path.endswith(".safetensors") and file.template.literals[:1] != ()
 
 
@@ -123,7 +123,7 @@ def _header_problem(there: SourceFile, file: TargetFile) -> str | None:
 
 
 def _archive_problem(there: SourceFile, file: TargetFile, sums: Sequence[int]) -> str | None:
-    directory = read_zip_directory(Window(there))
+    directory = read_zip_directory(CachedFile(there))
     found = {e.data_offset: (e.size_bytes, e.crc32) for e in directory.entries.values() if e.size_bytes}
     for record, (offset, length) in enumerate(file.template.records):
         if found.get(offset) != (length, sums[record]):

@@ -1,11 +1,11 @@
-"""The second level of checking, `--verify full`: the whole source and the whole output read before the commit."""
+"""The second level of checking, `--verify full`: it reads the whole source and the whole output before the commit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from reshard.errors import IntegrityError, printable
-from reshard.models import VerifyProblem
+from reshard.models import OverflowPolicy, VerifyProblem
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.checks.receipt import name_in_manifest, with_full_checks
 from reshard_engine.execute.checks.second_gathering import SecondGathering
@@ -14,76 +14,124 @@ from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.integrity.file_check import TargetCheck
 from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.plan.model import Plan
+from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.layout import TargetLayout
 
 
 class FullVerification:
-    """Reads everything once more. Methods are called in the order in which they stand here."""
+    """Reads source and output once more. Its methods are called in this order."""
 
     def __init__(
-        self, layout: TargetLayout, sink: Sink, should_stop: Callable[[], None], *, saturate: bool = False
+        self,
+        checkpoint: Checkpoint,
+        layout: TargetLayout,
+        plan: Plan,
+        sink: Sink,
+        *,
+        should_stop: Callable[[], None],
     ) -> None:
-        """`should_stop` raises when the caller wants the run to end; `saturate` as in `ChunkFiller`."""
-        self._saturate = saturate
+        """`should_stop` raises when the caller wants the run to end."""
+        self.checkpoint = checkpoint
+        self.plan = plan
         self._layout = layout
         self._sink = sink
         self._should_stop = should_stop
+        saturate = plan.on_overflow is OverflowPolicy.SATURATE
+        self.again = SecondGathering(checkpoint, layout.files, should_stop, saturate=saturate)
         self._sums: dict[str, SourceSums] = {}
         self._check: TargetCheck | None = None
 
-    def read_source(self, checkpoint: Checkpoint) -> None:
-        """Compare the source with the checksums of its containers.
+    def before_publishing(self, manifest_now: Callable[[], Manifest]) -> None:
+        """Check the source, then all files but the commit files. `manifest_now` makes the manifest of the units so far.
 
         Raises:
             SourceError: `zip.crc`.
+            IntegrityError: As `_read_back`.
         """
-        sums = check_source(checkpoint, self._should_stop)
-        self._sums = {name_in_manifest(f): sums[f.name] for f in checkpoint.files}
+        self._read_source()
+        self._read_back(manifest_now(), commit=False)
 
-    def read_back(self, manifest: Manifest, *, commit: bool) -> None:
-        """Compare the files that are final by now, those that are published last or all others.
+    def after_publishing(self, manifest: Manifest, threads: int) -> Manifest:
+        """Check the commit files, and gather every tensor again; returns the manifest with the results of all checks.
 
         Raises:
-            IntegrityError: `integrity.mismatch`; what is damaged was withdrawn, and the next run writes it anew.
+            IntegrityError: As `_read_back` and `_digest_again`.
+        """
+        self._read_back(manifest, commit=True)
+        self._digest_again(threads, manifest)
+        return self._certify(manifest)
+
+    # -- what workers that share a conversion read together ---------------------------------------------
+
+    def _source_sums(self) -> dict[str, SourceSums]:
+        """Read the whole source."""
+        return check_source(self.checkpoint, self._should_stop)
+
+    def _read_files(self, check: TargetCheck, *, commit: bool) -> None:
+        """Read final files: the commit files if `commit`, else all other files."""
+        where = self._sink.written
+        check.read(where.store, where.files(), self.files_of(commit=commit))
+
+    def _gather_again(self, threads: int) -> None:
+        """Gather the units again."""
+        self.again.run(self.plan.units, threads)
+
+    @property
+    def written(self) -> Location:
+        """The location of the files before the commit."""
+        return self._sink.written
+
+    def files_of(self, *, commit: bool) -> list[int]:
+        """The numbers of the commit files, or of all other files."""
+        return [i for i, f in enumerate(self._layout.files) if f.commit == commit]
+
+    # -- judgements -------------------------------------------------------------------------------------
+
+    def _read_source(self) -> None:
+        sums = self._source_sums()
+        self._sums = {name_in_manifest(f): sums[f.name] for f in self.checkpoint.files}
+
+    def _read_back(self, manifest: Manifest, *, commit: bool) -> None:
+        """Compare final files with the manifest.
+
+        Raises:
+            IntegrityError: `integrity.mismatch`. The damaged files were removed, and the next run writes them anew.
         """
         if self._check is None:
             self._check = TargetCheck(manifest, self._should_stop)
         check = self._check
         check.manifest = manifest
-        where = self._sink.written
-        numbers = [i for i, f in enumerate(self._layout.files) if f.commit == commit]
-        check.read(where.store, where.files(), numbers)
+        self._read_files(check, commit=commit)
         if commit or check.damaged:
             check.conclude()
         if check.problems:
             self._sink.withdraw(sorted({p.path for p in check.problems}))
             raise _damaged(check.problems)
 
-    def digest_again(self, checkpoint: Checkpoint, plan: Plan, threads: int, manifest: Manifest) -> None:
-        """Gather every tensor from the source once more: bytes that were read wrong once have another digest.
+    def _digest_again(self, threads: int, manifest: Manifest) -> None:
+        """Gather every tensor from the source again: bytes that were read wrongly the first time have another digest.
 
         Raises:
-            IntegrityError: `integrity.mismatch`; the files that hold such tensors were withdrawn.
+            IntegrityError: `integrity.mismatch`. The files that hold such tensors were removed.
         """
         whole = self._with_digests(manifest)
-        again = SecondGathering(checkpoint, self._layout.files, self._should_stop, saturate=self._saturate)
-        again.run(plan.units, threads)
-        if wrong := again.differing(whole):
+        self._gather_again(threads)
+        if wrong := self.again.differing(whole):
             paths = {manifest.files[file].path for tensor in wrong for file, _, _, _ in tensor.extents}
             self._sink.withdraw(sorted(paths))
             raise IntegrityError(
                 "integrity.mismatch",
-                f"{len(wrong)} tensors are other ones when they are read again, such as {printable(wrong[0].fqn)}",
-                fix="check memory of this machine and the store, then run the same command again: it writes them anew",
+                f"{len(wrong)} tensors had other bytes when they were read again, such as {printable(wrong[0].fqn)}",
+                fix="check this machine's memory and the store, then run the same command again: it writes them anew",
             )
 
-    def certify(self, manifest: Manifest) -> Manifest:
-        """The manifest with what was found."""
+    def _certify(self, manifest: Manifest) -> Manifest:
+        """The manifest with the results of all checks."""
         assert self._check is not None
         return with_full_checks(self._with_digests(manifest), self._sums, self._check.sha256)
 
     def _with_digests(self, manifest: Manifest) -> Manifest:
-        """The manifest with the digests of tensors that the store copied: they have been read by now."""
+        """The manifest with the digests of tensors that the store copied, which are known after they were read back."""
         assert self._check is not None
         check = self._check
         tensors = [
@@ -104,5 +152,5 @@ def _damaged(problems: list[VerifyProblem]) -> IntegrityError:
     return IntegrityError(
         "integrity.mismatch",
         f"{where}{tensor}: {first.problem} ({len(problems)} problems)",
-        fix="check disk and memory of this machine, then run the same command again: it writes them anew",
+        fix="check the disk and memory of this machine, then run the same command again: it writes them anew",
     )

@@ -1,4 +1,4 @@
-"""The manifest of a conversion, from its plan and what its units reported."""
+"""The manifest of a conversion, made of its plan and of the records of its units."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.layout import ZEROS, TargetFile
 
 Extent = tuple[int, int, int, int]
-"""As in `ManifestTensor.extents`."""
+"""An entry of `ManifestTensor.extents`."""
 
 
 def build_manifest(
@@ -39,12 +39,12 @@ def build_manifest(
     created_at: str,
     warnings: tuple[str, ...],
 ) -> Manifest:
-    """What is written by now, before anyone looked at it again: no pins and no SHA-256 yet.
+    """The manifest of the units that have run so far, without pins and without SHA-256 of the files.
 
-    What units did not reach yet has no checksums: `with_pins` proves that nothing is left out.
+    Ranges that no unit has written yet have no checksums. `with_pins` proves that none are left out at the end.
 
     Raises:
-        IntegrityError: `integrity.mismatch` if units disagree about a tensor, or the store about what it copied.
+        IntegrityError: `integrity.mismatch` if units disagree about a tensor, or if the store copied wrong bytes.
     """
     chunks = chunk_sums(plan, records)
     written = tuple(
@@ -77,7 +77,7 @@ def build_manifest(
 
 
 def casts_of(records: Mapping[int, UnitRecord]) -> tuple[CastLoss, ...]:
-    """What the casts of these units lost, by parameter."""
+    """The losses of the casts of these units, by parameter."""
     lost: dict[str, Losses] = {}
     for record in records.values():
         for fqn, found in record.losses.items():
@@ -96,7 +96,7 @@ def _gaps(file: ManifestFile) -> list[tuple[str, int, int]]:
 
 
 def with_pins(manifest: Manifest, pins: Mapping[str, str]) -> Manifest:
-    """The finished manifest, with what the store says of each file.
+    """The finished manifest, with the pin that the store gives to each file.
 
     Raises:
         IntegrityError: `integrity.mismatch` if a tensor, or a part of one, was digested by no unit.
@@ -112,7 +112,7 @@ def with_pins(manifest: Manifest, pins: Mapping[str, str]) -> Manifest:
 
 
 def with_full_checks(manifest: Manifest, sums: Mapping[str, SourceSums], sha256: Mapping[str, str]) -> Manifest:
-    """The manifest of a conversion whose source and target were read whole."""
+    """The manifest of a conversion with `--verify full`, which has read the whole source and the whole target."""
     files = tuple(f.model_copy(update={"sha256": sha256[f.path]}) for f in manifest.files)
     part: dict[str, int] = {}
     sources: list[ManifestSource] = []
@@ -127,7 +127,7 @@ def with_full_checks(manifest: Manifest, sums: Mapping[str, SourceSums], sha256:
 
 
 def name_in_manifest(file: SourceFile) -> str:
-    """The name of a source file; file systems allow bytes in it that no JSON does."""
+    """The name of a source file as JSON text; bytes that are no UTF-8 are written as backslash escapes."""
     return file.name.encode("utf-8", "backslashreplace").decode()
 
 
@@ -173,7 +173,7 @@ def _tensors(
 
 
 def _copies(extents: Sequence[Extent]) -> list[tuple[Extent, ...]]:
-    """The extents of one tensor, copy by copy: each tiles it from its first byte to its last."""
+    """The extents of one tensor, grouped by copy. The extents of a copy tile the tensor from first to last byte."""
     if len(extents) == 1:
         return [tuple(extents)]
     copies: list[list[Extent]] = []

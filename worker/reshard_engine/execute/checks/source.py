@@ -1,4 +1,4 @@
-"""What `--verify full` asks of a source: every byte read, records compared with the CRC-32s of their container."""
+"""The check of a source by `--verify full`: every byte is read, and records are compared with their CRC-32s."""
 
 from __future__ import annotations
 
@@ -15,30 +15,42 @@ from reshard_engine.containers.torch_file import checksummed_spans
 from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.pieces import pieces_of
 
-_THREADS = 4
+SOURCE_THREADS = 4
+"""Number of files to read at a time."""
 MAX_UNCOVERED = 10_000
-"""Uncovered ranges that are listed for one file; their total is always given."""
+"""Number of uncovered ranges that are listed for one file. Their total length is always given."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceSums:
-    """What reading a whole source file gave."""
+    """The results of reading a whole source file."""
 
     sha256: tuple[str, ...]
-    """Of each of its objects."""
+    """SHA-256 of each object that the file consists of."""
     uncovered_bytes: int
     uncovered: tuple[tuple[int, int], ...]
-    """(offset, length) of bytes that no CRC-32 covers, the first `MAX_UNCOVERED`."""
+    """(offset, length) of the first `MAX_UNCOVERED` ranges that no CRC-32 covers."""
+
+
+SourceOutcome = tuple[SourceSums, list[str]]
 
 
 def check_source(checkpoint: Checkpoint, should_stop: Callable[[], None]) -> dict[str, SourceSums]:
-    """Read every file of a source and compare its records with their checksums; sums by the file's name.
+    """Read every file of a source and compare its records with their checksums; returns the results by file name.
 
     Raises:
-        SourceError: `zip.crc` with every record that is damaged.
+        SourceError: `zip.crc`, which lists the damaged records.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        outcomes = list(pool.map(partial(_check_file, should_stop=should_stop), checkpoint.files))
+    with ThreadPoolExecutor(SOURCE_THREADS) as pool:
+        return judge_source(checkpoint, list(pool.map(partial(check_file, should_stop=should_stop), checkpoint.files)))
+
+
+def judge_source(checkpoint: Checkpoint, outcomes: Sequence[SourceOutcome]) -> dict[str, SourceSums]:
+    """The results by file name, made of those that `check_file` gave for all files in order.
+
+    Raises:
+        SourceError: `zip.crc`, which lists the damaged records.
+    """
     damaged = [name for _, names in outcomes for name in names]
     if damaged:
         listed = ", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else "")
@@ -50,12 +62,13 @@ def check_source(checkpoint: Checkpoint, should_stop: Callable[[], None]) -> dic
     return {f.name: sums for f, (sums, _) in zip(checkpoint.files, outcomes, strict=True)}
 
 
-def _check_file(file: SourceFile, should_stop: Callable[[], None]) -> tuple[SourceSums, list[str]]:
+def check_file(file: SourceFile, should_stop: Callable[[], None]) -> SourceOutcome:
+    """Read one file of a source; returns its sums, and the names of its records that do not match their CRC-32s."""
     spans = checksummed_spans(file)
     digests = [hashlib.sha256() for _ in file.objects]
     sums = [0] * len(spans)
     first = 0
-    # Piece by piece, not record by record: a file of 20,000 small records would be as many requests.
+    # The file is read piece by piece: 20,000 small records read one by one would be 20,000 requests.
     for at, view in pieces_of(file.read_into, 0, file.size_bytes):
         should_stop()
         end = at + len(view)
@@ -81,7 +94,7 @@ def _check_file(file: SourceFile, should_stop: Callable[[], None]) -> tuple[Sour
 
 
 def _between(spans: Sequence[tuple[int, int, int]], size_bytes: int) -> list[tuple[int, int]]:
-    """(offset, length) of what no span covers."""
+    """(offset, length) of each range that no span covers."""
     gaps: list[tuple[int, int]] = []
     position = 0
     for offset, length, _ in (*spans, (size_bytes, 0, 0)):

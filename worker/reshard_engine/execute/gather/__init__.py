@@ -1,1 +1,1 @@
-"""Gathering: source extents read, computed with and put in place, for one chunk of a target file at a time."""
+"""Gathering: for one chunk of a target file at a time, source extents are read, computed with and put in place."""

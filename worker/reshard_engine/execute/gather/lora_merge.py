@@ -1,7 +1,7 @@
-"""A weight with its LoRA adapter merged: base plus scale times B A, and DoRA's magnitudes; biases; trained tokens.
+"""Merging of LoRA adapters: weights (base plus scale times B A, DoRA's magnitudes), biases and trained tokens.
 
-In fp32, term by term of the rank, so that an element has the same bits whichever block of rows it is computed with: a
-matrix product sums in an order that depends on the block.
+All sums are in fp32 and are taken term by term over the rank. So an element has the same bits in whichever block of
+rows it is computed. A matrix product would sum in an order that depends on the block.
 
 Source: peft 0.21.2 `tuners/lora/layer.py` (`get_delta_weight`, `merge`), `tuners/lora/dora.py` (`get_weight_norm`),
 `tuners/trainable_tokens/layer.py` (`merge`).
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 Matrix = npt.NDArray[np.float32]
 ROW_BLOCK_ELEMS = 1 << 18
-"""Elements that are merged at once, or one row."""
+"""Number of elements that are merged at once; a longer row is merged whole."""
 
 
 def merged_rows(base: Matrix, left: Matrix, right: Matrix, scale: float, magnitude: Matrix | None) -> Matrix:
@@ -25,9 +25,9 @@ def merged_rows(base: Matrix, left: Matrix, right: Matrix, scale: float, magnitu
     Args:
         base: Rows of the weight, `[rows, columns]`.
         left: The rows of the adapter's left factor, `[rows, rank]`.
-        right: Its right factor, `[rank, columns]`.
-        scale: Of their product.
-        magnitude: DoRA's length of each of these rows, `[rows]`; None without DoRA.
+        right: The adapter's right factor, `[rank, columns]`.
+        scale: The scale of the product of both factors.
+        magnitude: The length of each row in DoRA, `[rows]`; None without DoRA.
     """
     delta = np.zeros_like(base)
     term = np.empty_like(base)
@@ -50,11 +50,11 @@ def shifted(base: Matrix, other: Matrix, scale: float) -> Matrix:
 
 
 def replace_rows(values: Matrix, begin: int, rows: Sequence[int], source: Matrix) -> None:
-    """Put a source's rows in their places.
+    """Replace rows of a matrix by rows of a source.
 
     Args:
-        values: Elements of the matrix from `begin` on, in row-major order; changed.
-        begin: Their first element's number.
+        values: Elements of the matrix from `begin` on, in row-major order. They are changed in place.
+        begin: The number of the first of these elements.
         rows: For each row of the source the row that it replaces.
         source: The new rows.
     """

@@ -1,4 +1,4 @@
-"""Tensors that lie strided in their file, put together in bounded pieces."""
+"""Reading of tensors that lie strided in their file, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.execute.casts.rows import ByteArray
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.tensors.shard_map import Strides
 
 STRIDED_ELEMS = READ_BATCH_BYTES // 4
-"""Elements of a strided tensor that are put together at once."""
+"""Number of elements of a strided tensor that are read at once."""
 _TILE_ELEMS = 1 << 18
-Buffer = npt.NDArray[np.uint8]
 
 
 def read_strided(
     file: SourceFile, offset: int, layout: Strides, itemsize_bytes: int, *, elements: tuple[int, int]
-) -> Buffer:
-    """The elements `[low, high)` in row-major order of a tensor that lies strided in its file, packed.
+) -> ByteArray:
+    """The elements `[low, high)`, in row-major order, of a tensor that lies strided in its file; the result is packed.
 
-    The span that they are scattered over is read once, in bounded blocks; the places of elements are
-    computed in bounded tiles for each block.
+    The span of the file that holds the elements is read once, in bounded blocks. For each block, the places of the
+    elements are computed in bounded tiles.
     """
     low, high = elements
     result = np.empty(((high - low), itemsize_bytes), dtype=np.uint8)
@@ -43,7 +43,7 @@ def read_strided(
 
 
 def _places(layout: Strides, low: int, high: int) -> npt.NDArray[np.int64]:
-    """Where the elements `[low, high)` lie, in elements from the tensor's first."""
+    """The places of the elements `[low, high)`, counted in elements from the tensor's first element."""
     ids = np.arange(low, high, dtype=np.int64)
     places = np.zeros_like(ids)
     for length, stride in zip(reversed(layout.shape), reversed(layout.stride), strict=True):

@@ -1,11 +1,12 @@
-"""Chunks that the store copies from source objects itself: no byte of them passes here, and their CRC-32s are known.
+"""Server-side copies: the store copies chunks from source objects, and their CRC-32s are known without reading them.
 
-A record of a source is the bytes before a copied range, the range, and the bytes behind it. The container says the
-CRC-32 of all; the few bytes around the range are read, and what remains is the CRC-32 of the range. So a record of the
-target has a right CRC-32 if the source's record is undamaged and the store copies faithfully: whoever reads it finds
-out, `reshard verify` among them. What no such record proves is read for its checksums, and only not sent.
+A record of a source consists of the bytes before a copied range, the range, and the bytes behind it. The container
+holds the CRC-32 of the whole record. Only the few bytes around the range are read, and the CRC-32 of the range is
+computed from both. So a record of the target has the right CRC-32 if the source's record is undamaged and the store
+copies correctly. Every reader that checks the CRC-32, such as `reshard verify`, finds an error of either. A range
+without such a record is read to compute its checksums, but its bytes are not sent.
 
-A store may refuse to copy. Then, once and for all, the same chunks are read and sent: plan and digests stay the same.
+A store may refuse to copy. From then on, the same chunks are read and sent; the plan and the digests stay the same.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
 from reshard_engine.integrity.crc import without_prefix, without_suffix
 from reshard_engine.integrity.readback import crc_of_range
-from reshard_engine.plan.model import Chunk, Plan, ServerCopy, Unit
+from reshard_engine.plan.model import Chunk, Plan, RecordSum, ServerCopy, Unit
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
 
 NO_RECORD = -1
-"""In place of a record's number where a range lies in none: its span counts from the beginning of the file."""
+"""The record number of a range that lies in no record. The offset of its span counts from the start of the file."""
 
 
 @runtime_checkable
 class CopyingSink(Protocol):
-    """A sink whose store can fill a chunk itself."""
+    """A sink whose store can copy chunks from its own objects."""
 
     def copy(self, chunk: Chunk, source: ObjectInfo, offset: int) -> PartInfo | None:
         """Fill a chunk from an object of the same store; None if the store refuses to copy."""
@@ -37,10 +38,10 @@ class CopyingSink(Protocol):
 
 
 class ServerCopier:
-    """Has the store copy the chunks that a plan leaves to it. Any thread may call."""
+    """Has the store copy the chunks that the plan marks for server-side copies. Any thread may call it."""
 
     def __init__(self, checkpoint: Checkpoint, plan: Plan, sink: CopyingSink) -> None:
-        """Nothing is asked of the store yet."""
+        """Prepare the copies of a plan; no request is sent yet."""
         self._checkpoint = checkpoint
         self._sink = sink
         self._server_copies = dict(_by_chunk(plan))
@@ -49,25 +50,27 @@ class ServerCopier:
         self.copied_bytes = 0
         """Bytes that the store copied."""
 
-    def proves(self, chunk: Chunk) -> bool:
-        """Whether the CRC-32 of what a chunk holds of a record comes from the source's, not from its bytes."""
-        server_copy = self._server_copies.get(chunk)
-        return server_copy is not None and server_copy.proof is not None
+    def resolve(self, unit: Unit) -> UnitRecord | tuple[RecordSpan, ...] | None:
+        """Have the store copy a unit if the source proves the CRC-32 of its range.
 
-    def copy(self, unit: Unit) -> UnitRecord | None:
-        """Have a unit copied; None if it is none of those that are, or if the store refuses."""
+        Returns:
+            The record of the unit; only the proven spans if the store refuses to copy; None if the unit must be read.
+        """
         chunk = unit.chunks[0]
         server_copy = self._server_copies.get(chunk)
-        if server_copy is None or server_copy.proof is None or (part := self._copied(chunk, server_copy)) is None:
+        if server_copy is None or server_copy.proof is None:
             return None
-        spans, read_bytes = self.spans_of(chunk)
+        part = self._copied(chunk, server_copy)
+        spans, read_bytes = self._spans_of(chunk, server_copy, server_copy.proof)
+        if part is None:
+            return spans
         return UnitRecord(unit.index, (ChunkRecord(chunk, part.crc32, part.etag),), spans, read_bytes=read_bytes)
 
     def copy_read(self, chunk: Chunk, crc32: int) -> str | None:
-        """Have a chunk copied whose bytes were read and have this CRC-32; the store's receipt, or None as `copy`.
+        """Have the store copy a chunk whose bytes were read and have this CRC-32; returns the store's receipt or None.
 
         Raises:
-            IntegrityError: `integrity.mismatch` if the store says that it copied other bytes.
+            IntegrityError: `integrity.mismatch` if the store reports another CRC-32 of the copied bytes.
         """
         server_copy = self._server_copies.get(chunk)
         if server_copy is None or server_copy.proof is not None or (part := self._copied(chunk, server_copy)) is None:
@@ -76,15 +79,14 @@ class ServerCopier:
             raise _other_bytes(self._checkpoint.files[server_copy.source].name)
         return part.etag
 
-    def spans_of(self, chunk: Chunk) -> tuple[tuple[RecordSpan, ...], int]:
-        """The CRC-32 of the whole range that begins with a chunk, as a span of its record, and the bytes read for it.
+    def _spans_of(self, chunk: Chunk, server_copy: ServerCopy, proof: RecordSum) -> tuple[tuple[RecordSpan, ...], int]:
+        """The span with the CRC-32 of the whole range that begins with a chunk, and the number of bytes read for it.
 
-        Nothing for the further chunks of a range.
+        Further chunks of a range get no span.
         """
-        server_copy = self._server_copies[chunk]
-        if server_copy.begin != chunk.offset or server_copy.proof is None:
+        if server_copy.begin != chunk.offset:
             return (), 0
-        proof, length = server_copy.proof, server_copy.end - server_copy.begin
+        length = server_copy.end - server_copy.begin
         file = self._checkpoint.files[server_copy.source]
         info, end = file.objects[0], server_copy.source_offset + length
         before, behind = server_copy.source_offset - proof.offset, proof.offset + proof.length_bytes - end
@@ -109,7 +111,7 @@ class ServerCopier:
 
 
 def _by_chunk(plan: Plan) -> Iterator[tuple[Chunk, ServerCopy]]:
-    """The chunks that server-side copies are made of, with these: a unit holds one chunk of a large file."""
+    """Each chunk of a server-side copy, with that copy. A unit holds one chunk of a large file."""
     by_file: dict[int, list[ServerCopy]] = {}
     for server_copy in plan.server_copies:
         by_file.setdefault(server_copy.file, []).append(server_copy)
@@ -122,4 +124,6 @@ def _by_chunk(plan: Plan) -> Iterator[tuple[Chunk, ServerCopy]]:
 
 
 def _other_bytes(name: str) -> IntegrityError:
-    return IntegrityError("integrity.mismatch", f"the store copied other bytes of {printable(name)} than it gave us")
+    return IntegrityError(
+        "integrity.mismatch", f"the store copied other bytes of {printable(name)} than it returned to reads"
+    )

@@ -1,4 +1,4 @@
-"""What a manifest says of bytes that the store copied: their CRC-32s, and the tensors that have no digest."""
+"""Entries of a manifest for bytes that the store copied: their CRC-32s, and the tensors that have no digest."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ChunkSum = tuple[int, int, int]
 
 
 def chunk_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[int, list[ChunkSum]]:
-    """The checksummed ranges of each file, in order: its chunks, but one for a range whose chunks the store copied.
+    """The checksummed ranges of each file, in order: its chunks, or one range in place of the chunks of a server copy.
 
     Raises:
-        IntegrityError: `integrity.mismatch` if the store says that it copied other bytes than the source's.
+        IntegrityError: `integrity.mismatch` if the CRC-32s of copied chunks differ from that of the source's record.
     """
     known: dict[int, list[ChunkSum]] = {}
     unknown: dict[int, list[tuple[int, int]]] = {}
@@ -43,7 +43,7 @@ def chunk_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[int, list[
 
 
 def range_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[tuple[int, int], int]:
-    """The CRC-32s of the ranges that sources prove, by file and beginning, as far as units reached them."""
+    """The CRC-32s that sources prove, by file and begin of the range, for all ranges that units have reached."""
     spans = {(f, r, o, n): crc for record in records.values() for f, r, o, n, crc in record.spans}
     found: dict[tuple[int, int], int] = {}
     for o in plan.server_copies:
@@ -57,11 +57,11 @@ def range_sums(plan: Plan, records: Mapping[int, UnitRecord]) -> dict[tuple[int,
 def _replace(
     plan: Plan, server_copy: ServerCopy, crc: int, known: list[ChunkSum], unknown: Sequence[tuple[int, int]]
 ) -> None:
-    """Put one range in place of its chunks if the CRC-32 of one of them is unknown; compare them if none is."""
+    """Replace chunks by their range if the CRC-32 of a chunk is unknown; compare the CRC-32s if all are known."""
     begin, end = bisect_left(known, (server_copy.begin,)), bisect_left(known, (server_copy.end,))
     inside, copied = known[begin:end], [n for at, n in unknown if server_copy.begin <= at < server_copy.end]
     if sum(copied) + sum(n for _, n, _ in inside) != server_copy.end - server_copy.begin:
-        return  # a part of it is still to come
+        return  # some chunks of the range are not written yet
     if copied:
         known[begin:end] = [(server_copy.begin, server_copy.end - server_copy.begin, crc)]
         return
@@ -81,7 +81,7 @@ def _replace(
 def server_copied_ranges(
     checkpoint: Checkpoint, plan: Plan, records: Mapping[int, UnitRecord], tensors: Sequence[ManifestTensor]
 ) -> tuple[ManifestServerCopy, ...]:
-    """The ranges because of which tensors have no digest of their own."""
+    """The copied ranges that hold bytes of tensors without a digest."""
     bare: dict[int, list[tuple[int, int]]] = {}
     for tensor in tensors:
         if not tensor.xxh3:
@@ -109,7 +109,7 @@ def server_copied_ranges(
 
 
 def undigested(manifest: Manifest) -> ManifestTensor | None:
-    """A tensor without a digest of which no byte was copied by the store, if there is one: nobody looked at it."""
+    """A tensor that has no digest although the store copied none of its bytes; None if there is no such tensor."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for server_copy in manifest.server_copied:
         ranges.setdefault(server_copy.file, []).append((server_copy.offset, server_copy.offset + server_copy.length))
@@ -121,6 +121,6 @@ def undigested(manifest: Manifest) -> ManifestTensor | None:
 
 
 def _touches(extents: Sequence[tuple[int, int]], begin: int, end: int) -> bool:
-    """Whether one of the sorted, disjoint extents overlaps `[begin, end)`."""
+    """True if one of the sorted, disjoint extents overlaps `[begin, end)`."""
     index = bisect_left(extents, (end, 0)) - 1
     return index >= 0 and extents[index][1] > begin

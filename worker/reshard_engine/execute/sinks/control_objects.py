@@ -1,11 +1,14 @@
-"""The small objects beside a target that say who writes it and how far: claim, plan, uploads, unit records."""
+"""The small objects beside a target in an object store: the claim, the plan, upload ids and unit records.
+
+The claim says which plan writes the target. The other objects are the journal.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +20,32 @@ from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, paren
 
 _THREADS = 8
 MAX_CONTROL_BYTES = 256 << 20
-"""Of one object: the plan of a million files has 100 MB."""
+"""Largest size of one control object. The plan of a million files has 100 MB."""
 _TRIES = 8
-"""Looks at an object that others keep replacing."""
+"""Number of attempts to read an object that other processes keep replacing."""
+
+WORKERS = "workers"
+"""The directory of a journal in which the workers of a shared conversion meet."""
+PACKS = "packs"
+"""The end of the name of the place where workers leave what they read of the source's metadata to one another."""
+_EPOCH = re.compile(f"/{WORKERS}/epoch-[0-9]+$")
+_UPLOAD = re.compile(rf"upload-[0-9]+\.json|{WORKERS}/[0-9]+/upload-[0-9]+")
+
+
+def _in_order(paths: Sequence[str]) -> list[list[str]]:
+    """The objects of a journal in three groups, each of which is removed when the one before is gone.
+
+    Without the text that begins an epoch its workers stop, so they do not take half of a journal for one whose runs
+    are free. Heartbeats go last: while they are there, the others leave the rest to the worker that removes it.
+    """
+    first = [p for p in paths if p.endswith("/plan.json") or _EPOCH.search(p)]
+    last = [p for p in paths if f"/{WORKERS}/beats/" in p]
+    return [first, sorted(set(paths).difference(first, last)), last]
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Which plan owns the target, and whether it was allowed to remove what was there before."""
+    """A claim on the target: the digest of the plan that owns it, and its permission to remove old contents."""
 
     plan: str
     clearing: bool
@@ -41,35 +62,42 @@ def _facts(path: str, text: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
 
 
 def _is_planned_file(entry: Any) -> bool:
-    """Whether it begins as a file of a plan does: path, size, and whether it is published last."""
+    """True if an entry begins like a file of a plan: path, size, and the flag of commit files."""
     return isinstance(entry, list) and list(map(type, entry[:3])) == [str, int, bool]  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _not_ours(path: str) -> IntegrityError:
     return IntegrityError(
         "integrity.journal",
-        f"{printable(path)} is nothing that reshard wrote",
-        fix="remove it if no conversion into this target is under way",
+        f"{printable(path)} was not written by reshard",
+        fix="remove it if no conversion into this target is running",
     )
 
 
 class ControlObjects:
-    """Claim and journal of one target."""
+    """The claim and the journal of one target."""
 
     def __init__(self, store: ObjectStore, target: str) -> None:
-        """Beside the target, under names that begin with a dot."""
+        """The control objects lie beside `target`, under names that begin with a dot."""
         self._store = store
         self._parent, name = parent_and_name(target)
         self._url = f"{store.scheme}://{target}"
         self._head = f".{name}.reshard-"
         self._claim_path = join(self._parent, f"{self._head}claim")
+        self.packs = join(self._parent, f"{self._head}{PACKS}")
+        """The path below which packs of the source's metadata lie."""
         self._journal = ""
 
-    def _journal_of(self, digest: str) -> str:
+    def journal_of(self, digest: str) -> str:
+        """The path below which the journal of a plan lies."""
         return join(self._parent, f"{self._head}{digest[:16]}")
 
+    def use_journal(self, digest: str) -> None:
+        """Let the journal of this plan be the one that is read and written by default."""
+        self._journal = self.journal_of(digest)
+
     def _read(self, path: str) -> bytes | None:
-        """A small object that others may replace or remove at any moment."""
+        """The content of a small object that other processes may replace or remove at any moment."""
         for _ in range(_TRIES):
             info = self._store.stat(path)
             if info is None:
@@ -87,7 +115,7 @@ class ControlObjects:
         """The claim on the target, if there is one.
 
         Raises:
-            IntegrityError: `integrity.journal` if something else is under its name.
+            IntegrityError: `integrity.journal` if the object of that name is no claim.
         """
         text = self._read(self._claim_path)
         if text is None:
@@ -96,7 +124,7 @@ class ControlObjects:
         return Claim(facts["plan"], facts["clearing"])
 
     def is_claimed_by(self, digest: str) -> bool:
-        """Whether the claim on the target is that of this plan."""
+        """True if the plan with this digest holds the claim on the target."""
         claim = self.claimed_by()
         return claim is not None and claim.plan == digest
 
@@ -104,9 +132,9 @@ class ControlObjects:
         """Take the target for this plan; attempts at the same plan share one claim.
 
         Raises:
-            RequestError: `request.target_busy` if an unfinished conversion of another plan has it.
+            RequestError: `request.target_busy` if an unfinished conversion of another plan holds the claim.
         """
-        self._journal = self._journal_of(plan.digest)
+        self.use_journal(plan.digest)
         wanted = Claim(plan.digest, clearing=False)
         for _ in range(_TRIES):
             try:
@@ -126,7 +154,7 @@ class ControlObjects:
         raise self.busy("")
 
     def require_claim(self, plan: Plan) -> None:
-        """Stop a conversion whose target someone else has taken, finished or given up.
+        """Stop a conversion that no longer holds the claim: another process took, finished or discarded the target.
 
         Raises:
             RequestError: `request.target_busy`.
@@ -136,7 +164,7 @@ class ControlObjects:
             raise self._taken_over()
 
     def require_clearing(self, plan: Plan) -> None:
-        """Stop a conversion that is not, or no longer, the one to remove what was in the target.
+        """Stop a conversion that may not, or may no longer, remove the old contents of the target.
 
         Raises:
             RequestError: `request.target_busy`.
@@ -148,29 +176,29 @@ class ControlObjects:
     def _taken_over(self) -> RequestError:
         return RequestError(
             "request.target_busy",
-            f"another conversion took {printable(self._url)} over",
-            fix="let it finish; with the same options it writes the same files",
+            f"another conversion took over {printable(self._url)}",
+            fix="let it finish: with the same options it writes the same files",
         )
 
     def busy(self, rival: str) -> RequestError:
-        """The error for a target that the conversion of another plan has."""
+        """The error for a target that the conversion of another plan (`rival`, its digest) owns."""
         return RequestError(
             "request.target_busy",
             f"an unfinished conversion ({printable(rival[:16]) or 'or several'}) owns {printable(self._url)}",
-            fix="run that conversion again to finish it, or add --overwrite to discard it; what it left: "
+            fix="run that conversion again to finish it, or add --overwrite to discard it; to list its leftovers: "
             f"reshard clean {shlex.quote(self._url)} --dry-run",
         )
 
     def allow_clearing(self, plan: Plan) -> None:
-        """Remember that what is in the target may go, so that a crash on the way does not ask again."""
+        """Record in the claim that the old contents may be removed, so that a later attempt need not check again."""
         self._put_claim(Claim(plan.digest, clearing=True), if_absent=False)
 
     def settle(self, plan: Plan) -> None:
-        """From here on what is below the target is ours."""
+        """Store the plan. From now on, all objects below the target belong to this conversion."""
         self._put("plan.json", json.dumps(plan.to_json()).encode())
 
     def is_settled(self) -> bool:
-        """Whether an attempt at this plan came as far as to write."""
+        """True if an attempt at this plan has begun to write."""
         return self._store.stat(join(self._journal, "plan.json")) is not None
 
     def _put_claim(self, claim: Claim, *, if_absent: bool) -> None:
@@ -181,12 +209,12 @@ class ControlObjects:
         self._store.put(join(self._journal, name), data, metadata={}, if_absent=False)
 
     def stored_plan(self, digest: str) -> dict[str, Any]:
-        """The plan that the claim names, as JSON values; empty if it was not stored yet.
+        """The plan with this digest as JSON values; empty if no attempt has stored it yet.
 
         Raises:
             IntegrityError: `integrity.journal` if it is no plan.
         """
-        path = join(self._journal_of(digest), "plan.json")
+        path = join(self.journal_of(digest), "plan.json")
         text = self._read(path)
         if text is None:
             return {}
@@ -196,12 +224,30 @@ class ControlObjects:
             raise _not_ours(path)
         return facts
 
-    def put_upload(self, file: int, upload_id: str) -> None:
-        """Remember an upload before its first part."""
+    def offer_upload(self, file: int, upload_id: str) -> str:
+        """Name the upload of a file, before its first part is sent; returns the id of the one that has the name."""
+        path, text = join(self._journal, f"upload-{file}.json"), json.dumps({"id": upload_id}).encode()
+        for _ in range(_TRIES):
+            try:
+                self._store.put(path, text, metadata={}, if_absent=True)
+            except StorageError as error:
+                if error.code != "storage.conflict" and not error.retryable:
+                    raise
+                there = self._read(path)
+                if there is not None:
+                    return str(_facts(path, there, {"id": str})["id"])
+                if error.retryable:
+                    raise
+            else:
+                return upload_id
+        raise self.busy("")
+
+    def replace_upload(self, file: int, upload_id: str) -> None:
+        """Name the upload of a file in place of one that no longer exists."""
         self._put(f"upload-{file}.json", json.dumps({"id": upload_id}).encode())
 
     def put_record(self, record: UnitRecord) -> None:
-        """Remember a finished unit. A second attempt writes the same record again."""
+        """Store the record of a finished unit. A second attempt writes the same record again."""
         self._put(f"unit-{record.unit}.json", record.to_line())
 
     def _read_all(self, journal: str, kind: str) -> Mapping[int, bytes]:
@@ -214,7 +260,7 @@ class ControlObjects:
         return {int(numbers[path]): text for path, text in zip(paths, texts, strict=True) if text is not None}
 
     def uploads(self, journal: str = "") -> dict[int, str]:
-        """Upload ids by file number, of a journal or of the own one.
+        """Upload ids by file number, from the given journal or, by default, from this plan's journal.
 
         Raises:
             IntegrityError: `integrity.journal` if one is no record of an upload.
@@ -222,30 +268,49 @@ class ControlObjects:
         texts = self._read_all(journal or self._journal, "upload")
         return {file: _facts(f"upload-{file}.json", text, {"id": str})["id"] for file, text in texts.items()}
 
+    def upload_ids(self, journal: str) -> set[str]:
+        """All upload ids that a journal names: those of one process, and those of workers that shared the conversion.
+
+        Raises:
+            IntegrityError: `integrity.journal` if one is no record of an upload.
+        """
+        paths = [i.path for i in self._store.list_tree(journal) if _UPLOAD.fullmatch(i.path[len(journal) + 1 :])]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            texts = list(pool.map(self._read, paths))
+        return {_facts(p, text, {"id": str})["id"] for p, text in zip(paths, texts, strict=True) if text is not None}
+
     def records(self) -> Mapping[int, UnitRecord]:
-        """Finished units by number."""
+        """The records of finished units, by unit number."""
         parsed = {n: UnitRecord.from_line(text) for n, text in self._read_all(self._journal, "unit").items()}
         return {n: r for n, r in parsed.items() if r is not None}
 
-    def remove(self, digest: str) -> None:
-        """Forget a conversion: its journal, then its claim."""
-        self.forget(self._journal_of(digest))
+    def release(self, digest: str) -> None:
+        """Remove the claim of a conversion whose journal was removed."""
         claim = self.claimed_by()
         if claim is not None and claim.plan == digest:
             self._store.delete([self._claim_path])
 
     def forget(self, journal: str = "") -> None:
-        """Remove a journal, or the own one; the plan goes first, without which the rest means nothing."""
-        self._store.delete([i.path for i in self._store.list_tree(journal or self._journal)])
+        """Remove a journal, by default this plan's. The plan is deleted first: the rest means nothing without it.
+
+        A worker that still saw the journal may have written to it after it was listed, so it is listed again.
+        """
+        for _ in range(_TRIES):
+            there = [i.path for i in self._store.list_tree(journal or self._journal)]
+            if not there:
+                return
+            for paths in _in_order(there):
+                with ThreadPoolExecutor(_THREADS) as pool:
+                    list(pool.map(self._store.delete, ([path] for path in paths)))
 
     def objects(self) -> list[ObjectInfo]:
-        """The claim and everything in every journal."""
-        found = [i for journal in self.journals() for i in self._store.list_tree(journal)]
+        """The claim, all objects of all journals, and all packs beside the target."""
+        found = [i for place in (*self.journals(), self.packs) for i in self._store.list_tree(place)]
         claim = self._store.stat(self._claim_path)
         return found if claim is None else [claim, *found]
 
     def journals(self) -> list[str]:
-        """Every journal beside the target. Without a claim nobody is at work, and zombies have written them."""
+        """All journals beside the target. If there is no claim, processes that lost their claim have written them."""
         pattern = re.compile(re.escape(self._head) + "[0-9a-f]{16}")
         names = self._store.list_directory(self._parent).directories
         return [join(self._parent, name) for name in names if pattern.fullmatch(name)]

@@ -1,4 +1,4 @@
-"""Room for a local target: what its file system and the user's quota still give, compared with the plan before it runs.
+"""Free space for a local target: the file system and the user's quota are compared with the plan before the run.
 
 Source: Linux 6.6 `quotactl_fd(2)` (since 5.14, one number on all architectures) and `sys/quota.h` (`struct dqblk`).
 """
@@ -9,6 +9,7 @@ import ctypes
 import os
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from reshard.errors import StorageError, format_size, printable
@@ -19,7 +20,7 @@ _OF_USER, _OF_GROUP = 0, 1
 _QUOTA_BLOCK_BYTES = 1024
 _BLOCK_BYTES = 4096
 _RECORD_BYTES = 512
-# Looked up once, at import: nothing is loaded into a process that has begun to read a checkpoint.
+# Looked up at import, because no library is loaded after a process has begun to read a checkpoint.
 _SYSCALL = getattr(ctypes.CDLL(None, use_errno=True), "syscall", None)
 _PER_RECORD_BYTES = 4 << 20
 
@@ -34,20 +35,20 @@ class _Quota(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that the user may still write at a place, and what limits them."""
+    """Bytes that the user may still write at a path, and the limit: `quota` or `file system`."""
 
     free_bytes: int
     limit: str
 
 
 def room_at(path: str) -> Room | None:
-    """The room at a path that need not exist yet; None where the system does not say."""
+    """The room at a path, which need not exist yet; None if the system does not report it."""
     place = path
     while not os.path.isdir(place):
         place = os.path.dirname(place)
     found = os.statvfs(place)
     if found.f_blocks == 0:
-        return None  # some network and user-space file systems do not count
+        return None  # some network and user-space file systems report no block counts
     blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
     quotas = _quota_bytes(place)
     free = blocks * found.f_frsize
@@ -57,7 +58,7 @@ def room_at(path: str) -> Room | None:
 
 
 def _quota_bytes(place: str) -> list[int]:
-    """What the quotas of the user and the group leave; nothing where there are none, or the system does not say."""
+    """Bytes left by the quotas of the user and of the group; empty if there are none or the system reports none."""
     if os.uname().sysname != "Linux" or _SYSCALL is None:
         return []
     found: list[int] = []
@@ -74,23 +75,24 @@ def _quota_bytes(place: str) -> list[int]:
 
 
 def allocated_bytes(directory: str) -> int:
-    """Bytes on the disk of what an earlier attempt left."""
+    """Bytes that the files below a directory take on the disk."""
     found = 0
     for root, _, names in os.walk(directory):
         for name in names:
-            found += os.lstat(os.path.join(root, name)).st_blocks * 512
+            with suppress(FileNotFoundError):  # workers replace and remove their texts at any moment
+                found += os.lstat(os.path.join(root, name)).st_blocks * 512
     return found
 
 
 def require_room(target: str, sizes: Iterable[int], *, staging: str, replaces: bool, abandoned_bytes: int = 0) -> None:
-    """Refuse a target that its file system has no room for.
+    """Refuse a target that is larger than the free space of its file system.
 
     Args:
-        target: Where it will be; the nearest directory above it that exists is asked.
-        sizes: Bytes of its files.
-        staging: What an earlier attempt has written, which is not written again.
-        replaces: Whether an old target stays until the new one is whole.
-        abandoned_bytes: What conversions with other options left beside it.
+        target: Path of the target; the free space of its nearest existing parent directory counts.
+        sizes: Sizes of its files in bytes.
+        staging: Staging directory of an earlier attempt, whose files are not written again.
+        replaces: True if an old target stays until the new one is complete.
+        abandoned_bytes: Bytes that conversions with other options left beside the target.
 
     Raises:
         StorageError: `storage.no_room`.
@@ -99,7 +101,7 @@ def require_room(target: str, sizes: Iterable[int], *, staging: str, replaces: b
     if room is None:
         return
     files = [-(-size // _BLOCK_BYTES) * _BLOCK_BYTES for size in sizes]
-    # Journal and manifest have a record of each file, and of each part of large ones.
+    # The journal and the manifest hold one record for each file, and one for each part of a large file.
     beside = _BLOCK_BYTES * 2 + len(files) * _RECORD_BYTES + sum(files) // _PER_RECORD_BYTES * _RECORD_BYTES
     needed = sum(files) + beside - allocated_bytes(staging)
     if needed <= room.free_bytes:
@@ -109,13 +111,13 @@ def require_room(target: str, sizes: Iterable[int], *, staging: str, replaces: b
     more = format_size(needed - room.free_bytes)
     fix = f"free {more} there, or choose a target elsewhere"
     if replaces:
-        fix += "; --overwrite keeps the old target until the new one is whole: remove it first if you can do without"
+        fix += "; --overwrite keeps the old target until the new one is complete: remove it first if you do not need it"
     if abandoned_bytes:
         held = format_size(abandoned_bytes)
-        fix += f"; conversions that nobody goes on with hold {held}: reshard clean {shlex.quote(target)}"
+        fix += f"; abandoned conversions hold {held}: reshard clean {shlex.quote(target)}"
     raise StorageError(
         "storage.no_room",
-        f"{printable(target)} needs {format_size(needed)}, {format_size(room.free_bytes)} are free {where}",
+        f"{printable(target)} needs {format_size(needed)}, but {format_size(room.free_bytes)} are free {where}",
         fix=fix,
         details={"needed_bytes": needed, "free_bytes": room.free_bytes, "limit": room.limit},
     )

@@ -1,4 +1,4 @@
-"""A chunk of a local file on its way to the disk."""
+"""The writer of one chunk of a local file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _START_WRITING = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", N
 
 
 class LocalChunkFile:
-    """Writes windows at their offsets, and has the kernel send them on while the next ones are made.
+    """Writes items at their offsets, and tells the kernel to write them to the disk while the next items are made.
 
-    What is left to the sync at the end is then little. Starting the writing is a hint: its failures are those of the
-    sync, which reports them.
+    So the sync at the end has little left to do. The call (`sync_file_range`) is only a hint: the sync at the end
+    reports all failures of writing.
     """
 
     def __init__(self, path: str) -> None:
@@ -27,7 +27,7 @@ class LocalChunkFile:
         self._unsent = (0, 0)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Write a window at its offset in the file."""
+        """Write bytes at their offset in the file."""
         with translated(self._path):
             done = 0
             while done < len(data):
@@ -44,7 +44,7 @@ class LocalChunkFile:
             _START_WRITING(self._descriptor, ctypes.c_int64(first), ctypes.c_int64(end - first), _WRITE)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         first, end = self._unsent
         if end - first >= _WRITEBACK_BYTES >> 3:
             self._send(first, end)

@@ -1,9 +1,10 @@
-"""What conversions leave beside a local target, whose it is, and how it goes: a process at work holds a lock."""
+"""Leftovers of conversions beside a local target: finding and removing them. A running process locks its journal."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import random
 import re
 import shlex
 import shutil
@@ -14,23 +15,30 @@ from reshard.errors import RequestError, printable
 from reshard.models import Leftover
 from reshard_engine.execute.sinks.free_space import allocated_bytes
 
+WORKERS = ".workers"
+"""The end of the name of the directory in which the workers that share a conversion meet."""
+PACKS = "packs"
+"""The end of the name of the directory in which workers leave the source's metadata to one another."""
 _TRIES = 5
 _LOOK_S = 0.01
-"""How long someone else looks whether a journal is locked, at most."""
+"""Longest time, in seconds, for which a mere test of a lock (`is_held`) keeps a journal locked."""
 
 
 def busy(target: str) -> RequestError:
-    """The error for a target that a process is at work on."""
+    """The error for a target that another process is writing."""
     return RequestError(
         "request.target_busy",
         f"another process is converting into {printable(target)}",
-        fix=f"wait for it to finish, or choose another target; what is left of processes that are gone: "
+        fix=f"wait for it to finish, or choose another target; to list leftovers of ended processes: "
         f"reshard clean {shlex.quote(target)} --dry-run",
     )
 
 
 def held_by_others(target: str, *, but: str) -> str | None:
-    """The plan of a conversion into this target that a process is at work on, but not this one."""
+    """The digest (cut short) of another plan that a process is writing into this target; None if there is none.
+
+    `but` is the digest of the caller's own plan.
+    """
     for digest in sorted(plans_beside(target)):
         if digest != but and is_held(journal_of(target, digest)):
             return digest
@@ -38,15 +46,15 @@ def held_by_others(target: str, *, but: str) -> str | None:
 
 
 def plans_beside(target: str) -> set[str]:
-    """Digests, cut short, of the plans that have a journal or a staging directory beside a target."""
+    """Digests (cut short) of all plans with a journal or a staging directory beside a target."""
     parent, name = os.path.split(target)
-    pattern = re.compile(re.escape(f".{name}.reshard-") + "([0-9a-f]{16})([.]journal)?")
+    pattern = re.compile(re.escape(f".{name}.reshard-") + "([0-9a-f]{16})([.](journal|workers))?")
     names = os.listdir(parent) if os.path.isdir(parent) else []
     return {match[1] for name in names if (match := pattern.fullmatch(name))}
 
 
 def journal_of(target: str, digest: str) -> str:
-    """The journal of a plan beside a target."""
+    """The path of a plan's journal beside a target."""
     return f"{_stem(target)}{digest}.journal"
 
 
@@ -56,7 +64,7 @@ def _stem(target: str) -> str:
 
 
 def leftovers_of(target: str) -> list[Leftover]:
-    """What conversions into a local target left beside it."""
+    """All leftovers that conversions into a local target left beside it."""
     found: list[Leftover] = []
     held = False
     for digest in sorted(plans_beside(target)):
@@ -69,6 +77,10 @@ def leftovers_of(target: str) -> list[Leftover]:
         if os.path.exists(journal):
             size = os.path.getsize(journal)
             found.append(Leftover(path=journal, kind="journal", size_bytes=size, in_use=used))
+        if os.path.isdir(workers := staging + WORKERS):
+            found.append(Leftover(path=workers, kind="journal", size_bytes=allocated_bytes(workers), in_use=used))
+    if os.path.isdir(packs := f"{_stem(target)}{PACKS}"):
+        found.append(Leftover(path=packs, kind="journal", size_bytes=allocated_bytes(packs), in_use=held))
     aside = f"{_stem(target)}old"
     if os.path.lexists(aside):
         size = allocated_bytes(aside)
@@ -77,42 +89,37 @@ def leftovers_of(target: str) -> list[Leftover]:
 
 
 def abandoned_bytes(target: str, *, but: str) -> int:
-    """Bytes on the disk beside a target that no process is at work on, and that are not of this plan."""
+    """Bytes on the disk of the staging directories of other plans beside a target that no process uses."""
     others = [f for f in leftovers_of(target) if f.kind == "staging" and not f.in_use]
     return sum(f.size_bytes for f in others if not f.path.endswith(but))
 
 
 def is_held(journal: str) -> bool:
-    """Whether a process has the lock on a journal that is there; nothing is made."""
+    """True if a process has the lock on a journal, alone or with others. The journal is not created."""
     try:
         descriptor = os.open(journal, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        # Workers that share a conversion all hold the lock, so only an exclusive one tells that there are none.
+        return not _flock(descriptor, fcntl.LOCK_EX)
     finally:
         os.close(descriptor)
-    return False
 
 
-def locked(path: str) -> int:
-    """A descriptor of a journal, made if need be and locked; -1 if another process has the lock."""
-    tries = 0
+def locked(path: str, *, shared: bool = False) -> int:
+    """Open a journal, which is created if necessary, and lock it; -1 if another process has the lock.
+
+    Processes that lock it `shared` have the lock together.
+    """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         ours = False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever had the lock may have removed the file: a lock on a file without a name protects nothing.
-            ours = os.fstat(descriptor).st_nlink > 0
-        except BlockingIOError:
-            # Perhaps by one who only looks.
-            tries += 1
-            if tries == _TRIES:
+            if not _flock(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
                 return -1
-            time.sleep(_LOOK_S)
+            # The process that had the lock may have removed the file, and a lock on a removed file protects nothing.
+            ours = os.fstat(descriptor).st_nlink > 0
         finally:
             if not ours:
                 os.close(descriptor)
@@ -120,14 +127,27 @@ def locked(path: str) -> int:
             return descriptor
 
 
+def _flock(descriptor: int, kind: int) -> bool:
+    """Lock a journal; False if another process has the lock. A process that only tests it (`is_held`) releases it."""
+    for number in range(_TRIES):
+        if number:
+            # Two processes that test at the same time must not do so in step.
+            time.sleep(random.uniform(0.5, 1.5) * _LOOK_S)  # noqa: S311 - no secret depends on it
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            return True
+    return False
+
+
 def remove_unless_held(staging: str) -> bool:
-    """Remove a staging directory and its journal, unless a process holds them: then False."""
+    """Remove a staging directory and its journal; False, and nothing is removed, if a process holds the journal."""
     journal = staging + ".journal"
     descriptor = locked(journal)
     if descriptor < 0:
         return False
     try:
         shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(staging + WORKERS, ignore_errors=True)
         with suppress(FileNotFoundError):
             os.unlink(journal)
     finally:

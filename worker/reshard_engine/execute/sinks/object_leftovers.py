@@ -1,31 +1,30 @@
-"""What conversions leave in an object store, and how it goes: nobody's uploads, objects, journals.
+"""Leftovers of conversions in an object store (uploads, objects, journals): finding and removing them.
 
-Everything that a conversion writes carries the digest of its plan, so that nothing else is ever removed.
+Every object that a conversion writes carries the digest of its plan. Objects without it are never removed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 from reshard.models import Leftover
-from reshard_engine.execute.sinks.control_objects import ControlObjects
+from reshard_engine.execute.sinks.control_objects import WORKERS, ControlObjects
+from reshard_engine.execute.sinks.object_uploads import PLAN_KEY
 from reshard_engine.execute.sinks.overwrite import target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
 from reshard_engine.tensors.layout import KnownFiles
 
-PLAN_KEY = "reshard-plan"
-"""Metadata of our objects: the digest of the plan that wrote them."""
 _THREADS = 8
 _CLAIM = "claim"
 
 
 class Leftovers:
-    """What is left in and beside one target."""
+    """The leftovers in and beside one target."""
 
     def __init__(self, store: ObjectStore, target: str, control: ControlObjects, known: KnownFiles) -> None:
         """`target` is `bucket/key...` without a trailing slash."""
@@ -36,11 +35,11 @@ class Leftovers:
         self._known = known
 
     def is_written_by(self, path: str, digest: str) -> bool:
-        """Whether an object is there and of this plan."""
+        """True if the object exists and the plan with this digest wrote it."""
         return (self._store.metadata(path) or {}).get(PLAN_KEY) == digest
 
     def pointers(self) -> list[str]:
-        """The pointers beside the target that name it."""
+        """The paths of the pointers beside the target that name the target."""
         found: list[str] = []
         for path in (join(self._parent, name) for name in self._known.pointers):
             info = self._store.stat(path)
@@ -50,24 +49,28 @@ class Leftovers:
         return found
 
     def delete_written(self, paths: Sequence[str], digest: str) -> None:
-        """Remove those of the objects that a plan wrote, in the given order."""
+        """Remove, in the given order, those of the objects that the plan with this digest wrote."""
         with ThreadPoolExecutor(_THREADS) as pool:
             mine = list(pool.map(partial(self.is_written_by, digest=digest), paths))
         self._store.delete([path for path, yes in zip(paths, mine, strict=True) if yes])
 
-    def abort_uploads(self, paths: Set[str], *, keep: Set[str] = frozenset()) -> None:
-        """Abort every unfinished upload of these objects, but those whose ids are to be kept."""
-        for path, upload_id in self._store.list_uploads(self._target + "/"):
-            if path in paths and upload_id not in keep:
-                self._store.abort_multipart(path, upload_id)
+    def uploads_of(self, paths: Set[str]) -> list[tuple[str, str]]:
+        """(path, upload id) of all unfinished uploads of these objects."""
+        return [found for found in self._store.list_uploads(self._target + "/") if found[0] in paths]
+
+    def abort(self, uploads: Iterable[tuple[str, str]]) -> None:
+        """Abort uploads, each given as (path, upload id)."""
+        for path, upload_id in uploads:
+            self._store.abort_multipart(path, upload_id)
 
     def refuse_others(self, digest: str) -> None:
-        """Refuse a target that holds something else, or that another plan has claimed.
+        """Refuse a target that holds other objects, or that another plan has claimed.
 
         Raises:
             RequestError: `request.target_exists`, `request.target_busy`.
         """
-        # Listed first: what another attempt at this plan writes after its claim must not look like someone else's.
+        # The target is listed before the claim is read: objects that another attempt at this plan writes after it takes
+        # the claim must not look like foreign ones.
         there = self._store.list_tree(self._target)
         rival = self._control.claimed_by()
         if rival is not None and rival.plan != digest:
@@ -77,9 +80,9 @@ class Leftovers:
             raise target_exists(f"{self._store.scheme}://{self._target}", self._known, heads)
 
     def found(self, *, idle_s: float) -> list[Leftover]:
-        """What is left, in use if something was written to a journal in the last `idle_s` seconds.
+        """The leftovers. They count as in use if a journal was written to in the last `idle_s` seconds.
 
-        Nothing in an object store says whether a process lives: one at work writes a record after every unit.
+        An object store cannot tell if a process is alive. But a running conversion writes a record after each unit.
         """
         control = self._control.objects()
         signs = [i.modified_at for i in control if i.modified_at is not None]
@@ -87,7 +90,7 @@ class Leftovers:
         claim = self._control.claimed_by()
         plan = {} if claim is None else self._control.stored_plan(claim.plan)
         mine = {join(self._target, f[0]) for f in plan.get("files", [])} | {join(self._target, MANIFEST_NAME)}
-        known = {upload for journal in self._control.journals() for upload in self._control.uploads(journal).values()}
+        known = {upload for journal in self._control.journals() for upload in self._control.upload_ids(journal)}
         uploads = [u for u in self._store.list_uploads(self._target + "/") if u[1] in known or u[0] in mine]
         unfinished = claim is not None and not self._is_finished(plan, claim.plan)
         there = [i for i in self._store.list_tree(self._target) if i.path in mine] if unfinished else []
@@ -104,9 +107,9 @@ class Leftovers:
         return sum(p.size_bytes for p in self._store.list_parts(path, upload_id) or ())
 
     def collect(self) -> None:
-        """Remove what the conversion that claims this target wrote, commit files first, unless it is finished.
+        """Remove all objects that the conversion with the claim wrote, commit files first, unless it is finished.
 
-        It is finished when its pointer is written, or its manifest where there is no pointer.
+        A conversion is finished when its pointer is written or, if it has no pointer, when its manifest is written.
         """
         claim = self._control.claimed_by()
         if claim is None:
@@ -115,22 +118,36 @@ class Leftovers:
         plan = self._control.stored_plan(claim.plan)
         last = join(self._target, MANIFEST_NAME)
         paths = {join(self._target, f[0]) for f in plan.get("files", [])}
-        self.abort_uploads(paths)
+        self.abort(self.uploads_of(paths))
         if not self._is_finished(plan, claim.plan):
             commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]} | {last}
             there = [i.path for i in self._store.list_tree(self._target) if i.path in paths | {last}]
             self.delete_written(sorted(there, key=lambda p: p not in commit), claim.plan)
-        self._control.remove(claim.plan)
+        self.release(claim.plan, paths)
+
+    def release(self, digest: str, paths: Iterable[str]) -> None:
+        """Remove a conversion's journal, the uploads of these paths, and its claim.
+
+        A worker that does not know of the end may begin an upload until the place where the workers meet is gone. From
+        then on it removes what it began itself. Another conversion may begin uploads as soon as the claim is gone.
+        """
+        journal = self._control.journal_of(digest)
+        self._control.forget(join(journal, WORKERS))
+        self.abort(self.uploads_of(set(paths)))
+        self._control.forget(self._control.packs)
+        self._control.forget(journal)
+        self._control.release(digest)
 
     def _is_finished(self, plan: Mapping[str, Any], digest: str) -> bool:
         last = join(self._parent, plan["pointer"]) if plan.get("pointer") else join(self._target, MANIFEST_NAME)
         return self.is_written_by(last, digest)
 
     def _collect_journals(self) -> None:
-        # Without a claim nobody is at work: a journal is what a process wrote that slept through the end.
+        # Without a claim, no conversion is running. A process that was paused and went on too late wrote the journals.
+        self._control.forget(self._control.packs)
         uploads = self._store.list_uploads(self._target + "/")
         for journal in self._control.journals():
-            known = set(self._control.uploads(journal).values())
+            known = self._control.upload_ids(journal)
             for path, upload_id in uploads:
                 if upload_id in known:
                     self._store.abort_multipart(path, upload_id)

@@ -1,6 +1,6 @@
 """Warnings about cuts that nothing in the files proves, and about rows that a target does not hold.
 
-A warning stands only where it can matter: for a target that is cut differently, or that may be loaded so.
+A warning is given only where it matters: if the target is cut in another way, or if a loader may cut it so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from reshard_engine.formats.deepspeed.megatron import is_megatron
 from reshard_engine.formats.deepspeed.names import INFO
 from reshard_engine.formats.deepspeed.rules.families import SECTIONED_WARNING, may_be_sectioned
 from reshard_engine.formats.not_written import padding_left_out
-from reshard_engine.pickles.nodes import is_mapping, mapping_items
 
 HOW_TO_SAY = "--family gpt-megatron|llama-megatron|bloom, or --rules FILE"
 LOSS_OF_PADDING = (
@@ -21,20 +20,20 @@ LOSS_OF_PADDING = (
 )
 
 AT_STAGE_3 = (
-    "Where the target's vocabulary is padded, its loader of stage 3 knows no padding and shifts every parameter behind "
-    "the vocabulary without an error: write that with --to zero --zero-stage 3"
+    "DeepSpeed's loader of stage 3 knows no padding. Where the model pads its vocabulary, it shifts every parameter "
+    "behind the vocabulary without an error: for such a model use --to zero --zero-stage 3"
 )
 
 
 def sectioned(checkpoint: Checkpoint, request: ConvertRequest | None) -> list[str]:
-    """The warning of fused matrices whose order within a slice is taken on trust; none where the user gave rules."""
-    if request is not None and request.rules is not None:
+    """The warning that nothing proves the order inside fused matrices; none where the user gave rules."""
+    if request is not None and request.options.deepspeed.rules is not None:
         return []
     return [SECTIONED_WARNING] if any(map(may_be_sectioned, checkpoint.parameters)) else []
 
 
 def uncut(checkpoint: Checkpoint) -> str | None:
-    """Why a checkpoint is fit for one tensor-parallel rank only; None if rules say how every parameter is cut."""
+    """The reason why a checkpoint fits one tensor-parallel rank only; None if rules say how every parameter is cut."""
     names = [p.fqn for p in checkpoint.parameters if p.cut is None]
     if not names:
         return None
@@ -42,14 +41,14 @@ def uncut(checkpoint: Checkpoint) -> str | None:
 
 
 def uncut_warnings(checkpoint: Checkpoint) -> list[str]:
-    """The warning of a universal form that DeepSpeed would cut wrongly, of runs that tensor parallelism is made for.
+    """The warning that DeepSpeed would cut a universal checkpoint wrongly above tensor parallelism 1.
 
-    Megatron-DeepSpeed names replicated and row-parallel parameters only where its own tensor parallelism is above 1;
-    DeepSpeed's loader cuts what nothing names along dimension 0, without a word.
+    Runs get it that have `universal_checkpoint_info`, or are Megatron-DeepSpeed's. Megatron-DeepSpeed names replicated
+    and row-parallel parameters only where its own tensor parallelism is above 1. DeepSpeed's loader cuts a parameter
+    that nothing names along dimension 0, without a warning.
     """
-    reason, state = uncut(checkpoint), checkpoint.model_state
-    entries = mapping_items(state, what="model states") if is_mapping(state) else {}
-    if reason is None or not (INFO in entries or is_megatron(state)):
+    reason = uncut(checkpoint)
+    if reason is None or not (INFO in facts_of(checkpoint).entries or is_megatron(checkpoint)):
         return []
     names = [p.fqn for p in checkpoint.parameters if p.cut is None]
     text = (
@@ -61,7 +60,7 @@ def uncut_warnings(checkpoint: Checkpoint) -> list[str]:
 
 
 def padding_changes(checkpoint: Checkpoint, rows: int | None) -> list[str]:
-    """Warnings about padding behind vocabularies in a target of so many rows; none where all of it is kept."""
+    """Warnings about padding that a vocabulary of `rows` rows adds or cuts off; none where it keeps all of it."""
     data = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
     if rows is None or not data:
         return []
@@ -80,9 +79,9 @@ def padding_changes(checkpoint: Checkpoint, rows: int | None) -> list[str]:
 
 
 def padding_refilled(checkpoint: Checkpoint) -> list[str]:
-    """The warning of a target that holds vocabularies without the padding of the source, where loaders put zeros."""
+    """The warning that the target lacks the source's rows of padding; loaders put zeros in their place."""
     if not checkpoint.padding_rows:
         return []
-    # deepspeed 0.19.8, `runtime/zero/stage3.py` (`load_hp_checkpoint_state`): it cuts what is there as it is.
+    # deepspeed 0.19.8, `runtime/zero/stage3.py` (`load_hp_checkpoint_state`): it cuts the stored rows as they are.
     zeros = f"DeepSpeed puts zeros in their place at stages 1 and 2; {LOSS_OF_PADDING}. {AT_STAGE_3}"
     return [f"{padding_left_out(checkpoint)}. {zeros}"]

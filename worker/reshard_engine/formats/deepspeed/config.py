@@ -1,4 +1,4 @@
-"""What a `ds_config` says about the layout of a run, and the same config for another layout.
+"""The settings of a `ds_config` that decide the layout of a run, and the same config for another layout.
 
 Source: deepspeed 0.19.8 `runtime/config.py`, `runtime/zero/config.py`, `runtime/engine.py` (`_configure_optimizer`:
 bf16 with `grad_accum_dtype` fp32 at stage 1 means BF16_Optimizer).
@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from reshard_engine.formats.deepspeed.names import CONFIG
 from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items, mapping_of
 
-CONFIG = "ds_config"
-"""The entry of model states that holds the run's configuration."""
 DEFAULT_SUB_GROUP_SIZE = 10**9
 _LARGEST = 1 << 62
 _SECTION_OF = {"bfloat16": "bf16", "float16": "fp16"}
@@ -26,7 +25,7 @@ def section_of(node: Node, name: str) -> dict[str | int, Node]:
 
 
 def _is_number(value: Node) -> TypeGuard[int | float]:
-    """True for numbers that are neither infinite nor too large to be either of the two types."""
+    """True for an int or a float that is finite and small enough to convert to the other type."""
     return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
 
 
@@ -36,13 +35,12 @@ class RunConfig:
 
     stage: int | None = None
     dtype: str | None = None
-    fp32_accumulation: bool = False
     round_robin: bool = False
     aligned: bool = False
     sub_group_size: int | None = None
     clip_grad: float | None = None
     data_before_experts: bool = False
-    """Whether ranks that hold the same experts follow one another."""
+    """True if ranks that hold the same experts have consecutive numbers."""
     fp16: Mapping[str | int, Any] = field(default_factory=dict[str | int, Any])
 
     @classmethod
@@ -60,7 +58,6 @@ class RunConfig:
             else "float16"
             if fp16.get("enabled") is True
             else "float32",
-            fp32_accumulation=section_of(config, "data_types").get("grad_accum_dtype") == "fp32",
             round_robin=zero.get("round_robin_gradients") is True,
             aligned=zero.get("parameter_alignment") is True,
             sub_group_size=int(size) if _is_number(size) and size >= 1 else None,
@@ -73,13 +70,13 @@ class RunConfig:
 def config_for(
     config: Node, *, stage: int, dtype: str, bf16_optimizer: bool, ep: int, options: Mapping[str, Node]
 ) -> Node:
-    """A copy of the config that describes the target; what is no mapping stays as it is.
+    """A copy of the config that describes the target; a config that is no mapping stays as it is.
 
     Args:
         config: The source's `ds_config`.
         stage: ZeRO stage of the target.
         dtype: The model's element type.
-        bf16_optimizer: Whether gradients are accumulated in fp32, which selects BF16_Optimizer.
+        bf16_optimizer: True to accumulate gradients in fp32, which selects BF16_Optimizer.
         ep: Expert-parallel ranks; only AutoEP's config names them.
         options: Entries of `zero_optimization`; None removes one.
     """

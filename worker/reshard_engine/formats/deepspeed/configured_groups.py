@@ -1,7 +1,7 @@
 """Param groups made from `ds_config`, for optimizer states that carry none (`elastic_checkpoint`).
 
-DeepSpeed's own loader keeps the groups of the run that loads such states. A state dict of the optimizer, as DeepSpeed
-usually saves it, replaces them: each key that is missing in it is missing at the next step.
+With such states, DeepSpeed's loader keeps the groups of the run that loads. A state dict of the optimizer, as DeepSpeed
+usually saves it, replaces those groups: a key that the state dict lacks is missing at the next step.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_configure_basic_optimizer`, `get_optimizer_configuration`),
 `runtime/zero/stage_1_and_2.py` (`_get_base_optimizer_state`, `_restore_base_optimizer_state`),
@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from reshard.errors import RequestError, printable
-from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.config import CONFIG, section_of
-from reshard_engine.pickles.nodes import Node, PList, PTuple, mapping_of
+from reshard_engine.checkpoint import Checkpoint, ParamGroup
+from reshard_engine.formats.deepspeed.config import section_of
+from reshard_engine.formats.deepspeed.facts import facts_of
+from reshard_engine.formats.deepspeed.names import CONFIG
+from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items, mapping_of
 
 _Values = Mapping[str | int, Node]
 _ADAM: _Values = {"lr": 1e-3, "betas": PTuple((0.9, 0.999)), "eps": 1e-8, "weight_decay": 0.0}
@@ -43,22 +45,24 @@ _DEFAULTS: Mapping[str, _Values] = {
 _VERSIONS = "torch 2.13.0 and deepspeed 0.19.8"
 
 
-def configured_groups(checkpoint: Checkpoint) -> list[Node]:
-    """Hyper-parameters from `ds_config` for list-form states, which carry none: the same for every group.
+def configured_groups(checkpoint: Checkpoint) -> list[ParamGroup]:
+    """Param groups made from `ds_config`, for list-form states, which carry none.
+
+    All groups have the same values, except the learning rate, where a scheduler keeps one for each group.
 
     Raises:
-        RequestError: `request.unsatisfiable` if the config names no optimizer, or none that is known.
+        RequestError: `request.unsatisfiable` if the config names no optimizer, or one that is not known.
     """
     _, values, _ = _configured(checkpoint)
     rates = _scheduled_rates(checkpoint)
     own = [{"lr": rates[g]} if rates else {} for g in range(_count(checkpoint))]
-    return [mapping_of({**values, **own[g], "params": PList([g])}) for g in range(_count(checkpoint))]
+    return [ParamGroup({**values, **own[g]}) for g in range(_count(checkpoint))]
 
 
 def configured_warnings(checkpoint: Checkpoint) -> list[str]:
-    """Warnings about values of groups that the source does not carry; none where it does."""
+    """Warnings about hyper-parameters that the source does not carry; none where it carries them."""
     optimizer = checkpoint.optimizer
-    if optimizer is None or optimizer.param_groups:
+    if optimizer is None or optimizer.groups:
         return []
     kind, values, given = _configured(checkpoint)
     scheduled = "lr is the scheduler's last, " if _scheduled_rates(checkpoint) else ""
@@ -78,20 +82,27 @@ def _count(checkpoint: Checkpoint) -> int:
 
 
 def _scheduled_rates(checkpoint: Checkpoint) -> list[Node]:
-    """The learning rate of each group that a scheduler of torch set last; nothing where none says."""
-    last = section_of(checkpoint.model_state, "lr_scheduler").get("_last_lr")
+    """The learning rates that a scheduler of torch set last, one per group; empty where no scheduler keeps them."""
+    states = [mapping_items(s, what="schedulers") for s in checkpoint.schedulers if is_mapping(s)]
+    last = states[0].get("_last_lr") if states else None
     rates = list(last.items) if isinstance(last, PList) else []
     return rates if len(rates) == _count(checkpoint) and all(type(r) is float for r in rates) else []
 
 
 def _configured(checkpoint: Checkpoint) -> tuple[str, _Values, list[str | int]]:
-    """The optimizer's class, its hyper-parameters, and which of them the config names."""
-    config = section_of(checkpoint.model_state, CONFIG)
-    optimizer = section_of(mapping_of({**config}), "optimizer")
+    """The optimizer's class, its hyper-parameters, and the names of those that the config gives."""
+    if not facts_of(checkpoint).order:
+        raise RequestError(
+            "request.unsatisfiable",
+            "the source keeps no hyper-parameters of its param groups",
+            fix="write the weights alone: --to safetensors",
+        )
+    config = facts_of(checkpoint).entries.get(CONFIG)
+    optimizer = section_of(config, "optimizer")
     params, name = section_of(mapping_of({**optimizer}), "params"), optimizer.get("type")
     if not isinstance(name, str) or not params:
         raise _refused("ds_config names none")
-    offloaded = section_of(mapping_of({**section_of(mapping_of({**config}), "zero_optimization")}), "offload_optimizer")
+    offloaded = section_of(mapping_of({**section_of(config, "zero_optimization")}), "offload_optimizer")
     kind = _class_of(name.lower(), params, on_cpu=offloaded.get("device") in ("cpu", "nvme"))
     if kind is None:
         raise _refused(f"the defaults of {printable(name)} are not known here")

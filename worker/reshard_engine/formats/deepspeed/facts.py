@@ -1,26 +1,162 @@
-"""The facts of a DeepSpeed run that no other format knows."""
+"""Facts of a DeepSpeed run that no other format knows, and model states built from these facts and the checkpoint.
+
+Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`, `_save_checkpoint`, `_load_checkpoint`: what
+it does not know goes to the client), `runtime/pipe/engine.py`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from reshard_engine.checkpoint import Checkpoint, FormatFacts
+from reshard.errors import RequestError, listed
+from reshard.models import NotCarried
+from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, ParamGroup
+from reshard_engine.formats.deepspeed.megatron import ARGS, TOKENS_ARG, namespace_items
+from reshard_engine.formats.deepspeed.names import (
+    COUNTERS,
+    DESCRIBED_KEYS,
+    OPTIMIZER_STATE,
+    OWN_KEYS,
+    RNG_KEYS,
+    SCHEDULER,
+    VERSION,
+)
+from reshard_engine.formats.not_written import named
+from reshard_engine.pickles.nodes import Node, PList, PTensorRef, mapping_items, mapping_of
+from reshard_engine.pickles.state_dict import KeyPath, nested_dict
+
+OLDEST_VERSION = "0.7.4"
+"""Loaders insist on a version; where it is unknown, the oldest whose stage 1 is laid out as today's stands in."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFacts(FormatFacts):
-    """What a reader of DeepSpeed's files notes for its writers, and for people."""
+    """The facts that a reader of DeepSpeed's files notes, for DeepSpeed's writers and for people."""
 
     zero_stage: int | None = None
-    """The ZeRO stage; None for a universal form, which is the same for all of them."""
+    """The ZeRO stage; None for a universal checkpoint, which has one form for all stages."""
     stage_layers: tuple[int, ...] = ()
-    """Of a pipeline: the first layer with parameters of each stage."""
+    """For each stage of a pipeline, the number of its first layer that has parameters."""
     vocab_divisor: int | None = None
-    """Vocabularies are padded to a multiple of this times the tensor-parallel ranks; None where nothing says."""
+    """Models pad vocabularies to a multiple of this number times the tensor-parallel ranks; None where nothing says."""
     vocab_rows: int | None = None
     """Rows of the vocabulary in the source, with padding."""
+    entries: Mapping[str | int, Node] = field(default_factory=dict[str | int, Node])
+    """Entries of model states that are DeepSpeed's own, such as `module` (with `PTensorRef`s) and `ds_config`."""
+    order: tuple[str | int, ...] = ()
+    """All keys of the model states in the order of the source's file; empty for a source that is not DeepSpeed's."""
+    module_paths: tuple[KeyPath, ...] = ()
+    """Key paths of the entries of `module`, which Megatron nests."""
+    optimizer_entries: Mapping[str, Node] = field(default_factory=dict[str, Node])
+    """Entries of optimizer files beside states and groups: loss scaler, overflow flag, clip_grad, ds_version."""
+    params: tuple[Node, ...] = ()
+    """The `params` entry of each param group, as in the source; empty where the groups were made anew."""
+
+    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
+        """The model states without the entries that name, shape or hold tensors."""
+        return {k: v for k, v in _joined(checkpoint, self).items() if k not in DESCRIBED_KEYS}
+
+    def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
+        """The trees that every format has, and the entries of optimizer files such as the loss scaler."""
+        yield from FormatFacts.trees(self, checkpoint)
+        yield mapping_of({**self.optimizer_entries}), OPTIMIZER_STATE
 
 
 def facts_of(checkpoint: Checkpoint) -> DeepSpeedFacts:
-    """The facts of a checkpoint; none are known of one that came from elsewhere."""
+    """The DeepSpeed facts of a checkpoint; empty facts if no reader of DeepSpeed's files made it."""
     return checkpoint.facts if isinstance(checkpoint.facts, DeepSpeedFacts) else DeepSpeedFacts()
+
+
+def run_fields(entries: Mapping[str | int, Node], rng: tuple[Mapping[str, Node], ...] = ()) -> dict[str, Any]:
+    """The fields of `Checkpoint` that every format has, taken from the entries of model states.
+
+    Args:
+        entries: The model states, with references in place of tensors.
+        rng: Random states by rank, where they are known; those of `entries` otherwise.
+    """
+    rng = rng or ((found,) if (found := {k: entries[k] for k in RNG_KEYS if entries.get(k) is not None}) else ())
+    taken = {*own_entries(entries), *(rng[0] if rng else ()), *COUNTERS, SCHEDULER}
+    counted: dict[str, int] = {COUNTERS[str(k)]: v for k, v in entries.items() if k in COUNTERS and type(v) is int}
+    tokens = namespace_items(entries.get(ARGS)).get(TOKENS_ARG)
+    scheduler = entries.get(SCHEDULER)
+    return {
+        "counters": Counters(**counted, tokens=tokens if type(tokens) is int else None),
+        "schedulers": () if scheduler is None else (scheduler,),
+        "rng": rng,
+        "client_state": {k: v for k, v in entries.items() if k not in taken},
+    }
+
+
+def own_entries(entries: Mapping[str | int, Node]) -> dict[str | int, Node]:
+    """The entries that only DeepSpeed knows, and entries with a counter's name whose value is no integer."""
+    return {k: v for k, v in entries.items() if k in OWN_KEYS or (k in COUNTERS and type(v) is not int)}
+
+
+def model_states(checkpoint: Checkpoint) -> dict[str | int, Node]:
+    """The model states that DeepSpeed would save here; in the source's order if DeepSpeed wrote the source.
+
+    Raises:
+        RequestError: `request.unsatisfiable` if DeepSpeed keeps less than the source holds.
+    """
+    facts, why = facts_of(checkpoint), None
+    if len(checkpoint.schedulers) > 1:
+        why = f"the source has {len(checkpoint.schedulers)} learning-rate schedulers, and DeepSpeed keeps one"
+    if taken := [str(k) for k in checkpoint.client_state if k in OWN_KEYS or k in COUNTERS or k == SCHEDULER]:
+        why = f"the client state has {listed(taken)}, and DeepSpeed keeps something else under that name"
+    if why is not None:
+        raise RequestError("request.unsatisfiable", why, fix="write the weights alone: --to safetensors")
+    return ({} if facts.order else _derived(checkpoint)) | _joined(checkpoint, facts)
+
+
+def _joined(checkpoint: Checkpoint, facts: DeepSpeedFacts) -> dict[str | int, Node]:
+    held: dict[str | int, Node] = {SCHEDULER: None} if SCHEDULER in facts.order else {}
+    held |= facts.entries
+    held |= {k: v for k, name in COUNTERS.items() if (v := getattr(checkpoint.counters, name)) is not None}
+    held |= {SCHEDULER: checkpoint.schedulers[0]} if checkpoint.schedulers else {}
+    for states in checkpoint.rng[:1]:
+        held |= {**states}
+    held |= checkpoint.client_state
+    return {key: held[key] for key in dict.fromkeys((*facts.order, *held)) if key in held}
+
+
+def _derived(checkpoint: Checkpoint) -> dict[str | int, Node]:
+    """The entries that loaders require, made for a source whose files were not DeepSpeed's."""
+    numbers = {p.fqn: p.weight for p in checkpoint.parameters if p.weight is not None}
+    numbers |= {b.fqn: b.tensor for b in checkpoint.buffers}
+    nodes: dict[str, Node] = {**{n: PTensorRef(t) for n, t in numbers.items()}, **checkpoint.extra_states}
+    nodes |= {alias: nodes[owner] for alias, owner in checkpoint.shared.items() if owner in nodes}
+    names = (n for n in dict.fromkeys((*checkpoint.module_names, *nodes)) if n in nodes)
+    return {
+        "module": nested_dict(((name,), nodes[name]) for name in names),
+        "buffer_names": PList([b.fqn for b in checkpoint.buffers if b.registered]),
+        "optimizer": None,
+        "shared_params": mapping_of({**checkpoint.shared}),
+        SCHEDULER: None,
+        "skipped_steps": 0,
+        "global_steps": max(
+            (int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=0
+        ),
+        "dp_world_size": checkpoint.world.get("dp", 1),
+        "mp_world_size": 1,
+        VERSION: OLDEST_VERSION,
+    }
+
+
+def not_kept(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
+    """Counters that DeepSpeed's files cannot hold: tokens, unless Megatron's arguments count them."""
+    lost = ["tokens"] if checkpoint.counters.tokens is not None and ARGS not in checkpoint.client_state else []
+    return named(lost, "DeepSpeed counts no tokens")
+
+
+def split_groups(nodes: Iterable[Node]) -> tuple[tuple[ParamGroup, ...], tuple[Node, ...]]:
+    """Param groups as DeepSpeed's files hold them: hyper-parameters, and the numbers of their members."""
+    found = [mapping_items(node, what="param_groups") for node in nodes]
+    groups = tuple(ParamGroup({k: v for k, v in entries.items() if k != "params"}) for entries in found)
+    return groups, tuple(entries.get("params", PList([i])) for i, entries in enumerate(found))
+
+
+def group_node(group: ParamGroup, params: Node) -> Node:
+    """A param group as DeepSpeed's files hold it, with the numbers of its members."""
+    return mapping_of({**group.hyper_parameters, "params": params})

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from reshard.diffs import DiffOptions
-from reshard.errors import listed
-from reshard.models import ConvertRequest, PossibleTarget, TargetFormat
+from reshard.choices import TargetFormat
+from reshard.errors import RequestError, listed
+from reshard.models import ConvertRequest, PossibleTarget
+from reshard.options import Options
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.names import POINTERS
 from reshard_engine.formats.deepspeed.reader.native.files import rank_of
 from reshard_engine.formats.deepspeed.reader.native.reader import DeepSpeedReader
 from reshard_engine.formats.deepspeed.reader.universal.reader import UniversalReader
-from reshard_engine.formats.format import Format, RunFacts, Trial
+from reshard_engine.formats.format import DryRun, Format, RunFacts
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.writer import Writer
 from reshard_engine.tensors.layout import KnownFiles
@@ -34,9 +35,9 @@ class DeepSpeed(Format):
     )
     targets = (TargetFormat.ZERO, TargetFormat.UNIVERSAL)
 
-    def writer(self, target: TargetFormat) -> Writer:
+    def writer(self, target: str) -> Writer:
         """The writer of universal or of native checkpoints."""
-        if target is TargetFormat.UNIVERSAL:
+        if target == TargetFormat.UNIVERSAL:
             from reshard_engine.formats.deepspeed.writer.universal.writer import UniversalWriter
 
             return UniversalWriter()
@@ -44,11 +45,19 @@ class DeepSpeed(Format):
 
         return ZeroWriter()
 
-    def read_rules(self, request: ConvertRequest | DiffOptions) -> Mapping[str, Any] | None:
+    def read_rules(self, options: Options) -> Mapping[str, Any] | None:
         """The rules of `--rules` and `--family`."""
         from reshard_engine.formats.deepspeed.rules.request import requested_rules
 
-        return requested_rules(request)
+        return requested_rules(options.deepspeed)
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse a native target without a number of ranks, and layout options for a target that is not native."""
+        options = request.options.deepspeed
+        if request.to == TargetFormat.ZERO and options.dp is None:
+            raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="add --dp N")
+        if request.to != TargetFormat.ZERO and options.asks_for_layout:
+            raise RequestError("request.invalid", f"--to {request.to} has no layout", fix="--to zero")
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint under the names of `--names`, with the rules of the request in its own metadata."""
@@ -57,16 +66,16 @@ class DeepSpeed(Format):
         return relabelled(checkpoint, request)
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
-        """The ranks in the file's name."""
+        """The ranks that the file's name states, in words."""
         return rank_of(file, tp=world.get("tp", 1))
 
     def left_out(self, checkpoint: Checkpoint) -> str | None:
-        """Frozen parameters, where the save was told to leave them out.
+        """A sentence about frozen parameters, if the save was told to leave them out; None otherwise.
 
         Source: deepspeed 0.19.8 `runtime/engine.py` (`_save_checkpoint`: with `exclude_frozen_parameters=True` the
         entry `frozen_param_shapes` is None at stages 2 and 3, where it is a mapping else; `module_state_dict`).
         """
-        # Stages 0 and 1 never say; a universal form, of no stage, may have been made of one of these.
+        # Files of stages 0 and 1 do not show it. A universal checkpoint has no stage, and may come from one of these.
         if facts_of(checkpoint).zero_stage not in (2, 3) or not checkpoint.frozen_left_out or checkpoint.frozen:
             return None
         return (
@@ -74,11 +83,11 @@ class DeepSpeed(Format):
         )
 
     def zero_stage(self, checkpoint: Checkpoint) -> int | None:
-        """The stage of a native checkpoint; a universal one is of none."""
+        """The ZeRO stage of a native checkpoint; None for a universal one."""
         return facts_of(checkpoint).zero_stage
 
     def cautions(self, checkpoint: Checkpoint) -> list[str]:
-        """Cuts that nothing in the files proves, or that nothing says."""
+        """Warnings about cuts that the files do not prove, or do not describe."""
         from reshard_engine.formats.deepspeed.cautions import sectioned
 
         names = checkpoint.unexplained
@@ -87,19 +96,19 @@ class DeepSpeed(Format):
         return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed(names, 20)}"]
 
     def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
-        """Fused matrices whose order within a slice is taken on trust."""
+        """The warning that nothing proves the order inside fused matrices; none where nothing was cut."""
         from reshard_engine.formats.deepspeed.cautions import sectioned
 
         return sectioned(checkpoint, request) if checkpoint.world.get("tp", 1) > 1 else []
 
-    def possible_targets(self, tried: Trial) -> Iterable[PossibleTarget]:
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Native layouts by kind of parallelism, and the universal form."""
         from reshard_engine.formats.deepspeed.possible_targets import native_targets, universal_target
 
         return (*native_targets(tried), universal_target(tried))
 
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
-        """Model states without what describes the files, the loss scale, and the clipping."""
+        """The state that `diff` compares: model states without entries of the layout; loss scale; gradient clipping."""
         from reshard_engine.formats.deepspeed.run_facts import run_facts
 
         return run_facts(checkpoint)

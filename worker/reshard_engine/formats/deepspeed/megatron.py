@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.pickles.nodes import Global, Node, PObject, is_mapping, mapping_items, mapping_of
 
 ARGS = "args"
@@ -17,6 +18,7 @@ VERSION_KEY = "checkpoint_version"
 ITERATION = "iteration"
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file beside `latest` in which Megatron's tools look for the number of the last iteration."""
+TOKENS_ARG = "consumed_train_tokens"
 PADDED_VOCAB_ARG = "padded_vocab_size"
 NO_PIPELINE_ARG = "no_pipeline_parallel"
 VOCAB_DIVISOR_ARG = "make_vocab_size_divisible_by"
@@ -30,18 +32,18 @@ LAYOUT_ARGS = (
     NO_PIPELINE_ARG,
     VOCAB_DIVISOR_ARG,
 )
-"""Arguments that name the layout: written anew for another one, and not compared by `diff`."""
+"""Arguments that name the layout. Writers set them for the target's layout; `diff` does not compare them."""
 
 
 def namespace_items(node: Node) -> Mapping[str | int, Node]:
-    """The attributes of an `argparse.Namespace`; nothing for anything else."""
+    """The attributes of an `argparse.Namespace`; an empty mapping for any other node."""
     if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "argparse.Namespace":
         return mapping_items(node.state, what=ARGS) if is_mapping(node.state) else {}
     return {}
 
 
 def with_args(node: Node, values: Mapping[str, Node]) -> Node:
-    """The namespace with other values of arguments that it has; anything else as it is."""
+    """The namespace with new values for those arguments that it has; any other node is returned unchanged."""
     known = namespace_items(node)
     if not known or not isinstance(node, PObject):
         return node
@@ -49,14 +51,13 @@ def with_args(node: Node, values: Mapping[str, Node]) -> Node:
 
 
 def without_layout(node: Node) -> Node:
-    """The namespace without the arguments that name a layout; anything else as it is."""
+    """The namespace without the arguments that name a layout; any other node is returned unchanged."""
     known = namespace_items(node)
     if not known or not isinstance(node, PObject):
         return node
     return replace(node, state=mapping_of({k: v for k, v in known.items() if k not in LAYOUT_ARGS}))
 
 
-def is_megatron(model_state: Node) -> bool:
-    """True if model states are those of a Megatron-DeepSpeed run."""
-    entries = mapping_items(model_state, what="model states") if is_mapping(model_state) else {}
-    return ARGS in entries and VERSION_KEY in entries
+def is_megatron(checkpoint: Checkpoint) -> bool:
+    """True if the client state is that of a Megatron-DeepSpeed run."""
+    return ARGS in checkpoint.client_state and VERSION_KEY in checkpoint.client_state

@@ -1,11 +1,10 @@
-"""What writers of optimizer states ask of any source: which states there are, and the groups' hyper-parameters."""
+"""The optimizer states and param groups that DeepSpeed's writers take from any source."""
 
 from __future__ import annotations
 
 from reshard.errors import RequestError, printable
-from reshard_engine.checkpoint import Checkpoint, OptimizerState
+from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup
 from reshard_engine.formats.deepspeed.configured_groups import configured_groups
-from reshard_engine.pickles.nodes import Node, mapping_items
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 
@@ -36,8 +35,8 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
     if checkpoint.optimizer is not None and (own := checkpoint.optimizer.rank_numbers):
         raise RequestError(
             "request.unsatisfiable",
-            f"optimizer state {printable(own[0])!r} is one number for each rank's partition, another on each: "
-            "other partitions have none",
+            f"optimizer state {printable(own[0])!r} is one number for each rank's partition and differs between "
+            "ranks: other partitions have no such number",
             fix="write the weights alone: --to safetensors",
         )
     states: dict[str, None] = {"fp32": None}
@@ -55,19 +54,19 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
 
 
 def is_adam(checkpoint: Checkpoint) -> bool:
-    """True if every group that is written is an Adam's by its hyper-parameters, and by its states if there are any.
+    """True if the hyper-parameters of every group are Adam's, and so are the states, if there are any.
 
     Raises:
-        RequestError: `request.unsatisfiable`, as `group_nodes` does.
+        RequestError: `request.unsatisfiable`, as `groups_of` does.
     """
     states = {name for p in checkpoint.trained for name in p.states} - {"fp32"}
     if states and not states.issuperset(ADAM_STATES):
         return False
-    groups = [mapping_items(g, what="param_groups") for g in group_nodes(checkpoint)]
+    groups = [g.hyper_parameters for g in groups_of(checkpoint)]
     return bool(groups) and all("betas" in g and "eps" in g for g in groups)
 
 
-def group_nodes(checkpoint: Checkpoint) -> list[Node]:
-    """The param groups' hyper-parameters: the source's own, or its config's where its states carry none."""
+def groups_of(checkpoint: Checkpoint) -> list[ParamGroup]:
+    """The source's param groups, or groups made from its config where its states carry none."""
     optimizer = checkpoint.optimizer
-    return list(optimizer.param_groups) if optimizer and optimizer.param_groups else configured_groups(checkpoint)
+    return list(optimizer.groups) if optimizer and optimizer.groups else configured_groups(checkpoint)

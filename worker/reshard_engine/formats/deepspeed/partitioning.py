@@ -1,4 +1,4 @@
-"""How DeepSpeed lays parameters out in flat tensors and cuts these over data-parallel ranks: integers only.
+"""DeepSpeed's layout of parameters in flat tensors, and the partitions of these over data-parallel ranks.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`__init__`: alignment and padding),
 `runtime/bf16_optimizer.py`, `runtime/zero/partition_parameters.py` (`_aligned_size`), `runtime/zero/stage3.py`
@@ -19,7 +19,7 @@ Run = tuple[int, int, int]
 
 
 def alignment_elems(itemsize_bytes: int) -> int:
-    """Elements of the model's dtype to whose multiple `parameter_alignment` pads."""
+    """The number of elements to a multiple of which `parameter_alignment` pads each parameter."""
     return 16 // gcd(16, itemsize_bytes)
 
 
@@ -30,7 +30,7 @@ class Concatenated:
     starts: tuple[int, ...]
     """First element of each parameter, in flat order."""
     paddings: tuple[int, ...]
-    """Elements of alignment behind each parameter."""
+    """Elements of alignment padding behind each parameter."""
     numel: int
     """Elements without the padding at the end."""
     partition_numel: int
@@ -42,7 +42,7 @@ class Concatenated:
 
 
 def concatenate(numels: Sequence[int], ranks: int, *, alignment: int = 1) -> Concatenated:
-    """The layout of a group whose parameters have so many elements, in flat order."""
+    """The layout of a group of parameters with these numbers of elements, in flat order."""
     starts: list[int] = []
     paddings: list[int] = []
     at = 0
@@ -71,7 +71,7 @@ def sub_groups(numels: Sequence[int], ranks: int, *, sub_group_size: int) -> lis
 
 
 def clipped(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
-    """The elements `[begin, end)` of what the runs hold one after another; what lies behind them is zeros."""
+    """The elements `[begin, end)` of the runs joined end to end; elements behind the last run are zeros."""
     found: list[Run] = []
     at = 0
     for tensor, first, last in runs:
@@ -87,7 +87,7 @@ def clipped(runs: Sequence[Run], begin: int, end: int) -> list[Run]:
 
 
 def pieces(runs: Sequence[Run], piece_numel: int, count: int) -> list[list[Run]]:
-    """The runs cut into `count` pieces of equal length; what lies behind them is zeros. One pass over the runs."""
+    """The runs joined end to end, filled up with zeros, and cut into `count` equal pieces in one pass."""
     found: list[list[Run]] = [[] for _ in range(count)]
     at = 0
     for tensor, begin, end in (*runs, (ZEROS, 0, piece_numel * count - sum(e - b for _, b, e in runs))):

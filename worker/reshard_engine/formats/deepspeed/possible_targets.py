@@ -1,24 +1,26 @@
-"""Which DeepSpeed targets a checkpoint can become: each is laid out by its writer before anyone tries.
+"""The DeepSpeed targets that a checkpoint can become, found by asking their writers for a layout.
 
-Sizes of tensor parallelism are many and a layout of each takes long: the writer's cutter is asked about each kind of
-parameter, and one size is laid out.
+There are many sizes of tensor parallelism, and a layout of each takes long. So the writer's cutter is asked about each
+kind of parameter, and only one size is laid out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard.choices import TargetFormat, ZeroStage
 from reshard.errors import RequestError, ReshardError
-from reshard.models import ConvertRequest, NativeLayout, PossibleTarget, TargetFormat, ZeroStage
+from reshard.models import ConvertRequest, PossibleTarget
+from reshard.options import DeepSpeedOptions, Options
 from reshard_engine.checkpoint import Parameter
 from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, uncut
 from reshard_engine.formats.deepspeed.writer.native.autoep import fused_experts
 from reshard_engine.formats.deepspeed.writer.native.cutting import Cutter
 from reshard_engine.formats.deepspeed.writer.native.experts import experts_by_layer, require_divisible
-from reshard_engine.formats.deepspeed.writer.native.local import is_pipeline
+from reshard_engine.formats.deepspeed.writer.native.rank_parameters import is_pipeline
 from reshard_engine.formats.deepspeed.writer.native.target import resolve
 from reshard_engine.formats.deepspeed.writer.native.writer import vocab_rows
-from reshard_engine.formats.format import Trial
+from reshard_engine.formats.format import DryRun
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of tensor-parallel ranks that are tried."""
@@ -26,8 +28,8 @@ _STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of pipeline stages that are tried."""
 
 
-def universal_target(tried: Trial) -> PossibleTarget:
-    """Whether the checkpoint can become universal."""
+def universal_target(tried: DryRun) -> PossibleTarget:
+    """The universal target: possible, or the reason why not."""
     if (refusal := tried.refusal(TargetFormat.UNIVERSAL)) is not None:
         return tried.impossible("universal", refusal)
     detail, reason = "one directory for every stage and world", uncut(tried.checkpoint)
@@ -36,15 +38,16 @@ def universal_target(tried: Trial) -> PossibleTarget:
     return tried.possible("universal", detail, "--to universal")
 
 
-def _refusal(tried: Trial, stage: ZeroStage, **world: int) -> ReshardError | None:
+def _refusal(tried: DryRun, stage: ZeroStage, **world: int) -> ReshardError | None:
     """The reason for which a run of this stage on `dp` ranks is refused, with `tp`, `pp` and `ep` where given."""
-    return tried.refusal(TargetFormat.ZERO, layout=NativeLayout.model_validate({"zero_stage": stage, **world}))
+    options = DeepSpeedOptions.model_validate({"zero_stage": stage, **world})
+    return tried.refusal(TargetFormat.ZERO, options=Options(deepspeed=options))
 
 
-def native_targets(tried: Trial) -> list[PossibleTarget]:
-    """Which native layouts the checkpoint can become, by kind of parallelism."""
+def native_targets(tried: DryRun) -> list[PossibleTarget]:
+    """The native targets by kind of parallelism: each possible, or the reason why not."""
     if tried.checkpoint.optimizer is None:
-        # One answer for all of `zero`: the stage has nothing to do with it.
+        # Without an optimizer every stage is refused for the same reason: one answer stands for all.
         refusal = _refusal(tried, ZeroStage.STAGE_1, dp=1)
         return [] if refusal is None else [tried.impossible("zero", refusal)]
     stages = {stage: _refusal(tried, stage, dp=1) for stage in ZeroStage}
@@ -56,14 +59,14 @@ def native_targets(tried: Trial) -> list[PossibleTarget]:
     if refused:
         detail += f" ({refused[0].message}; {refused[0].fix})"
     found = [tried.possible("zero --dp", detail, f"--to zero --dp 2 --zero-stage {works[0].value}")]
-    # Model parallelism is what a run has beside its stage: any that is not refused shows which sizes there are.
+    # Sizes of model parallelism are tried at one stage only: the first that works and is not stage 0.
     stage = next((s for s in works if s is not ZeroStage.STAGE_0), None)
     if stage is None:
         return found
     return [*found, _tensor_parallel(tried, stage), _pipeline(tried, stage), *_experts(tried, stage)]
 
 
-def _tensor_parallel(tried: Trial, stage: ZeroStage) -> PossibleTarget:
+def _tensor_parallel(tried: DryRun, stage: ZeroStage) -> PossibleTarget:
     checkpoint, name = tried.checkpoint, "zero --tp"
     unknown = [p.fqn for p in checkpoint.parameters if p.cut is None]
     if unknown:
@@ -71,7 +74,7 @@ def _tensor_parallel(tried: Trial, stage: ZeroStage) -> PossibleTarget:
         return PossibleTarget(name=name, possible=False, detail=reason)
     # Layers repeat: a few kinds of parameters stand for thousands.
     kinds = list({(p.cut, p.shape, *p.padding): p for p in checkpoint.parameters}.values())
-    refusals = {n: _uncuttable(tried, kinds, NativeLayout(dp=1, tp=n, zero_stage=stage)) for n in _SIZES}
+    refusals = {n: _uncuttable(tried, kinds, DeepSpeedOptions(dp=1, tp=n, zero_stage=stage)) for n in _SIZES}
     sizes = [n for n, refusal in refusals.items() if refusal is None]
     least = next((n for n in sizes if n > 1), None)
     refusal = refusals[2] if least is None else _refusal(tried, stage, dp=1, tp=least)
@@ -81,9 +84,10 @@ def _tensor_parallel(tried: Trial, stage: ZeroStage) -> PossibleTarget:
     return tried.possible(name, detail, f"--to zero --dp 1 --tp {least} --zero-stage {stage.value}")
 
 
-def _uncuttable(tried: Trial, kinds: Sequence[Parameter], layout: NativeLayout) -> RequestError | None:
-    """Why the writer would not cut some kind of parameter for so many ranks."""
-    request = ConvertRequest(source=tried.source, target="-", to=TargetFormat.ZERO, layout=layout)
+def _uncuttable(tried: DryRun, kinds: Sequence[Parameter], layout: DeepSpeedOptions) -> RequestError | None:
+    """The writer's refusal to cut some kind of parameter for `layout.tp` ranks; None if it can cut all."""
+    options = Options(deepspeed=layout)
+    request = ConvertRequest(source=tried.source, target="-", to=TargetFormat.ZERO, options=options)
     try:
         dtype = resolve(tried.checkpoint, request).dtype
         cutter = Cutter(tried.checkpoint, layout.tp, vocab_rows(tried.checkpoint, layout), dtype=dtype)
@@ -95,7 +99,7 @@ def _uncuttable(tried: Trial, kinds: Sequence[Parameter], layout: NativeLayout) 
     return None
 
 
-def _pipeline(tried: Trial, stage: ZeroStage) -> PossibleTarget:
+def _pipeline(tried: DryRun, stage: ZeroStage) -> PossibleTarget:
     checkpoint, name = tried.checkpoint, "zero --pp"
     if not is_pipeline(checkpoint):
         reason = "the run was no pipeline; for Megatron-DeepSpeed: --names megatron-pipeline"
@@ -113,7 +117,7 @@ def _pipeline(tried: Trial, stage: ZeroStage) -> PossibleTarget:
     return tried.possible(name, detail, f"--to zero --dp 1 --pp {least} --zero-stage {stage.value}")
 
 
-def _experts(tried: Trial, stage: ZeroStage) -> list[PossibleTarget]:
+def _experts(tried: DryRun, stage: ZeroStage) -> list[PossibleTarget]:
     checkpoint, name = tried.checkpoint, "zero --ep"
     counts = list(experts_by_layer(p.fqn for p in checkpoint.trained).values())
     counts += [shape[0] for shape in fused_experts(checkpoint).values()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.names import RNG_KEYS
 from reshard_engine.formats.not_written import named
 
 
@@ -14,4 +13,4 @@ def random_states(checkpoint: Checkpoint, ranks: int) -> tuple[NotCarried, ...]:
     if len(held) <= ranks:
         return ()
     reason = f"the target holds the states of {ranks} ranks, the source those of {len(held)}"
-    return named((k for k in RNG_KEYS if any(r.get(k) is not None for r in held[ranks:])), reason)
+    return named(dict.fromkeys(k for r in held[ranks:] for k, v in r.items() if v is not None), reason)

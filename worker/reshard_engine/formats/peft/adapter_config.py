@@ -1,4 +1,4 @@
-"""`adapter_config.json`: the one place where a run says how its LoRA adapter is scaled.
+"""Reads `adapter_config.json`, the only file of a run with the scale of its LoRA adapter.
 
 Source: peft 0.21.2 `config.py` (`PeftConfigMixin`), `tuners/lora/config.py` (`LoraConfig`).
 """
@@ -16,19 +16,19 @@ from reshard_engine.checkpoint import Checkpoint
 
 CONFIG = "adapter_config.json"
 _OWN_BASE = frozenset({True, False, "gaussian", "eva", "orthogonal", "mica"})
-"""`init_lora_weights` that leave the base weights what they were; of PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA they are
-what the first factors left over."""
+"""Values of `init_lora_weights` that do not change the base weights. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA
+subtract the first factors from them."""
 _UNDERSTOOD = frozenset(
     {
-        # What names the run, and what chose its modules and ranks: the tensors say these themselves.
+        # Keys that name the run, or that chose its modules and ranks: the tensors show these.
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
         *("task_type", "runtime_config", "r", "rank_pattern", "target_modules", "exclude_modules"),
         *("layers_to_transform", "layers_pattern", "modules_to_save", "ensure_weight_tying", "bias", "lora_dropout"),
-        # How the factors began: what they are now is in the checkpoint, and so is what is left of the base weights.
+        # Keys for the initial factors: the checkpoint has the present factors and base weights.
         *("init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-        # Names of things that are used only with another option.
+        # Keys that are used only with another option.
         *("megatron_core", "qalora_group_size"),
-        # What decides a merge.
+        # Keys that decide a merge.
         *("lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"),
         "trainable_token_indices",
     }
@@ -38,14 +38,14 @@ _UNDERSTOOD = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What a configuration says, and its bytes."""
+    """A parsed configuration, and its bytes."""
 
     data: bytes
     facts: Mapping[str, Any]
 
     @property
     def changed_base(self) -> str | None:
-        """The way in which the adapter was initialised, if that took something out of the base weights."""
+        """The initialisation of the adapter, if it changed the base weights; else None."""
         begun = self.facts.get("init_lora_weights", True)
         if isinstance(begun, (bool, str)) and begun in _OWN_BASE:
             return None
@@ -53,18 +53,18 @@ class AdapterConfig:
 
 
 def adapter_config(checkpoint: Checkpoint, request: ConvertRequest) -> AdapterConfig | None:
-    """The configuration that lies beside the source or was named; None where the request gives the scale in its place.
+    """The configuration beside the source or in `--model-files`; None if the request gives the scale instead.
 
     Raises:
-        RequestError: `request.unsatisfiable` if nothing says the scale, or it is of another method than LoRA.
-        SourceError: `checkpoint.malformed` if it describes no adapter.
+        RequestError: `request.unsatisfiable` if the scale is unknown, or the adapter is of another method than LoRA.
+        SourceError: `checkpoint.malformed` if the configuration describes no adapter.
     """
     data = checkpoint.model_files.get(CONFIG)
     if data is None:
-        if request.lora_alpha is None:
+        if request.options.peft.lora_alpha is None:
             raise RequestError(
                 "request.unsatisfiable",
-                f"nothing says how the adapter is scaled: there is no {CONFIG}, and the checkpoint does not say",
+                f"the scale of the adapter is unknown: there is no {CONFIG}, and the checkpoint does not have it",
                 fix=f"--model-files DIR (with {CONFIG}, as PEFT's save_pretrained wrote it), or --lora-alpha N",
             )
         return None
@@ -86,7 +86,7 @@ def adapter_config(checkpoint: Checkpoint, request: ConvertRequest) -> AdapterCo
 
 
 def refuse_other_rules(config: AdapterConfig) -> None:
-    """Refuse what a merge does not understand: options that are merged by another rule, and unknown ones.
+    """Refuse unknown options, and options whose adapters are merged by another rule.
 
     Raises:
         RequestError: `request.unsatisfiable` with the keys.
@@ -108,7 +108,7 @@ def _is_off(value: object) -> bool:
 
 
 def not_lora(why: str) -> SourceError:
-    """The error for a configuration that does not say what it has to."""
+    """The error for a configuration without a required value."""
     return SourceError(
         "checkpoint.malformed",
         f"{CONFIG} describes no LoRA adapter: {why}",

@@ -1,4 +1,4 @@
-"""Finds the `adapter_config.json` of a run: where the user names it, beside the source, or one directory above."""
+"""Finds the `adapter_config.json` of a run: in the named directory, beside the source, or one directory above."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _MAX_BYTES = 1 << 20
 
 
 def adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[str, bytes]:
-    """`adapter_config.json` by its name; nothing where the request says the scale, or where no directory has one.
+    """`adapter_config.json` by its name; empty if the request gives the scale, or if no directory has the file.
 
     Raises:
         SourceError: `source.not_found` if the directory that the user names has none, `checkpoint.too_large`.
     """
-    if request.lora_alpha is not None:
+    if request.options.peft.lora_alpha is not None:
         return {}
-    # Trainers leave it in their own directory, above the tag's.
+    # Trainers write the file into their own directory, above that of the tag.
     named = [] if request.model_files is None else [request.model_files]
     places = dict.fromkeys((*named, request.source.url, parent_and_name(checkpoint.url)[0]))
     return _first_config([open_location(url, request.source.profile) for url in places], required=bool(named))
 
 
 def _first_config(locations: Sequence[Location], *, required: bool) -> Mapping[str, bytes]:
-    """`adapter_config.json` of the first of some directories that has one; nothing if none does.
+    """`adapter_config.json` of the first directory that has one; empty if none has.
 
     Raises:
-        SourceError: `source.not_found` if it is required and not there, `checkpoint.too_large`.
+        SourceError: `source.not_found` if it is required and missing, `checkpoint.too_large`.
     """
     for location in locations:
         for info in location.store.list_directory(location.path).files:

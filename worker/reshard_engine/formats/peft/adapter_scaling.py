@@ -1,4 +1,4 @@
-"""Rules that merge the factors of a LoRA adapter into a weight: scale, orientation, and refusals.
+"""Makes the rules that merge the factors of a LoRA adapter into a weight: scale, orientation, and refusals.
 
 Source: peft 0.21.2 `tuners/lora/layer.py` (`scaling`, `get_delta_weight`, `transpose`, `merge`, `dispatch_default`: the
 layer's type decides `fan_in_fan_out`, and the configuration keeps what the last layer said) and `utils/other.py`
@@ -17,7 +17,7 @@ import re2
 from reshard.errors import RequestError, SourceError, printable
 from reshard_engine.checkpoint import Parameter
 from reshard_engine.formats.peft.adapter_config import AdapterConfig, not_lora
-from reshard_engine.tensors.merge_rules import Merge, Shift
+from reshard_engine.tensors.derived import LoraBias, LoraMerge
 
 _RE2: Any = re2
 Factors = Mapping[str, Parameter]
@@ -32,10 +32,10 @@ class Scaling:
     by_module: Mapping[str, float]
     by_root: bool
     transposed: bool | None
-    """The orientation of square matrices, whose shape does not say; None where nothing does."""
+    """The orientation of square matrices, whose shape does not show it; None if it is unknown."""
 
     def of(self, module: str, rank: int) -> float:
-        """The factor of B A for a module, whose name is without PEFT's beginning."""
+        """The factor of B A for a module, given by its name without PEFT's prefix."""
         alpha = self.alpha
         for pattern, value in self.by_module.items():
             if _RE2.fullmatch(rf"(.*\.)?({pattern})", module) is not None:
@@ -45,15 +45,15 @@ class Scaling:
 
 
 def scaling_of(config: AdapterConfig | None, alpha: float | None, seen: Iterable[bool | None]) -> Scaling:
-    """The scaling that a configuration says, or a scale that the request gives in its place.
+    """The scaling of a configuration, or of a scale in the request.
 
     Args:
         config: The run's, if there is one.
         alpha: `lora_alpha` of the request.
-        seen: Of each matrix whether it is stored transposed, by its shape; None where that does not say.
+        seen: For each matrix, True if its shape shows that it is stored transposed; None if the shape does not show it.
 
     Raises:
-        SourceError: `checkpoint.malformed` if it is no configuration of scales.
+        SourceError: `checkpoint.malformed` if the configuration has no valid scales.
     """
     known = {t for t in seen if t is not None}
     if config is None:
@@ -74,7 +74,7 @@ def scaling_of(config: AdapterConfig | None, alpha: float | None, seen: Iterable
 
 
 def transposed_by_shape(shape: tuple[int, ...], factors: Factors) -> bool | None:
-    """True if a matrix is stored `[in, out]`, as Conv1D and embeddings are; None where its shape does not say."""
+    """True if a matrix is stored `[in, out]`, as in Conv1D and embeddings; None if its shape does not show it."""
     a, b = factors.get("lora_A"), factors.get("lora_B")
     if a is None or b is None or not len(shape) == len(a.shape) == len(b.shape) == 2:
         return None
@@ -82,17 +82,17 @@ def transposed_by_shape(shape: tuple[int, ...], factors: Factors) -> bool | None
     return None if straight == turned else shape == turned if shape in (straight, turned) else None
 
 
-def merge_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> Merge:
+def merge_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> LoraMerge:
     """The rule that merges a module's weight.
 
     Args:
-        name: The weight's, in the model without PEFT.
-        base: The weight before.
-        factors: What adapts it.
-        scaling: Of the adapter.
+        name: The weight's name in the model without PEFT.
+        base: The base weight.
+        factors: The factors that adapt it.
+        scaling: The scaling of the adapter.
 
     Raises:
-        RequestError: `request.unsatisfiable` for what is merged by another rule.
+        RequestError: `request.unsatisfiable` for adapters that are merged by another rule.
         SourceError: `checkpoint.malformed` if shapes contradict one another.
     """
     embedding = "lora_embedding_A" in factors
@@ -116,14 +116,14 @@ def merge_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> 
     left, right = (a, b) if transposed else (b, a)
     scale = scaling.of(name.removesuffix(".weight"), rank)
     length = None if magnitude is None else magnitude.value()
-    return Merge(base.value(), left.value(), right.value(), scale, transposed, length)
+    return LoraMerge(base.value(), left.value(), right.value(), scale, transposed, length)
 
 
-def shift_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> Shift:
+def shift_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> LoraBias:
     """The rule that merges a module's bias with the bias of its adapter (`lora_bias`).
 
     Raises:
-        RequestError: `request.unsatisfiable` if the adapter is none of a linear layer.
+        RequestError: `request.unsatisfiable` if the adapted layer is not linear.
         SourceError: `checkpoint.malformed` if shapes contradict one another.
     """
     a, own = factors.get("lora_A"), factors["lora_B.bias"]
@@ -131,11 +131,11 @@ def shift_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> 
         raise unmergeable(name, "a bias of another adapter than a linear layer's")
     if base.shape != own.shape or len(base.shape) != 1:
         raise SourceError("checkpoint.malformed", f"{printable(name)} is {base.shape}, its adapter's is {own.shape}")
-    return Shift(base.value(), own.value(), scaling.of(name.removesuffix(".bias"), a.shape[0]))
+    return LoraBias(base.value(), own.value(), scaling.of(name.removesuffix(".bias"), a.shape[0]))
 
 
 def unmergeable(fqn: str, why: str) -> RequestError:
-    """The error for what is merged by another rule."""
+    """The error for an adapter that is merged by another rule."""
     return RequestError(
         "request.unsatisfiable",
         f"{printable(fqn)} is {why}: no rule merges it here",

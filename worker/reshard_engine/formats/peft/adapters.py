@@ -1,6 +1,6 @@
-"""A LoRA run as the model that it trained: adapters merged into their weights, names without PEFT's.
+"""Merges a LoRA run into the plain model: weights with their adapters merged, and names without PEFT's parts.
 
-What `PeftModel.merge_and_unload` gives, computed as the bytes are written.
+The result is that of `PeftModel.merge_and_unload`, computed while the bytes are written.
 
 Source: peft 0.21.2 `tuners/tuners_utils.py` (`_unload_and_optionally_merge`: weights change in place, so that what is
 tied to an adapted weight changes with it; where a saved module left its original, `tie_word_embeddings` becomes false).
@@ -27,9 +27,9 @@ from reshard_engine.formats.peft.adapter_scaling import (
 from reshard_engine.formats.peft.base_weights import with_files_of
 from reshard_engine.formats.peft.names import own_name, plain_name
 from reshard_engine.formats.peft.run import PeftRun, lacks_base, peft_run, with_base
+from reshard_engine.tensors.derived import Merged, NewRows, operands
 from reshard_engine.tensors.dtypes import FLOAT32
-from reshard_engine.tensors.merge_rules import MergeRule, NewRows
-from reshard_engine.tensors.shard_map import StoredTensor
+from reshard_engine.tensors.shard_map import LogicalTensor
 
 
 def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
@@ -37,28 +37,28 @@ def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | N
 
     Args:
         checkpoint: The run.
-        request: Which adapter, and its scale where no configuration says it.
+        request: Names the adapter, and gives its scale if no configuration does.
         base: Weights of the base model, for a run that was saved without its frozen parameters.
 
     Raises:
-        RequestError: `request.unsatisfiable` if there is no LoRA adapter, several and none named, nothing that says its
-            scale, one that is merged by another rule, or no base weights.
+        RequestError: `request.unsatisfiable` if there is no LoRA adapter, several and none
+            named, an unknown scale, an adapter that is merged by another rule, or no base weights.
         SourceError: `checkpoint.malformed` if shapes or the configuration contradict one another.
     """
-    run = peft_run(checkpoint, request.adapter)
+    run = peft_run(checkpoint, request.options.peft.adapter)
     config = adapter_config(checkpoint, request)
     if config is not None:
         refuse_other_rules(config)
     checkpoint = _on_base(checkpoint, run, base, config)
     rules, changed = _rules(run, config, request), dict[str, int]()
     first = len(checkpoint.shard_map.tensors)
-    tensors: list[StoredTensor] = []
-    for number, (place, (name, _)) in enumerate(rules.items()):
-        tensors.append(StoredTensor(name, "weight", FLOAT32, run.values[place].shape))
+    tensors: list[tuple[LogicalTensor, Merged]] = []
+    for number, (place, (name, rule)) in enumerate(rules.items()):
+        tensors.append((LogicalTensor(name, "weight", FLOAT32, run.values[place].shape), rule))
         changed[place] = first + number
     parameters, shared = _named(run, changed)
-    used = {p.value() for p in parameters} | {t for _, rule in rules.values() for t in rule.tensors}
-    # What is written is called by its name in the plain model, in manifests and reports too.
+    used = {p.value() for p in parameters} | {t for _, rule in rules.values() for t in operands(rule)}
+    # The target, manifests and reports use the names of the plain model.
     names = {p.value(): p.fqn for p in reversed(parameters)} | {t: n for n, t in run.buffers.items()}
     called = tuple(replace(t, fqn=names.get(i, t.fqn)) for i, t in enumerate(checkpoint.shard_map.tensors))
     model = replace(
@@ -70,15 +70,13 @@ def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | N
         extra_states={plain_name(n): node for n, node in checkpoint.extra_states.items()},
         not_carried=(*checkpoint.not_carried, *_unused(checkpoint, used)),
         warnings=(*checkpoint.warnings, *_warnings(run, rules)),
-        shard_map=replace(checkpoint.shard_map, tensors=called).with_merges(
-            tensors, [rule for _, rule in rules.values()]
-        ),
+        shard_map=replace(checkpoint.shard_map, tensors=called).with_derived(tensors),
     )
     return replace(model, unties=bool(run.untied))
 
 
 def _unused(checkpoint: Checkpoint, used: AbstractSet[int]) -> Iterator[NotCarried]:
-    """The optimizer, and parameters that no merged weight is made of: other adapters, replaced originals."""
+    """The optimizer, and parameters that are in no merged weight: other adapters, replaced originals."""
     if checkpoint.optimizer is not None:
         yield NotCarried(path="optimizer", reason="weights hold no training state")
     for parameter in checkpoint.parameters:
@@ -120,13 +118,13 @@ def _on_base(checkpoint: Checkpoint, run: PeftRun, base: Checkpoint | None, conf
     return replace(joined, agreements=(*joined.agreements, *agreements))
 
 
-def _rules(run: PeftRun, config: AdapterConfig | None, request: ConvertRequest) -> dict[str, tuple[str, MergeRule]]:
-    """By place that changes the name that it changes under, and how."""
+def _rules(run: PeftRun, config: AdapterConfig | None, request: ConvertRequest) -> dict[str, tuple[str, Merged]]:
+    """For each place with an adapter: the name of its adapted weight, and the rule that merges it."""
     shapes = [transposed_by_shape(run.values[run.means[f"{m}.weight"]].shape, f) for m, f in run.factors.items()]
     if config is None:
         shapes += _seen(run)
-    scaling = scaling_of(config, request.lora_alpha, shapes)
-    found: dict[str, tuple[str, MergeRule]] = {}
+    scaling = scaling_of(config, request.options.peft.lora_alpha, shapes)
+    found: dict[str, tuple[str, Merged]] = {}
     for name, module in run.adapted.items():
         place = run.means[name]
         if place in found:
@@ -137,7 +135,7 @@ def _rules(run: PeftRun, config: AdapterConfig | None, request: ConvertRequest) 
     return found
 
 
-def _rule(run: PeftRun, name: str, module: str, said: tuple[AdapterConfig | None, Scaling]) -> MergeRule:
+def _rule(run: PeftRun, name: str, module: str, said: tuple[AdapterConfig | None, Scaling]) -> Merged:
     base, (config, scaling) = run.values[run.means[name]], said
     if name in run.saved:
         raise unmergeable(name, "saved whole and adapted")
@@ -163,8 +161,8 @@ def _new_rows(name: str, base: Parameter, tokens: Parameter, config: AdapterConf
     """The rule that puts trained tokens into an embedding.
 
     Raises:
-        RequestError: `request.unsatisfiable` if nothing says which rows they are.
-        SourceError: `checkpoint.malformed` if they cannot be those that the configuration says.
+        RequestError: `request.unsatisfiable` if the row numbers are unknown.
+        SourceError: `checkpoint.malformed` if they do not match the configuration.
     """
     said: Any = None if config is None else config.facts.get("trainable_token_indices")
     if isinstance(said, dict):
@@ -173,7 +171,7 @@ def _new_rows(name: str, base: Parameter, tokens: Parameter, config: AdapterConf
     if said is None:
         raise RequestError(
             "request.unsatisfiable",
-            f"nothing says which {tokens.shape[0]} rows of {printable(name)} were trained",
+            f"it is unknown which {tokens.shape[0]} rows of {printable(name)} were trained",
             fix=f"--model-files DIR with the run's {CONFIG} (`trainable_token_indices`)",
         )
     rows = cast("list[Any]", said) if isinstance(said, list) else [said]
@@ -192,8 +190,8 @@ def _new_rows(name: str, base: Parameter, tokens: Parameter, config: AdapterConf
 def _named(run: PeftRun, changed: Mapping[str, int]) -> tuple[list[Parameter], dict[str, str]]:
     """Parameters of the plain model, and those that are tied to others.
 
-    Where some of several tied names went their own way, the rest have the weight each for itself: a configuration that
-    says that nothing is tied would leave them empty.
+    If only some of several tied names were trained apart, each of the others gets a copy of the weight: a
+    configuration without ties would leave them empty.
     """
     apart = {n for names in run.untied for n in names}
     owners: dict[str, str] = {}
@@ -213,7 +211,7 @@ def _named(run: PeftRun, changed: Mapping[str, int]) -> tuple[list[Parameter], d
     return parameters, shared
 
 
-def _warnings(run: PeftRun, rules: Mapping[str, tuple[str, MergeRule]]) -> list[str]:
+def _warnings(run: PeftRun, rules: Mapping[str, tuple[str, Merged]]) -> list[str]:
     found = [
         f"{listed(names)} were tied before training and are not now: tie_word_embeddings must be false in config.json"
         for names in run.untied

@@ -1,4 +1,4 @@
-"""Files of the base model beside those of a run: one shard map over both."""
+"""Joins the files of the base model and those of a run into one shard map."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard_engine.tensors.shard_map import ShardMap
 
 
 def with_files_of(checkpoint: Checkpoint, base: Checkpoint) -> tuple[Checkpoint, list[Parameter], Mapping[str, str]]:
-    """A checkpoint with another's files and tensors in its map, the other's parameters, and its tied names.
+    """Add another checkpoint's files and tensors to a checkpoint's map; also returns its parameters and tied names.
 
     Parameters keep their own names and have the numbers that their tensors have in the joined map.
     """
@@ -29,17 +29,17 @@ def with_files_of(checkpoint: Checkpoint, base: Checkpoint) -> tuple[Checkpoint,
 
 
 def joined_maps(one: ShardMap, other: ShardMap, *, first_file: int) -> ShardMap:
-    """One map over the tensors of two, the second's numbered on from the first's.
+    """Join two maps; the tensors of the second are numbered after those of the first.
 
     Args:
-        one: The first.
-        other: One of files that hold each tensor whole: no views, means or merges.
+        one: The first map.
+        other: The second map; files hold each of its tensors whole: none is derived.
         first_file: Number of the other's first file.
 
     Raises:
-        ValueError: The second has tensors that are made of others.
+        ValueError: The second map has tensors that are computed from others.
     """
-    if other.views or other.means or other.merges:
+    if other.derived:
         raise ValueError("tensors that are made of others")
     strides = np.where(other.strides_of >= 0, other.strides_of + len(one.strides), -1)
     return replace(

@@ -1,4 +1,4 @@
-"""What PEFT calls the parameters of a LoRA run, said once for those that export adapters and those that merge them.
+"""PEFT's names for the parameters of a LoRA run, shared by the export and the merge of adapters.
 
 Source: peft 0.21.2 `tuners/lora/layer.py` (`adapter_layer_names`), `utils/other.py` (`ModulesToSaveWrapper`,
 `TrainableTokensWrapper`), `tuners/lora/model.py` (DoRA's magnitudes are saved without `.weight`), and
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from reshard.errors import RequestError, SourceError, listed, printable
 
 WRAPPED = "base_model.model."
-"""What PEFT puts before every name of the model."""
+"""The prefix that PEFT adds to every name of the model."""
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_(?:A|B|embedding_A|embedding_B|magnitude_vector))\.(?P<adapter>[^.]+)(?P<tail>\.weight|\.bias)?"
 )
@@ -22,7 +22,7 @@ _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<t
 TOKENS = "trainable_tokens_delta"
 _TOKENS = re.compile(rf"(?P<module>.+)\.token_adapter\.{TOKENS}\.(?P<adapter>[^.]+)")
 _KEPT = re.compile(r"\.(?:token_adapter\.base_layer|base_layer|original_module)(?=\.)")
-"""Attributes in which a wrapper keeps what it wraps."""
+"""Attributes in which a wrapper keeps the wrapped module."""
 SHOWN_NAMES = 8
 _FACTORS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B"})
 _OTHERS = {
@@ -93,7 +93,7 @@ class AdapterPart:
 
 
 def adapter_part(fqn: str) -> AdapterPart | None:
-    """What a parameter is to an adapter; None if nothing."""
+    """The part of an adapter that a parameter is; None if it belongs to no adapter."""
     if (found := _SAVED.fullmatch(fqn)) is not None:
         saved_as = f"{found['module']}.{found['tail']}"
         return AdapterPart(fqn, found["adapter"], saved_as, found["module"], "modules_to_save", found["tail"])
@@ -107,12 +107,12 @@ def adapter_part(fqn: str) -> AdapterPart | None:
 
 
 def adapter_parts(names: Iterable[str]) -> list[AdapterPart]:
-    """Those of some parameters that belong to adapters."""
+    """The adapter parts among some parameters."""
     return [p for p in map(adapter_part, names) if p is not None]
 
 
 def adapter_names(parts: Iterable[AdapterPart]) -> list[str]:
-    """The LoRA adapters that they belong to, sorted."""
+    """The names of the LoRA adapters of these parts, sorted."""
     return sorted({p.adapter for p in parts if p.of_lora})
 
 
@@ -122,7 +122,7 @@ def plain_name(fqn: str) -> str:
 
 
 def own_name(fqn: str) -> str:
-    """The name in the model without PEFT, of a module that was saved whole too."""
+    """The name of a parameter in the model without PEFT, also for a module that was saved whole."""
     part = adapter_part(fqn)
     return plain_name(fqn if part is None else part.saved_as)
 
@@ -130,7 +130,7 @@ def own_name(fqn: str) -> str:
 def refuse_other_methods(names: Iterable[str]) -> None:
     """Refuse parameters that PEFT added and that are no part of a LoRA adapter.
 
-    Whatever stands in a wrapper beside what it wraps is PEFT's, known by name or not.
+    Every attribute of a wrapper except the wrapped module belongs to PEFT, also if its name is unknown.
 
     Raises:
         RequestError: `request.unsatisfiable` with their method, where the names say it.
@@ -151,7 +151,7 @@ def refuse_other_methods(names: Iterable[str]) -> None:
 
 
 def refuse_broken_factors(parts: Iterable[AdapterPart], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse factors without their others, which a checkpoint may leave out if they were frozen, and no matrices.
+    """Refuse factors that are not matrices, and single factors, whose other one was frozen and not saved.
 
     Raises:
         RequestError: `request.unsatisfiable`.
@@ -183,7 +183,7 @@ def _wrappers_of(fqn: str) -> list[str]:
 
 
 def _mark_of(fqn: str, wrappers: set[str]) -> str | None:
-    """The part of a name that says that PEFT added it."""
+    """The part of a name that shows that PEFT added it."""
     steps = plain_name(fqn).split(".")
     if (known := next((s for s in steps if s in _MARKS or s in _OF_PEFT or s.startswith("lora_")), None)) is not None:
         return known
@@ -197,10 +197,10 @@ def _mark_of(fqn: str, wrappers: set[str]) -> str | None:
 
 
 def chosen_adapter(names: Sequence[str], parts: Iterable[AdapterPart], wanted: str | None) -> str:
-    """The adapter that is meant.
+    """The name of the requested adapter.
 
     Raises:
-        RequestError: `request.unsatisfiable` if there is none, or several and none of them was named.
+        RequestError: `request.unsatisfiable` if there is none, or several and none is named.
     """
     adapters = adapter_names(parts)
     shown = ", ".join(printable(a) for a in adapters[:SHOWN_NAMES])

@@ -1,4 +1,4 @@
-"""A PEFT run sorted by names: which stored tensor each name of the model without PEFT means, and what adapts it.
+"""Maps each name of the model without PEFT to a stored tensor of a PEFT run, and to the factors that adapt it.
 
 A *place* is a tensor of the model that was trained, under its owner's name: tied names have one place. A name of the
 plain model means the place of its module that was saved whole, if there is one, and else that of the base model.
@@ -59,7 +59,7 @@ class PeftRun:
 
     @property
     def untied(self) -> list[list[str]]:
-        """Names that were tied before PEFT and mean several places now."""
+        """Groups of names that were tied before PEFT and are separate tensors now."""
         before: dict[str, list[str]] = {}
         for name, place in self.base.items():
             before.setdefault(place, []).append(name)
@@ -67,7 +67,7 @@ class PeftRun:
 
 
 def peft_run(checkpoint: Checkpoint, wanted: str | None) -> PeftRun:
-    """The adapter that is wanted, with the model around it.
+    """The requested adapter, with the model that it adapts.
 
     Raises:
         RequestError: `request.unsatisfiable` if there is no LoRA adapter, several and none named, or parameters of
@@ -96,7 +96,7 @@ def peft_run(checkpoint: Checkpoint, wanted: str | None) -> PeftRun:
 
 
 def _refuse_adapter_file(checkpoint: Checkpoint) -> None:
-    """Refuse what `save_pretrained` wrote of an adapter: its names are without the adapter's."""
+    """Refuse a source that `save_pretrained` wrote, which is an adapter and not a run."""
     if any(p.fqn.endswith((".lora_A.weight", ".lora_embedding_A")) for p in checkpoint.parameters):
         raise RequestError(
             "request.unsatisfiable",
@@ -154,10 +154,10 @@ def lacks_base(checkpoint: Checkpoint) -> bool:
 
 
 def with_base(run: PeftRun, weights: Mapping[str, Parameter], ties: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Put the base model's weights where the run has none; what the run stores stays.
+    """Add the base model's weights for places without a value; stored values of the run stay.
 
     Args:
-        run: Changed.
+        run: The run; it is changed.
         weights: The base model's, by name.
         ties: Tied names of the base model with their owners.
 
@@ -165,7 +165,7 @@ def with_base(run: PeftRun, weights: Mapping[str, Parameter], ties: Mapping[str,
         Names whose values must be alike, each with another name that gave the place its value.
 
     Raises:
-        RequestError: `request.unsatisfiable` if the base is none of this run, with the numbers.
+        RequestError: `request.unsatisfiable` if the base model does not fit this run, with the numbers.
     """
     held = set(run.values)
     given: dict[str, str] = {}
@@ -201,7 +201,7 @@ def _refuse_misfits(run: PeftRun, weights: Mapping[str, Parameter], held: set[st
         how = f"{of_base[first]} there and {stored[first]} in the run" if first in of_base else "not there"
         raise RequestError(
             "request.unsatisfiable",
-            f"the base model is none of this run: {len(other)} weights do not fit, such as {printable(first)}, "
+            f"the base model does not fit this run: {len(other)} weights do not fit, such as {printable(first)}, "
             f"which is {how}",
             fix="--base: the model that the run started from",
             details={"parameters": [printable(n) for n in other[:64]]},

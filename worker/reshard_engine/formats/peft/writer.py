@@ -45,14 +45,14 @@ class PeftWriter:
 
         Raises:
             RequestError: `request.unsatisfiable` if there is no LoRA adapter, or several and none was named, or trained
-                parameters that are no part of it, or nothing says what its scale is.
+                parameters that are no part of it, or an unknown scale.
         """
-        if request.max_shard_bytes is not None or request.exclude_frozen:
+        if request.exclude_frozen:
             raise RequestError("request.invalid", "an adapter is one file of all that it has")
         held = [p.fqn for p in checkpoint.parameters]
         buffers = [b.fqn for b in checkpoint.buffers]
         parts = adapter_parts([*held, *buffers])
-        adapter = chosen_adapter(held, parts, request.adapter)
+        adapter = chosen_adapter(held, parts, request.options.peft.adapter)
         mine = [p for p in parts if p.adapter == adapter]
         refuse_other_methods([*held, *buffers])
         refuse_broken_factors(mine, checkpoint.shapes())
@@ -81,11 +81,11 @@ def _weights_file(weights: Sequence[Weight]) -> TargetFile:
 def _config(
     checkpoint: Checkpoint, request: ConvertRequest, mine: Sequence[AdapterPart]
 ) -> tuple[bytes, Mapping[str, Any]]:
-    """The configuration that lies beside the source or was named, or one made from the tensors and `--lora-alpha`."""
+    """The configuration of the run, or one made from the tensors and `--lora-alpha`."""
     found = adapter_config(checkpoint, request)
     if found is not None:
         return found.data, found.facts
-    config = _made(checkpoint, mine, request.lora_alpha or 0.0)
+    config = _made(checkpoint, mine, request.options.peft.lora_alpha or 0.0)
     return json.dumps(config, indent=2, sort_keys=True).encode() + b"\n", config
 
 
@@ -99,7 +99,7 @@ def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> 
     if any(p.kind == TOKENS for p in mine):
         raise RequestError(
             "request.unsatisfiable",
-            "the run trained some tokens of an embedding, and nothing says which",
+            "the run trained some tokens of an embedding, and it is unknown which",
             fix=f"--model-files DIR with the run's {CONFIG} (`trainable_token_indices`)",
         )
     return {
@@ -121,7 +121,7 @@ def _made(checkpoint: Checkpoint, mine: Sequence[AdapterPart], alpha: float) -> 
 
 
 def _embeddings(checkpoint: Checkpoint, mine: Sequence[AdapterPart]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """Embeddings and heads that are adapted: PEFT saves what they are adapted from too, as added tokens may be in it.
+    """Adapted embeddings and heads. PEFT saves their base weights, too, which may contain added tokens.
 
     Returns:
         Names to write, each with the stored one; and warnings for those that are not stored.
@@ -162,7 +162,7 @@ def _biases(checkpoint: Checkpoint, mine: Sequence[AdapterPart], which: str) -> 
 
 
 def _refuse_rest(checkpoint: Checkpoint, taken: set[str]) -> None:
-    """Nothing that was trained is left behind without a word."""
+    """Refuse trained parameters that the adapter does not contain."""
     rest = [p.fqn for p in checkpoint.trained if p.fqn not in taken]
     if rest:
         raise RequestError(

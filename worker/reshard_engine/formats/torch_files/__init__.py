@@ -1,1 +1,1 @@
-"""Torch files as they are: any tree with its tensors, read and written again."""
+"""The format of plain torch files: any tree with its tensors, read and written again by `reshard slim`."""

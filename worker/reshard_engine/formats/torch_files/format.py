@@ -1,11 +1,12 @@
-"""Torch files as they are, as a format: what `reshard slim` reads and writes."""
+"""The format that `reshard slim` reads and writes: plain torch files."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, TargetFormat
+from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import Format
 from reshard_engine.formats.writer import Writer
@@ -14,13 +15,13 @@ from reshard_engine.storage.locations import Location
 
 
 class TorchFiles(Format):
-    """Any tree with its tensors. No directory is recognised as one: who wants this says so."""
+    """Any tree with its tensors. No directory is recognised as this format: only a conversion to `slim` reads it."""
 
     name = "torch_files"
     targets = (TargetFormat.SLIM,)
 
     def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
-        """The files of the source, whatever they are, for a conversion to `slim`."""
+        """Read all files of the source for a conversion to `slim`."""
         if request.to not in self.targets:
             return None
         if request.source.tag is not None:
@@ -31,7 +32,7 @@ class TorchFiles(Format):
 
         return replace(read_torch_files(location, ledger), family=self.name)
 
-    def writer(self, target: TargetFormat) -> Writer:
+    def writer(self, target: str) -> Writer:
         """The writer of torch files whose storages are as long as their tensors."""
         from reshard_engine.formats.torch_files.writer import SlimWriter
 

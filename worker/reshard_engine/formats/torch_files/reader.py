@@ -1,6 +1,6 @@
-"""Files as files: torch files parsed, whatever is in them, and everything else as bytes.
+"""Reads torch files with any contents, and all other files as bytes.
 
-What is needed to write them anew with nothing but their own tensors: no format above them is looked at.
+This is all that is needed to write them again with only their own tensors. No checkpoint format is recognised.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from reshard_engine.containers.shared_pickles import SharedPickles
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.containers.torch_tensors import add_whole_tensor, place_of
+from reshard_engine.formats.torch_files.facts import TorchFilesFacts
 from reshard_engine.pickles.collector import collector_paused
-from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef, mapping_of
+from reshard_engine.pickles.nodes import Node, PTensor, PTensorRef
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.storage.locations import Location
@@ -26,7 +27,7 @@ _HEAD_BYTES = 4 << 10
 
 
 def read_torch_files(location: Location, ledger: OpaqueLedger) -> Checkpoint:
-    """A file, or all files below a directory, as a checkpoint whose model state maps paths to trees.
+    """Read a file, or all files below a directory, as a checkpoint whose facts map paths to trees.
 
     The tree of a file that torch did not write is a reference to its bytes.
 
@@ -47,7 +48,7 @@ def read_torch_files(location: Location, ledger: OpaqueLedger) -> Checkpoint:
             raise
 
     builder = ShardMapBuilder()
-    trees: dict[str | int, Node] = {}
+    trees: dict[str, Node] = {}
     files: list[SourceFile] = []
     with collector_paused():
         for number, parsed in enumerate(open_all(sources, parse)):
@@ -62,14 +63,13 @@ def read_torch_files(location: Location, ledger: OpaqueLedger) -> Checkpoint:
         format="torch-files",
         framework_version=None,
         world={},
-        step=None,
         files=tuple(files),
         shard_map=builder.build(),
         parameters=(),
         buffers=(),
         shared={},
         optimizer=None,
-        model_state=mapping_of(trees),
+        facts=TorchFilesFacts(trees),
         foreign_globals=tuple(sorted(ledger.foreign)),
         warnings=(),
     )
@@ -82,13 +82,13 @@ def _sources(location: Location) -> list[SourceFile]:
     found = location.files()
     if not found:
         raise SourceError(
-            "source.not_found", f"nothing is at {printable(location.url)}", fix="check the path and the profile"
+            "source.not_found", f"nothing exists at {printable(location.url)}", fix="check the path and the profile"
         )
     return [SourceFile(location.store, name, (info,)) for name, info in found.items()]
 
 
 def _is_torchs(file: SourceFile) -> bool:
-    """Whether a file begins as torch's do: other zip archives and other pickles are files like any other.
+    """True if a file begins as torch's do. Other zip archives and other pickles are copied as bytes.
 
     Source: torch 2.13.0 `serialization.py` (`_save`: `data.pkl` is the first record of an archive).
     """
@@ -100,7 +100,7 @@ def _is_torchs(file: SourceFile) -> bool:
 
 
 def _tree(builder: ShardMapBuilder, parsed: TorchFile, number: int) -> Node:
-    """The value with references in place of tensors; those that are the same elements are one."""
+    """The value with references in place of tensors; tensors with the same elements share one reference."""
     known: dict[tuple[object, ...], PTensorRef] = {}
 
     def reference(tensor: Node) -> Node:

@@ -1,4 +1,4 @@
-"""Files written anew, each storage exactly as long as its tensors: what `torch.save` of clones would have written."""
+"""Lays out torch files whose storages are exactly as long as their tensors, as `torch.save` of clones writes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import FILE_STATE, Checkpoint
 from reshard_engine.formats.torch_archive import tree_template
-from reshard_engine.pickles.nodes import PTensorRef, mapping_items
+from reshard_engine.formats.torch_files.facts import files_of
+from reshard_engine.pickles.nodes import PTensorRef
 from reshard_engine.tensors.dtypes import UINT8
 from reshard_engine.tensors.layout import Body, FileTemplate, TargetFile, TargetLayout
 
@@ -20,12 +21,10 @@ class SlimWriter:
         Raises:
             RequestError: `request.invalid` for options that would change what tensors hold.
         """
-        if request.dtype is not None or request.max_shard_bytes is not None or request.exclude_frozen:
-            raise RequestError(
-                "request.invalid", "files keep their tensors: no type, no size of shards, nothing left out"
-            )
+        if request.dtype is not None or request.exclude_frozen:
+            raise RequestError("request.invalid", "files keep their tensors: no --dtype, and nothing is left out")
         files: list[TargetFile] = []
-        for path, tree in mapping_items(checkpoint.model_state, what="files").items():
+        for path, tree in files_of(checkpoint).items():
             if isinstance(tree, PTensorRef) and checkpoint.shard_map.tensors[tree.index].state == FILE_STATE:
                 size = checkpoint.shard_map.tensors[tree.index].numel
                 template = FileTemplate(size, (), (Body(0, 0, 0, size, UINT8, None),))

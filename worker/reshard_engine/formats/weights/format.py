@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
-from reshard.errors import SourceError
-from reshard.models import ConvertRequest, PossibleTarget, TargetFormat, WeightDtype
+from reshard.choices import TargetFormat, WeightDtype
+from reshard.errors import RequestError, SourceError
+from reshard.models import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.format import Format, Trial
+from reshard_engine.formats.format import DryRun, Format
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.weights.reader.safetensors import SafetensorsReader
 from reshard_engine.formats.weights.reader.torch_weights import TorchWeightsReader
@@ -30,15 +31,24 @@ class Weights(Format):
     takes_model_files = True
     whole_models = True
 
-    def writer(self, target: TargetFormat) -> Writer:
+    def writer(self, target: str) -> Writer:
         """The writer of either container."""
-        if target is TargetFormat.SAFETENSORS:
+        if target == TargetFormat.SAFETENSORS:
             from reshard_engine.formats.weights.writer.safetensors import SafetensorsWriter
 
             return SafetensorsWriter()
         from reshard_engine.formats.weights.writer.torch_weights import TorchWeightsWriter
 
         return TorchWeightsWriter()
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse a size of weights files in a request that writes none."""
+        if request.to not in self.targets and request.options.weights.max_shard_bytes is not None:
+            raise RequestError(
+                "request.invalid",
+                "--max-shard-size is for consolidated weights",
+                fix="--to safetensors",
+            )
 
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
         """The checkpoint with the files of `--model-files`."""
@@ -51,17 +61,17 @@ class Weights(Format):
         try:
             files = read_model_files(location, dtype, unties=checkpoint.unties)
         except SourceError as error:
-            if request.merge_adapter and error.code == "source.not_found":
-                return checkpoint  # it was named for the adapter's configuration alone
+            if request.options.peft.merge_adapter and error.code == "source.not_found":
+                return checkpoint  # `--model-files` was given only for the adapter's configuration
             raise
         return replace(checkpoint, model_files=files)
 
-    def possible_targets(self, tried: Trial) -> Iterable[PossibleTarget]:
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Weights in either container."""
         detail = "any type; without the frozen parameters" if tried.lacks_parameters else "any type"
         for to in self.targets:
             refusal = tried.refusal(to)
             if refusal is None:
-                yield tried.possible(to.value, detail, f"--to {to.value}")
+                yield tried.possible(to, detail, f"--to {to}")
             else:
-                yield tried.impossible(to.value, refusal)
+                yield tried.impossible(to, refusal)

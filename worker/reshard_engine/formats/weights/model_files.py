@@ -1,4 +1,4 @@
-"""What lies beside a model's weights and makes them one that opens by itself: configuration, tokenizer, generation.
+"""Reads the files that `from_pretrained` needs beside the weights: configuration, tokenizer, generation settings.
 
 Source: transformers 5.23.0 `utils/__init__.py` (`CONFIG_NAME`, `GENERATION_CONFIG_NAME`, ...) and
 `tokenization_utils_base.py` (names of tokenizer files).
@@ -24,9 +24,9 @@ _NAMES = re.compile(
     r"|vocab\.(json|txt)|merges\.txt|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model"
     r"|chat_template\.(jinja|json)|(pre)?processor_config\.json|video_preprocessor_config\.json"
 )
-"""Data only: code that a repository may have beside them is not carried."""
+"""Names of the files. They are data only: code in a model's repository is not copied."""
 _MAX_BYTES = 128 << 20
-"""Of all of them: they are in memory while a conversion runs. A large tokenizer has 30 MB."""
+"""Largest size of all of them, because they are in memory during a conversion. A large tokenizer has 30 MB."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
@@ -36,7 +36,7 @@ def read_model_files(location: Location, dtype: WeightDtype | None, *, unties: b
     Args:
         location: A directory that `save_pretrained` wrote, or a trainer's checkpoint.
         dtype: The type of the weights that will lie beside them; None leaves the configuration as it is.
-        unties: Whether the head has weights of its own now: the configuration is not to say that it is tied.
+        unties: True if the head has weights of its own now, so that the configuration must not say that it is tied.
 
     Raises:
         SourceError: `source.not_found` if there is no `config.json`, `checkpoint.too_large`, `checkpoint.malformed`.
@@ -61,18 +61,18 @@ def read_model_files(location: Location, dtype: WeightDtype | None, *, unties: b
 
 
 def _fitting(data: bytes, dtype: WeightDtype | None, *, unties: bool) -> bytes:
-    """The configuration of the weights as they will be: one that says another type or tie would have them changed."""
+    """The configuration with the type and ties of the target's weights, because loaders make weights match it."""
     try:
         config: Any = json.loads(data)
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise SourceError("checkpoint.malformed", "config.json is no JSON object", fix="copy it again")
+        raise SourceError("checkpoint.malformed", "config.json is not a JSON object", fix="copy it again")
     facts = cast("dict[str, Any]", config)
     keys = [k for k in _DTYPE_KEYS if isinstance(facts.get(k), str)] if dtype is not None else []
     said = facts | {k: SHORT_NAMES[dtype.value] for k in keys if dtype is not None}
     if unties:
-        # As PEFT's merge leaves it. Where it is not said, the model's class may have true for its default.
+        # PEFT's merge writes the same. Without the key, the default of the model's class may be true.
         said["tie_word_embeddings"] = False
     if said == facts:
         return data

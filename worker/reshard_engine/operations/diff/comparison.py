@@ -22,7 +22,7 @@ from reshard.models import Progress
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
-from reshard_engine.execute.gather.chunks import ChunkFiller
+from reshard_engine.execute.gather.tensor_reader import TensorReader
 from reshard_engine.formats.registry import format_of
 from reshard_engine.operations.diff.facts import FactComparison, Facts
 from reshard_engine.operations.diff.pairs import Matching, Side, TensorPair
@@ -58,11 +58,11 @@ def diff_checkpoints(
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> DiffReport:
-    """How two checkpoints differ, by logical tensor.
+    """Compare two checkpoints by logical tensor.
 
     Raises:
-        SourceError: `source.changed` and what else reading finds.
-        JobError: `job.cancelled` when `should_stop` says so.
+        SourceError: `source.changed`, and the other errors of reading.
+        JobError: `job.cancelled` if `should_stop` returns True.
     """
     started = time.monotonic()
     sides = Side(a), Side(b)
@@ -101,14 +101,14 @@ def _side(checkpoint: Checkpoint) -> DiffSide:
         url=checkpoint.url,
         tag=checkpoint.tag,
         format=checkpoint.format,
-        step=checkpoint.step,
+        step=checkpoint.counters.steps,
         zero_stage=format_of(checkpoint).zero_stage(checkpoint),
         world=dict(checkpoint.world),
     )
 
 
 def _ignored(name: str, state: str, options: DiffOptions) -> bool:
-    # A name may hold what patterns give a meaning: `client.list[1]`.
+    # A name may have characters that are special in patterns (`client.list[1]`): names are compared as text too.
     texts = (name, f"{name}/{state}")
     return any(p in texts or any(fnmatchcase(t, p) for t in texts) for p in options.ignore)
 
@@ -120,7 +120,7 @@ def _counts(difference: Difference, options: DiffOptions) -> bool:
 
 
 def _severity(difference: Difference) -> tuple[int, float, float, str, str]:
-    # Worst first: what has no counterpart at all, then elements by how far they are off.
+    # Worst first: by kind, then by the largest distance of elements.
     absolute = float("inf") if difference.nonfinite else difference.max_abs or 0.0
     count = difference.differing or 0
     return _ORDER[difference.kind], -absolute, -count, difference.name, difference.state
@@ -129,7 +129,7 @@ def _severity(difference: Difference) -> tuple[int, float, float, str, str]:
 def _rounding_notes(matching: Matching) -> Iterator[str]:
     for (side, dtype), count in sorted(matching.rounded.items()):
         other = "B" if side == "A" else "A"
-        yield f"{count} tensors of {side} were rounded to {dtype} before comparing: that is what {other} stores"
+        yield f"{count} tensors of {side} were rounded to {dtype} before comparing: {other} stores them in {dtype}"
 
 
 def _of_elements(pair: TensorPair, found: ValueDifference) -> Difference:
@@ -208,11 +208,11 @@ class _Reading:
 
     def _compare(self, block: _Block) -> _Outcome:
         pair = self._pairs[block.pair]
-        left, right = ChunkFiller(self._a, self._kernel), ChunkFiller(self._b, self._kernel)
+        left, right = TensorReader(self._a, self._kernel), TensorReader(self._b, self._kernel)
         a = left.elements(pair.a, pair.dtype, block.begin, block.end)
         b = right.elements(pair.b, pair.dtype, block.begin, block.end)
         found = compare_elements(a, b, pair.dtype, first=block.begin)
-        return _Outcome(block, found, left.read_bytes + right.read_bytes)
+        return _Outcome(block, found, left.counts.read_bytes + right.counts.read_bytes)
 
     def _take(self, outcome: _Outcome) -> None:
         pair, count = self._pairs[outcome.block.pair], outcome.block.end - outcome.block.begin

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from reshard.diffs import Difference, DifferenceKind
-from reshard_engine.checkpoint import Checkpoint, OptimizerState
+from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState
 from reshard_engine.formats.format import RunFacts
 from reshard_engine.formats.registry import format_of
 from reshard_engine.operations.diff.pairs import Matching, TensorPair
 from reshard_engine.pickles.differences import TensorsAt, compare_trees, text_of
-from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_items
+from reshard_engine.pickles.nodes import Node, PTensorRef
 
-_NOT_HYPER = frozenset({"params", "step"})
-"""Numbers of a group's members, and the counter that is compared per parameter."""
+_COUNTER = "step"
+"""An entry of groups that is compared per parameter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What comparing non-tensor state found."""
+    """The result of comparing the state that is no tensor of a parameter."""
 
     differences: tuple[Difference, ...]
     pairs: tuple[TensorPair, ...]
     """Tensors inside the trees, still to be compared."""
     notes: tuple[str, ...]
     values: int
-    """Values that were compared, nested ones counted as one."""
+    """The number of values that were compared; a nested value counts as one."""
 
 
 class FactComparison:
     """Compares the state that is no tensor of a parameter."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, matching: Matching) -> None:
-        """The two sides, and which param groups have parameters in common."""
+        """Take the two sides, and their matching, which pairs param groups with common parameters."""
         self._a, self._b, self._matching = a, b, matching
         self._differences: list[Difference] = []
         self._pairs: list[TensorPair] = []
@@ -41,12 +41,12 @@ class FactComparison:
         self._values = 0
 
     def compare(self) -> Facts:
-        """Everything.
+        """Compare all state that is no tensor of a parameter.
 
         Raises:
             SourceError: `checkpoint.malformed` for trees of the wrong shape.
         """
-        mine, theirs = (format_of(side).run_facts(side) for side in (self._a, self._b))
+        mine, theirs = self._facts()
         if self._a.optimizer is not None and self._b.optimizer is not None:
             self._hyper_parameters(self._a.optimizer, self._b.optimizer)
             self._optimizer_facts(mine, theirs)
@@ -56,19 +56,27 @@ class FactComparison:
         self._extra_states(self._a.extra_states, self._b.extra_states)
         return Facts(tuple(self._differences), tuple(self._pairs), tuple(self._notes), self._values)
 
+    def _facts(self) -> tuple[RunFacts, RunFacts]:
+        """The facts of both runs. Runs of two families have only facts that every format has, and common counters."""
+        a, b = self._a, self._b
+        if a.family == b.family:
+            return format_of(a).run_facts(a), format_of(b).run_facts(b)
+        counted = [f.name for f in fields(Counters)]
+        known = [n for n in counted if None not in (getattr(a.counters, n), getattr(b.counters, n))]
+        return _shared_facts(a, known), _shared_facts(b, known)
+
     def _lone(self, what: str, *, in_a: bool) -> None:
         mine, theirs = ("present", None) if in_a else (None, "present")
         self._differences.append(Difference(kind=DifferenceKind.MISSING, name=what, a=mine, b=theirs))
 
     def _hyper_parameters(self, a: OptimizerState, b: OptimizerState) -> None:
-        if not a.param_groups or not b.param_groups:
+        if not a.groups or not b.groups:
             self._notes.append("a side carries no hyper-parameters (list-form states): not compared")
             return
         for (left, right), first, count in self._matching.group_pairs():
-            mine = mapping_items(a.param_groups[left], what="param_groups of A")
-            theirs = mapping_items(b.param_groups[right], what="param_groups of B")
+            mine, theirs = a.groups[left].hyper_parameters, b.groups[right].hyper_parameters
             for key in dict.fromkeys((*mine, *theirs)):
-                if key in _NOT_HYPER:
+                if key == _COUNTER:
                     continue
                 self._tree(
                     (mine.get(key), theirs.get(key)),
@@ -79,7 +87,7 @@ class FactComparison:
                 )
 
     def _optimizer_facts(self, mine: RunFacts, theirs: RunFacts) -> None:
-        """Values beside the param groups; those that not every layout keeps, where both sides have them."""
+        """Compare values beside the param groups; optional values only where both sides have them."""
         for name in dict.fromkeys((*mine.optimizer, *theirs.optimizer)):
             both = name in mine.optimizer and name in theirs.optimizer
             if both or name not in mine.optional | theirs.optional:
@@ -94,7 +102,7 @@ class FactComparison:
             self._tree((mine.state.get(key), theirs.state.get(key)), DifferenceKind.STATE, key)
 
     def _extra_states(self, mine: Mapping[str, Node], theirs: Mapping[str, Node]) -> None:
-        """Entries of the models' state dicts that are no tensors."""
+        """Compare the entries of the models' state dicts that are no tensors."""
         for name in dict.fromkeys((*mine, *theirs)):
             if name in mine and name in theirs:
                 self._tree((mine[name], theirs[name]), DifferenceKind.STATE, f"module.{name}")
@@ -134,3 +142,12 @@ class FactComparison:
             return
         pair = TensorPair(name, state or "value", *numbers, left.dtype, rounded=False, shape=left.shape)
         self._pairs.append(pair)
+
+
+def _shared_facts(side: Checkpoint, counters: Sequence[str]) -> RunFacts:
+    """The run state under the names that every format has, with only these counters."""
+    if not FormatFacts().run_state(side):
+        return RunFacts()
+    found = Counters(**{name: getattr(side.counters, name) for name in counters})
+    state = FormatFacts().run_state(replace(side, counters=found))
+    return RunFacts({str(k): v for k, v in state.items()})

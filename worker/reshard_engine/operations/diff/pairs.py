@@ -1,4 +1,4 @@
-"""Which tensors and values of two checkpoints are the same thing: pairs to compare, and what has no partner."""
+"""Pairs of tensors and values to compare in two checkpoints, and differences that need no reading."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from reshard.diffs import Difference, DifferenceKind
 from reshard_engine.checkpoint import Checkpoint, Scalar
 from reshard_engine.pickles.differences import same_scalar, text_of
 from reshard_engine.tensors.dtypes import Dtype
-from reshard_engine.tensors.shard_map import StoredTensor
+from reshard_engine.tensors.shard_map import LogicalTensor
 
 MASTER = "fp32"
 _CASTS_FROM = ("float64", "float32", "float16", "bfloat16")
 _CASTS_TO = ("float32", "float16", "bfloat16")
-"""What `execute.casts.cast` rounds."""
+"""The types to which `execute.casts.cast` rounds those of `_CASTS_FROM`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class TensorPair:
     b: int
     dtype: Dtype
     rounded: bool
-    """Whether one side is rounded to `dtype` first."""
+    """True if one side is rounded to `dtype` first."""
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A name of one side with what it has: a parameter or a buffer."""
+    """A parameter or a buffer of one side."""
 
     role: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class Side:
-    """One checkpoint by names."""
+    """One of the two checkpoints, with its parameters and buffers by name."""
 
     checkpoint: Checkpoint
     entries: Mapping[str, _Entry] = field(init=False)
@@ -65,10 +65,10 @@ class Side:
 
     @property
     def knows_roles(self) -> bool:
-        """Whether it says who is trained: weights alone do not, and may write tied names twice."""
+        """True if it shows the trained parameters. Files of weights do not, and may hold tied names twice."""
         return self.checkpoint.optimizer is not None
 
-    def tensor(self, number: int) -> StoredTensor:
+    def tensor(self, number: int) -> LogicalTensor:
         """A tensor of the shard map."""
         return self.checkpoint.shard_map.tensors[number]
 
@@ -77,13 +77,13 @@ class Side:
         return frozenset({owner, *(a for a, o in self.checkpoint.shared.items() if o == owner)})
 
     def owner_of(self, name: str) -> str | None:
-        """The name under which the side has what `name` means; None if it has no such thing."""
+        """The name under which this side holds the tensor `name`; None if it has no such tensor."""
         owner = self.checkpoint.shared.get(name, name)
         return owner if owner in self.entries else None
 
 
 class Matching:
-    """Pairs of two sides, and what differs before any element is read."""
+    """The pairs of two sides, and the differences that show before any element is read."""
 
     def __init__(self, a: Side, b: Side, *, weights_only: bool) -> None:
         """Match everything at once."""
@@ -93,7 +93,7 @@ class Matching:
         self.rounded: Counter[tuple[str, str]] = Counter()
         """Tensors that are compared rounded, by side and element type."""
         self.groups: Counter[tuple[int, int]] = Counter()
-        """How many parameters are in a group of `a` and a group of `b`."""
+        """The number of parameters that are in a group of `a` and in a group of `b`, by these two groups."""
         self.first_of: dict[tuple[int, int], str] = {}
         self.padded: dict[tuple[int, int], int] = {}
         """The number of vocabularies by their rows of padding on the two sides, where these differ."""
@@ -118,7 +118,7 @@ class Matching:
 
     def _lone(self, name: str, entry: _Entry, side: Side) -> None:
         if side is self.b and (owner := self.a.owner_of(name)) is not None:
-            # A tensor of its own here, another name of one there.
+            # Side `b` has a tensor of this name; side `a` has the name as an alias of another tensor.
             self._weights(name, self.a.entries[owner], entry)
             return
         number = entry.weight if entry.weight is not None else entry.states.get(MASTER)
@@ -151,7 +151,7 @@ class Matching:
             self.first_of.setdefault((mine.group, theirs.group), name)
 
     def _compare_ties(self) -> None:
-        """Names of one tensor on a side that are not those of one tensor on the other."""
+        """Note names that are tied on one side, and not tied in the same way on the other side."""
         if not (self.a.knows_roles and self.b.knows_roles):
             return
         reported: set[str] = set()
@@ -173,7 +173,7 @@ class Matching:
     # -- elements ---------------------------------------------------------------------------------------
 
     def _weights(self, name: str, mine: _Entry, theirs: _Entry) -> None:
-        """Masters with masters; each stored weight with the other's weight of its type, or its rounded master."""
+        """Pair the masters, and pair each stored weight with the other side's weight of its type or rounded master."""
         if mine.shape != theirs.shape:
             return
         found: dict[tuple[int, int], TensorPair] = {}
@@ -199,7 +199,7 @@ class Matching:
             self._differ(DifferenceKind.DTYPE, name, state, *names)
 
     def _padding(self, name: str, mine: _Entry, theirs: _Entry) -> None:
-        """Rows behind a vocabulary's data, where both sides have as many of them."""
+        """Pair the padding rows behind a vocabulary, where both sides have the same number of them."""
         counts = [
             max((s.tensor(n).shape[0] for n in e.padding.values()), default=0)
             for s, e in ((self.a, mine), (self.b, theirs))
@@ -250,13 +250,13 @@ class Matching:
     # -- value pairs that the caller compares -----------------------------------------------------------
 
     def group_pairs(self) -> Iterator[tuple[tuple[int, int], str, int]]:
-        """Pairs of param groups that share parameters: their numbers, the first such parameter, how many there are."""
+        """Pairs of param groups that share parameters: their numbers, the first shared parameter, the count."""
         for numbers, count in self.groups.items():
             yield numbers, self.first_of[numbers], count
 
 
 def _counterpart(side: Side, weight: int, other: Side, entry: _Entry) -> int | None:
-    """What a stored weight is compared with: a weight of its type, else what can be rounded to it."""
+    """The tensor to compare with a stored weight: one of its type, else one that can be rounded to its type."""
     dtype = side.tensor(weight).dtype
     if entry.weight is not None and other.tensor(entry.weight).dtype is dtype:
         return entry.weight

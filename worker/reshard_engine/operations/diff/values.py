@@ -1,4 +1,4 @@
-"""Blocks of elements compared bit by bit, and by how much they differ."""
+"""Comparison of blocks of elements: by bits, and by distance where bits differ."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _COMPLEX = {"complex64": np.complex64, "complex128": np.complex128}
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """How some elements of two tensors differ. Element numbers count in row-major order."""
+    """The differences between some elements of two tensors. Element numbers count in row-major order."""
 
     count: int
     """Elements whose bits differ."""
     nonfinite: int
-    """Of these, the ones that are infinite or no number on a side: they have no distance."""
+    """Differing elements that are infinite or NaN on a side, and so have no distance."""
     max_abs: float | None
-    """Largest distance of the others; None where the type has none, or nothing finite differs."""
+    """The largest distance of finite elements; None if the type has no distance, or no finite elements differ."""
     max_rel: float | None
-    """Largest distance as a part of the larger magnitude of the two."""
+    """The largest distance divided by the larger magnitude of the two elements."""
     first: int
     first_a: str
     first_b: str
 
     def joined(self, later: ValueDifference) -> ValueDifference:
-        """Both together; `later` is of elements further on."""
+        """The sum of two differences, where `later` is of elements further on."""
         return replace(
             self,
             count=self.count + later.count,
@@ -57,7 +57,7 @@ def _larger(a: float | None, b: float | None) -> float | None:
 
 
 def compare_elements(a: Bytes, b: Bytes, dtype: Dtype, *, first: int) -> ValueDifference | None:
-    """How two packed runs of elements of one type differ; None if they are the same bits.
+    """The difference between two packed runs of elements of one type; None if their bits are equal.
 
     Args:
         a: Little-endian bytes of one side.
@@ -66,7 +66,7 @@ def compare_elements(a: Bytes, b: Bytes, dtype: Dtype, *, first: int) -> ValueDi
         first: Number of the first element, for `ValueDifference.first`.
     """
     size = dtype.itemsize_bytes
-    # Eight bytes at a time: nearly every block is equal, and this is all that is done for those.
+    # Compare eight bytes at a time: nearly all blocks are equal, and need no more than this.
     cut = len(a) // 8 * 8
     if np.array_equal(a[:cut].view(np.uint64), b[:cut].view(np.uint64)) and np.array_equal(a[cut:], b[cut:]):
         return None

@@ -1,1 +1,1 @@
-"""Casts on a GPU: batches go there and come back through pinned memory, checked by sums, chosen by measurement."""
+"""Casts on a GPU: batches pass through pinned memory, sums check the transfers, measurements choose the batches."""

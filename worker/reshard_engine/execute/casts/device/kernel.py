@@ -1,6 +1,6 @@
-"""The kernel of a process that may use a device: measures, chooses, and goes on without it when it has to.
+"""The kernel of a process that may use a device: it measures, chooses, and falls back to the CPU if the device fails.
 
-torch is imported when the first batch goes to the device: a conversion that casts little never waits for it.
+torch is imported when the first batch goes to the device, so a conversion that casts little never waits for the import.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import numpy as np
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.casts.device.cost import CostModel, Pair
 from reshard_engine.execute.casts.losses import may_lose
-from reshard_engine.execute.casts.rows import Buffer, Kind, Rows
+from reshard_engine.execute.casts.rows import ByteArray, Kind, Rows
 from reshard_engine.tensors.dtypes import Dtype
 
 if TYPE_CHECKING:
     from reshard_engine.execute.casts.device.lanes import Stations
 
 SLICE_BYTES = 4 << 20
-"""Of the source, per lane: enough that the launches of a dozen kernels are short beside the transfer."""
+"""Source bytes of one slice: so many that launching a dozen kernels takes little time beside the transfer."""
 LEAST_BYTES = 128 << 10
-"""Casts of less never go to a device: the way there costs more."""
+"""Least bytes of a cast on a device. Smaller casts stay on the CPU: the transfer would cost more."""
 WARM_UP_BYTES = 2 << 30
-"""What the CPU casts before a device is looked for: until then torch and its context take longer than they save."""
+"""Bytes that the CPU casts before a device is used. For less, loading torch takes longer than the device saves."""
 MOST_STATIONS = 8
 _SLICE_GRAIN = 64 << 10
 _MOST_FAILURES = 3
-"""In a row, after which the device is left alone."""
+"""Number of failures in a row after which the device is not used any more."""
 
 
 class BusyError(Exception):
-    """Other threads have all stations, so nothing can be measured now."""
+    """All stations are taken by other threads, so nothing can be measured now."""
 
 
 class DeviceCast:
-    """Casts on a device where that is sooner, with the reference's bits."""
+    """Casts on a device if that is faster, with the same bits as the reference."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class DeviceCast:
         warm_up_bytes: int = 0,
         model: CostModel | None = None,
     ) -> None:
-        """Nothing is imported or measured yet.
+        """Make the kernel; nothing is imported or measured yet.
 
         Args:
-            device: torch's name of it; "cpu" runs the device's program on the processor.
-            always: Whether to use it whatever it costs.
-            memory_bytes: How much of its memory may be taken; None for a quarter of what is free.
-            slice_bytes: Source bytes that travel together.
-            least_bytes: Casts of less stay on the CPU.
-            warm_up_bytes: What is cast on the CPU before the device is looked for.
-            model: What decides; None to measure.
+            device: torch's name of the device; "cpu" runs the device's program on the CPU.
+            always: True to use the device without measuring.
+            memory_bytes: Device memory that may be used; None for a quarter of the free memory.
+            slice_bytes: Source bytes of one slice.
+            least_bytes: Least bytes of a cast on the device; smaller casts stay on the CPU.
+            warm_up_bytes: Bytes that are cast on the CPU before the device is used.
+            model: The cost model that decides; None for one that measures.
         """
         self._name, self._always, self._memory_bytes = device, always, memory_bytes
         self._slice_bytes, self._least_bytes, self._warm_up_bytes = slice_bytes, least_bytes, warm_up_bytes
@@ -72,24 +72,24 @@ class DeviceCast:
         self._unread = 0
         self._count = {"device_bytes": 0, "cpu_bytes": 0, "device_nonfinite": 0, "out_of_memory": 0, "fallbacks": 0}
 
-    def cast(self, data: Buffer, source: Dtype, target: Dtype) -> Buffer:
+    def cast(self, data: ByteArray, source: Dtype, target: Dtype) -> ByteArray:
         """The elements in the target's type, little-endian."""
         result = np.empty(len(data) // source.itemsize_bytes * target.itemsize_bytes, dtype=np.uint8)
         self.cast_into(data, source, target, result)
         return result
 
-    def cast_into(self, data: Buffer, source: Dtype, target: Dtype, out: Buffer) -> int:
+    def cast_into(self, data: ByteArray, source: Dtype, target: Dtype, out: ByteArray) -> int:
         """Put the elements in the target's type into memory; returns how many results are zero, infinite or NaN."""
         zero = np.zeros(1, dtype=np.int64)
         return self.cast_rows(Rows(zero, np.array([len(data)], dtype=np.int64), zero), data, out, Kind(source, target))
 
-    def staging(self, length_bytes: int) -> Buffer:
-        """Memory to read a batch into, this thread's until it asks again: pinned once the device is in use."""
+    def staging(self, length_bytes: int) -> ByteArray:
+        """Memory to read a batch into, valid until this thread asks again. It is pinned once the device is in use."""
         if self._stations is None or self._off or length_bytes < self._least_bytes:
             return np.empty(length_bytes, dtype=np.uint8)
         return self._stations.staging(length_bytes)
 
-    def cast_rows(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind) -> int:
+    def cast_rows(self, rows: Rows, source: ByteArray, target: ByteArray, kind: Kind) -> int:
         """Cast rows of one memory into another; returns how many results are zero, infinite or NaN.
 
         Raises:
@@ -105,11 +105,11 @@ class DeviceCast:
         return self._reference.cast_rows(rows, source, target, kind)
 
     def start(self) -> Stations:
-        """The stations of the device.
+        """The stations of the device, which are made at the first call.
 
         Raises:
             ImportError: There is no torch.
-            RuntimeError: There is no such device, or no room on it.
+            RuntimeError: There is no such device, or its memory is too small.
         """
         with self._lock:
             if self._stations is None:
@@ -121,7 +121,7 @@ class DeviceCast:
             return self._stations
 
     def report(self) -> dict[str, Any]:
-        """What was measured and what went where: for people and docs/performance.md."""
+        """A report for people and for docs/performance.md: all measurements, and the bytes cast on each side."""
         pairs = {
             f"{source.name} to {target.name}": {
                 where: {"fixed_us": round(line.fixed_s * 1e6, 1), "gb_per_s": round(line.bytes_per_s / 1e9, 2)}
@@ -132,7 +132,7 @@ class DeviceCast:
         return {"device": self._name, "off": self._off, "measured": pairs, **self._count}
 
     def take_warnings(self) -> list[str]:
-        """What a user should know since the last call: results are the same, but they came otherwise."""
+        """A warning about batches that the CPU cast in place of the device since the last call, with equal results."""
         with self._lock:
             unread, self._unread = self._unread, 0
         if not unread:
@@ -155,8 +155,8 @@ class DeviceCast:
             self._turn_off(str(error))
             return False
 
-    def _on_device(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind, size_bytes: int) -> int | None:
-        """The same on the device; None if it cannot."""
+    def _on_device(self, rows: Rows, source: ByteArray, target: ByteArray, kind: Kind, size_bytes: int) -> int | None:
+        """Cast rows on the device, as `cast_rows` does; None if the device cannot."""
         self._model.queued(size_bytes)
         try:
             for _ in range(2):
@@ -177,7 +177,7 @@ class DeviceCast:
             self._turn_off("it was out of memory again and again")
         return None
 
-    def _attempt(self, rows: Rows, source: Buffer, target: Buffer, kind: Kind, size_bytes: int) -> int | None:
+    def _attempt(self, rows: Rows, source: ByteArray, target: ByteArray, kind: Kind, size_bytes: int) -> int | None:
         stations = self.start()
         station = stations.taken()
         if station is None:
@@ -236,8 +236,8 @@ class DeviceCast:
             stations.put_back(station)
 
 
-def _sample(pair: Pair, size_bytes: int) -> tuple[Buffer, Buffer]:
-    """Elements that look like weights: one and a half, whatever the type; and room for their casts."""
+def _sample(pair: Pair, size_bytes: int) -> tuple[ByteArray, ByteArray]:
+    """A sample of elements, all 1.5 in any type, and memory for their casts."""
     source, target = pair
     pattern = {"float64": 0x3FF8 << 48, "float32": 0x3FC0 << 16, "bfloat16": 0x3FC0, "float16": 0x3E00}[source.name]
     count = size_bytes // source.itemsize_bytes
@@ -246,6 +246,6 @@ def _sample(pair: Pair, size_bytes: int) -> tuple[Buffer, Buffer]:
 
 
 def _out_of_memory(error: RuntimeError) -> bool:
-    import torch  # here already: it raised the error
+    import torch  # it is already imported: it raised the error
 
     return isinstance(error, torch.cuda.OutOfMemoryError)

@@ -1,6 +1,6 @@
-"""Lanes to a device and back: a stream with pinned memory for each way; two of them take turns.
+"""Lanes: streams to a device, each with pinned memory for both directions. Two lanes take turns.
 
-While one lane's batch is computed and comes back, the host fills the other's memory and sends it.
+While the device computes the slice of one lane, the host fills and sends the memory of the other lane.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from reshard.errors import IntegrityError
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.casts.device.program import run
 from reshard_engine.execute.casts.device.sums import ROW_BYTES, padded_bytes, position_sum
-from reshard_engine.execute.casts.rows import INDEXED_BYTES, Buffer, Rows, copy_rows, starts_of
+from reshard_engine.execute.casts.rows import INDEXED_BYTES, ByteArray, Rows, copy_rows, starts_of
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.tensors.dtypes import Dtype
 
 LANES = 2
 LANE_FACTOR = 32
-"""Device memory of a lane per byte of its slice, at most: 16-bit elements gathered by index and widened, with all
-intermediate results. `tests/property/test_device_casts.py` holds it against what a trace of allocations says."""
+"""Device memory that a lane takes per byte of its slice, at most. The worst case: 16-bit elements are gathered by index
+and widened. `tests/property/test_device_casts.py` compares this number with a trace of all allocations."""
 _SAMPLE_ELEMS = 128
 _MAX_ROWS = 1 << 16
 _LEAST_SLICE_BYTES = 64 << 10
@@ -36,12 +36,12 @@ Facts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A slice on its way."""
+    """A slice that was sent to the device."""
 
     staged: torch.Tensor
-    """What was sent: whole rows of `sums`."""
+    """The bytes that were sent: whole rows of `sums`."""
     rows: Rows
-    """In what was sent, in bytes; `at` in the target."""
+    """The rows within `staged`, in bytes; `at` is their place in the target."""
     sums: int
     count: int
     kinds: tuple[Dtype, Dtype]
@@ -49,19 +49,19 @@ class _Job:
 
 
 class _NoStream(contextlib.nullcontext[None]):
-    """The stream of a device that has none: what is asked for is done when the call returns."""
+    """The stream of a device without streams: each operation is complete when its call returns."""
 
     def synchronize(self) -> None:
-        """It is done."""
+        """Do nothing: every operation is already complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a batch is."""
+    """The memory that holds a batch."""
 
-    memory: Buffer
+    memory: ByteArray
     pinned: torch.Tensor
-    """The same memory and what lies behind it, if it is pinned; else nothing."""
+    """The same memory and the bytes behind it, if it is pinned; else an empty tensor."""
 
 
 def _pinned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -69,13 +69,13 @@ def _pinned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 class _Staging(threading.local):
-    """Pinned memory that a thread reads its batches into."""
+    """The pinned memory into which a thread reads its batches."""
 
     tensor: torch.Tensor | None = None
 
 
 class _Lane:
-    """One stream, and the memory that its batches come from and go to."""
+    """One stream, with the pinned memory for its slices and their results."""
 
     def __init__(self, device: torch.device, slice_bytes: int) -> None:
         self._device, self._cuda = device, device.type == "cuda"
@@ -89,7 +89,7 @@ class _Lane:
         self.job: _Job | None = None
 
     def submit(self, source: Source, rows: Rows, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> None:
-        """Send rows of the source on their way: from where they are if that is pinned, else from this lane's memory."""
+        """Send rows of the source to the device: directly if the source is pinned, else from this lane's memory."""
         size, total, single = kinds[0].itemsize_bytes, int(rows.length.sum()), len(rows.length) == 1
         low, high = int(rows.begin.min()) // 8 * 8, int((rows.begin + rows.length).max())
         gathers = total < len(rows.length) * INDEXED_BYTES and high - low <= 2 * slice_bytes
@@ -128,11 +128,11 @@ class _Lane:
     def _on_stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream) if self._cuda else self._stream
 
-    def finish(self, target: Buffer) -> Facts:
-        """Wait for the slice, prove it and put it where it belongs.
+    def finish(self, target: ByteArray) -> Facts:
+        """Wait for the slice, check it and put the results in place.
 
         Raises:
-            IntegrityError: `integrity.mismatch` if it is not what the device made of what the host sent.
+            IntegrityError: `integrity.mismatch` if bytes changed during a transfer, or if the device casts wrongly.
         """
         job, self.job = self.job, None
         assert job is not None
@@ -141,16 +141,16 @@ class _Lane:
         wide, narrow = (k.itemsize_bytes for k in job.kinds)
         result = self._out.numpy()[: padded_bytes(job.count * narrow)]
         if int(facts[0]) != job.sums:
-            raise IntegrityError("integrity.mismatch", f"what {self._device} received is not what was sent")
+            raise IntegrityError("integrity.mismatch", f"{self._device} received other bytes than were sent")
         if int(facts[1]) != position_sum(result):
-            raise IntegrityError("integrity.mismatch", f"what came back from {self._device} is not what it made")
+            raise IntegrityError("integrity.mismatch", f"other bytes came back from {self._device} than it computed")
         self._check_sample(job, result)
         length = job.rows.length // wide * narrow
         copy_rows(result, starts_of(length), target, job.rows.at, length)
         return facts
 
-    def _check_sample(self, job: _Job, result: Buffer) -> None:
-        """Some elements cast once more by the reference: a device that computes wrongly does so more than once."""
+    def _check_sample(self, job: _Job, result: ByteArray) -> None:
+        """Cast some elements again with the reference: a faulty device computes many elements wrongly."""
         wide, narrow = (k.itemsize_bytes for k in job.kinds)
         number = np.unique(np.linspace(0, job.count - 1, _SAMPLE_ELEMS).astype(np.int64))
         starts = starts_of(job.rows.length) // wide
@@ -160,31 +160,33 @@ class _Lane:
         before = staged[: len(staged) // wide * wide].reshape(-1, wide)[place]
         expected = self._reference.cast(before.reshape(-1), *job.kinds)
         if result.reshape(-1, narrow)[number].tobytes() != expected.tobytes():
-            raise IntegrityError("integrity.mismatch", f"{self._device} casts otherwise than the reference")
+            raise IntegrityError("integrity.mismatch", f"{self._device} casts differently from the reference")
 
     def drain(self) -> None:
-        """Wait for what is on its way and forget it."""
+        """Wait for the slice in flight and drop it."""
         self._stream.synchronize()
         self.job = None
 
 
 class Station:
-    """The lanes of one thread at a time."""
+    """A set of lanes that one thread uses at a time."""
 
     def __init__(self, device: torch.device, slice_bytes: int) -> None:
-        """Takes its pinned memory."""
+        """Allocate the pinned memory of the lanes."""
         self.slice_bytes = slice_bytes
         self._lanes = [_Lane(device, slice_bytes) for _ in range(LANES)]
 
-    def cast(self, rows: Rows, source: Source, target: Buffer, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> Facts:
-        """Cast rows of one memory into another; returns the sum of the facts that the device found.
+    def cast(
+        self, rows: Rows, source: Source, target: ByteArray, kinds: tuple[Dtype, Dtype], slice_bytes: int
+    ) -> Facts:
+        """Cast rows from one memory to another; returns the facts of all slices, added up (see `program.Outcome`).
 
         Args:
-            rows: In bytes.
-            source: Where they are.
-            target: Where they go.
-            kinds: The type that they have and the one that they get.
-            slice_bytes: At most this station's own; less after the device had no room.
+            rows: The rows, in bytes.
+            source: The memory that holds them.
+            target: The memory for the results.
+            kinds: The source type and the target type.
+            slice_bytes: Bytes of a slice: at most the station's own number, or less if the device ran out of memory.
         """
         found = np.zeros(4, dtype=np.int64)
         try:
@@ -203,7 +205,7 @@ class Station:
 
 
 def slices(rows: Rows, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> Iterator[Rows]:
-    """The rows in groups of at most so many bytes; longer ones are cut."""
+    """The rows in groups of at most `slice_bytes`; longer rows are cut."""
     wide, narrow = (k.itemsize_bytes for k in kinds)
     parts = -(-rows.length // slice_bytes)
     if int(parts.max()) > 1:
@@ -223,13 +225,13 @@ def slices(rows: Rows, kinds: tuple[Dtype, Dtype], slice_bytes: int) -> Iterator
 
 
 class Stations:
-    """As many stations as fit the memory; a thread that finds none free casts on its own processor."""
+    """As many stations as fit into the memory. A thread that finds no free station casts on the CPU."""
 
     def __init__(self, name: str, memory_bytes: int | None, *, most: int, slice_bytes: int) -> None:
-        """Finds the device and its free memory; a quarter of it is used unless it is said how much.
+        """Find the device and divide its memory: `memory_bytes`, or a quarter of the free memory if that is None.
 
         Raises:
-            RuntimeError: There is no such device, or no room for slices that are worth their way.
+            RuntimeError: There is no such device, or its memory is too small for slices of a useful size.
         """
         self.device = torch.device(name)
         if self.device.type == "cuda" and not torch.cuda.is_available():
@@ -247,23 +249,23 @@ class Stations:
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 4 << 30
 
-    def staging(self, length_bytes: int) -> Buffer:
-        """Pinned memory for a batch, this thread's until it asks again; any memory for more than a batch."""
+    def staging(self, length_bytes: int) -> ByteArray:
+        """Pinned memory for a batch, valid until this thread asks again; not pinned if it is more than a batch."""
         if length_bytes > READ_BATCH_BYTES:
             return np.empty(length_bytes, dtype=np.uint8)
         if self._staging.tensor is None:
             self._staging.tensor = _pinned(READ_BATCH_BYTES + ROW_BYTES, torch.uint8, self.device)
         return self._staging.tensor[:length_bytes].numpy()
 
-    def source(self, memory: Buffer) -> Source:
-        """What a lane should know of some memory."""
+    def source(self, memory: ByteArray) -> Source:
+        """A memory as a `Source` for lanes."""
         pinned = self._staging.tensor
         if pinned is not None and 0 <= (first := memory.ctypes.data - pinned.data_ptr()) < len(pinned):
             return Source(memory, pinned[first:] if first % 8 == 0 else pinned[:0])
         return Source(memory, torch.empty(0, dtype=torch.uint8))
 
     def taken(self) -> Station | None:
-        """A station that no other thread has, if there is one."""
+        """Take a station that no other thread has; None if all are taken."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -278,11 +280,11 @@ class Stations:
             raise
 
     def put_back(self, station: Station) -> None:
-        """It is free again."""
+        """Mark a station as free."""
         with self._lock:
             self._free.append(station)
 
     def empty_cache(self) -> None:
-        """Give back what torch keeps of the device's memory."""
+        """Return the device memory that torch caches."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

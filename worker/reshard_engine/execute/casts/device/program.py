@@ -1,8 +1,9 @@
-"""What a device does with a batch: gather, cast, count what is not finite, sum; one trip, whatever the device.
+"""The program that a device runs on a batch: gather, cast, count special elements, and sum, in one round trip.
 
-Plain torch operations, so the CPU runs the same program as a GPU. They pass over the device's memory several times,
-which on a GPU is many times as fast as the way to it. Casts of numbers are the device's own (round to nearest, ties
-to even); those of NaNs, whose payloads devices treat as they please, are integer arithmetic as in the reference.
+It consists of plain torch operations, so the CPU runs the same program as a GPU. They pass over the device's memory
+several times, but on a GPU that memory is many times as fast as the transfer. The device itself casts numbers (round to
+nearest, ties to even). Devices differ in the payloads of NaNs, so NaNs are cast by integer arithmetic as in the
+reference.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is to go back to the host."""
+    """The results that go back to the host."""
 
     data: Tensor
     """The elements as bytes, in whole rows of `sums`."""
     facts: Tensor
-    """Sums of what arrived and what leaves, results that are zero, infinite or NaN, elements that were not finite."""
+    """Four numbers: the sum of the received bytes, the sum of the result, the number of results that are zero, infinite
+    or NaN, and the number of source elements that are not finite."""
 
 
 def run(data: Tensor, rows: Tensor | int, count: int, kinds: tuple[Dtype, Dtype], padded: int) -> Outcome:
-    """Do it all.
+    """Gather, cast, count and sum one slice.
 
     Args:
-        data: Bytes as they arrived, in whole rows of `sums`.
-        rows: Begin and length of runs of elements, in elements, as two rows of int32; or where the only one begins.
-        count: Elements in all.
-        kinds: Their type and the one that they get.
-        padded: Bytes of the result in whole rows of `sums`.
+        data: The received bytes, in whole rows of `sums`.
+        rows: Begins and lengths of runs, in elements, as two rows of int32; or the begin of the only run.
+        count: Number of elements of all runs.
+        kinds: The source type and the target type.
+        padded: Length of the result in bytes, in whole rows of `sums`.
     """
     source, target = kinds
     before = data.view(_INTEGERS[source.itemsize_bytes])
@@ -73,7 +75,7 @@ def _widened(bits: Tensor, source: Dtype) -> Tensor:
         kept = (extended >> 31 << 31) | _INF32 | (extended & 0x3FF) << 13
     else:
         nan = (bits & ((1 << 63) - 1)) > (0x7FF << 52)
-        # As processors do: the upper part of the payload, and the quiet bit.
+        # CPUs keep the upper part of the payload and set the quiet bit.
         kept = (bits >> 63).to(torch.int32) << 31 | _INF32 | 1 << 22 | ((bits >> 29) & 0x7FFFFF).to(torch.int32)
     return torch.where(nan, kept, wide)
 

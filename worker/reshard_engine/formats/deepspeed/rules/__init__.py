@@ -1,1 +1,1 @@
-"""Rules of tensor parallelism: which parameter is cut how, by patterns of names or by affine maps."""
+"""Rules that say how tensor parallelism cuts each parameter, by patterns of names or by affine maps."""

@@ -1,7 +1,7 @@
-"""Affine maps: where every element of a rank's shard lies in the whole parameter, as tools that cut models write it.
+"""Affine maps: the place in the whole parameter of every element of a rank's shard.
 
-A piece is a block of elements described twice, as `torch.as_strided` takes it: in the whole and in the shard. Pieces
-that are boxes in both are read; a scale other than 1 is refused, as DeepSpeed refuses it for optimizer states.
+A piece is a block of elements with two descriptions, as `torch.as_strided` takes them: in the whole and in the shard.
+Pieces that are boxes in both are read. A scale other than 1 is refused; DeepSpeed refuses it for optimizer states.
 
 Source: deepspeed 0.19.8 `checkpoint/affine.py` (`ParamAffineMap`, `AffinePiece`; format version 1).
 """
@@ -40,7 +40,7 @@ class AffineMaps:
         """The whole parameter as a view of its ranks' shards; None for a parameter without a map.
 
         Raises:
-            SourceError: `rules.invalid` for a map of another form, `source.unsupported` for what is no box.
+            SourceError: `rules.invalid` for a map of another form, `source.unsupported` for a piece that is no box.
             ValueError: The pieces do not tile the parameter.
         """
         pattern = self._patterns.match(name)
@@ -49,10 +49,10 @@ class AffineMaps:
         what = f"the affine map of {printable(name)}"
         entry = as_mapping(self._maps[pattern], what)
         logical = as_lengths(entry.get("logical_shape"), what)
-        # Ranks are numbers, and texts after a way through JSON.
+        # Ranks are numbers, or texts where JSON was in between.
         ranks = {str(rank): shard for rank, shard in as_mapping(entry.get("ranks"), what).items()}
         if set(ranks) != {str(rank) for rank in range(len(tensors))}:
-            raise SourceError("rules.invalid", f"{what} is of other ranks than the {len(tensors)} that have files")
+            raise SourceError("rules.invalid", f"{what} is for other ranks than the {len(tensors)} that have files")
         boxes: list[Box] = []
         written: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for rank, tensor in enumerate(tensors):
@@ -60,7 +60,7 @@ class AffineMaps:
             shape = as_lengths(shard.get("shard_shape"), what)
             for piece in as_items(shard.get("pieces"), what)[: MAX_BOXES + 1]:
                 box = _box(as_mapping(piece, what), logical, shape, tensor, what)
-                # Of a block that several ranks hold, one is enough; copies of whole parameters are compared elsewhere.
+                # One copy of a block that several ranks hold is enough; copies of whole parameters are compared later.
                 if box.numel and (box.offset, box.lengths) not in written:
                     written.add((box.offset, box.lengths))
                     boxes.append(box)

@@ -1,7 +1,7 @@
-"""From the lists of a `universal_checkpoint_info` to how each parameter is cut.
+"""The cut of each parameter, from the lists of a `universal_checkpoint_info`.
 
-The same keys serve users who write rules themselves (`documents`) and named packs (`families`), so that what one
-checkpoint says can be pasted for another.
+Rules of users (`documents`) and named packs of rules (`families`) have the same keys, so that the rules of one
+checkpoint can be pasted for another.
 
 Source: deepspeed 0.19.8 `checkpoint/constants.py`, `checkpoint/ds_to_universal.py` (`merge_tp_slices`: precedence; a
 parameter that no list names is cut along dimension 0), `checkpoint/universal_checkpoint.py` (`SubparamShape`).
@@ -32,16 +32,15 @@ ORIGINAL_VOCAB = "original_vocab_size"
 PADDED_VOCAB = "padded_vocab_size"
 VERSION = "universal_checkpoint_version"
 AFFINE = "affine_map"
-# Ours: what DeepSpeed's metadata cannot say.
+# Keys of our own, for facts that DeepSpeed's metadata cannot state.
 HEADS = "parameter_with_heads"
 COLUMN = "parameter_with_column_parallelism_patterns"
 VOCAB_DIVISOR = "make_vocab_size_divisible_by"
 DEFAULT = "default"
 BEHIND = "family"
-"""Rules that stand behind those of a request: no key of a document."""
+"""The key of a family's rules, which come after those of a request. Documents do not have it."""
 PATTERN_LISTS = (REPLICATED, AVERAGED, ROW, VOCABULARY, TWO_SECTIONS, PIPELINE_REPLICATED, COLUMN)
 MAX_VERSION = 0.4
-WIDTHS_SINCE = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +51,17 @@ class _Sections:
 
 
 class CutRules:
-    """How parameters are cut, by name."""
+    """One set of rules that gives each parameter's cut by its name."""
 
     def __init__(self, facts: Mapping[str, Any], *, complete: bool, what: str, stated: bool = False) -> None:
         """Check and compile rules.
 
         Args:
             facts: The lists, by DeepSpeed's keys; plain values.
-            complete: Whether a parameter that no list names is cut along dimension 0, as DeepSpeed has it.
-            what: Where they come from, for messages.
-            stated: Whether somebody said so. A checkpoint's metadata only mean it if their run cut anything.
+            complete: True if a parameter that no list names is cut along dimension 0, as in DeepSpeed.
+            what: The origin of the rules, for messages.
+            stated: True if a request states `complete`. Stated in a checkpoint's metadata, it holds only if the run cut
+                something.
 
         Raises:
             SourceError: `rules.invalid`, `source.unsupported_version`.
@@ -88,7 +88,7 @@ class CutRules:
             for entry in (as_mapping(e, f"{what}: {HEADS}") for e in as_items(facts.get(HEADS), f"{what}: {HEADS}"))
         ]
         self.automatic = UNSUPPORTED in facts
-        """Whether AutoTP cut the model: it alone writes this list."""
+        """True if AutoTP cut the model: only AutoTP writes this list."""
         size = facts.get(ORIGINAL_VOCAB)
         self.original_vocab_size = None if size is None else as_count(size, f"{what}: {ORIGINAL_VOCAB}")
         divisor = facts.get(VOCAB_DIVISOR)
@@ -125,11 +125,11 @@ class CutRules:
         return self._lists[PIPELINE_REPLICATED].match(name) is not None
 
     def units_of(self, name: str) -> int | None:
-        """Heads that a parameter's cut dimension consists of; None where nothing says."""
+        """The number of heads in a parameter's cut dimension; None where no rule says it."""
         return min((heads for patterns, heads in self._heads if patterns.match(name) is not None), default=None)
 
     def cut_of(self, name: str, locals_: Sequence[tuple[int, ...]]) -> Cut | None:
-        """How a parameter is cut, of which the ranks hold parts of these shapes; None if no rule says.
+        """The cut of a parameter whose parts on the ranks have these shapes; None if no rule says it.
 
         Raises:
             SourceError: `rules.ambiguous`, `rules.contradiction` if the rule cannot be right for these shapes,
@@ -144,11 +144,11 @@ class CutRules:
             cut = self._cut_of(name, locals_)
         except CutError as error:
             if len(locals_) == 1:
-                return None  # what was never cut needs no rule; a target that cuts it will
+                return None  # an uncut parameter needs no rule until a target cuts it
             raise SourceError(
                 "rules.contradiction",
                 f"{printable(name)}: {self.what} does not fit its parts: {error}",
-                fix="give rules that do: --rules FILE, or --family NAME",
+                fix="give rules that fit the parameter's parts: --rules FILE, or --family NAME",
             ) from None
         if cut is None or cut.dim is None:
             return cut
@@ -158,7 +158,7 @@ class CutRules:
             # AutoTP pads no vocabulary: where rows do not divide, the first ranks hold one more.
             vocabulary = None
         if self.automatic and units is None and cut.widths:
-            # Widths of ranks that differ by one unit have it as their common divisor: heads that share keys.
+            # Widths that differ by one unit have this unit as common divisor: heads that share keys stay together.
             units = sum(cut.widths[0]) // gcd(*cut.widths[0])
         return replace(cut, vocabulary=vocabulary, units=units, near_even=self.automatic)
 
@@ -178,7 +178,7 @@ class CutRules:
                 return self._section_cut(entry, pattern, locals_)
         row = self._lists[ROW].match(name) is not None
         column = self._lists[COLUMN].match(name) is not None or self._lists[VOCABULARY].match(name) is not None
-        # Metadata of a run that cut nothing leave the lists empty: then no list naming a parameter says nothing.
+        # A run that cut nothing leaves all lists empty. A parameter that no list names is then unknown, not column-cut.
         complete = self._complete and (len(locals_) > 1 or self._stated or self.says_how_to_cut)
         if not row and not column and not complete:
             return None
@@ -209,7 +209,7 @@ class CutRules:
             shape[shape.index(-1)] = numel // known
         if prod(shape) != numel:
             raise CutError(f"{numel} elements as {shape}")
-        # What is whole already carries the widths of the run that it was put together from.
+        # One part is a whole parameter: the widths are those of the run that it was joined from, and do not apply.
         widths = self._widths.get(pattern) if ranks > 1 else None
         return Cut(
             entry.dim,
@@ -220,7 +220,7 @@ class CutRules:
 
 
 def _uneven(widths: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """The widths where ranks differ; nothing where an even cut says the same."""
+    """The widths where ranks differ; empty where an even cut gives the same widths."""
     return widths if any(len(set(section)) > 1 for section in widths) else ()
 
 

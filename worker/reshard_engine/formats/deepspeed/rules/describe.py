@@ -1,4 +1,4 @@
-"""Cuts as a `universal_checkpoint_info` says them: one exact pattern for each parameter, for whoever reads the output.
+"""Cuts written as a `universal_checkpoint_info`, with one exact pattern for each parameter.
 
 Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`), `module_inject/layers.py`
 (`collect_autotp_universal_checkpoint_info`: exact patterns for each parameter).
@@ -32,7 +32,7 @@ from reshard_engine.tensors.cuts import Cut
 
 
 def info_of(parameters: Iterable[Parameter], *, vocab_rows: int | None) -> dict[str, Any]:
-    """The metadata of these parameters; those of which nothing is known are in no list."""
+    """The metadata of these parameters; a parameter whose cut is unknown is in no list."""
     lists: dict[str, list[str]] = {
         key: [] for key in (REPLICATED, AVERAGED, ROW, COLUMN, TWO_SECTIONS, VOCABULARY, PIPELINE_REPLICATED)
     }
@@ -67,12 +67,12 @@ def info_of(parameters: Iterable[Parameter], *, vocab_rows: int | None) -> dict[
 
 
 def _sectioned(cut: Cut, grid: tuple[int, ...]) -> list[Any]:
-    """The grid as the metadata write it: the cut dimension is the list of its sections."""
+    """The grid in the form of the metadata, where the cut dimension is a list of its sections."""
     return [list(cut.sections) if dim == cut.dim else size for dim, size in enumerate(grid)]
 
 
 def _list_of(cut: Cut) -> str:
-    """The list of patterns that says a cut without a grid."""
+    """The key of the list of patterns for a cut without a grid."""
     if cut.dim is None:
         return AVERAGED if cut.averaged else REPLICATED
     if len(cut.sections) == 2:

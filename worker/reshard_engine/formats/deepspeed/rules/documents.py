@@ -25,7 +25,7 @@ KNOWN = frozenset(
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases: with them a few lines mean gigabytes."""
+    """A YAML loader without aliases, with which a few lines could expand to gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """A node, unless it is an alias."""

@@ -1,4 +1,4 @@
-"""Values of metadata as the types that they must have: plain data from checkpoints and users, checked once."""
+"""Conversions of metadata from checkpoints and users to the types that it must have."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def as_number(value: Any, what: str) -> float:
     """A number.
 
     Raises:
-        SourceError: `rules.invalid` for anything else, and for what is no number by itself.
+        SourceError: `rules.invalid` for anything else, and for a NaN.
     """
     if (type(value) is not int and type(value) is not float) or value != value:  # noqa: PLR0124 - a nan
         raise SourceError("rules.invalid", f"{what} is no number")

@@ -64,21 +64,23 @@ _UNUSED_COPY = re.compile(r"tied_modules\.embed\.position_embeddings\.weight")
 
 
 def is_unused_copy(name: str) -> bool:
-    """True if Megatron's pipelines hold a parameter on their last stage too, and never look at it there.
+    """True if the last stage of Megatron's pipelines holds a copy of a parameter that it never uses.
 
-    The last stage ties the embedding for its words alone: positions stand beside them, get no gradient, and drift.
+    The last stage ties the embedding module for its word embeddings alone. Its position embeddings get no gradient, and
+    drift from those of the first stage.
     """
     return _UNUSED_COPY.fullmatch(name) is not None
 
 
 SECTIONED_WARNING = (
     "query_key_value is declared as plain slices; Megatron-DeepSpeed since December 2024 stores [Q | K | V] in each "
-    "slice and declares the same: then a change of tensor parallelism needs parameter_with_sub_params (docs/rules.md)"
+    "slice and still declares plain slices: then a change of tensor parallelism needs parameter_with_sub_params "
+    "(docs/rules.md)"
 )
 
 
 def may_be_sectioned(parameter: Parameter) -> bool:
-    """Whether a parameter is one of which versions of Megatron-DeepSpeed declare the cut wrongly, and of that cut."""
+    """True for a fused query_key_value with the plain cut that some versions of Megatron-DeepSpeed declare wrongly."""
     plain = parameter.cut is not None and parameter.cut.dim == 0 and not parameter.cut.sections
     return plain and "self_attention.query_key_value." in parameter.fqn
 
@@ -87,7 +89,7 @@ def family_rules(name: str) -> Mapping[str, Any]:
     """The rules of a pack.
 
     Raises:
-        RequestError: `request.invalid` for a name that is none.
+        RequestError: `request.invalid` if no pack has this name.
     """
     found = FAMILIES.get(name)
     if found is None:

@@ -1,7 +1,7 @@
-"""Rules behind rules: what a file of the user names counts first, then a family, then what the checkpoint itself says.
+"""Sets of rules in order of precedence: the user's file, then a family's rules, then the checkpoint's own rules.
 
-Each parameter takes its cut from the first layer that names it. What only another layer knows of it (that it is a
-vocabulary, how many heads it has) is added.
+Each set of rules is a layer. A parameter takes its cut from the first layer that names it. Other layers add facts that
+this layer lacks: that the parameter is a vocabulary, or how many heads it has.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ class RuleLayers:
     """Several sets of rules as one."""
 
     def __init__(self, layers: Sequence[CutRules]) -> None:
-        """For at least one, the first to count first."""
+        """Take at least one layer, in order of precedence."""
         self._layers = tuple(layers)
         self.vocab_divisor = next((r.vocab_divisor for r in layers if r.vocab_divisor is not None), None)
 
     def first_stage_counts(self, name: str) -> bool:
-        """True if only the first pipeline stage's copy of a parameter is in use; vocabularies are tied, and equal."""
+        """True if only the first stage's copy of a parameter is used; False for vocabularies, which are equal."""
         staged = any(rules.is_staged(name) for rules in self._layers)
         return staged and not any(rules.is_vocabulary(name) for rules in self._layers)
 
     def cut_of(self, name: str, locals_: Sequence[tuple[int, ...]]) -> Cut | None:
-        """The cut of a parameter of which the ranks hold parts of these shapes; None if no rule says.
+        """The cut of a parameter whose parts on the ranks have these shapes; None if no rule says it.
 
         Raises:
             SourceError: As `CutRules.cut_of`.
         """
-        # A layer that cuts what it does not name counts only behind those that name it.
+        # A layer may cut parameters that it does not name: it is asked only if no layer names the parameter.
         naming = [rules for rules in self._layers if rules.names(name)][:1]
         asked = naming or self._layers
         cut = next((c for c in (rules.cut_of(name, locals_) for rules in asked) if c is not None), None)

@@ -34,14 +34,14 @@ _PLAIN_HEAD = "language_model.output_layer.weight"
 
 @dataclass(frozen=True, slots=True)
 class Renamed:
-    """A parameter's other name, and the pipeline layer that it is in there; None without pipeline."""
+    """A parameter's name in the other scheme, and its pipeline layer there; None without pipeline."""
 
     name: str
     layer: int | None
 
 
 def rename_all(names: Iterable[str], scheme: NameScheme) -> Mapping[str, Renamed]:
-    """Every name in the other scheme; names that are in it already stay.
+    """Every name in the given scheme; names that are already in it stay.
 
     Raises:
         RequestError: `request.unsatisfiable` for a name that the map does not know.
@@ -98,7 +98,7 @@ def _unknown(name: str) -> RequestError:
 
 
 def nesting_of(name: str) -> tuple[str, ...]:
-    """The keys of nested state dicts that lead to a tensor without pipeline; the last is its key in the innermost."""
+    """The keys that lead to a tensor in the nested state dicts of a model without pipeline, outermost first."""
     parts = name.split(".")
     depth = 3 if name.startswith(_PLAIN_EMBEDDING) else 2
     return (*parts[:depth], ".".join(parts[depth:]))

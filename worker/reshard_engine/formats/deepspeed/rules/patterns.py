@@ -1,8 +1,8 @@
 """Patterns of parameter names, from checkpoints and from users: matched in linear time, or refused.
 
-They mean what Python's `re.match` means: a match at the beginning of the name, not of all of it. Python's own matcher
-would let one short pattern of a hostile checkpoint run for years; RE2 has no such patterns, and no backreferences and
-lookaround either, which no writer of these patterns uses.
+They mean the same as in Python's `re.match`: a match at the beginning of the name, not of the whole name. In Python's
+matcher, one short pattern of a hostile checkpoint could run for years. RE2 matches every pattern in linear time. RE2
+has no backreferences and no lookaround; no writer of these patterns uses them.
 
 Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (`re.match`, at most one match within a list).
 """
@@ -18,7 +18,7 @@ import re2
 from reshard.errors import SourceError, printable
 
 MAX_PATTERNS = 1 << 18
-"""Over all lists: tools that describe each parameter write several patterns for each."""
+"""The limit over all lists: tools that describe each parameter write several patterns for each."""
 MAX_PATTERN_CHARS = 2_048
 _MEMORY_BYTES = 1 << 20
 
@@ -49,14 +49,14 @@ class Patterns:
     """One list of patterns of which at most one may match a name."""
 
     def __init__(self, texts: Iterable[str], what: str) -> None:
-        """Compile them.
+        """Compile the patterns.
 
         Raises:
             SourceError: `rules.invalid` for a pattern that is too long or that RE2 does not read.
         """
         self.what = what
         self.texts = tuple(texts)
-        # Most patterns are one escaped name between anchors: looked up, so that n of them on n names are no n * n.
+        # Most patterns are one escaped name between anchors. A table holds these, so that n names take n steps.
         self._exact: dict[str, str] = {}
         self._others: list[_Compiled] = []
         for text in self.texts:
@@ -92,7 +92,7 @@ class Patterns:
         return found[0] if found else None
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of patterns."""
         return len(self.texts)
 
 

@@ -1,4 +1,4 @@
-"""Weights in one file or in shards, whatever their container: found, opened, put together."""
+"""Reads weights in one file or in shards, of any container: finds, opens and joins them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reshard_engine.formats.names import checked_name
 from reshard_engine.formats.not_carried import NotCarriedKeys
 from reshard_engine.formats.weights.reader.files import WeightFiles, stem_of_index
 from reshard_engine.formats.weights.reader.index import WeightIndex, read_index
-from reshard_engine.pickles.nodes import Node, mapping_of
+from reshard_engine.pickles.nodes import Node
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.dtypes import Dtype
@@ -30,9 +30,9 @@ class HeldTensor:
     dtype: Dtype
     shape: tuple[int, ...]
     offset: int
-    """Of its first element, in bytes of the file."""
+    """Offset of the first element in the file, in bytes."""
     stride: tuple[int, ...] | None = None
-    """In elements; None where it is packed."""
+    """Strides in elements; None if the tensor is packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Shard:
     aliases: Mapping[str, str]
     """Tied names that the file lists beside their owners."""
     texts: Mapping[str, str]
-    """What else the file says of itself."""
+    """Other metadata of the file."""
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
-    """Entries of the state dict that are no tensors, by name."""
+    """Entries of the state dict that are not tensors, by name."""
     torch_file: TorchFile | None = None
-    """The parsed file, where torch wrote it."""
+    """The parsed file, if torch wrote it."""
 
 
 def read_weights(
@@ -61,10 +61,10 @@ def read_weights(
     tag: str | None,
     ledger: OpaqueLedger,
 ) -> Checkpoint:
-    """The weights of a directory as a checkpoint without optimizer.
+    """Read the weights of a directory as a checkpoint without optimizer.
 
     Raises:
-        SourceError: `checkpoint.*`, `name.invalid`, and what `parse` finds.
+        SourceError: `checkpoint.*`, `name.invalid`, and all errors of `parse`.
     """
     chosen = files.chosen(preferred)
     index = None
@@ -106,14 +106,12 @@ def read_weights(
         format=form,
         framework_version=None,
         world={},
-        step=None,
         files=tuple(s.file for s in shards),
         shard_map=shard_map,
         parameters=tuple(parameters),
         buffers=(),
         shared=shared,
         optimizer=None,
-        model_state=mapping_of({}),
         extra_states=extra_states,
         not_carried=noted.found(),
         foreign_globals=tuple(sorted(ledger.foreign)),
@@ -123,13 +121,13 @@ def read_weights(
 
 def _check_files(index: WeightIndex, files: WeightFiles, stem: str) -> None:
     if missing := [n for n in index.names_by_file if n not in files.named]:
-        raise index.bad(f"{len(missing)} of {len(index.names_by_file)} shards are not there: {printable(missing[0])}")
+        raise index.bad(f"{len(missing)} of {len(index.names_by_file)} shards are missing: {printable(missing[0])}")
     if unnamed := sorted(files.shards_of(stem) - index.names_by_file.keys()):
-        raise index.bad(f"{printable(unnamed[0])} is there, and the index does not name it")
+        raise index.bad(f"{printable(unnamed[0])} exists, but the index does not name it")
 
 
 def _aliases(texts: Mapping[str, str], names: set[str]) -> tuple[dict[str, str], list[str]]:
-    """The texts that say that one name means another's tensor, and the keys of the others."""
+    """The metadata texts that name the owner of a tied name, and the keys of the other texts."""
     shared = {checked_name(k): v for k, v in texts.items() if v in names and k not in names}
     return shared, [k for k in texts if k not in shared and k != "format"]
 

@@ -1,4 +1,4 @@
-"""Which files of a directory are the weights: one file, or shards that an index names.
+"""Finds the weights files of a directory: one file, or shards that an index names.
 
 Source: transformers 5.23.0 `utils/__init__.py` (names), huggingface_hub 2.4.0 `constants.py` (shard pattern).
 """
@@ -20,34 +20,34 @@ class WeightFiles:
     """The files of one form in a directory, by their names."""
 
     suffix: str
-    """Such as `.safetensors`."""
+    """The suffix, such as `.safetensors`."""
     named: dict[str, ObjectInfo]
-    """Every file with the suffix."""
+    """All files with the suffix."""
     indexes: dict[str, ObjectInfo]
 
     @property
     def singles(self) -> list[str]:
-        """Names that are no shard's."""
+        """The names of files that are not shards."""
         return [n for n in self.named if _SHARD.fullmatch(n.removesuffix(self.suffix)) is None]
 
     @property
     def there(self) -> bool:
-        """Whether there is anything of this form."""
+        """True if a file or an index of this form exists."""
         return bool(self.named or self.indexes)
 
     def shards_of(self, stem: str) -> set[str]:
-        """Names of the shards that bear this stem."""
+        """The names of the shards with this stem."""
         matches = ((n, _SHARD.fullmatch(n.removesuffix(self.suffix))) for n in self.named)
         return {n for n, found in matches if found is not None and found["stem"] == stem}
 
     def chosen(self, preferred: str) -> str:
-        """The one file or index that says what the weights are.
+        """The weights file, or the index of the shards.
 
         Args:
-            preferred: Stem that wins over others, such as `model`.
+            preferred: The stem that takes precedence, such as `model`.
 
         Raises:
-            SourceError: `checkpoint.ambiguous` if several could be meant, `checkpoint.incomplete` for shards
+            SourceError: `checkpoint.ambiguous` if several files are possible, `checkpoint.incomplete` for shards
                 without an index.
         """
         candidates = [*self.indexes, *self.singles]
@@ -60,11 +60,11 @@ class WeightFiles:
             raise SourceError(
                 "checkpoint.ambiguous",
                 f"several files could be the weights: {listed}",
-                fix="keep the one that is meant in a directory of its own",
+                fix="move the right one into a directory of its own",
             )
         raise SourceError(
             "checkpoint.incomplete",
-            f"{len(self.named)} shards of weights, and no *{self.suffix}{_INDEX} that says what they hold",
+            f"{len(self.named)} shards of weights, and no *{self.suffix}{_INDEX} that lists their contents",
             fix=f"copy the *{self.suffix}{_INDEX} too",
         )
 

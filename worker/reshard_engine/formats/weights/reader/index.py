@@ -1,4 +1,4 @@
-"""The index of sharded weights: which name is in which file.
+"""The index of sharded weights: a map from names to files.
 
 Source: transformers 5.23.0 and huggingface_hub 2.4.0 write `{"metadata": {...}, "weight_map": {name: file}}`;
 the metadata hold `total_size` in bytes and, from huggingface_hub, tied aliases with their owners' names.
@@ -29,14 +29,14 @@ class WeightIndex:
     name: str
     names_by_file: Mapping[str, frozenset[str]]
     texts: Mapping[str, str]
-    """Metadata that are texts."""
+    """The metadata whose values are texts."""
     total_bytes: int | None
 
     def check_shard(self, file: str, held: set[str], aliases: set[str]) -> None:
-        """Compare what a shard holds with what the index says of it.
+        """Compare the names in a shard with the index.
 
         Raises:
-            SourceError: `checkpoint.bad_index` if a name is only here or only there.
+            SourceError: `checkpoint.bad_index` if a name is only in the shard or only in the index.
         """
         wanted = self.names_by_file[file]
         if missing := sorted(wanted - held - aliases):
@@ -45,12 +45,12 @@ class WeightIndex:
             raise self.bad(f"{printable(file)} holds {len(extra)} names more, such as {printable(extra[0])}")
 
     def bad(self, text: str) -> SourceError:
-        """The error for an index that does not fit."""
+        """The error for a wrong index."""
         return SourceError(_CODE, f"{printable(self.name)}: {text}", fix=_FIX)
 
 
 def read_index(store: Store, info: ObjectInfo, *, suffix: str) -> WeightIndex:
-    """The index in a file; every file that it names is a plain name with the suffix.
+    """Read an index; every file that it names must be a plain name with the suffix.
 
     Raises:
         SourceError: `checkpoint.bad_index`.
@@ -83,5 +83,7 @@ def _plain_name(file: object, suffix: str, what: str) -> str:
         or _PLAIN.fullmatch(file) is None
         or not (file.isprintable() and file.endswith(suffix))
     ):
-        raise SourceError(_CODE, f"{what} is in {printable(file)!r}, which is no *{suffix} beside the index", fix=_FIX)
+        raise SourceError(
+            _CODE, f"{what} is in {printable(file)!r}, which is not a *{suffix} file beside the index", fix=_FIX
+        )
     return file

@@ -29,7 +29,7 @@ class SafetensorsReader:
     family = "safetensors"
 
     def recognises(self, listing: Listing) -> bool:
-        """Whether there are safetensors files or an index of some."""
+        """True if there are safetensors files, or an index of such files."""
         return _files(listing).there
 
     def read(
@@ -41,7 +41,7 @@ class SafetensorsReader:
         ledger: OpaqueLedger,
         rules: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """The weights of a directory; `model` wins over other names.
+        """Read the weights of a directory; the stem `model` takes precedence over other names.
 
         Raises:
             SourceError: `safetensors.*`, `checkpoint.*`, `tensor.unsupported`, `source.unsupported`, `name.invalid`.

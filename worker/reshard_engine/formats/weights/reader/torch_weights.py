@@ -24,7 +24,7 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import BY_NAME
 
-# Other .bin files beside weights are none: training_args.bin, optimizer.bin, scheduler.bin, ...
+# Other .bin files beside weights are not weights: training_args.bin, optimizer.bin, scheduler.bin, ...
 _STEMS = re.compile(r"pytorch_model|adapter_model|diffusion_pytorch_model")
 
 
@@ -34,7 +34,7 @@ class TorchWeightsReader:
     family = "torch-weights"
 
     def recognises(self, listing: Listing) -> bool:
-        """Whether there are files with the names that Hugging Face gives to such weights."""
+        """True if there are files with Hugging Face's names for such weights."""
         return _files(listing).there
 
     def read(
@@ -46,7 +46,7 @@ class TorchWeightsReader:
         ledger: OpaqueLedger,
         rules: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """The weights of a directory; names that share their elements are tied, the first is the owner.
+        """Read the weights of a directory. Names that share their elements are tied; the first one is the owner.
 
         Raises:
             SourceError: `zip.*`, `pickle.*`, `tensor.*`, `checkpoint.*`, `source.unsupported`, `name.invalid`.

@@ -1,4 +1,4 @@
-"""Consolidated weights: which tensors in which dtype, cut into files as Hugging Face cuts them.
+"""Lays out consolidated weights, split into files as Hugging Face splits them.
 
 Source: huggingface_hub 2.4.0 `serialization/_base.py` (`split_state_dict_into_shards_factory`: greedy, in
 order, a file per `max_shard_size`), transformers 5.23.0 (names of files and index).
@@ -38,11 +38,11 @@ def lay_out_weights(
     Args:
         checkpoint: The source.
         request: Options of the request.
-        stem: Of the file names.
-        suffix: Of the file names.
-        template_of: Lays one file out.
-        extra_states: Entries of the state dict that are no tensors, which lie in the first file; None for a format that
-            holds tensors only.
+        stem: Stem of the file names.
+        suffix: Suffix of the file names.
+        template_of: Makes the template of one file.
+        extra_states: Entries of the state dict that are not tensors, which go into the first file; None for a format
+            that holds tensors only.
 
     Raises:
         RequestError: `request.unsatisfiable` for a checkpoint without weights.
@@ -52,7 +52,7 @@ def lay_out_weights(
         raise RequestError("request.unsatisfiable", "the checkpoint holds no weights")
     written = {w.fqn for w in weights}
     aliases = {a: o for a, o in sorted(checkpoint.shared.items()) if o in written and a not in written}
-    shards = _shards(weights, request.max_shard_bytes or DEFAULT_SHARD_BYTES)
+    shards = _shards(weights, request.options.weights.max_shard_bytes or DEFAULT_SHARD_BYTES)
     count = len(shards)
     files = [TargetFile(name, literal_template(data), ()) for name, data in checkpoint.model_files.items()]
     weight_map: dict[str, str] = {}

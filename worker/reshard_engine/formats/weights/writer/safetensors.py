@@ -31,7 +31,9 @@ def _template(
 ) -> tuple[FileTemplate, tuple[int, ...]]:
     if "format" in aliases:
         raise SourceError(
-            "name.invalid", "a tied weight called `format` would hide what the file is", fix="write --to torch instead"
+            "name.invalid",
+            "a tied weight called `format` would overwrite the file's `format` metadata",
+            fix="write --to torch instead",
         )
     metadata = {**aliases, "format": "pt"}
     tensors = [(w.fqn, w.dtype, w.shape, w.numel) for w in weights]

@@ -1,4 +1,4 @@
-"""From the slices of all model-parallel ranks to a checkpoint: names, whole tensors, and what must agree."""
+"""Joins the slices of all model-parallel ranks to one checkpoint, and notes the tensors that must be equal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerSt
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
-from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
-from reshard_engine.formats.deepspeed.names import DESCRIBED_KEYS, OPTIMIZER_STATE, RNG_KEYS, TIED
+from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, own_entries, run_fields, split_groups
+from reshard_engine.formats.deepspeed.names import PARAM_SHAPES, RNG_KEYS, TIED
 from reshard_engine.formats.deepspeed.reader.native.copies import Copies
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.layers import layer_extra_states, layer_of, layer_tensors
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, module_entries, module_tensors
-from reshard_engine.formats.deepspeed.reader.native.module import ModuleTensors
+from reshard_engine.formats.deepspeed.reader.native.module import ModuleTensors, weight_of
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates
 from reshard_engine.formats.deepspeed.reader.native.parallel import Joiner
 from reshard_engine.formats.deepspeed.reader.native.ranks import note_models, note_optimizers
 from reshard_engine.formats.deepspeed.reader.native.slices import Slice, add_slice
-from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees
+from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees, module_names
 from reshard_engine.formats.deepspeed.rules.cut_rules import AVERAGED
 from reshard_engine.formats.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.pickles.nodes import Node, PTensor
@@ -41,9 +41,9 @@ class ParsedRun:
     layers: Mapping[tuple[int, int], TorchFile] = field(default_factory=dict[tuple[int, int], TorchFile])
     experts: Mapping[tuple[int, int, int], TorchFile] = field(default_factory=dict[tuple[int, int, int], TorchFile])
     others: tuple[str, ...] = ()
-    """Names of files in the directory that are none of DeepSpeed's."""
+    """Names of files in the directory that DeepSpeed does not write."""
     noted: NotCarriedKeys = field(default_factory=NotCarriedKeys)
-    """Keys that nothing here knows, so far."""
+    """Collects the keys that this reader does not know."""
 
     @property
     def files(self) -> tuple[SourceFile, ...]:
@@ -110,7 +110,7 @@ class _Assembly:
         parameters = [
             replace(
                 p,
-                weight=self._weight_of(p, weights),
+                weight=weight_of(self._builder, weights, p.fqn, p.shape),
                 layer=self._layer_of(p.fqn),
                 padding=self._padding_of(p),
                 frozen_late=any(p.fqn in m.frozen_late for m in self._modules),
@@ -119,17 +119,17 @@ class _Assembly:
         ]
         loose = [replace(p, layer=self._layer_of(p.fqn), padding=self._padding_of(p)) for p in loose]
         held = {p.fqn: p.weight for p in (*parameters, *loose) if p.weight is not None} | buffers
-        # In the order of the model, which groups of parameters do not have.
+        # In the order of the model; param groups have another order.
         numbers = {n: held[n] for n in dict.fromkeys((*weights, *held)) if n in held}
         trees = ModelTrees(self._builder, self._number)
         extra_states = self._copies.extra_states(self._extra_tables(), trees, ledger.policy, self._not_carried)
-        optimizer = OptimizerState(
-            tuple(trees.carried(n, first.torch_file) for n in first.param_group_nodes),
-            {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()},
-            tuple(sorted(self._joiner.rank_numbers.union(*(s.rank_numbers for s in self._slices)))),
-            place=OPTIMIZER_STATE,
-        )
+        groups, params = split_groups(trees.carried(n, first.torch_file) for n in first.param_group_nodes)
+        beside = {k: trees.carried(v, first.torch_file) for k, v in first.extras.items()}
         rng = tuple(self._rng(trees))
+        # A flat order that `round_robin_gradients` made fits the source's number of ranks only.
+        order = tuple(k for k in model.entries if k != PARAM_SHAPES or not self._reordered)
+        taken = {*model.entries} - {*order} | {*(rng[0] if rng else ())}
+        entries = trees.model_state(model, numbers, module, extra_states=extra_states, without=taken)
         return Checkpoint(
             url=url,
             tag=tag,
@@ -141,34 +141,31 @@ class _Assembly:
                 "pp": run.pp,
                 **({"ep": piece.ep} if run.experts or piece.fused.placements else {}),
             },
-            step=model.integer("global_steps"),
             files=self._files,
             parameters=(*parameters, *loose),
             buffers=tuple(Buffer(n, t, registered=n not in self._unregistered) for n, t in buffers.items()),
             shared=module.shared,
-            optimizer=optimizer,
-            # A flat order that gradients were dealt out in is no other run's.
-            model_state=trees.model_state(
-                model,
-                numbers,
-                module,
-                extra_states=extra_states,
-                without=("param_shapes",) if self._reordered else (),
+            optimizer=OptimizerState(
+                groups, tuple(sorted(self._joiner.rank_numbers.union(*(s.rank_numbers for s in self._slices))))
             ),
-            module_paths=model.paths,
+            **run_fields(entries, rng),
+            module_names=module_names(model.paths, numbers, extra_states),
             extra_states=extra_states,
             not_carried=(*self._not_carried.found(), *module.not_carried()),
             shard_map=self._builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=(*module.warnings, *self._warnings(first)),
             agreements=(*self._joiner.agreements, *self._copies.agreements, *self._roundings(parameters)),
-            rng=rng,
-            described=DESCRIBED_KEYS,
             facts=DeepSpeedFacts(
                 zero_stage=first.stage,
                 stage_layers=self._stage_layers(),
                 vocab_divisor=self._rules.vocab_divisor if self._rules is not None else None,
                 vocab_rows=self._joiner.vocab_rows,
+                entries=own_entries(entries),
+                order=order,
+                module_paths=model.paths,
+                optimizer_entries=beside,
+                params=params,
             ),
             unexplained=tuple(self._joiner.unexplained),
             frozen_left_out=any(m.leaves_out_frozen(first.stage) for s in self._slices for m in s.models),
@@ -227,7 +224,7 @@ class _Assembly:
         if averaged := list(self._joiner.averaged):
             found.append(
                 f"{len(averaged)} parameters are the mean of {self._run.tp} tensor-parallel copies, as "
-                f"{AVERAGED} has it, weights and moments: where copies differ, the result is none of them "
+                f"{AVERAGED} says, weights and moments: where copies differ, the mean equals none of them "
                 f"({', '.join(map(printable, averaged[:4]))}{', ...' if len(averaged) > 4 else ''})"
             )
         return found
@@ -294,23 +291,8 @@ class _Assembly:
     def _whole(self, name: str, file: TorchFile, tensor: PTensor) -> int:
         return add_whole_tensor(self._builder, name, "weight", tensor, torch_file=file, file=self._number[file.file])
 
-    def _weight_of(self, parameter: Parameter, weights: Mapping[str, int]) -> int | None:
-        """The tensor number of a trained parameter's weight.
-
-        Raises:
-            SourceError: `checkpoint.mixed` if the weight has another shape than the optimizer knows.
-        """
-        index = weights.get(parameter.fqn)
-        if index is not None and self._builder.tensors[index].shape != parameter.shape:
-            raise SourceError(
-                "checkpoint.mixed",
-                f"{printable(parameter.fqn)} is {self._builder.tensors[index].shape} in `module`, "
-                f"{parameter.shape} in `param_shapes`",
-            )
-        return index
-
     def _roundings(self, parameters: Sequence[Parameter]) -> list[Agreement]:
-        """Where ranks were put together, weights in the model's dtype must be the rounded masters: a free oracle."""
+        """Agreements that check the joined ranks: each weight in the model's dtype must be its rounded master."""
         if len(self._slices) == 1 and not self._run.experts:
             return []
         return [

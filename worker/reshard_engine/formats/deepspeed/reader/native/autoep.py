@@ -1,8 +1,8 @@
 """AutoEP: a layer's experts fused along the first dimension of three tensors, and cut there over expert-parallel ranks.
 
 Each rank holds `experts.w1`, `w2` and `w3` of its own experts under the same names; `ds_autoep_layers` says which
-experts these are. Below stage 3 weights are in a file per expert; at stage 3 they are nowhere but in the optimizer's
-shares, and each rank's file says which ranks share a sub-group.
+experts these are. Below stage 3, each expert's weights have a file of their own. At stage 3, only the optimizer's
+shares hold them, and each rank's file says which ranks share a sub-group.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_save_moe_checkpoint`), `checkpoint/autoep_affine.py` (placement),
 `checkpoint/autoep_zero3_metadata.py`, `runtime/zero/stage3.py` (`_zero3_partition_group_metadata`); verified by
@@ -18,7 +18,7 @@ from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Parameter
-from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, FUSED_WEIGHTS
+from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, FUSED_WEIGHTS, OPTIMIZER_STATE
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates
 from reshard_engine.formats.deepspeed.rules.facts import as_count, as_items, as_lengths, as_mapping
@@ -35,30 +35,30 @@ MAX_EXPERTS = 1 << 16
 _PART = re.compile(r"(?P<name>.+)@ep(?P<rank>0|[1-9][0-9]{0,8})")
 
 Placement = tuple[tuple[int, ...], ...]
-"""Per expert-parallel rank its experts, in the order in which they lie."""
+"""The experts of each expert-parallel rank, in the order in which they are stored."""
 
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """Which parameters hold fused experts, and which experts each expert-parallel rank has of them."""
+    """The parameters that hold fused experts, and the experts that each expert-parallel rank has of each."""
 
     placements: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
     """By parameter name."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a parameter holds fused experts."""
+        """True if a parameter holds fused experts."""
         return name in self.placements
 
     def count(self, name: str) -> int:
-        """How many experts a parameter has on all ranks."""
+        """The number of a parameter's experts on all ranks."""
         return sum(map(len, self.placements[name]))
 
     def whole(self, group: Shapes) -> Shapes:
-        """A group's names and shapes, fused ones with the experts of all ranks."""
+        """The names and shapes of a group, where fused parameters have the experts of all ranks."""
         return tuple((n, (self.count(n), *shape[1:]) if n in self and shape else shape) for n, shape in group)
 
     def parts(self, group: Shapes, rank: int) -> Shapes:
-        """A group's names and shapes as one expert-parallel rank has them; fused ones get names of their own.
+        """The names and shapes of a group on one expert-parallel rank; parts of fused parameters get their own names.
 
         Args:
             group: As the first rank lists it.
@@ -83,10 +83,10 @@ class FusedExperts:
         return tuple(found)
 
     def joined(self, builder: ShardMapBuilder, members: Sequence[Parameter]) -> list[Parameter]:
-        """The parameters of a group, fused ones whole: each where its first part stands.
+        """The parameters of a group with fused ones made whole; each takes the place of its first part.
 
         Raises:
-            SourceError: `checkpoint.mixed` if ranks have other states or counters, `source.unsupported`.
+            SourceError: `checkpoint.mixed` if ranks have different states or counters, `source.unsupported`.
         """
         parts: dict[str, list[Parameter]] = {}
         for parameter in members:
@@ -126,7 +126,7 @@ class FusedExperts:
         return _added(builder, name, state, View(shape, tuple(boxes)))
 
     def whole_weights(self, builder: ShardMapBuilder, table: Mapping[str, int]) -> dict[str, int]:
-        """A table of weights with those of single experts joined to fused ones.
+        """A table of weights in which the weights of single experts are joined to fused parameters.
 
         Args:
             builder: Collects tensors.
@@ -156,7 +156,7 @@ class FusedExperts:
         return found
 
     def without(self, model: ModelStates) -> ModelStates:
-        """Model states without frozen fused experts: those are the first rank's alone, and in files of their own."""
+        """Model states without frozen fused experts: they hold only the first rank's; expert files hold all of them."""
         fragments = {n: t for n, t in model.frozen_fragments.items() if n not in self}
         return replace(
             model, frozen_fragments=fragments, frozen_shapes=tuple(s for s in model.frozen_shapes if s[0] not in self)
@@ -171,7 +171,7 @@ def _added(builder: ShardMapBuilder, name: str, state: str, view: View) -> int:
 
 
 def _stretches(experts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first place, first expert, how many) of experts that follow one another."""
+    """(first place, first expert, count) of each run of consecutive experts."""
     found: list[tuple[int, int, int]] = []
     for place, expert in enumerate(experts):
         if found and found[-1][1] + found[-1][2] == expert:
@@ -233,22 +233,22 @@ def _placement(entry: Mapping[str, Any]) -> Placement:
     if experts != list(range(count)):
         raise SourceError(
             "source.unsupported",
-            f"{FUSED_LAYERS}: {count} experts are held {len(experts)} times: those on several ranks are not read",
+            f"{FUSED_LAYERS}: {count} experts are held {len(experts)} times: an expert on several ranks is not read",
         )
     return placement
 
 
 def sharing_ranks(states: Sequence[RankStates], index: int) -> list[tuple[int, ...]]:
-    """Which ranks share a sub-group of stage 3, for each expert-parallel rank.
+    """The ranks that share a sub-group of stage 3, for each expert-parallel rank.
 
     Raises:
-        SourceError: `checkpoint.mixed` if the ranks' statements do not go together.
+        SourceError: `checkpoint.mixed` if the ranks' statements contradict one another.
     """
     world = len(states)
     found: dict[tuple[int, ...], None] = {}
     for rank, state in enumerate(states):
         outer = mapping_items(state.torch_file.root, what=printable(state.torch_file.file.name))
-        inner = mapping_items(outer.get("optimizer_state_dict"), what="optimizer_state_dict")
+        inner = mapping_items(outer.get(OPTIMIZER_STATE), what=OPTIMIZER_STATE)
         groups = as_items(plain_value(inner.get(_PARTITION_GROUPS), what=_PARTITION_GROUPS), _PARTITION_GROUPS)
         stated = [g.get("partition_ranks") for g in (as_mapping(g, _PARTITION_GROUPS) for g in groups)]
         ranks = as_lengths(stated[index], "partition_ranks", max_items=world) if index < len(stated) else ()
@@ -258,6 +258,6 @@ def sharing_ranks(states: Sequence[RankStates], index: int) -> list[tuple[int, .
             )
         found[ranks] = None
     if sorted(r for ranks in found for r in ranks) != list(range(world)):
-        raise SourceError("checkpoint.mixed", f"ranks say different things of who shares sub-group {index}")
-    # Expert-parallel rank e holds data-parallel rank e, or begins e times as many ranks later: rising in any case.
+        raise SourceError("checkpoint.mixed", f"the ranks disagree about which of them share sub-group {index}")
+    # The lowest data-parallel rank of expert-parallel rank e rises with e in both orders (E + D and D + E).
     return sorted(found, key=min)

@@ -1,6 +1,6 @@
-"""Buffers and extra states of modules, which tensor-parallel ranks hold alike and no rule cuts.
+"""Buffers and extra states of modules: every tensor-parallel rank holds a copy, and no rule cuts them.
 
-The first rank's copy is carried. Copies are compared: non-tensor values at once, tensors before anything is written.
+The checkpoint takes the first rank's copy. Values that are no tensors are compared at once, tensors before writing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 
 class Copies:
-    """Notes which tensors must agree."""
+    """Collects the pairs of tensors that must be equal."""
 
     def __init__(self, builder: ShardMapBuilder) -> None:
         """Share the builder of the checkpoint."""
@@ -27,12 +27,12 @@ class Copies:
         self.agreements: list[Agreement] = []
 
     def compare(self, name: str, copies: Sequence[int], *, advisory: bool) -> None:
-        """Note that ranks should hold one tensor alike.
+        """Note that the ranks' copies of a tensor should be equal.
 
         Args:
             name: Its name.
             copies: Each tensor-parallel rank's.
-            advisory: Whether a difference is only worth knowing.
+            advisory: True if a difference is only reported.
 
         Raises:
             SourceError: `source.unsupported` if their shapes or types differ.
@@ -58,7 +58,7 @@ class Copies:
             tables: Each rank's, with the files that hold them.
             trees: Registers their tensors.
             policy: Under `drop`, extra states that differ are left out.
-            noted: Collects those.
+            noted: Collects the names of extra states that are left out.
 
         Raises:
             SourceError: `source.unsupported` if they differ and are not to be dropped.

@@ -1,4 +1,4 @@
-"""Which rules say how a checkpoint's parameters are cut: the user's, then a family's, then the checkpoint's own.
+"""The rules for a checkpoint's cuts, in order: the user's, then a family's, then the checkpoint's own.
 
 Source: deepspeed 0.19.8 `checkpoint/constants.py` (`universal_checkpoint_info`); Megatron-DeepSpeed (July 2025)
 `megatron/arguments.py` (names of `args`).
@@ -38,8 +38,8 @@ def rules_of(model: ModelStates, wanted: Mapping[str, Any] | None) -> tuple[Rule
 
     Args:
         model: Model states of model-parallel rank 0.
-        wanted: Rules that the request gives, by DeepSpeed's keys; they count before the checkpoint's own, which fill in
-            what they do not say, unless they say that it is to be refused.
+        wanted: Rules of the request, by DeepSpeed's keys. They come before the checkpoint's own rules, which say the
+            rest, unless the request's `default` is `refuse`.
 
     Raises:
         SourceError: `rules.*`, `checkpoint.malformed`.
@@ -70,7 +70,7 @@ def rules_of(model: ModelStates, wanted: Mapping[str, Any] | None) -> tuple[Rule
 
 
 def _heads(args: Mapping[str | int, Node]) -> list[dict[str, Any]]:
-    """Attention heads, or the groups of them that share keys: tensor parallelism cuts between them."""
+    """The rule that tensor parallelism cuts attention between heads, or between groups of heads that share keys."""
     counts = [args.get(k) for k in ("num_key_value_heads", "num_attention_heads")]
     heads = next((c for c in counts if type(c) is int and c > 0), None)
     return [{"patterns": HEADED, "heads": heads}] if heads is not None else []

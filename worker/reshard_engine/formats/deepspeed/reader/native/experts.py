@@ -27,9 +27,9 @@ class ExpertGroup:
     """A flat (sub-)group as the ranks that share it hold it."""
 
     index: int
-    """Of the (sub-)group."""
+    """The number of the (sub-)group."""
     shapes: Shapes
-    """With global expert numbers."""
+    """Names and shapes, with global expert numbers in the names."""
     ranks: tuple[int, ...]
     """Data-parallel ranks, in the order of their pieces."""
     ep: int
@@ -39,7 +39,7 @@ class ExpertGroup:
 def expert_groups(
     shapes: Sequence[Shapes], states: Sequence[RankStates], fused: FusedExperts, *, data_first: bool
 ) -> list[ExpertGroup]:
-    """Every (sub-)group once for each set of ranks that partitions it.
+    """One `ExpertGroup` for each (sub-)group and each set of ranks that partitions it.
 
     Args:
         shapes: Names and shapes of each (sub-)group, as the first rank lists them.
@@ -48,7 +48,7 @@ def expert_groups(
         data_first: See `run_config.data_before_experts`.
 
     Raises:
-        SourceError: `checkpoint.mixed` if sizes of partitions do not go together, `source.unsupported`.
+        SourceError: `checkpoint.mixed` if the sizes of partitions contradict one another, `source.unsupported`.
     """
     world = len(states)
     found: list[ExpertGroup] = []
@@ -75,7 +75,7 @@ def expert_groups(
 
 
 def in_model_order(names: Sequence[str]) -> list[int]:
-    """Positions of a group's experts, layer by layer and by global number: as a model that holds all lists them."""
+    """Positions of a group's experts in the order of a model that holds all of them: by layer, then by number."""
     heads: dict[str, int] = {}
     keys: list[tuple[int, int]] = []
     for name in names:

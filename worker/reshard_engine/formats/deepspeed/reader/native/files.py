@@ -1,4 +1,4 @@
-"""Which file of a tag directory is what: names parsed to integers, never sorted as text.
+"""Roles of the files in a tag directory, from their names: ranks are parsed to integers, never sorted as text.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_optimizer_ckpt_name`,
 `_get_expert_ckpt_name`), `runtime/model_checkpointing/writer_factory.py` (FAST parts), `runtime/pipe/module.py`.
@@ -37,15 +37,15 @@ class RankFiles:
     models: Mapping[int, SourceFile]
     """`mp_rank_*_model_states.pt` by model-parallel rank."""
     models_by_rank: Mapping[tuple[int, int], SourceFile]
-    """ZeRO-3: every rank writes its model states. By data-parallel and model-parallel rank."""
+    """Model states at ZeRO-3, where every rank writes a file, by data-parallel and model-parallel rank."""
     optim: Mapping[tuple[int, int], SourceFile]
-    """By data-parallel and model-parallel rank."""
+    """Optimizer files by data-parallel and model-parallel rank."""
     prefix: str
-    """`bf16_`, `fp16_` or empty."""
+    """The prefix of optimizer files' names: `bf16_`, `fp16_` or empty."""
     experts: Mapping[tuple[int, int, int], SourceFile]
-    """By MoE layer (0 in old names without one), global expert and model-parallel rank."""
+    """Expert files by MoE layer (0 in old names without a layer), global expert and model-parallel rank."""
     expert_optim: tuple[str, ...]
-    """Stage 0 with experts: optimizer files of their own."""
+    """Names of the optimizer files of experts, which runs at stage 0 write."""
     layers: Mapping[tuple[int, int], SourceFile]
     """Weights of pipeline layers by layer and tensor-parallel rank."""
     others: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class RankFiles:
 
 
 def looks_like_deepspeed(listing: Listing) -> bool:
-    """Whether any file name of the listing is one that DeepSpeed gives to a checkpoint's file."""
+    """True if the listing has a file with a name that DeepSpeed gives to a checkpoint's files."""
     for info in listing.files:
         name = _without_part(info.path.rpartition("/")[2])
         if any(p.fullmatch(name) for p in (_OPTIM, _MODEL_Z3, _MODEL, _LAYER)):
@@ -145,7 +145,7 @@ def _joined(store: Store, files: Iterable[ObjectInfo]) -> list[SourceFile]:
     for name, by_rank in parts.items():
         if name in whole or len(counts[name]) != 1:
             raise SourceError(
-                "checkpoint.ambiguous", f"{printable(name)} is there whole and in parts, or cut in two ways"
+                "checkpoint.ambiguous", f"{printable(name)} exists whole and in parts, or is split in two ways"
             )
         count = next(iter(counts[name]))
         present = SourceFile(store, name, tuple(by_rank[r] for r in sorted(by_rank)))
@@ -153,7 +153,7 @@ def _joined(store: Store, files: Iterable[ObjectInfo]) -> list[SourceFile]:
         if not missing and len(by_rank) == count:
             whole[name] = joined_parts(present)
         elif (copy := whole_copy(present)) is not None:
-            # A rank's own optimizer file bears its writer's number, and no other writer has a part of it.
+            # FAST names a rank's own optimizer file with that writer's number; no other writer has a part of the file.
             whole[name] = copy
         else:
             raise SourceError(
@@ -165,7 +165,7 @@ def _joined(store: Store, files: Iterable[ObjectInfo]) -> list[SourceFile]:
 
 
 def rank_of(name: str, *, tp: int) -> str:
-    """Whose file it is, in words; empty for a file that is no rank's own."""
+    """The ranks, layer or expert that a file belongs to, in words; empty for other files."""
     if (found := _OPTIM.fullmatch(name) or _MODEL_Z3.fullmatch(name)) is not None:
         return f"dp {int(found['dp'])} {_model_parallel(int(found['mp']), tp)}"
     if (found := _MODEL.fullmatch(name)) is not None:

@@ -1,8 +1,8 @@
 """ZeRO-1, ZeRO-2 and BF16_Optimizer: each group's parameters concatenated, padded once, cut into equal pieces.
 
-The rule that is always right: concatenate the ranks' partitions of a group, walk `param_shapes` in its
-order (which *is* the flat order, round-robin included), add the alignment padding after each
-parameter. `param_slice_mappings` is never read: it is wrong under `round_robin_gradients`.
+One rule is right for every run: concatenate the ranks' partitions of a group, walk `param_shapes` in its
+order (this is the flat order, also under `round_robin_gradients`), and add the alignment padding after each
+parameter. The reader ignores `param_slice_mappings`, which are wrong under `round_robin_gradients`.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`_configure_distributed_optimizer`,
 `get_data_parallel_partitions`), `runtime/bf16_optimizer.py`; verified by running.
@@ -102,6 +102,6 @@ def _check_sizes(lengths: Column, total: int, held: int, ranks: int, what: str) 
         )
     longest = int(lengths.max(initial=0))
     short = np.flatnonzero(lengths < longest)
-    # All ranks hold equal partitions, less the padding, which reaches from the end over one rank or several.
+    # All ranks hold equal partitions, but files lack the padding at the end: it may cover one rank or several.
     if len(short) and bool((lengths[short[0] + 1 :] > 0).any()):
         raise SourceError("checkpoint.coverage", f"{what}: rank {short[0]} of {ranks} holds a short partition")

@@ -24,8 +24,8 @@ def layer_tensors(
 
     Args:
         files: Parsed files by layer and tensor-parallel rank.
-        trained: Full names of the parameters that the optimizer owns: they tell a tied layer's parameters, which belong
-            to no single layer.
+        trained: Full names of the parameters that the optimizer owns. A tied parameter belongs to no single layer;
+            its name is found among these.
     """
     tied: dict[str, list[str]] = {}
     for name in trained:
@@ -56,7 +56,7 @@ def layer_extra_states(files: Mapping[tuple[int, int], TorchFile]) -> dict[int, 
 
 
 def layer_of(name: str, files: Mapping[tuple[int, int], TorchFile]) -> int | None:
-    """The layer that holds a parameter: its name's number; for tied ones the first layer whose file has its name."""
+    """The layer of a parameter: the number in its name; for a tied one, the first layer whose file has its name."""
     if (match := NUMBERED.fullmatch(name)) is not None:
         return int(match["layer"])
     if (match := _TIED.fullmatch(name)) is None:

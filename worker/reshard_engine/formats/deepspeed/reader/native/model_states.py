@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from reshard.errors import SourceError, printable
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.formats.deepspeed.names import FROZEN_FRAGMENTS, FROZEN_SHAPES
+from reshard_engine.formats.deepspeed.names import FROZEN_FRAGMENTS, FROZEN_SHAPES, PARAM_SHAPES, VERSION
 from reshard_engine.formats.names import checked_name
 from reshard_engine.pickles.nodes import (
     Global,
@@ -57,14 +57,14 @@ class ModelStates:
 
     @property
     def stepped(self) -> bool:
-        """True if the optimizer has taken a step: plain SGD keeps no state that would show it."""
+        """True if the counters show a step of the optimizer. Plain SGD keeps no state that would show one."""
         return (self.integer("global_steps") or 0) > (self.integer("skipped_steps") or 0)
 
     def leaves_out_frozen(self, stage: int) -> bool:
         """True if the run saved with `exclude_frozen_parameters=True`, as far as a file of this stage shows.
 
-        From stage 2 on the fragments are then None (0.9.1 and later), where runs without frozen weights have an empty
-        mapping. Below, only another name shows it: of a tied weight DeepSpeed leaves out the first name alone.
+        From stage 2 on, the fragments are then None (0.9.1 and later); runs without frozen weights have an empty
+        mapping. Below stage 2, only a tied weight shows it: DeepSpeed leaves out its first name, and no other name.
         """
         if stage >= 2 and FROZEN_FRAGMENTS in self.entries and self.entries[FROZEN_FRAGMENTS] is None:
             return True
@@ -80,7 +80,7 @@ class ModelStates:
     @property
     def version(self) -> str | None:
         """The `ds_version` that wrote the file."""
-        value = self.entries.get("ds_version")
+        value = self.entries.get(VERSION)
         return printable(value, max_chars=40) if isinstance(value, str) else None
 
 
@@ -97,7 +97,7 @@ def parse_model_states(torch_file: TorchFile) -> ModelStates:
             "source.unsupported_version", f"{name} has no `module`: not a model-states file of DeepSpeed 0.3 or later"
         )
     module = module_entries(entries["module"], f"{name}: module")
-    shapes = entries.get("param_shapes")
+    shapes = entries.get(PARAM_SHAPES)
     shared = {
         checked_name(str(k)): checked_name(v)
         for k, v in _mapping(entries.get("shared_params"), f"{name}: shared_params").items()

@@ -45,8 +45,8 @@ class ModuleTensors:
             models: Model states of all ranks that are needed, rank 0 first.
             number: File numbers of the shard map.
             owned: Names and shapes of the parameters that the optimizer owns.
-            sharded: Whether parameters are sharded (ZeRO-3) and `module` holds empty placeholders.
-            whole: Whether its tensors are whole; of one rank's parts only buffers are taken, which all ranks hold.
+            sharded: True if parameters are sharded (ZeRO-3), so that `module` holds empty placeholders.
+            whole: True if its tensors are whole. If they are one rank's parts, only buffers are read.
 
         Raises:
             SourceError: `checkpoint.*` if names or shapes do not fit.
@@ -60,13 +60,13 @@ class ModuleTensors:
         self.weights: dict[str, int] = {}
         self.shared: dict[str, str] = dict(self._model.shared)
         self.frozen_late = frozenset(n for n, _ in self._model.frozen_shapes if n in owned)
-        """Parameters that the optimizer owns and that were frozen since."""
+        """Parameters that the run froze after the optimizer was made."""
         self.frozen_parameters: list[Parameter] = []
         self.undescribed: list[str] = []
         """Empty placeholders of ZeRO-3 that stand for no known parameter."""
         self._frozen = dict(self._model.frozen_shapes)
         shapes = self._model.entries.get(FROZEN_SHAPES)
-        # The file's own list: fused experts are frozen too, though they are put together elsewhere.
+        # The names in the file itself: `frozen_shapes` lacks fused experts, which `autoep` puts together.
         self._listed = frozenset(mapping_items(shapes, what=FROZEN_SHAPES)) if is_mapping(shapes) else None
         self._frozen_numbers: dict[str, int] = {}
         self._add_buffers()
@@ -93,7 +93,7 @@ class ModuleTensors:
         if frozen:
             raise SourceError(
                 "source.unsupported",
-                f"{len(frozen)} frozen parameters ({printable(frozen[0])}, ...) are here only as one rank's parts",
+                f"{len(frozen)} frozen parameters ({printable(frozen[0])}, ...) are stored only as one rank's parts",
                 fix="convert the original checkpoint",
             )
 
@@ -147,7 +147,8 @@ class ModuleTensors:
                 what=f"frozen {printable(name)}",
             )
             if name in owned:
-                # Frozen since the optimizer was made, which still steps its master: this is the rounding of that.
+                # The run froze it after the optimizer was made. The optimizer still steps its master.
+                # This weight is the rounding of the master.
                 self.weights[name] = index
             else:
                 self._add_frozen(name, shape, index)
@@ -182,7 +183,7 @@ class ModuleTensors:
                 continue
             if sharded and self._is_placeholder(tensor) and name not in self._frozen:
                 if not self._lists_shared and tensor.storage.key in owners:
-                    # Each parameter has a placeholder of its own, and an alias its owner's.
+                    # Each parameter has a placeholder of its own; an alias has the placeholder of its owner.
                     self.shared[name] = owners[tensor.storage.key]
                 else:
                     self.undescribed.append(name)
@@ -191,7 +192,7 @@ class ModuleTensors:
             self._add_frozen(name, tensor.shape, self._whole(name, "weight", tensor))
 
     def _add_left_aliases(self) -> None:
-        """Take frozen weights that were left out under their own names from the other names that they are tied to."""
+        """Take frozen weights from names that they are tied to, where the save left out their own names."""
         for name in self._model.aliases_left:
             owner = self.shared[name]
             if owner not in self._frozen_numbers:
@@ -199,7 +200,7 @@ class ModuleTensors:
                 self._add_frozen(owner, tensor.shape, self._whole(owner, "weight", tensor))
 
     def _is_hooks_own(self, name: str, tensor: PTensor, *, sharded: bool) -> bool:
-        """True if it is a tensor that stands for no parameter, in a run that lists its frozen ones (stages 2 and 3)."""
+        """True for a tensor that is no parameter, in a run that lists its frozen parameters (stages 2 and 3)."""
         if self._listed is None or name in self._listed:
             return False
         return not (sharded and self._is_placeholder(tensor))
@@ -210,21 +211,15 @@ class ModuleTensors:
 
     def _is_placeholder(self, tensor: PTensor) -> bool:
         # ZeRO-3 leaves `torch.empty(0)` in `module`; up to 0.5 it left `torch.ones(1)`.
-        return tensor.numel == 0 or ("frozen_param_shapes" not in self._model.entries and tensor.shape == (1,))
+        return tensor.numel == 0 or (FROZEN_SHAPES not in self._model.entries and tensor.shape == (1,))
 
     def weight_of(self, name: str, shape: tuple[int, ...]) -> int | None:
         """The tensor number of an owned parameter's weight in the model's dtype, where it is stored.
 
         Raises:
-            SourceError: `checkpoint.mixed` if the weight has another shape than the optimizer knows.
+            SourceError: as `weight_of`.
         """
-        index = self.weights.get(name)
-        if index is not None and self._builder.tensors[index].shape != shape:
-            raise SourceError(
-                "checkpoint.mixed",
-                f"{printable(name)} is {self._builder.tensors[index].shape} in `module`, {shape} in `param_shapes`",
-            )
-        return index
+        return weight_of(self._builder, self.weights, name, shape)
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -250,3 +245,18 @@ class ModuleTensors:
     def frozen_numbers(self) -> Mapping[str, int]:
         """Tensor numbers of frozen parameters by name."""
         return self._frozen_numbers
+
+
+def weight_of(builder: ShardMapBuilder, weights: Mapping[str, int], name: str, shape: tuple[int, ...]) -> int | None:
+    """The tensor number of a parameter's weight in `module`; None where no weight is stored.
+
+    Raises:
+        SourceError: `checkpoint.mixed` if the weight has another shape than the optimizer knows.
+    """
+    index = weights.get(name)
+    if index is not None and builder.tensors[index].shape != shape:
+        raise SourceError(
+            "checkpoint.mixed",
+            f"{printable(name)} is {builder.tensors[index].shape} in `module`, {shape} in `param_shapes`",
+        )
+    return index

@@ -1,4 +1,4 @@
-"""Names for optimizer parameters that have only numbers: the one order-preserving assignment, or none."""
+"""Names for the optimizer's numbered parameters, given by the only assignment that keeps the model's order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _refused(ways: int, owned: int, candidates: int) -> SourceError:
 def _choices(
     placed: tuple[int, ...], shape: tuple[int, ...], groups: Sequence[Sequence[tuple[int, ...] | None]]
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Where a candidate of this shape can go: to no group (-1), or to each group whose next member it can be."""
+    """The groups that a candidate of this shape can join: none (-1), or each whose next member it can be."""
     yield -1, placed
     for choice, members in enumerate(groups):
         if placed[choice] < len(members) and members[placed[choice]] in (shape, None):
@@ -74,9 +74,10 @@ def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[in
 
 
 def assign_names_flat(candidates: Sequence[Named], totals: Sequence[int]) -> list[list[str]]:
-    """Per group the names of the parameters that its flat tensor of so many elements holds.
+    """The names of the parameters in each group's flat tensor, of which only the numbers of elements are known.
 
-    Only one group that holds every candidate has a provable order; several could hold them in many ways.
+    The order is proven only for one group that holds every candidate. Several groups could share the candidates in
+    many ways.
 
     Raises:
         SourceError: `source.unsupported` otherwise.

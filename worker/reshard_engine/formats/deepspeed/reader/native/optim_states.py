@@ -14,7 +14,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.formats.deepspeed.names import INFO
+from reshard_engine.formats.deepspeed.names import CONFIG, INFO, OPTIMIZER_STATE, PARAM_SHAPES, VERSION
 from reshard_engine.formats.names import checked_state
 from reshard_engine.pickles.nodes import (
     Global,
@@ -46,7 +46,7 @@ class RankStates:
     """Hyper-parameters; empty for list-form (elastic) states, which have none."""
     param_group_nodes: tuple[Node, ...]
     partition_counts: tuple[int, ...]
-    """Ranks that partition each group, as the file states them; one for all at ZeRO-3, empty where it does not say."""
+    """Stated numbers of ranks, one for each group; at ZeRO-3 one number for all groups; empty if the file has none."""
     alignment_paddings: tuple[tuple[int, ...], ...]
     extras: Mapping[str, Node]
     elastic: bool
@@ -55,7 +55,7 @@ class RankStates:
     unread: tuple[str, ...] = ()
     """Keys of the file that nothing here knows, as paths from its top."""
     swapped: Mapping[str, SourceFile] = field(default_factory=dict[str, SourceFile])
-    """Files of what the rank kept on NVMe, by the name that the rank's empty tensors say."""
+    """Files that the rank kept on NVMe, by the names that the rank's empty tensors give."""
 
     @property
     def partition_count(self) -> int | None:
@@ -63,25 +63,25 @@ class RankStates:
         return max(self.partition_counts, default=None)
 
 
-OUTER_KEYS = frozenset({"optimizer_state_dict", "ds_config", "ds_version", "param_shapes"})
-"""Keys of a rank's file. The configuration is the model states' own; shapes are there before 0.6.0."""
-EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", "ds_version", "zero_stage")
+OUTER_KEYS = frozenset({OPTIMIZER_STATE, CONFIG, VERSION, PARAM_SHAPES})
+"""Keys of a rank's file. The configuration is that of the model states; `param_shapes` is here before 0.6.0."""
+EXTRA_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad", VERSION, "zero_stage")
 
 PARTITION_KEYS = frozenset(
     {
-        *(*FP32_KEYS, "optimizer_state_dict", "base_optimizer_state", "base_optimizer_state_step", "param_shapes"),
+        *(*FP32_KEYS, OPTIMIZER_STATE, "base_optimizer_state", "base_optimizer_state_step", PARAM_SHAPES),
         *("group_paddings", "partition_count", "param_slice_mappings", "param_alignment_paddings"),
         *("ds_zero_partition_groups", INFO),
     }
 )
-"""Keys beside them that say how states are cut: every target has its own."""
+"""Keys of the optimizer state that describe the partitions. They are not carried: each target has its own."""
 BASE_KEYS = frozenset({"state", "param_groups"})
 """Keys of the base optimizer's own state dict. Source: torch 2.13.0 `optim/optimizer.py` (`state_dict`)."""
 
 
 def unread_keys(outer: Mapping[str | int, Node], inner: Mapping[str | int, Node], base: Node) -> tuple[str, ...]:
     """The keys of a rank's file that nothing here knows, as paths from its top."""
-    name = "optimizer_state_dict"
+    name = OPTIMIZER_STATE
     found = [str(k) for k in outer if k not in OUTER_KEYS]
     found += [f"{name}.{k}" for k in inner if k not in PARTITION_KEYS and k not in EXTRA_KEYS]
     if is_mapping(base):
@@ -98,9 +98,9 @@ def parse_rank_states(torch_file: TorchFile) -> RankStates:
     """
     name = printable(torch_file.file.name)
     outer = mapping_items(torch_file.root, what=name)
-    if "optimizer_state_dict" not in outer:
+    if OPTIMIZER_STATE not in outer:
         raise SourceError("source.unsupported_version", f"{name} has no `optimizer_state_dict`")
-    inner = mapping_items(outer["optimizer_state_dict"], what=f"{name}: optimizer_state_dict")
+    inner = mapping_items(outer[OPTIMIZER_STATE], what=f"{name}: optimizer_state_dict")
     key = next((k for k in FP32_KEYS if k in inner), None)
     if key is None:
         raise SourceError(
@@ -108,7 +108,7 @@ def parse_rank_states(torch_file: TorchFile) -> RankStates:
             f"{name} has none of {', '.join(FP32_KEYS)}: not a ZeRO optimizer file of a known version",
         )
     stage = 3 if key == "fp32_flat_groups" else _stage(inner.get("zero_stage"))
-    base = inner.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    base = inner.get(OPTIMIZER_STATE if stage == 3 else "base_optimizer_state")
     fp32 = _tensor_list(inner[key], f"{name}: {key}")
     states, groups, nodes, elastic = _base_states(base, inner, name, len(fp32))
     return RankStates(
@@ -123,13 +123,13 @@ def parse_rank_states(torch_file: TorchFile) -> RankStates:
         _paddings(inner.get("param_alignment_paddings"), name),
         {k: inner[k] for k in EXTRA_KEYS if k in inner},
         elastic,
-        outer.get("param_shapes", inner.get("param_shapes")),
+        outer.get(PARAM_SHAPES, inner.get(PARAM_SHAPES)),
         unread_keys(outer, inner, base),
     )
 
 
 def _stage(node: Node) -> int:
-    # Missing in BF16_Optimizer files, which partition as stage 1 does.
+    # BF16_Optimizer files state no stage; they are partitioned as those of stage 1.
     if (
         isinstance(node, PObject)
         and isinstance(node.cls, Global)

@@ -1,7 +1,7 @@
-"""The order of a group's parameters: the optimizer's own, also where the flat order is another.
+"""The optimizer's order of a group's parameters, also where the flat order is another one.
 
 Under `round_robin_gradients` the flat order, which `param_shapes` lists, deals a group's parameters out over the ranks.
-What the next run needs is the order that it started from, for another number of ranks deals them out differently.
+The next run needs the order before that, because another number of ranks deals the parameters out differently.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`_round_robin_reorder`); verified by running.
 """

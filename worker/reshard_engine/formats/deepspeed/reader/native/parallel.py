@@ -1,8 +1,8 @@
-"""Model parallelism: how many stages and tensor-parallel ranks there are, and their slices put together.
+"""Model parallelism: the numbers of stages and tensor-parallel ranks, and the slices of ranks joined to whole tensors.
 
-Stages hold different layers; a name that several stages have is one tied parameter, of which each holds a copy.
-Tensor-parallel ranks hold parts of parameters of one name, by the rules of the checkpoint or of the user. Copies are
-compared before anything is written: `Checkpoint.agreements` lists them.
+Stages hold different layers. A name on several stages is one tied parameter, and each of these stages holds a copy.
+Tensor-parallel ranks hold parts of a parameter under one name, cut by the rules of the checkpoint or of the user.
+Copies are compared before anything is written: `Checkpoint.agreements` lists them.
 
 Source: deepspeed 0.19.8 `runtime/pipe/topology.py` (`mp = pp_rank * TP + tp_rank`), `checkpoint/reshape_3d_utils.py`
 (`get_model_3d_descriptor`).
@@ -38,7 +38,7 @@ def degrees(model: ModelStates, ranks: int, layer_ranks: int) -> tuple[int, int]
         layer_ranks: Tensor-parallel ranks in the names of layer files; 0 without any.
 
     Raises:
-        SourceError: `checkpoint.mixed`, `checkpoint.incomplete` if what files say and what is there do not go together.
+        SourceError: `checkpoint.mixed`, `checkpoint.incomplete` if the files that exist contradict what they state.
     """
     stated = model.integer("mp_world_size")
     if stated is not None and stated != ranks:
@@ -60,7 +60,8 @@ def degrees(model: ModelStates, ranks: int, layer_ranks: int) -> tuple[int, int]
         return 1, 1
     if pp < 1 or tp < 1 or pp * tp != ranks:
         raise SourceError(
-            "checkpoint.mixed", f"{pp} pipeline stages of {tp} tensor-parallel ranks, and files of {ranks}"
+            "checkpoint.mixed",
+            f"{pp} pipeline stages of {tp} tensor-parallel ranks, but files of {ranks} model-parallel ranks",
         )
     return pp, tp
 
@@ -71,17 +72,17 @@ class Joiner:
     def __init__(
         self, builder: ShardMapBuilder, rules: RuleLayers | None, affine: AffineMaps | None, *, tp: int
     ) -> None:
-        """For `tp` tensor-parallel ranks."""
+        """Start without slices, for `tp` tensor-parallel ranks."""
         self._builder, self._rules, self._affine, self._tp = builder, rules, affine, tp
         self.agreements: list[Agreement] = []
         self.unexplained: list[str] = []
         self.vocab_rows: int | None = None
         self.rank_numbers: set[str] = set()
-        """States that are one number for each rank, and not the same on all."""
+        """Names of states that are one number for each rank and differ between ranks."""
         self.averaged: dict[str, None] = {}
-        """Parameters whose copies may differ, and are averaged."""
+        """Parameters whose copies may differ. The target gets the mean of the copies."""
         self.padding: dict[str, dict[str, int]] = {}
-        """Rows behind the data of vocabularies, by parameter and state."""
+        """Tensor numbers of the padding rows behind vocabularies, by parameter and state."""
         self._copies: dict[tuple[str, str], tuple[int, ...]] = {}
         self._cuts: dict[str, Cut | None] = {}
 
@@ -124,13 +125,13 @@ class Joiner:
         return replace(first, shape=self._data_shape(cut, shape), states=states, cut=cut, scalars=scalars)
 
     def _agree(self, first: Parameter, other: Parameter) -> bool:
-        """True if two parts were counted alike; noted are numbers of which each rank has its own."""
+        """True if the counters of two parts are equal. Other numbers that differ are noted in `rank_numbers`."""
         names = first.scalars.keys() | other.scalars.keys()
         self.rank_numbers |= {k for k in names if first.scalars.get(k) != other.scalars.get(k)}
         return counters(first.scalars) == counters(other.scalars)
 
     def shape_and_cut(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], Cut | None]:
-        """The shape of the whole, padding included, and how it is cut; None, and noted, if nothing says.
+        """The whole shape with padding, and the cut. Without a rule: the first part's shape, None, and a note.
 
         Raises:
             SourceError: `rules.*`.
@@ -159,14 +160,14 @@ class Joiner:
         return (min(cut.vocabulary, shape[0]), *shape[1:])
 
     def joined(self, name: str, state: str, tensors: Sequence[int], cut: Cut | None, shape: tuple[int, ...]) -> int:
-        """One state of a parameter as one tensor; copies are noted for comparison.
+        """The number of one state of a parameter as a whole tensor. Copies are noted for comparison.
 
         Args:
             name: The parameter.
             state: The state.
             tensors: Each tensor-parallel rank's part.
-            cut: How they were cut; None where nothing says: the first rank's part then stands for them.
-            shape: Of the whole, with padding.
+            cut: The cut of the parts. Where nothing says it (None), the first rank's part stands for all.
+            shape: The whole shape, with padding.
 
         Raises:
             SourceError: `rules.contradiction`, `source.unsupported` if the parts cannot be put together so.
@@ -187,7 +188,7 @@ class Joiner:
                 raise _contradiction(name, CutError("a vocabulary in another shape than its own"))
             behind = rows_of(shape, whole, data[0], shape[0])
             padding = self._view(f"{name}@padding", state, behind, behind.grid)
-            # Of copies on several pipeline stages the first counts.
+            # Several pipeline stages may hold copies: the first one is used.
             self.padding.setdefault(name, {}).setdefault(state, padding)
             whole = self._view(name, state, rows_of(shape, whole, 0, data[0]), data)
         return whole
@@ -209,7 +210,7 @@ class Joiner:
             raise SourceError("source.unsupported", f"{printable(state)} of {printable(name)}: {error}") from None
 
     def _mean(self, name: str, state: str, copies: Sequence[int]) -> int:
-        """The mean of a state's copies; a weight beside masters is their mean's rounding, as each copy is its own's."""
+        """The mean of a state's copies. Where masters exist, the weight is the rounded mean of the masters."""
         self.averaged[name] = None
         own = tuple(copies)
         self._copies.setdefault((name, state), own)
@@ -234,8 +235,8 @@ class Joiner:
             raise SourceError(
                 "checkpoint.mixed", f"{printable(first.fqn)} has other counters on another pipeline stage"
             )
-        # A module shared by stages is there whole on each, and only what it is tied by is kept equal: of the rest, such
-        # as position embeddings beside tied word embeddings, the first stage's copy is the one in use.
+        # Each stage holds a shared module whole, but DeepSpeed keeps only the tied weight of it equal. Of its other
+        # weights, such as position embeddings beside tied word embeddings, only the first stage's copy is in use.
         if is_unused_copy(first.fqn):
             return
         unused = self._rules is not None and self._rules.first_stage_counts(first.fqn)
@@ -245,7 +246,7 @@ class Joiner:
 
 
 def _same(a: View, b: View) -> bool:
-    """Whether two views take every element from the same place: their runs, cut at each other's boundaries."""
+    """True if two views take every element from the same place, by their runs cut at each other's boundaries."""
     numel = sum(box.numel for box in a.boxes)
     left, right = a.runs(0, numel), b.runs(0, numel)
     cuts = np.union1d(left.begin, right.begin)
@@ -261,5 +262,5 @@ def _contradiction(name: str, error: Exception) -> SourceError:
     return SourceError(
         "rules.contradiction",
         f"{printable(name)}: {error}",
-        fix="give rules that fit its parts: --rules FILE, or --family NAME",
+        fix="give rules that fit the parameter's parts: --rules FILE, or --family NAME",
     )

@@ -1,4 +1,4 @@
-"""Opens the files of one checkpoint's ranks; what ranks say alike is parsed once."""
+"""Opens the files of one checkpoint's ranks, and parses equal pickles once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KEPT = 16
 
 
 class RankOpener:
-    """Lives as long as one read of one checkpoint."""
+    """Opens files during one read of one checkpoint."""
 
     def __init__(self, ledger: OpaqueLedger) -> None:
-        """Nothing is open yet."""
+        """Start without open files."""
         self._pickles = SharedPickles(ledger)
         self._parsed: OrderedDict[tuple[int, str], tuple[Node, Any]] = OrderedDict()
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class RankOpener:
         return open_torch_file(file, self._pickles.ledger, pickles=self._pickles)
 
     def states(self, file: SourceFile, parse: Callable[[TorchFile], States]) -> States:
-        """What `parse` makes of the file. It looks at the pickle alone, so equal pickles share the answer.
+        """The result of `parse` for the file. `parse` reads only the pickle, so equal pickles share the result.
 
         Raises:
             SourceError: As `open_torch_file` and `parse`.
@@ -51,7 +51,7 @@ class RankOpener:
                 self._parsed.move_to_end(key)
                 return replace(known, torch_file=opened)
             states = parse(opened)
-            # The root is kept with it: its address must stay its own.
+            # The key is the root's address. The root is kept too, so that no other object gets this address.
             self._parsed[key] = (opened.root, states)
             if len(self._parsed) > _KEPT:
                 self._parsed.popitem(last=False)

@@ -1,7 +1,7 @@
 """Entries that the files of several ranks should hold alike: a checkpoint keeps those of the first rank.
 
-DeepSpeed has every rank write its own copy of counters, hyper-parameters and client state. Where a rank's copy is
-another, or has more, the difference is named: a target has no place for it.
+DeepSpeed has every rank write its own copy of counters, hyper-parameters and client state. Where a rank's copy
+differs or has more entries, the report names the difference: a target has no place for it.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_save_checkpoint`: ZeRO-3 and every model-parallel rank save all of
 `_common_checkpoint_state` and of the client's state), `runtime/pipe/engine.py`.
@@ -15,7 +15,15 @@ from typing import Any
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
-from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, INFO, RNG_KEYS
+from reshard_engine.formats.deepspeed.names import (
+    FROZEN_FRAGMENTS,
+    FROZEN_SHAPES,
+    FUSED_LAYERS,
+    FUSED_LAYERS_LEGACY,
+    INFO,
+    PARAM_SHAPES,
+    RNG_KEYS,
+)
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, parse_model_states
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates
 from reshard_engine.formats.deepspeed.reader.native.rank_opener import RankOpener
@@ -23,19 +31,19 @@ from reshard_engine.formats.not_carried import NotCarriedKeys
 from reshard_engine.pickles.differences import TensorsAt, TreeDifference, compare_trees
 from reshard_engine.pickles.nodes import Node, PTensor
 
-OTHER = "ranks hold different values: the first rank's is carried"
+OTHER = "ranks hold different values: the target gets the first rank's"
 _OWN = frozenset(
     {
-        *("module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
+        *("module", "optimizer", PARAM_SHAPES, FROZEN_SHAPES, FROZEN_FRAGMENTS, "shared_params"),
         *("buffer_names", FUSED_LAYERS, FUSED_LAYERS_LEGACY, *RNG_KEYS),
     }
 )
-"""Entries that are each rank's own, and that are read from every rank where they matter."""
+"""Entries that differ by rank on purpose. The reader takes them from every rank where they matter."""
 _OPEN_AT_ONCE = 16
 _OF_PROCESS = frozenset({"args.rank", "args.local_rank", "args.curr_ckpt_iteration"})
 """Megatron's arguments that say which process a rank was."""
 _PLACEMENT = f"{INFO}.{FUSED_LAYERS}"
-"""Beginning of the paths that say which experts a rank holds, as an entry of their own does."""
+"""The start of paths that repeat the entry `ds_autoep_layers`: they say which experts a rank holds."""
 
 
 def note_models(models: Sequence[Sequence[ModelStates]], noted: NotCarriedKeys) -> None:
@@ -57,13 +65,13 @@ def note_models(models: Sequence[Sequence[ModelStates]], noted: NotCarriedKeys) 
 
 
 def note_copies(first: ModelStates, files: Sequence[SourceFile], opener: RankOpener, noted: NotCarriedKeys) -> None:
-    """Compare model states that nothing else is needed of with those of a first rank; a few are open at a time.
+    """Compare model states with those of a first rank, for files from which nothing else is needed.
 
     Args:
-        first: Those of the first data-parallel rank of a model-parallel rank.
-        files: The files of its other data-parallel ranks.
-        opener: Opens them.
-        noted: Collects what differs.
+        first: Model states of the first data-parallel rank of a model-parallel rank.
+        files: The files of the other data-parallel ranks. A few are open at a time.
+        opener: Opens the files.
+        noted: Collects the paths of entries that differ.
     """
     for begin in range(0, len(files), _OPEN_AT_ONCE):
         chunk = files[begin : begin + _OPEN_AT_ONCE]
@@ -72,7 +80,7 @@ def note_copies(first: ModelStates, files: Sequence[SourceFile], opener: RankOpe
 
 
 def note_optimizers(states: Sequence[RankStates], noted: NotCarriedKeys) -> None:
-    """Compare param groups and what surrounds the optimizer's states on all ranks with those of the first."""
+    """Compare the param groups and other entries of all ranks' optimizer files with those of the first rank."""
     first = states[0]
     for other in states[1:]:
         files = (first.torch_file, other.torch_file)
@@ -102,7 +110,7 @@ def _differences(
 
 
 def _unlike(found: Iterable[TreeDifference | TensorsAt], files: tuple[TorchFile, TorchFile]) -> Iterator[str]:
-    """The paths of what differs; tensors differ by what their files say of them."""
+    """The paths of entries that differ. Tensors differ if their metadata or checksums do."""
     return (d.path for d in found if not (isinstance(d, TensorsAt) and _same_tensor(d.a, d.b, files)))
 
 
@@ -118,7 +126,7 @@ def _module_differences(first: ModelStates, other: ModelStates) -> Iterator[str]
 
 
 def _same_tensor(a: Node, b: Node, files: tuple[TorchFile, TorchFile]) -> bool:
-    """True if two tensors are alike as far as metadata say: shape, type, and their storages' checksums."""
+    """True if two tensors are equal by metadata: by shape, type, and the checksums of their storages."""
     if not (isinstance(a, PTensor) and isinstance(b, PTensor)):
         return False
     if (a.shape, a.dtype, a.offset, a.stride) != (b.shape, b.dtype, b.offset, b.stride):

@@ -1,4 +1,4 @@
-"""The DeepSpeed reader: which files there are, what is refused, and which partitioning applies."""
+"""The reader of native checkpoints: it sorts the files, refuses what it cannot read, and chooses the partitioning."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DeepSpeedReader:
     family = "deepspeed"
 
     def recognises(self, listing: Listing) -> bool:
-        """Whether a file of the directory has a name that DeepSpeed gives."""
+        """True if a file of the directory has a name that DeepSpeed gives."""
         return looks_like_deepspeed(listing)
 
     def read(
@@ -128,7 +128,7 @@ def _read_ranks(
 def _read_models(
     files: RankFiles, mp: int, world: int, opener: RankOpener, noted: NotCarriedKeys, *, sharded: bool
 ) -> list[ModelStates]:
-    """Model states of one model-parallel rank: of data-parallel rank 0, and of all where each holds shares."""
+    """Model states of one model-parallel rank: data-parallel rank 0's, or all ranks' if each holds shares."""
     table = {dp: f for (dp, m), f in files.models_by_rank.items() if m == mp}
     if not sharded:
         table = {0: files.models[mp]} if mp in files.models else {}
@@ -145,7 +145,7 @@ def _read_models(
     if not sharded:
         return [first]
     wanted = _complete_ranks(table, "model_states", files, mp, count=world)
-    # Shares of frozen parameters and random states are each rank's own; everything else should be the same on all.
+    # Each rank has its own shares of frozen parameters and its own random states. All else should be equal.
     differ = bool(first.frozen_shapes) or any(first.entries.get(k) is not None for k in RNG_KEYS)
     if differ:
         return [first, *_open_all(table, wanted[1:], opener, parse_model_states)]
@@ -158,7 +158,7 @@ def _open_table(files: Mapping[_K, SourceFile], opener: RankOpener) -> dict[_K, 
 
 
 def refuse_by_config(model: ModelStates) -> None:
-    """Refuse runs whose model states say that the optimizer states are of a kind that is not read.
+    """Refuse runs whose config says that the optimizer states are of a kind that this reader cannot read.
 
     Raises:
         SourceError: `source.unsupported`.

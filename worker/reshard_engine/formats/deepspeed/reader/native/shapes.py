@@ -1,4 +1,4 @@
-"""Which parameters a flat group holds: `param_shapes`, wherever the version that wrote it put it.
+"""The parameters of each flat group, from `param_shapes`, which versions of DeepSpeed store in different files.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_get_zero_param_shapes`: a list, in the model file); before 0.6.0
 in every optimizer file, before 0.5.4 one mapping over all groups.
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 from reshard.errors import SourceError
+from reshard_engine.formats.deepspeed.names import PARAM_SHAPES
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes, parse_param_shapes
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates
 from reshard_engine.pickles.nodes import is_mapping
@@ -19,9 +20,10 @@ def shapes_by_group(model: ModelStates, states: Sequence[RankStates]) -> tuple[S
     """Names and shapes of each group (ZeRO-1/2, BF16) or sub-group (ZeRO-3), in flat order.
 
     Raises:
-        SourceError: `source.unsupported_version` if the files do not say, `checkpoint.mixed` if they contradict.
+        SourceError: `source.unsupported_version` if the files do not say, `checkpoint.mixed` if they contradict
+            one another.
     """
-    first, node = states[0], model.entries.get("param_shapes")
+    first, node = states[0], model.entries.get(PARAM_SHAPES)
     shapes = model.param_shapes
     if shapes is None and first.legacy_param_shapes is not None:
         node = first.legacy_param_shapes
@@ -43,7 +45,7 @@ def shapes_by_group(model: ModelStates, states: Sequence[RankStates]) -> tuple[S
 
 
 def _cut_into_groups(shapes: Shapes, states: Sequence[RankStates]) -> tuple[Shapes, ...]:
-    """The (sub-)groups of a mapping that does not tell them apart (before 0.5.4): their sizes do.
+    """The (sub-)groups of one mapping over all groups (before 0.5.4), told apart by the sizes of their flat tensors.
 
     Source: deepspeed 0.5.3 `runtime/engine.py` (`_get_zero_param_shapes` walks the groups into one mapping).
     """

@@ -1,4 +1,4 @@
-"""ZeRO-3: each parameter cut into equal pieces, a rank's flat tensor the concatenation of its pieces.
+"""ZeRO-3: each parameter is cut into equal pieces, and a rank's flat tensor is the concatenation of its pieces.
 
 Sub-groups follow one another, so their flat tensors, put end to end, hold the parameters of all
 `param_shapes` entries in order, whatever `sub_group_size` was. The tail of a parameter's last piece
@@ -78,7 +78,7 @@ def add_sharded_params(
 def add_sharded_tensor(
     builder: ShardMapBuilder, tensor: int, *, partitions: Sequence[Partition], itemsize_bytes: int, what: str
 ) -> None:
-    """Register one parameter of which each rank holds a flat share in a tensor of its own (frozen ones)."""
+    """Register one frozen parameter: each rank holds a flat share of it, in a tensor of its own."""
     stored = builder.tensors[tensor]
     add_sharded_params(
         builder,

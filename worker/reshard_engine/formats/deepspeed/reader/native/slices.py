@@ -1,7 +1,7 @@
-"""One model-parallel rank: its data-parallel ranks' files put together to the tensors that it holds.
+"""The tensors of one model-parallel rank, joined from the files of its data-parallel ranks.
 
-Without model parallelism that is the whole checkpoint; with it, tensors are one rank's parts, under the names that
-the rank knows them by.
+Without model parallelism, these tensors are the whole checkpoint. With it, they are one rank's parts, under the
+rank's own names.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 @dataclass(frozen=True)
 class Slice:
-    """What one model-parallel rank holds. Tensor numbers are of the shard map that is being built."""
+    """The content of one model-parallel rank. Tensor numbers index the shard map that is being built."""
 
     states: tuple[RankStates, ...]
     models: tuple[ModelStates, ...]
     trained: tuple[Parameter, ...]
-    """In the optimizer's order; shapes are the rank's own."""
+    """The trained parameters in the optimizer's order, in the rank's own shapes."""
     ep: int
-    """Expert-parallel ranks; 1 without experts that are spread."""
+    """The number of expert-parallel ranks; 1 if no experts are spread over ranks."""
     dealt: bool
-    """Whether the flat order was another (`round_robin_gradients`)."""
+    """True if `round_robin_gradients` made a flat order that is not the optimizer's."""
     fused: FusedExperts
     """Parameters in which AutoEP fused experts."""
     rank_numbers: frozenset[str]
-    """States that are one number for each data-parallel rank, and not the same on all."""
+    """Names of states that are one number for each data-parallel rank and differ between ranks."""
 
     @property
     def model(self) -> ModelStates:
@@ -100,17 +100,17 @@ def add_slice(
 
 
 def _groups_of(first: RankStates, count: int) -> list[int]:
-    """Per entry of `param_shapes` the optimizer param group; at ZeRO-3 entries are sub-groups."""
+    """The optimizer param group of each entry of `param_shapes`, whose entries are sub-groups at ZeRO-3."""
     if first.elastic:
         return list(range(count)) if first.stage != 3 else [0] * count
     return group_of_subgroup(first.param_groups, count)
 
 
 def group_of_subgroup(param_groups: Sequence[Mapping[str | int, Node]], count: int) -> list[int]:
-    """Per flat (sub-)group the param group whose `params` lists its number.
+    """For each flat (sub-)group, the param group whose `params` lists the (sub-)group's number.
 
     Raises:
-        SourceError: `checkpoint.malformed` if one is listed nowhere.
+        SourceError: `checkpoint.malformed` if no param group lists a (sub-)group.
     """
     found: dict[int, int] = {}
     for index, group in enumerate(param_groups):
@@ -127,9 +127,9 @@ def group_of_subgroup(param_groups: Sequence[Mapping[str | int, Node]], count: i
 def _flats(
     states: Sequence[RankStates], tensors: Sequence[PTensor], shapes: Shapes, number: Mapping[SourceFile, int]
 ) -> Iterator[Partition]:
-    """Where each rank's flat tensor of one (sub-)group is."""
+    """The place of each rank's flat tensor of one (sub-)group."""
     elsewhere = states[0].stage == 3 and not all(t.numel for t in tensors)
-    # Of a rank's own, padding included; looked at only where something is missing.
+    # The elements of a rank's flat tensor, padding included. Needed only where the rank file lacks some.
     numel = sum(-(-prod(shape) // len(states)) for _, shape in shapes) if elsewhere else 0
     for rank, tensor in zip(states, tensors, strict=True):
         if numel and not tensor.numel:
@@ -149,7 +149,7 @@ def _positional_keys(states: Sequence[RankStates]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Wide:
-    """Sub-groups of stage 3 that one set of ranks shares: they follow one another."""
+    """The sub-groups of stage 3 that one set of ranks shares, joined end to end."""
 
     tensors: list[int]
     shapes: list[tuple[str, tuple[int, ...]]]
@@ -216,7 +216,7 @@ def _add_state(
 
 
 def _scalars(states: Sequence[RankStates], index: int) -> Mapping[str, Scalar]:
-    """The one-number states of a (sub-)group on its first rank; counters must agree on all.
+    """The one-number states of a (sub-)group on its first rank. Counters must be equal on all ranks.
 
     Raises:
         SourceError: `checkpoint.mixed` if a rank counts differently, or has other states.
@@ -240,7 +240,7 @@ def _scalars(states: Sequence[RankStates], index: int) -> Mapping[str, Scalar]:
 def counters(scalars: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """The one-number states that count steps: `step`, and every integer.
 
-    The rest are numbers that optimizers take of a tensor, such as Adafactor's RMS: each rank has its partition's own.
+    The other one-number states are computed from a tensor, such as Adafactor's RMS: each partition has its own value.
     """
     return {k: s for k, s in scalars.items() if k == "step" or not isinstance(s.value, float)}
 
@@ -262,7 +262,7 @@ def _group_scalars(state: RankStates, index: int) -> dict[str, Scalar]:
         if value is not None and not (isinstance(value, PTensor) and len(value.shape) == 1)
     }
     if "step" not in scalars and entries and state.param_groups:
-        # Fused optimizers, and everything before 0.6, count in the param group.
+        # Fused optimizers, and all optimizers before 0.6, keep the step in the param group.
         for group in state.param_groups:
             params = group.get("params")
             if group.get("step") is not None and params is not None and index in getattr(params, "items", ()):

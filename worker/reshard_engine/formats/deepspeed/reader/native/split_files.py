@@ -15,14 +15,14 @@ _EOCD_BYTES = 22
 
 
 def joined_parts(file: SourceFile) -> SourceFile:
-    """The one file that the parts of a split file mean; a file that is not split is itself."""
+    """The whole file that the parts of a split file make up; a file that is not split is returned as it is."""
     if len(file.objects) == 1:
         return file
     return whole_copy(file) or file
 
 
 def whole_copy(file: SourceFile) -> SourceFile | None:
-    """The first part, if every part that is there is a complete archive; None for byte ranges of one stream."""
+    """The first part, if every part is a complete archive; None if the parts are byte ranges of one stream."""
     if all(_is_whole_archive(file, index) for index in range(len(file.objects))):
         return SourceFile(file.store, file.name, file.objects[:1])
     return None

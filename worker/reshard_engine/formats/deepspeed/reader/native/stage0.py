@@ -1,8 +1,8 @@
-"""Stage 0: no partitions; weights in `module`, the optimizer's state beside them.
+"""Stage 0: nothing is partitioned; `module` holds the weights, and `optimizer` holds the optimizer's state.
 
 The optimizer numbers its parameters group by group and stores no names. Names follow from `module`
 (which is in the model's order) only if exactly one assignment keeps that order within each group and
-fits every shape; otherwise the optimizer states are left out and said so, never guessed.
+fits every shape; otherwise the reader leaves out the optimizer states with a warning, and never guesses.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`: `optimizer` at stage 0),
 `runtime/fp16/fused_optimizer.py` and `unfused_optimizer.py` (`state_dict`), torch 2.13.0 `optim/optimizer.py`.
@@ -19,15 +19,15 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
-from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
-from reshard_engine.formats.deepspeed.names import DESCRIBED_KEYS, OPTIMIZER_STATE
+from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, own_entries, run_fields, split_groups
+from reshard_engine.formats.deepspeed.names import OPTIMIZER_STATE, VERSION
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition, add_flat_group
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
 from reshard_engine.formats.deepspeed.reader.native.module import ModuleTensors
 from reshard_engine.formats.deepspeed.reader.native.naming import assign_names, assign_names_flat
 from reshard_engine.formats.deepspeed.reader.native.optim_states import BASE_KEYS, named_states, read_scalar
-from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees
+from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees, module_names
 from reshard_engine.formats.not_carried import UNKNOWN, NotCarriedKeys
 from reshard_engine.pickles.nodes import Node, PTensor, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -44,7 +44,7 @@ EXTRA_KEYS = (
     "clip_grad",
 )
 
-_WRAPPER_KEYS = frozenset({"fp32_groups", "fp32_groups_flat", "optimizer_state_dict"})
+_WRAPPER_KEYS = frozenset({"fp32_groups", "fp32_groups_flat", OPTIMIZER_STATE})
 
 
 def assemble_stage0(
@@ -56,7 +56,7 @@ def assemble_stage0(
     ledger: OpaqueLedger,
     rules: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """The checkpoint of a run without ZeRO. `others` names files of its directory that are none of DeepSpeed's.
+    """The checkpoint of a run without ZeRO. `others` names files of its directory that DeepSpeed does not write.
 
     Optimizer states that cannot be given names are left out with a warning.
     """
@@ -69,6 +69,8 @@ def assemble_stage0(
     extra_states = {n: trees.carried(v, model.torch_file) for n, v in model.extra_states.items()}
     node = model.entries.get("optimizer")
     optimizer: OptimizerState | None = None
+    params: tuple[Node, ...] = ()
+    beside: dict[str, Node] = {}
     parameters = list(candidates.values())
     warnings: list[str] = []
     states = None if node is None else _Stage0Optimizer(node, model.torch_file, builder)
@@ -84,12 +86,10 @@ def assemble_stage0(
         parameters = [owned.get(n, p) for n, p in candidates.items()]
         order = {n: i for i, n in enumerate(owned)}
         parameters.sort(key=lambda p: (p.fqn not in order, order.get(p.fqn, 0)))
-        optimizer = OptimizerState(
-            tuple(trees.carried(n, model.torch_file) for n in states.group_nodes),
-            {k: trees.carried(v, model.torch_file) for k, v in states.extras.items()}
-            | ({"ds_version": model.version} if model.version else {}),
-            place=OPTIMIZER_STATE,
-        )
+        groups, params = split_groups(trees.carried(n, model.torch_file) for n in states.group_nodes)
+        optimizer = OptimizerState(groups)
+        beside = {k: trees.carried(v, model.torch_file) for k, v in states.extras.items()}
+        beside |= {VERSION: model.version} if model.version else {}
         if "cur_scale" in states.extras:
             warnings.append("stage 0 keeps its loss scale in another form than stages 1 to 3: it starts anew there")
         if not any(p.states.keys() - {"fp32"} for p in owned.values()) and not model.stepped:
@@ -97,22 +97,28 @@ def assemble_stage0(
     cut_rules, _ = rules_of(model, rules)
     if cut_rules is not None:
         parameters = [replace(p, cut=cut_rules.cut_of(p.fqn, [p.shape])) for p in parameters]
+    entries = trees.model_state(model, module.numbers, module, extra_states=extra_states)
     return Checkpoint(
         url=url,
         tag=tag,
         format="deepspeed-stage0",
         framework_version=model.version,
-        described=DESCRIBED_KEYS,
-        facts=DeepSpeedFacts(zero_stage=0),
+        facts=DeepSpeedFacts(
+            zero_stage=0,
+            entries=own_entries(entries),
+            order=tuple(entries),
+            module_paths=model.paths,
+            optimizer_entries=beside,
+            params=params,
+        ),
+        **run_fields(entries),
         world={"dp": model.integer("dp_world_size") or 1, "tp": 1, "pp": 1},
-        step=model.integer("global_steps"),
         files=(model.torch_file.file,),
         parameters=tuple(parameters),
         buffers=module.buffer_entries(),
         shared=module.shared,
         optimizer=optimizer,
-        model_state=trees.model_state(model, module.numbers, module, extra_states=extra_states),
-        module_paths=model.paths,
+        module_names=module_names(model.paths, module.numbers, extra_states),
         extra_states=extra_states,
         not_carried=noted.found(),
         shard_map=builder.build(),
@@ -131,7 +137,7 @@ def _named(
     except SourceError as error:
         if error.code != "source.unsupported":
             raise
-        # The weights have names all the same; writers of optimizer states refuse, and say why.
+        # The weights have names in any case. Writers of optimizer states refuse this source and say why.
         warnings.append(f"weights only, as precise as the model's dtype: {error.message}")
         return None
 
@@ -149,14 +155,12 @@ class _Stage0Optimizer:
             if "fp32_groups" in outer
             else []
         )
-        inner = (
-            mapping_items(outer["optimizer_state_dict"], what="optimizer") if "optimizer_state_dict" in outer else outer
-        )
+        inner = mapping_items(outer[OPTIMIZER_STATE], what="optimizer") if OPTIMIZER_STATE in outer else outer
         self.file_name = torch_file.file.name
         known = BASE_KEYS if inner is outer else _WRAPPER_KEYS | frozenset(EXTRA_KEYS)
         self.unread = [f"optimizer.{k}" for k in outer if k not in known]
         if inner is not outer:
-            self.unread += [f"optimizer.optimizer_state_dict.{k}" for k in inner if k not in BASE_KEYS]
+            self.unread += [f"optimizer.{OPTIMIZER_STATE}.{k}" for k in inner if k not in BASE_KEYS]
         self.extras: dict[str, Node] = {k: outer[k] for k in EXTRA_KEYS if k in outer}
         state = inner.get("state")
         self._state = {} if state is None else mapping_items(state, what="optimizer state")
@@ -222,7 +226,7 @@ class _Stage0Optimizer:
         return states, self._counted(scalars, entry, group)
 
     def _counted(self, scalars: dict[str, Scalar], entry: Mapping[str, Node], group: int) -> dict[str, Scalar]:
-        """With the group's own counter where the states have none: so do fused optimizers."""
+        """The scalars, with the group's counter where the states have none: fused optimizers count there."""
         step = mapping_items(self.group_nodes[group], what="param_groups").get("step")
         if entry and step is not None and "step" not in scalars:
             scalars["step"] = read_scalar(step, self._torch_file, what="param_groups: step")
@@ -271,8 +275,8 @@ def _states_of(entry: Node) -> dict[str, Node]:
 def _elementwise_keys(entries: Sequence[Mapping[str, Node]]) -> set[str]:
     """The states that have an element for each of the parameter's, not one number.
 
-    Parameters without dimensions do not tell the two apart; the others do, and where there are no others, every
-    optimizer of torch and DeepSpeed calls its only number `step`.
+    A parameter without dimensions does not show the difference; the other parameters do. If there are no others, only
+    `step` is taken for a number: so every optimizer of torch and DeepSpeed calls its only number.
     """
     tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, PTensor)]
     return {key for key, value in tensors if value.shape} or {key for key, _ in tensors if key != "step"}

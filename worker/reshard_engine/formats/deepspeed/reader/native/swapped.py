@@ -1,10 +1,10 @@
 """Optimizer states that a ZeRO-3 run kept on NVMe: raw files beside the rank files, one per sub-group and state.
 
-A swapped sub-group's tensors are empty in the rank file; what identifies them is an attribute of theirs, `ds_id`, which
-names the file in the rank's folder: `0_7.tensor.swp` for the masters of the sub-group of parameters 0 to 7,
-`exp_avg-0_7.tensor.swp` for a state. The file holds the rank's flat tensor from its first byte on, in fp32, and is
-padded to the alignment of asynchronous I/O; it stays longer where an earlier run left a longer one. Sub-groups under
-1 MiB stay in the rank file. Masters of 16 bits have files of 16 bits, and empty tensors that say fp32: refused.
+A swapped sub-group's tensors are empty in the rank file. Their attribute `ds_id` names the file in the rank's folder:
+`0_7.tensor.swp` for the masters of the sub-group of parameters 0 to 7, `exp_avg-0_7.tensor.swp` for a state. The file
+holds the rank's flat tensor from its first byte on, in fp32, and is padded to the alignment of asynchronous I/O. It is
+longer where an earlier run left a longer file. Sub-groups under 1 MiB stay in the rank file. Masters of 16 bits have
+files of 16 bits, but their empty tensors say fp32: the reader refuses such runs.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`save_checkpoint`: the swap folder is copied without gradients),
 `runtime/swap_tensor/optimizer_utils.py` (`SwapTensorContext`, `_get_state_tensors`, `_io_aligned_numel`),
@@ -38,7 +38,7 @@ _FILE = re.compile(rf"rank(?P<rank>[0-9]{{2,9}})/(?P<name>[^/]+){re.escape(_SUFF
 def with_swapped(
     states: Sequence[Sequence[RankStates]], model: ModelStates, location: Location
 ) -> list[list[RankStates]]:
-    """All ranks, by model-parallel rank, with what they kept in the swap folders of their tag directory.
+    """All ranks, by model-parallel rank, with the files that they kept in the swap folders of the tag directory.
 
     Raises:
         SourceError: `source.unsupported` under model parallelism and for masters of 16 bits, `name.invalid` for a link
@@ -54,8 +54,8 @@ def with_swapped(
     if has_16bit_masters(model):
         raise SourceError(
             "source.unsupported",
-            "optimizer states were offloaded to NVMe with masters of 16 bits (master_weights_and_grads), of which the "
-            "rank files say the wrong type",
+            "optimizer states were offloaded to NVMe with masters of 16 bits (master_weights_and_grads), and the rank "
+            "files state a wrong type for these",
             fix=_CPU_FIX,
         )
     files = _swap_files(location)
@@ -63,11 +63,11 @@ def with_swapped(
 
 
 def _swap_files(location: Location) -> dict[int, dict[str, SourceFile]]:
-    """By rank and by the name of what is swapped."""
+    """The swap files by rank and by the name of the swapped tensor."""
     found: dict[int, dict[str, SourceFile]] = {}
     for path, info in location.child(FOLDER).files().items():
         if named := _FILE.fullmatch(path):
-            # Their bytes go out as they are, and nothing in them says what they are.
+            # A swap file has no header: its bytes are written unchecked, so a link could leak any other file.
             refuse_link_elsewhere(location, info.path)
             file = SourceFile(location.store, f"{FOLDER}/{path}", (info,))
             found.setdefault(int(named["rank"]), {})[named["name"]] = file
@@ -75,13 +75,13 @@ def _swap_files(location: Location) -> dict[int, dict[str, SourceFile]]:
 
 
 def _with_its_own(states: RankStates, files: Mapping[str, SourceFile]) -> RankStates:
-    """A rank's states with those of its swap files that they name."""
+    """A rank's states with those swap files that its empty tensors name."""
     named = (name for tensor in _tensors(states) if (name := _name_of(tensor)) is not None)
     return replace(states, swapped={name: files[name] for name in named if name in files})
 
 
 def swapped_partition(states: RankStates, tensor: PTensor, numel: int, number: Mapping[SourceFile, int]) -> Partition:
-    """Where a rank's flat tensor of so many elements is, of which the rank file has none.
+    """The place in a swap file of a rank's flat tensor of `numel` elements, of which the rank file has none.
 
     Raises:
         SourceError: `checkpoint.incomplete` if the file is missing or too short, `source.unsupported` if it may be of
@@ -89,7 +89,7 @@ def swapped_partition(states: RankStates, tensor: PTensor, numel: int, number: M
     """
     name = _name_of(tensor)
     if name is None:
-        # Nothing says that it was swapped: whoever adds up the elements will miss them.
+        # Nothing says that it was swapped: the later check of the number of elements refuses it.
         return Partition(number[states.torch_file.file], 0, 0)
     file = states.swapped.get(name)
     if file is None:
@@ -103,8 +103,8 @@ def swapped_partition(states: RankStates, tensor: PTensor, numel: int, number: M
     if tensor.dtype != MASTER.name:
         raise SourceError(
             "source.unsupported",
-            f"{printable(states.torch_file.file.name)} says that {printable(name)}{_SUFFIX} is {tensor.dtype}: what "
-            "type its file has nothing says",
+            f"{printable(states.torch_file.file.name)} says that {printable(name)}{_SUFFIX} is {tensor.dtype}: "
+            "nothing says which type the file has",
             fix=_CPU_FIX,
         )
     wanted = numel * MASTER.itemsize_bytes

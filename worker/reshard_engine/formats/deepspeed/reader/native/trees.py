@@ -1,15 +1,20 @@
-"""Model states as a tree that can be written again: `module` with what is stored whole, the rest as it was."""
+"""Model states as a tree that a writer can write again: `module` refers to whole tensors, the rest is as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from reshard_engine.containers.torch_trees import TreeTensors
 from reshard_engine.formats.deepspeed.names import FROZEN_FRAGMENTS
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
 from reshard_engine.formats.deepspeed.reader.native.module import ModuleTensors
-from reshard_engine.pickles.nodes import Node, PDict, PObject, PTensorRef, is_mapping, mapping_of, ordered_dict
+from reshard_engine.pickles.nodes import Node, PObject, PTensorRef, is_mapping, ordered_dict
 from reshard_engine.pickles.state_dict import KeyPath, name_of, nested_dict
+
+
+def module_names(paths: Iterable[KeyPath], numbers: Iterable[str], extra_states: Iterable[str]) -> tuple[str, ...]:
+    """The names of the state dict in its order, then names that the state dict lacks (frozen shares, layers)."""
+    return tuple(dict.fromkeys((*map(name_of, paths), *numbers, *extra_states)))
 
 
 class ModelTrees(TreeTensors):
@@ -22,9 +27,9 @@ class ModelTrees(TreeTensors):
         module: ModuleTensors,
         *,
         extra_states: Mapping[str, Node],
-        without: Collection[str] = (),
-    ) -> PDict:
-        """The model-states mapping.
+        without: Collection[str | int] = (),
+    ) -> dict[str | int, Node]:
+        """The entries of the model states.
 
         Frozen parameters are put together: their fragments become whole tensors, as stage 2 writes them.
 
@@ -42,7 +47,7 @@ class ModelTrees(TreeTensors):
             if key == "module":
                 entries[key] = _module(model.paths, numbers, module.shared, extra_states)
             elif key == FROZEN_FRAGMENTS:
-                # An empty mapping says that there are none, None that they were left out.
+                # An empty mapping says that no parameter is frozen, None that the save left frozen parameters out.
                 whole = {**module.frozen_numbers, **module.weights}
                 refs: dict[str, Node] = {n: PTensorRef(whole[n]) for n, _ in model.frozen_shapes if n in whole}
                 entries[key] = ordered_dict(refs) if is_mapping(value) else None
@@ -50,13 +55,13 @@ class ModelTrees(TreeTensors):
                 entries[key] = None
             else:
                 entries[key] = self.carried(value, model.torch_file)
-        return mapping_of(entries)
+        return entries
 
 
 def _module(
     paths: Collection[KeyPath], numbers: Mapping[str, int], shared: Mapping[str, str], extra_states: Mapping[str, Node]
 ) -> PObject:
-    """The state dict with references, nested as it was; what it lacks (frozen shares, layers) follows."""
+    """The state dict with references, nested as it was, then entries that it lacks (frozen shares, layers)."""
     nodes: dict[str, Node] = {name: PTensorRef(number) for name, number in numbers.items()} | {**extra_states}
     found: list[tuple[KeyPath, Node]] = []
     left = dict(nodes)

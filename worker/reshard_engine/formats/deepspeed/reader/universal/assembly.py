@@ -1,4 +1,4 @@
-"""From parsed model states, atoms and optimizer state to a checkpoint."""
+"""Builds a checkpoint from parsed model states, atoms and optimizer state."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts
-from reshard_engine.formats.deepspeed.names import DESCRIBED_KEYS, OPTIMIZER_STATE
+from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, own_entries, run_fields, split_groups
 from reshard_engine.formats.deepspeed.reader.native.autoep import fused_experts
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
 from reshard_engine.formats.deepspeed.reader.native.module import ModuleTensors
 from reshard_engine.formats.deepspeed.reader.native.run_config import configured_stage, uses_round_robin
-from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees
+from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees, module_names
 from reshard_engine.formats.deepspeed.reader.universal.atoms import FOLDER, MASTER, STEP, Atom, AtomFiles, parse_atom
 from reshard_engine.formats.deepspeed.reader.universal.notes import LayoutNotes
 from reshard_engine.formats.deepspeed.reader.universal.optimizer import OptimizerFile
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.tensors.cuts import Cut
-from reshard_engine.tensors.shard_map import ShardMapBuilder, StoredTensor, is_packed
+from reshard_engine.tensors.shard_map import LogicalTensor, ShardMapBuilder, is_packed
 
 
 class Assembly:
@@ -40,16 +39,16 @@ class Assembly:
         *,
         stages: Sequence[ModelStates] = (),
     ) -> None:
-        """Take in what was parsed.
+        """Take the parsed files.
 
         Args:
-            models: Model states of model-parallel rank 0: of data-parallel rank 0, or of all that hold shares.
+            models: Model states of model-parallel rank 0: data-parallel rank 0's, or those of all ranks with shares.
             atoms: Files below `zero/`.
             optimizer: `optimizer_state.pt`.
             ledger: What happens to objects of classes that are not listed.
-            rules: How parameters are cut, in place of what the model states say.
-            stages: Of a model-parallel run: model states of the first tensor-parallel rank of each further stage.
-                Shapes in them are of one rank's parts, and the atoms' own count.
+            rules: Rules for cuts, in place of those in the model states.
+            stages: Model states of the first tensor-parallel rank of each further stage of a model-parallel run.
+                Their shapes are those of one rank's parts; the shapes of the atoms are used instead.
         """
         self._parallel = (models[0].integer("mp_world_size") or 1) > 1
         self._optimizer = optimizer
@@ -74,7 +73,7 @@ class Assembly:
         return states
 
     def checkpoint(self, *, url: str, tag: str | None, not_carried: tuple[NotCarried, ...] = ()) -> Checkpoint:
-        """The checkpoint of all parts; `not_carried` names what the files hold besides."""
+        """The checkpoint of all parts; `not_carried` names entries of the files that it does not hold."""
         model, ledger = self._models[0], self._ledger
         wanted = [f for states in self._atoms.values() for f in states.values()]
         parsed = open_all(wanted, lambda f: parse_atom(f, ledger))
@@ -96,13 +95,16 @@ class Assembly:
         trees = ModelTrees(builder, number)
         source = self._optimizer.torch_file
         extra_states = {n: trees.carried(v, model.torch_file) for n, v in model.extra_states.items()}
+        paths = model.paths if self._notes.module_paths is None else self._notes.module_paths
+        groups, params = split_groups(trees.carried(n, source) for n in self._optimizer.group_nodes)
+        beside = {k: trees.carried(v, source) for k, v in self._optimizer.extras.items()}
+        entries = trees.model_state(model, module.numbers, module, extra_states=extra_states)
         return Checkpoint(
             url=url,
             tag=tag,
             format="deepspeed-universal",
             framework_version=model.version,
             world={},
-            step=model.integer("global_steps"),
             files=files,
             parameters=(
                 *(
@@ -120,22 +122,22 @@ class Assembly:
             ),
             buffers=module.buffer_entries(),
             shared=module.shared,
-            optimizer=OptimizerState(
-                tuple(trees.carried(n, source) for n in self._optimizer.group_nodes),
-                {k: trees.carried(v, source) for k, v in self._optimizer.extras.items()},
-                place=OPTIMIZER_STATE,
-            ),
-            model_state=trees.model_state(model, module.numbers, module, extra_states=extra_states),
-            module_paths=model.paths if self._notes.module_paths is None else self._notes.module_paths,
+            optimizer=OptimizerState(groups),
+            **run_fields(entries),
+            module_names=module_names(paths, module.numbers, extra_states),
             extra_states=extra_states,
             not_carried=(*not_carried, *module.not_carried()),
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=tuple(module.warnings),
-            described=DESCRIBED_KEYS,
             facts=DeepSpeedFacts(
                 vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
                 vocab_rows=self._notes.vocab_rows,
+                entries=own_entries(entries),
+                order=tuple(entries),
+                module_paths=paths,
+                optimizer_entries=beside,
+                params=params,
             ),
             frozen_left_out=model.leaves_out_frozen(configured_stage(model)),
         )
@@ -144,7 +146,7 @@ class Assembly:
         return self._rules.cut_of(name, [shape]) if self._rules is not None else None
 
     def _take_whole_shapes(self, atoms: Mapping[SourceFile, Atom | Scalar]) -> None:
-        """The shapes of the atoms, which are whole, in place of those of one tensor-parallel rank's parts."""
+        """Replace the shapes of one tensor-parallel rank's parts with those of the atoms, which are whole."""
 
         def shape(name: str, local: tuple[int, ...]) -> tuple[int, ...]:
             atom = atoms[self._atoms[name][MASTER]]
@@ -169,9 +171,9 @@ class Assembly:
                     if isinstance(atom, Scalar):
                         scalars[state] = atom
                     else:
-                        states[state] = _add(builder, StoredTensor(name, state, atom.dtype, shape), atom, number[file])
+                        states[state] = _add(builder, LogicalTensor(name, state, atom.dtype, shape), atom, number[file])
                         bare |= atom.bare
-                # Of fused experts `ds_to_universal` leaves no counter at stage 3 either, and no bare tensor.
+                # `ds_to_universal` writes no counter for fused experts at stage 3 either; their atoms are not bare.
                 if (bare or name in self._fused) and step is not None:
                     scalars.setdefault(STEP, step)
                 cut, layer = self._cut_of(name, shape), self._notes.layer_of(name)
@@ -192,7 +194,7 @@ class Assembly:
 
 
 def _refuse_permuted(model: ModelStates) -> None:
-    """Refuse what `ds_to_universal` makes of `round_robin_gradients` on several ranks: values under wrong names.
+    """Refuse runs with `round_robin_gradients` on several ranks: `ds_to_universal` gives values wrong names.
 
     Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`param_slice_mappings` in another order than the
     partitions); seen with 2 and 3 ranks, right with 1.
@@ -200,7 +202,7 @@ def _refuse_permuted(model: ModelStates) -> None:
     if uses_round_robin(model) and model.integer("dp_world_size") != 1:
         raise SourceError(
             "source.unsupported",
-            "the run used round_robin_gradients, of which ds_to_universal exchanges the parameters' values",
+            "the run used round_robin_gradients: ds_to_universal then exchanges values between its parameters",
             fix="convert the original checkpoint, which is read correctly",
         )
 
@@ -235,7 +237,7 @@ def _shapes(model: ModelStates) -> tuple[Shapes, ...]:
     return model.param_shapes
 
 
-def _add(builder: ShardMapBuilder, wanted: StoredTensor, atom: Atom, file: int) -> int:
+def _add(builder: ShardMapBuilder, wanted: LogicalTensor, atom: Atom, file: int) -> int:
     flat = atom.bare or atom.shape != wanted.shape
     if flat and not (atom.shape == (wanted.numel,) and is_packed(atom.shape, atom.stride)):
         raise SourceError(

@@ -1,4 +1,4 @@
-"""The files below `zero/`: which there are, and the tensor or number in each.
+"""The files below `zero/`, and the tensor or number in each file.
 
 Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`: a mapping with `param` and how to
 cut it for tensor parallelism; `merge_zero3_slices`: a bare flat tensor; `step.pt`: a bare number),
@@ -45,11 +45,11 @@ class Atom:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """Of its first element, in bytes of the file."""
+    """The place of its first element, in bytes of the file."""
     bare: bool
-    """Flat and without its shape, as `ds_to_universal` leaves it at stage 3."""
+    """True if it is flat and without its shape, as `ds_to_universal` writes it at stage 3."""
     merged: bool
-    """Put together by `ds_to_universal` at stages 1 and 2: it alone writes `cat_dim`."""
+    """True if it has `cat_dim`, as `ds_to_universal` writes it at stages 1 and 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def parse_atom(file: SourceFile, ledger: OpaqueLedger) -> Atom | Scalar:
     """The tensor of an atom, or the number of a `step.pt`.
 
     Raises:
-        SourceError: `checkpoint.malformed`, `source.unsupported` for what says how to cut it in other ways, and as
+        SourceError: `checkpoint.malformed`, `source.unsupported` for entries that describe another kind of cut, and as
             `open_torch_file`.
     """
     parsed = open_torch_file(file, ledger)
@@ -102,7 +102,7 @@ def parse_atom(file: SourceFile, ledger: OpaqueLedger) -> Atom | Scalar:
 
 
 def _wrapped(entries: Mapping[str | int, Node], what: str) -> Node:
-    # How it is cut for tensor parallelism follows from the rules in the model states, for every parameter alike.
+    # The known entries are not needed: the rules in the model states say how every parameter is cut.
     others = [k for k, v in entries.items() if k != "param" and not (k in _CUT_KEYS and _CUT_KEYS[k](v))]
     if others:
         raise SourceError(

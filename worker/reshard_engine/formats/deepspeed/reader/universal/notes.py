@@ -1,4 +1,4 @@
-"""What our universal directories note about the layout that they came from: no name and no shape says it."""
+"""Notes in our universal checkpoints about the source's layout, which names and shapes do not show."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LayoutNotes:
     """The notes of one checkpoint."""
 
     ours: bool = False
-    """Whether there are any: `ds_to_universal` writes none."""
+    """True if the checkpoint has notes; `ds_to_universal` writes none."""
     tied_layers: Mapping[str, Any] | None = None
-    """Of a pipeline: the first layer of each tied parameter."""
+    """The first layer of each tied parameter of a pipeline; None if the run was no pipeline."""
     vocab_divisor: int | None = None
     vocab_rows: int | None = None
     module_paths: tuple[KeyPath, ...] | None = None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.containers.torch_file import TorchFile
+from reshard_engine.formats.deepspeed.names import OPTIMIZER_STATE
 from reshard_engine.formats.deepspeed.reader.native.optim_states import (
     BASE_KEYS,
     EXTRA_KEYS,
@@ -42,8 +43,8 @@ class OptimizerFile:
     def groups_of(self, count: int) -> list[int]:
         """Per entry of `param_shapes` its optimizer group.
 
-        `params` of the groups number those entries, except where the optimizer had a number for each parameter
-        (stage 0): then there is one entry a group.
+        The `params` of the groups are numbers of those entries. At stage 0 they are numbers of parameters instead, and
+        each group has one entry.
 
         Raises:
             SourceError: `checkpoint.malformed` if the groups do not fit.
@@ -60,7 +61,7 @@ class OptimizerFile:
         return None if step is None else read_scalar(step, self.torch_file, what="state: step")
 
     def unread_states(self, atoms: Container[str]) -> Iterator[str]:
-        """States of rank 0 that no atom holds, as paths. The others are its part of what the atoms hold whole."""
+        """The paths of rank 0's states that no atom holds. Its other states are parts of the atoms' tensors."""
         for index, group in self.states.items():
             keys = mapping_items(group, what="state") if is_mapping(group) else {}
             yield from (f"optimizer_state_dict.state.{index}.{k}" for k in keys if k != STEP and str(k) not in atoms)
@@ -77,7 +78,7 @@ def parse_optimizer_file(torch_file: TorchFile) -> OptimizerFile:
     nodes = tuple(sequence_items(entries.get("param_groups"), what=f"{name}: param_groups"))
     if not nodes:
         raise SourceError("checkpoint.malformed", f"{name} has no param_groups")
-    inner = entries.get("optimizer_state_dict")
+    inner = entries.get(OPTIMIZER_STATE)
     state = mapping_items(inner, what=name).get("state") if is_mapping(inner) else None
     return OptimizerFile(
         torch_file,
@@ -90,7 +91,7 @@ def parse_optimizer_file(torch_file: TorchFile) -> OptimizerFile:
 
 
 def _unread(entries: Mapping[str | int, Node], inner: Node) -> Iterator[str]:
-    """Keys that are neither kept nor say how ranks had cut the states."""
+    """Keys that the reader does not keep, without those that describe the ranks' partitions."""
     known = {*_KEPT, *PARTITION_KEYS, "param_groups"}
     yield from (str(k) for k in entries if k not in known)
     if is_mapping(inner):

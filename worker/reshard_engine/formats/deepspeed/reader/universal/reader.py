@@ -1,7 +1,8 @@
 """The universal reader: model states and `zero/`, put together to a checkpoint.
 
-Two shapes are read. Ours and that of stages 1 and 2: one `mp_rank_00_model_states.pt`, atoms with shapes, a
-`step.pt` each. That of stage 3: every rank's model states, bare flat atoms, counters in `optimizer_state.pt` only.
+It reads two forms. Our writer, and `ds_to_universal` at stages 1 and 2, write one `mp_rank_00_model_states.pt`, and
+atoms with shapes and a `step.pt` each. At stage 3 `ds_to_universal` writes every rank's model states, bare flat atoms,
+and counters in `optimizer_state.pt` only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class UniversalReader:
     family = "deepspeed-universal"
 
     def recognises(self, listing: Listing) -> bool:
-        """Whether there is a `zero` folder beside model states, and no optimizer file of a rank."""
+        """True if there is a `zero` folder beside model states, and no optimizer file of a rank."""
         names = [f.path.rpartition("/")[2] for f in listing.files]
         return (
             FOLDER in listing.directories
@@ -84,7 +85,7 @@ class UniversalReader:
 
 
 def _first_of(files: RankFiles, mp: int) -> SourceFile:
-    """The model states of one model-parallel rank, of the first data-parallel rank where each has its own."""
+    """The model states of one model-parallel rank; if each data-parallel rank has a file, the first rank's."""
     found = files.models.get(mp) or files.models_by_rank.get((0, mp))
     if found is None:
         raise SourceError("checkpoint.incomplete", f"the model states of model-parallel rank {mp} are missing")

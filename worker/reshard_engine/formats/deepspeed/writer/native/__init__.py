@@ -1,1 +1,1 @@
-"""DeepSpeed's own files for a given layout: what plain `engine.load_checkpoint` reads on as many ranks."""
+"""The writer of DeepSpeed's own files for a given layout: plain `engine.load_checkpoint` reads them."""

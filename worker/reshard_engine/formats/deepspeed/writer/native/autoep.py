@@ -1,7 +1,7 @@
 """AutoEP: experts fused along the first dimension of a parameter, cut there over the target's expert-parallel ranks.
 
-Which parameters these are is what the source's model states say (`ds_autoep_layers`); its entries are written again for
-the target's ranks, because loaders compare them with their own.
+The source's model states name these parameters (`ds_autoep_layers`). The writer writes these entries for the target's
+ranks, because loaders compare them with their own.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_save_moe_checkpoint`, `load_moe_state_dict`),
 `checkpoint/autoep_affine.py` (`legacy_uniform_autoep_placement_descriptor`, `autoep_placement_to_affine_map`),
@@ -17,6 +17,7 @@ from typing import Any
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.names import FUSED_LAYERS, FUSED_LAYERS_LEGACY, FUSED_WEIGHTS, INFO
 from reshard_engine.formats.deepspeed.partitioning import Run, clipped
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
@@ -26,8 +27,7 @@ from reshard_engine.pickles.plain import node_of
 from reshard_engine.tensors.shard_map import packed_stride
 
 
-def _layers(state: Node) -> list[dict[str | int, Node]]:
-    entries = mapping_items(state, what="model states") if is_mapping(state) else {}
+def _layers(entries: Mapping[str | int, Node]) -> list[dict[str | int, Node]]:
     node = entries.get(FUSED_LAYERS, entries.get(FUSED_LAYERS_LEGACY))
     return (
         [mapping_items(i, what=FUSED_LAYERS) for i in sequence_items(node, what=FUSED_LAYERS)]
@@ -41,7 +41,7 @@ def _names(entry: Mapping[str | int, Node]) -> list[str]:
 
 
 def fused_experts(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """The whole shapes of the parameters in which AutoEP fused experts; nothing for a run without.
+    """The whole shapes of the parameters in which AutoEP fused experts; empty for a run without AutoEP.
 
     Raises:
         RequestError: `request.unsatisfiable` if a parameter is not there, or has another number of experts than the
@@ -49,7 +49,7 @@ def fused_experts(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """
     there = {p.fqn: p.shape for p in checkpoint.parameters}
     found: dict[str, tuple[int, ...]] = {}
-    for entry in _layers(checkpoint.model_state):
+    for entry in _layers(facts_of(checkpoint).entries):
         for name in _names(entry):
             if there.get(name, ())[:1] != (entry.get("num_experts"),):
                 raise RequestError(
@@ -61,14 +61,14 @@ def fused_experts(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def expert_keys(fused: Mapping[str, tuple[int, ...]], name: str) -> dict[str | int, Node]:
-    """What a universal atom says of a parameter that fuses experts; nothing for others."""
+    """The entries of a universal atom for a parameter that fuses experts; empty for other parameters."""
     if name not in fused:
         return {}
     return {"cat_dim": 0, "is_expert_param": True, "ep_num_experts": fused[name][0]}
 
 
 def refuse_impossible(fused: Mapping[str, tuple[int, ...]], target: Target, frozen: Sequence[str]) -> None:
-    """Refuse targets that AutoEP does not run on, or that its loader gets wrong.
+    """Refuse targets on which AutoEP does not run, or whose fused experts its loader restores wrongly.
 
     Args:
         fused: See `fused_experts`.
@@ -97,7 +97,7 @@ def refuse_impossible(fused: Mapping[str, tuple[int, ...]], target: Target, froz
         # Stage 3 refuses to save them; stage 2 gives all ranks the frozen experts of the first (0.19.8).
         raise RequestError(
             "request.unsatisfiable",
-            f"{printable(still[0])} is frozen, and ZeRO stage {target.stage} does not load frozen experts rightly",
+            f"{printable(still[0])} is frozen, and ZeRO stage {target.stage} does not load frozen experts correctly",
             fix="--zero-stage 1",
         )
 
@@ -114,27 +114,30 @@ def slice_of(parameter: LocalParameter, ep: int, rank: int) -> LocalParameter:
     return replace(parameter, shape=(local, *parameter.shape[1:]), states=states, weight=cut(parameter.weight))
 
 
-def expert_weights(model: LocalModel, state: Node) -> Iterator[tuple[int, int, list[LocalParameter]]]:
-    """(layer's number, expert, its weights under their names) of every fused expert's file."""
+def expert_weights(model: LocalModel, checkpoint: Checkpoint) -> Iterator[tuple[int, int, list[LocalParameter]]]:
+    """(number of the MoE layer, expert, the expert's weights) for the file of every fused expert."""
     by_name = {p.fqn: p for p in model.parameters if p.fqn in model.fused}
-    for entry in _layers(state):
+    for entry in _layers(facts_of(checkpoint).entries):
         number, members = entry.get("moe_layer_id"), [by_name[name] for name in _names(entry) if name in by_name]
         if type(number) is not int or len(members) != len(FUSED_WEIGHTS):
-            raise RequestError("request.unsatisfiable", f"{FUSED_LAYERS} does not describe the experts that there are")
+            raise RequestError(
+                "request.unsatisfiable", f"{FUSED_LAYERS} does not describe the experts that the model has"
+            )
         for expert in range(members[0].shape[0]):
             parts = [slice_of(p, p.shape[0], expert) for p in members]
             yield number, expert, [replace(p, fqn=f"{p.fqn}.{expert}", shape=p.shape[1:]) for p in parts]
 
 
-def layer_numbers(state: Node) -> set[int]:
-    """The numbers among the model's mixtures that AutoEP's have."""
-    return {number for entry in _layers(state) if type(number := entry.get("moe_layer_id")) is int}
+def layer_numbers(checkpoint: Checkpoint) -> set[int]:
+    """The numbers of AutoEP's layers among the model's MoE layers."""
+    layers = _layers(facts_of(checkpoint).entries)
+    return {number for entry in layers if type(number := entry.get("moe_layer_id")) is int}
 
 
 def entries_for(
     run_state: Mapping[str | int, Node], target: Target, fused: Mapping[str, tuple[int, ...]], rank: int
 ) -> dict[str | int, Node]:
-    """What a data-parallel rank's model states say of fused experts; nothing without any.
+    """The entries of a data-parallel rank's model states for fused experts; empty without fused experts.
 
     Args:
         run_state: The source's model states.
@@ -144,7 +147,7 @@ def entries_for(
     """
     if not fused:
         return {}
-    layers = PList([_entry(entry, target, fused, rank) for entry in _layers(mapping_of(dict(run_state)))])
+    layers = PList([_entry(entry, target, fused, rank) for entry in _layers(run_state)])
     found: dict[str | int, Node] = {FUSED_LAYERS: layers}
     if is_mapping(run_state.get(INFO)):
         found[INFO] = mapping_of({**mapping_items(run_state[INFO], what=INFO), FUSED_LAYERS: layers})
@@ -176,7 +179,7 @@ def _entry(entry: Mapping[str | int, Node], target: Target, fused: Mapping[str, 
 
 
 def _affine(shape: tuple[int, ...], ep: int) -> dict[str, Any]:
-    """The affine map of a parameter whose experts lie evenly over the ranks."""
+    """The affine map of a parameter whose experts are spread evenly over the ranks."""
     part = (shape[0] // ep, *shape[1:])
     strides = list(packed_stride(part))
 
@@ -189,10 +192,10 @@ def _affine(shape: tuple[int, ...], ep: int) -> dict[str, Any]:
 
 
 def partition_groups(members: Sequence[tuple[bool, Sequence[int]]], target: Target, rank: int) -> Node:
-    """`ds_zero_partition_groups` of a rank at stage 3: who shares each sub-group.
+    """The entry `ds_zero_partition_groups` of a rank at stage 3: the ranks that share each sub-group.
 
     Args:
-        members: Per sub-group whether it holds fused experts, and the ranks that share it with this one.
+        members: For each sub-group, True if it holds fused experts, and the ranks that share it, this one included.
         target: The target.
         rank: Data-parallel rank.
     """

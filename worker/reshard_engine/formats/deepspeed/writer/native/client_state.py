@@ -1,4 +1,4 @@
-"""What of a run's own state names its layout, rewritten for the target: arguments, rules, random states.
+"""Entries of a run's state that name its layout, rewritten for the target: Megatron's arguments, and rules.
 
 Source: `reshard_engine.formats.deepspeed.megatron` for the arguments; deepspeed 0.19.8 `checkpoint/constants.py`.
 """
@@ -23,14 +23,14 @@ from reshard_engine.pickles.nodes import (
 
 
 def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | None) -> dict[str | int, Node]:
-    """The entries with the target's sizes where they name the source's."""
+    """The entries of `state`, with the target's sizes in place of the source's."""
     found = dict(state)
     layout = target.layout
     sizes: dict[str, Node] = {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
-        "data_parallel_size": layout.dp,
-        "world_size": layout.dp * layout.tp * layout.pp,
+        "data_parallel_size": target.dp,
+        "world_size": layout.world_size,
         "moe_expert_parallel_size": layout.ep,
     }
     if vocab_rows is not None:
@@ -44,8 +44,8 @@ def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | No
         if vocab_rows is not None and PADDED_VOCAB in facts:
             facts[PADDED_VOCAB] = vocab_rows
         if target.tp_changes:
-            facts.pop(AFFINE, None)  # of the source's ranks: patterns say the same for any number
-        # Rules of a request say widths of one rank, whatever the ranks are.
+            facts.pop(AFFINE, None)  # holds for the source's ranks only; the patterns hold for any number
+        # Rules of a request give widths for one rank, whatever the number of ranks is.
         if SECTION_WIDTHS in facts and (target.tp_changes or not _are_of(facts[SECTION_WIDTHS], layout.tp)):
             facts[SECTION_WIDTHS] = _section_widths(facts.get(SECTIONS), layout.tp)
         found[INFO] = mapping_of(facts)
@@ -53,7 +53,7 @@ def relaid(state: Mapping[str | int, Node], target: Target, vocab_rows: int | No
 
 
 def _are_of(widths: Node, tp: int) -> bool:
-    """Whether widths are of so many ranks."""
+    """True if the widths are for `tp` ranks."""
     tables = mapping_items(widths, what=SECTION_WIDTHS).values() if is_mapping(widths) else ()
     return all(
         len(sequence_items(row, what=SECTION_WIDTHS)) == tp
@@ -63,7 +63,7 @@ def _are_of(widths: Node, tp: int) -> bool:
 
 
 def _section_widths(sections: Node, tp: int) -> Node:
-    """Per pattern, section and rank the lengths of sections that are cut evenly, the first ranks longer by one."""
+    """The widths of evenly cut sections by pattern, section and rank; the first ranks take one more of a rest."""
     found: dict[str | int, Node] = {}
     for entry in sequence_items(sections, what=SECTIONS) if sections is not None else ():
         facts = mapping_items(entry, what=SECTIONS)

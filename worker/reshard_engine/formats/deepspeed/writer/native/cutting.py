@@ -1,4 +1,4 @@
-"""A target rank's part of a parameter: which elements of the whole it holds, in which shape."""
+"""A target rank's part of a parameter: its elements of the whole parameter, and its shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reshard_engine.formats.deepspeed.writer.native.model import LocalParameter
 from reshard_engine.tensors.cuts import Cut, CutError, local_grid, parts, require_units, rows_of, taken
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import ZEROS
-from reshard_engine.tensors.shard_map import StoredTensor
+from reshard_engine.tensors.shard_map import LogicalTensor
 from reshard_engine.tensors.views import View
 
 
@@ -19,17 +19,17 @@ class Cutter:
     """Cuts whole parameters for the tensor-parallel ranks of a target, and collects the parts that are views."""
 
     def __init__(self, checkpoint: Checkpoint, tp: int, vocab_rows: int | None, *, dtype: Dtype) -> None:
-        """For `tp` ranks; vocabularies are padded to `vocab_rows` rows over all of them; `dtype` is the model's."""
+        """Cut for `tp` ranks, which together hold `vocab_rows` rows of a padded vocabulary; `dtype` is the model's."""
         self._checkpoint, self._tp, self._vocab_rows, self._dtype = checkpoint, tp, vocab_rows, dtype
         self._first = len(checkpoint.shard_map.tensors)
-        self.parts: list[tuple[StoredTensor, View]] = []
+        self.parts: list[tuple[LogicalTensor, View]] = []
         self._numbers: dict[tuple[int, int], int] = {}
 
     def local(self, parameter: Parameter, rank: int) -> LocalParameter:
         """A rank's part of a parameter.
 
         Raises:
-            RequestError: `request.unsatisfiable` if it cannot be cut so, or nothing says how.
+            RequestError: `request.unsatisfiable` if it cannot be cut for these ranks, or nothing says how.
         """
         best = self._weight_of(parameter)
         cut = self._cut_of(parameter)
@@ -59,9 +59,9 @@ class Cutter:
         )
 
     def _weight_of(self, parameter: Parameter) -> int:
-        """What a weight is made of: the stored one where it is of the model's type, else the master, rounded.
+        """The tensor that a weight is made of: the stored weight if it has the model's type, else the master.
 
-        A stored one moves as it is, half as many bytes are read, and a store can copy them itself.
+        A stored weight needs no cast and half the bytes of a master, and an object store can copy it by itself.
         """
         stored = parameter.weight
         if stored is not None and self._checkpoint.shard_map.tensors[stored].dtype is self._dtype:
@@ -117,7 +117,7 @@ class Cutter:
     def _vocabulary_runs(
         self, cut: Cut, shape: tuple[int, ...], tensors: tuple[int, int | None], rank: int
     ) -> tuple[Run, ...]:
-        """Rows of data, of the source's padding as far as it goes, and zeros."""
+        """A rank's rows of a vocabulary: data, then the source's padding as far as it reaches, then zeros."""
         data, padding = tensors
         rows, row = self._rows(cut, shape) // self._tp, prod(shape[1:])
         kept = 0
@@ -136,11 +136,11 @@ class Cutter:
         return tuple(found)
 
     def _padding_part(self, padding: int, there: tuple[int, ...], kept: int) -> int:
-        """The first rows of a padding: a tensor of its own, since digests are of whole tensors."""
+        """The number of a tensor with the first rows of a padding. Digests cover whole tensors, so it is one."""
         known = self._numbers.get((padding, -1))
         if known is None:
             stored, view = self._checkpoint.shard_map.tensors[padding], rows_of(there, padding, 0, kept)
-            self.parts.append((StoredTensor(stored.fqn, stored.state, stored.dtype, view.grid), view))
+            self.parts.append((LogicalTensor(stored.fqn, stored.state, stored.dtype, view.grid), view))
             known = self._numbers[padding, -1] = self._first + len(self.parts) - 1
         return known
 
@@ -151,12 +151,12 @@ class Cutter:
         view = taken(cut, shape, tensor, self._tp, rank)
         stored = self._checkpoint.shard_map.tensors[tensor]
         name = f"{stored.fqn}@tp{rank}of{self._tp}"
-        self.parts.append((StoredTensor(name, stored.state, stored.dtype, view.grid), view))
+        self.parts.append((LogicalTensor(name, stored.state, stored.dtype, view.grid), view))
         self._numbers[tensor, rank] = self._first + len(self.parts) - 1
         return self._numbers[tensor, rank]
 
     def _largest(self, cut: Cut, shape: tuple[int, ...]) -> int:
-        """The largest number of ranks up to the wanted one that works."""
+        """The largest number of ranks below the wanted number for which the parameter can be cut."""
         for ranks in range(self._tp - 1, 1, -1):
             try:
                 taken(cut.even(), shape, 0, ranks, ranks - 1)

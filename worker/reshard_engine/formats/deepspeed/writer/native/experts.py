@@ -1,4 +1,4 @@
-"""Experts of a mixture: which expert-parallel rank holds which, under which name, in which file.
+"""Experts of MoE layers: the expert-parallel rank, the local name and the file of each.
 
 Expert-parallel rank e of EP holds the experts [e * local, (e + 1) * local) of each layer and counts them from 0;
 data-parallel rank d is expert-parallel rank d mod EP, and the ranks of one e share its experts' optimizer state. Files
@@ -15,20 +15,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import RequestError, printable
+from reshard_engine.checkpoint import ParamGroup
 from reshard_engine.formats.deepspeed.names import EXPERT
 from reshard_engine.formats.deepspeed.writer.native.autoep import slice_of
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
-from reshard_engine.pickles.nodes import Node, mapping_items
 
 _GROUP_NAME = re.compile(r"ep_size_[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """Where in its layer an expert's parameter belongs."""
+    """The parts of the name of an expert's parameter."""
 
     head: str
-    """What the names of a layer's experts begin with."""
+    """The prefix that the names of a layer's experts share."""
     number: int
     tail: str
 
@@ -39,21 +39,20 @@ def expert_of(name: str) -> Expert | None:
     return Expert(match["head"], int(match["number"]), match["tail"]) if match else None
 
 
-def is_expert_group(node: Node) -> bool:
-    """Whether a param group holds experts."""
-    return mapping_items(node, what="param_groups").get("moe") is True
+def is_expert_group(group: ParamGroup) -> bool:
+    """True if a param group holds experts."""
+    return group.hyper_parameters.get("moe") is True
 
 
-def renamed_group(entries: dict[str | int, Node], ep: int) -> dict[str | int, Node]:
-    """The param group of experts with the name of its target's expert-parallel groups."""
-    name = entries.get("name")
-    if entries.get("moe") is True and isinstance(name, str) and _GROUP_NAME.fullmatch(name):
-        return entries | {"name": f"ep_size_{ep}"}
-    return entries
+def renamed_group(group: ParamGroup, ep: int) -> ParamGroup:
+    """A param group of experts under the name for `ep` expert-parallel ranks; other groups unchanged."""
+    if is_expert_group(group) and _GROUP_NAME.fullmatch(group.name or ""):
+        return ParamGroup({**group.hyper_parameters, "name": f"ep_size_{ep}"})
+    return group
 
 
 def experts_by_layer(names: Iterable[str]) -> dict[str, int]:
-    """How many experts each layer has, by what their names begin with, in the model's order.
+    """The number of experts in each layer, by the prefix of their names, in the model's order.
 
     Raises:
         RequestError: `request.unsatisfiable` if a layer lacks some of its experts.
@@ -64,7 +63,7 @@ def experts_by_layer(names: Iterable[str]) -> dict[str, int]:
     for head, numbers in seen.items():
         if numbers != set(range(len(numbers))):
             raise RequestError(
-                "request.unsatisfiable", f"experts {sorted(numbers)[:8]} of {printable(head)} are not all"
+                "request.unsatisfiable", f"{printable(head)} has only experts {sorted(numbers)[:8]}: others are missing"
             )
     return {head: len(numbers) for head, numbers in seen.items()}
 
@@ -73,7 +72,7 @@ def require_divisible(counts: Iterable[int], ep: int, dp: int) -> None:
     """Refuse a number of expert-parallel ranks that does not divide experts or ranks.
 
     Raises:
-        RequestError: `request.unsatisfiable`, with a number that does.
+        RequestError: `request.unsatisfiable`, with a number that divides both.
     """
     wanted = set(counts)
     if ep > 1 and not wanted:
@@ -86,7 +85,7 @@ def require_divisible(counts: Iterable[int], ep: int, dp: int) -> None:
 
 
 def held_by(members: Sequence[LocalParameter], model: LocalModel, ep: int, rank: int) -> list[LocalParameter]:
-    """A group's parameters as one expert-parallel rank holds them, under its own numbers; fused ones cut."""
+    """A group's parameters on one expert-parallel rank: experts under local numbers, fused parameters cut."""
     counts = experts_by_layer(p.fqn for p in model.parameters)
     found: list[LocalParameter] = []
     for parameter in members:

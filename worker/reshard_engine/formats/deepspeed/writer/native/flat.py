@@ -1,14 +1,14 @@
 """Optimizer files of stages 1 and 2 and of BF16_Optimizer: one flat partition per group and rank.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`state_dict`, `load_state_dict`), `runtime/bf16_optimizer.py`.
-`param_slice_mappings` say what is so, also under `round_robin_gradients`, where DeepSpeed's own do not.
+The written `param_slice_mappings` are correct also under `round_robin_gradients`; those that DeepSpeed writes are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard_engine.formats.deepspeed.names import round_robin_order
+from reshard_engine.formats.deepspeed.names import VERSION, round_robin_order
 from reshard_engine.formats.deepspeed.partitioning import (
     Run,
     alignment_elems,
@@ -32,7 +32,7 @@ from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_of, ordered
 
 
 class _FlatGroup:
-    """One param group as the ranks that share it hold it."""
+    """One param group, cut over the ranks that share it."""
 
     def __init__(self, members: Sequence[LocalParameter], ranks: int, target: Target, states: Sequence[str]) -> None:
         self.members = members
@@ -47,11 +47,11 @@ class _FlatGroup:
         }
 
     def runs_of(self, rank: int) -> dict[str, tuple[Run, ...]]:
-        """What each state of one rank's partition is made of."""
+        """The runs of elements that make up each state of one rank's partition."""
         return {state: tuple(found[rank]) for state, found in self._pieces.items()}
 
     def fragments_of(self, rank: int) -> Node:
-        """Which elements of which parameter a rank's partition holds."""
+        """The elements of each parameter that a rank's partition holds, as `param_slice_mappings` has them."""
         begin, end = rank * self.layout.partition_numel, (rank + 1) * self.layout.partition_numel
         found: dict[str, Node] = {}
         for parameter, start in zip(self.members, self.layout.starts, strict=True):
@@ -65,18 +65,18 @@ class FlatStates:
     """The optimizer's state of one model-parallel rank, cut over its data-parallel ranks."""
 
     def __init__(self, groups: Groups, model: LocalModel, target: Target) -> None:
-        """Lay the groups out once for all ranks."""
+        """Lay out all groups, once for all ranks."""
         self._groups, self._target = groups, target
         self._flat: list[list[_FlatGroup]] = []
-        for node, members in zip(groups.nodes, trained_groups(model, groups.count), strict=True):
-            ep = target.layout.ep if is_expert_group(node) else 1
+        for group, members in zip(groups.groups, trained_groups(model, groups.count), strict=True):
+            ep = target.layout.ep if is_expert_group(group) else 1
             # Only experts are spread over expert-parallel ranks: each of these has a flat tensor of its own.
             self._flat.append(
                 [_FlatGroup(held_by(members, model, ep, e), target.dp // ep, target, groups.states) for e in range(ep)]
             )
 
     def _of(self, rank: int) -> list[tuple[_FlatGroup, int]]:
-        """Per param group the flat tensor that a data-parallel rank shares, and its place among those that do."""
+        """For each param group, the flat tensor that a data-parallel rank shares, and its place among those ranks."""
         ep, place = self._target.expert_place(rank)
         return [(flats[ep], place) if len(flats) > 1 else (flats[0], rank) for flats in self._flat]
 
@@ -94,17 +94,17 @@ class FlatStates:
             entries["zero_stage"] = zero_stage_node(target.stage)
         entries["group_paddings"] = PList([self._padding(flat, place) for flat, place in mine])
         if target.aligned:
-            # Absent unless asked for: loaders compare it with their own, and older ones do not know it.
+            # Written only on request: loaders compare it with their own setting, and older loaders do not know it.
             entries["param_alignment_paddings"] = PList([PList(list(flat.layout.paddings)) for flat, _ in mine])
         entries["partition_count"] = PList([flat.ranks for flat, _ in mine])
-        entries["ds_version"] = target.version
+        entries[VERSION] = target.version
         entries["param_slice_mappings"] = PList([flat.fragments_of(place) for flat, place in mine])
         return mapping_of(entries)
 
     def _padding(self, flat: _FlatGroup, place: int) -> int:
         if not self._target.bf16_optimizer:
             return flat.layout.padding_of(place)
-        # BF16_Optimizer counts all of it on the last rank.
+        # BF16_Optimizer counts all padding on the last rank.
         return flat.layout.partition_numel * flat.ranks - flat.layout.numel if place == flat.ranks - 1 else 0
 
     def _base_state(self, mine: Sequence[tuple[_FlatGroup, int]]) -> Node:
@@ -125,5 +125,5 @@ class FlatStates:
         return PRuns(self._groups.dtype_of("fp32", flat.members).name, (numel,), tuple(runs))
 
     def shapes(self) -> list[list[LocalParameter]]:
-        """What `param_shapes` lists: the members of each group, in flat order, as the first rank holds them."""
+        """The content of `param_shapes`: the members of each group in flat order, as the first rank holds them."""
         return [list(flats[0].members) for flats in self._flat]

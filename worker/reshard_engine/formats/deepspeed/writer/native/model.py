@@ -1,4 +1,4 @@
-"""What one model-parallel rank of the target holds: parameters, buffers and names, in its own shapes."""
+"""The content of one model-parallel rank of the target: parameters in the rank's shapes, buffers, names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class LocalParameter:
     states: Mapping[str, tuple[Run, ...]]
     """`fp32` and the optimizer's per-element states."""
     weight: tuple[Run, ...]
-    """What its weight in the model's dtype is made of: the stored one, or the master."""
+    """The elements that its weight in the model's dtype is made of: those of the stored weight, or of the master."""
     dtypes: Mapping[str, Dtype]
-    """Element types of the states: a part that is all padding holds nothing that would say."""
+    """Element types of the states. The runs of a part that is all padding do not show them."""
     weight_dtype: Dtype
-    """Element type of what the weight is made of."""
+    """Element type of the tensor that the weight is made of."""
     scalars: Mapping[str, Scalar]
     frozen_late: bool = False
-    """True if the run froze it when the optimizer had it already."""
+    """True if the run froze it after the optimizer was made."""
 
     @property
     def numel(self) -> int:
@@ -47,11 +47,11 @@ class LocalModel:
     parameters: tuple[LocalParameter, ...]
     """Trained ones in the optimizer's order, then frozen ones."""
     layers: Mapping[str, int]
-    """Of a pipeline: the layer whose file holds each parameter's weight."""
+    """The layer whose file holds each parameter's weight; empty in a run without a pipeline."""
     buffers: Mapping[str, int]
     """Tensor numbers of persistent buffers, and of other tensors that are no parameters."""
     shared: Mapping[str, str]
-    """Alias to owner."""
+    """Owner's name of each tied name."""
     extra_states: Mapping[str, Node]
     """Entries of `module` that are no tensors, by name."""
     paths: tuple[KeyPath, ...]
@@ -65,5 +65,5 @@ class LocalModel:
 
     @property
     def frozen(self) -> list[LocalParameter]:
-        """The parameters that DeepSpeed loads as frozen: not the optimizer's, or frozen since they are."""
+        """The parameters that DeepSpeed loads as frozen, those that were frozen late included."""
         return [p for p in self.parameters if p.group is None or p.frozen_late]

@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.config import CONFIG
-from reshard_engine.formats.deepspeed.names import FROZEN_FRAGMENTS, FROZEN_SHAPES, PARALLEL_DIMENSIONS
+from reshard_engine.formats.deepspeed.names import (
+    CONFIG,
+    FROZEN_FRAGMENTS,
+    FROZEN_SHAPES,
+    PARALLEL_DIMENSIONS,
+    PARAM_SHAPES,
+    SCHEDULER,
+    VERSION,
+)
 from reshard_engine.formats.deepspeed.writer.native.autoep import entries_for
 from reshard_engine.formats.deepspeed.writer.native.experts import expert_of
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
@@ -27,7 +34,6 @@ from reshard_engine.pickles.nodes import (
     PTensorRef,
     PTuple,
     is_mapping,
-    mapping_items,
     mapping_of,
     ordered_dict,
 )
@@ -40,25 +46,25 @@ class ModelStatesFiles:
     def __init__(
         self, checkpoint: Checkpoint, model: LocalModel, target: Target, shapes: Sequence[Sequence[LocalParameter]]
     ) -> None:
-        """For the rank's own parameters, grouped as its flat tensors are."""
+        """Take the rank's parameters, and `shapes`: its trained parameters by group or sub-group, in flat order."""
         self._checkpoint, self._model, self._target, self._shapes = checkpoint, model, target, shapes
         self._parameters = {p.fqn: p for p in model.parameters if expert_of(p.fqn) is None and p.fqn not in model.fused}
         self._nodes: dict[str, Node] = {}
         self._flat = self._flat_weights()
 
     def entries_of(self, rank: int, run_state: Mapping[str | int, Node], optimizer: Node) -> Node:
-        """The file of one data-parallel rank (below stage 3 there is one, of rank 0).
+        """The content of one data-parallel rank's file (below stage 3 only rank 0 has one).
 
         Args:
             rank: Data-parallel rank.
-            run_state: Everything of the source's model states that this writer does not lay out itself.
-            optimizer: The `optimizer` entry; None but at stage 0.
+            run_state: The source's model states. Entries that this writer lays out itself replace the source's.
+            optimizer: The `optimizer` entry; None at stages 1 to 3.
         """
         model, target = self._model, self._target
         layout = target.layout
         entries: dict[str | int, Node] = {"module": self._module(), "buffer_names": PList(self._buffer_names())}
         entries["optimizer"] = optimizer
-        entries["param_shapes"] = (
+        entries[PARAM_SHAPES] = (
             PList([ordered_dict({p.fqn: size_node(p.shape) for p in group}) for group in self._shapes])
             if target.stage
             else None
@@ -70,13 +76,13 @@ class ModelStatesFiles:
         entries |= entries_for(kept, target, model.fused, rank)
         for counter in ("skipped_steps", "global_steps"):
             entries.setdefault(counter, 0)
-        entries.setdefault("lr_scheduler", None)
-        entries["dp_world_size"] = layout.dp
+        entries.setdefault(SCHEDULER, None)
+        entries["dp_world_size"] = target.dp
         entries["mp_world_size"] = layout.pp * layout.tp
         if layout.pp * layout.tp > 1 or PARALLEL_DIMENSIONS in kept:
             entries[PARALLEL_DIMENSIONS] = mapping_of({"pp_degree": layout.pp, "tp_degree": layout.tp})
         entries[CONFIG] = target.config
-        entries["ds_version"] = target.version
+        entries[VERSION] = target.version
         return mapping_of(entries)
 
     def _buffer_names(self) -> list[Node]:
@@ -97,7 +103,7 @@ class ModelStatesFiles:
         return nested_dict(found)
 
     def _named(self, name: str) -> Node:
-        """The tensor of one name of the state dict; one node for all names of a tied one. None for experts."""
+        """The node of one name of the state dict; tied names share a node. None for experts, which have own files."""
         model = self._model
         owner = model.shared.get(name, name)
         if owner not in self._nodes:
@@ -114,7 +120,7 @@ class ModelStatesFiles:
         return PLiteral(self._target.dtype.name, (0,), b"")
 
     def _flat_weights(self) -> dict[str, PRunsPart]:
-        """The weights of stages 1 and 2 as DeepSpeed itself saves them: each a part of its group's one flat tensor."""
+        """The weights of stages 1 and 2; each is a part of its group's flat tensor, as in DeepSpeed's own files."""
         found: dict[str, PRunsPart] = {}
         if self._target.stage not in (1, 2) or self._model.layers:
             return found
@@ -133,17 +139,18 @@ class ModelStatesFiles:
         return PRuns(self._weight_dtype(parameter), parameter.shape, parameter.weight)
 
     def _weight_dtype(self, parameter: LocalParameter) -> str:
-        # Frozen integers and 8-bit weights stay what they are: a cast of the model leaves them alone.
+        # Frozen integers and 8-bit weights keep their type: a cast of the model does not change them.
         stored = parameter.weight_dtype
         if parameter.group is None and not (stored.floating and stored.itemsize_bytes > 1):
             return stored.name
         return self._target.dtype.name
 
     def _frozen_entries(self, rank: int, run_state: Mapping[str | int, Node]) -> dict[str | int, Node]:
-        """The values under the names of frozen parameters. A loader that finds a mapping wants all of them in it.
+        """The entries `frozen_param_shapes` and `frozen_param_fragments`.
 
-        Where the source left some out, or does not say that it did not, None and nothing at all are what loads: frozen
-        weights then come from `module` below stage 3, and from the base model.
+        A loader that finds a mapping requires all frozen parameters in it. If the source left some out, or may have
+        left them out, the values are None, which loads: frozen weights then come from `module` below stage 3, or from
+        the base model. If no parameter is frozen, both entries may be absent.
         """
         if self._target.stage < 2 or self._checkpoint.frozen_left_out:
             return {FROZEN_SHAPES: None, FROZEN_FRAGMENTS: None}
@@ -157,7 +164,8 @@ class ModelStatesFiles:
         found: dict[str, Node] = {}
         for parameter in self._model.frozen:
             if self._target.stage == 2:
-                # As in `module`, so that it is written once: of what was frozen late a part of its group's tensor.
+                # The same node as in `module`, so that it is written once. A parameter that was frozen late is a part
+                # of its group's tensor.
                 found[parameter.fqn] = self._flat.get(parameter.fqn) or self.weight_node(parameter)
                 continue
             ranks = self._target.dp
@@ -170,9 +178,3 @@ class ModelStatesFiles:
 def size_node(shape: tuple[int, ...]) -> Node:
     """A `torch.Size`."""
     return PObject("reduce", Global("torch", "Size"), PTuple((PTuple(shape),)))
-
-
-def run_state_of(checkpoint: Checkpoint) -> dict[str | int, Node]:
-    """The source's model-states entries, whatever wrote them."""
-    state = checkpoint.model_state
-    return mapping_items(state, what="model states") if is_mapping(state) else {}

@@ -1,4 +1,4 @@
-"""The optimizer's side of a native checkpoint: groups, states and counters, for any stage.
+"""The groups, states and counters of the optimizer in a native checkpoint, for any stage.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`state_dict`), `runtime/zero/stage3.py` (`_rigid_state_dict`),
 `runtime/bf16_optimizer.py` (`state_dict`), `runtime/fp16/fused_optimizer.py` and `unfused_optimizer.py`.
@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, Scalar
-from reshard_engine.formats.deepspeed.optimizer_states import group_nodes
+from reshard_engine.formats.deepspeed.facts import group_node
+from reshard_engine.formats.deepspeed.optimizer_states import groups_of
 from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.writer.native.experts import renamed_group
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
 from reshard_engine.formats.deepspeed.writer.native.target import Target
 from reshard_engine.formats.torch_archive import scalar_node
-from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PRuns, PTuple, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PRuns, PTuple, mapping_of
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS
 
@@ -25,22 +26,20 @@ class Groups:
     """The optimizer's param groups and the states that their parameters have."""
 
     def __init__(self, checkpoint: Checkpoint, states: Sequence[str]) -> None:
-        """For the given per-element states, `fp32` first."""
-        self.nodes = group_nodes(checkpoint)
+        """Take the per-element states to write, `fp32` first."""
+        self.groups = groups_of(checkpoint)
         self.states = tuple(states)
 
     @property
     def count(self) -> int:
-        """How many param groups there are."""
-        return len(self.nodes)
+        """The number of param groups."""
+        return len(self.groups)
 
     def with_params(self, params: Sequence[Iterable[int]], *, ep: int = 1) -> PList:
-        """`param_groups` with these numbers as `params`, for so many expert-parallel ranks."""
+        """The entry `param_groups` with these numbers as `params`, for `ep` expert-parallel ranks."""
         found: list[Node] = []
-        for node, numbers in zip(self.nodes, params, strict=True):
-            entries = dict(mapping_items(node, what="param_groups"))
-            entries["params"] = PList(list(numbers))
-            found.append(mapping_of(renamed_group(entries, ep)))
+        for group, numbers in zip(self.groups, params, strict=True):
+            found.append(group_node(renamed_group(group, ep), PList(list(numbers))))
         return PList(found)
 
     @staticmethod
@@ -48,7 +47,7 @@ class Groups:
         """The one element type of a state in a group.
 
         Raises:
-            RequestError: `request.unsatisfiable` if its parameters have several: one flat tensor has one.
+            RequestError: `request.unsatisfiable` if its parameters have several types: a flat tensor has one type.
         """
         dtypes = {p.dtypes[state] for p in parameters if state in p.dtypes}
         if len(dtypes) > 1:
@@ -63,7 +62,7 @@ class Groups:
         """The one-number states that a (sub-)group has in common.
 
         Raises:
-            RequestError: `request.unsatisfiable` if its parameters count differently.
+            RequestError: `request.unsatisfiable` if its parameters have different counters.
         """
         distinct = {tuple((k, _same(v)) for k, v in sorted(p.scalars.items())): p for p in parameters}
         if len(distinct) > 1:
@@ -87,7 +86,7 @@ class Groups:
 
 
 def _same(scalar: Scalar) -> tuple[object, ...]:
-    # 0.0 and -0.0 or nan would be one value: the bytes decide.
+    # 0.0 and -0.0 are equal as values, and a nan never equals itself: so bytes are compared.
     return (scalar.raw, scalar.dtype, scalar.shape, type(scalar.value), None if scalar.dtype else repr(scalar.value))
 
 
@@ -96,12 +95,12 @@ def _counters(scalars: Mapping[str, Scalar]) -> str:
 
 
 def state_runs(parameter: LocalParameter, state: str) -> tuple[Run, ...]:
-    """What one state of a parameter is made of; zeros where it has none."""
+    """The runs of elements that make up one state of a parameter; zeros where the parameter has no such state."""
     return parameter.states.get(state) or ((ZEROS, 0, parameter.numel),)
 
 
 def flat_runs(parameters: Sequence[LocalParameter], paddings: Sequence[int], state: str) -> list[Run]:
-    """One state of several parameters one after another, with alignment between them."""
+    """The runs of one state of several parameters in order, with alignment padding between the parameters."""
     found: list[Run] = []
     for parameter, padding in zip(parameters, paddings, strict=True):
         found += state_runs(parameter, state)
@@ -116,15 +115,15 @@ def zero_stage_node(stage: int) -> Node:
 
 
 def fragment_node(numel: int, start: int) -> Node:
-    """A `fragment_address`: where in its rank's partition a parameter's piece lies."""
+    """A `fragment_address`: the place of a parameter's piece in its rank's partition."""
     cls = Global("deepspeed.utils.tensor_fragment", "fragment_address")
     return PObject("newobj", cls, PTuple(), state=mapping_of({"numel": numel, "start": start}), has_state=True)
 
 
 def clip_grad_of(target: Target) -> Node:
-    """The gradient clipping of the source: its own, or its config's (stage 3 stores none); None where nothing says.
+    """The source's gradient clipping, from its files or its config (stage 3 stores none); None where neither has it.
 
-    Without one, loaders keep what their run is configured to: the default was 0 and became 1.0 during 0.19.
+    Without this entry, a loader keeps the value of its own config. The default was 0, and became 1.0 during 0.19.
     """
     return target.extras.get("clip_grad", target.source.clip_grad)
 

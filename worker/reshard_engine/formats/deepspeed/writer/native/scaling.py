@@ -1,7 +1,7 @@
 """Loss scaling: the object that stages 1 to 3 keep, and the plain entries that stage 0 keeps.
 
 Source: deepspeed 0.19.8 `runtime/fp16/loss_scaler.py` (attributes), `runtime/fp16/fused_optimizer.py` (`state_dict`),
-`runtime/config.py` (`fp16`: scale 2**16, window 1000, hysteresis 2, least scale 1).
+`runtime/config.py` (`fp16`: scale 2**16, window 1000, hysteresis 2, smallest scale 1).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _object(name: str, state: dict[str | int, Node]) -> PObject:
 
 
 def _facts(extras: Mapping[str, Node], config: RunConfig) -> dict[str | int, Node]:
-    """The dynamic scaler's attributes: the source's own, whatever form it kept them in, or the config's."""
+    """The dynamic scaler's attributes: the source's own, in any of DeepSpeed's forms, or those of the config."""
     fp16 = config.fp16
     found: dict[str | int, Node] = {
         "cur_scale": 2.0 ** int(fp16.get("initial_scale_power", 16)),
@@ -48,7 +48,7 @@ def scaler_entries(target: Target) -> dict[str | int, Node]:
     extras, config = target.extras, target.source
     overflow = extras.get("overflow", False)
     if target.dtype.name != "float16":
-        # Only fp16 scales its loss: another dtype's engine would go on with the scale that it finds.
+        # Only fp16 scales its loss. An engine with another dtype would take over and use any scale that it finds.
         plain = _object("LossScaler", {"cur_scale": 1.0, "dynamic": False})
         return {"loss_scaler": plain, "dynamic_loss_scale": False, "overflow": overflow}
     dynamic = bool(extras.get("dynamic_loss_scale", not config.fp16.get("loss_scale")))
@@ -64,7 +64,7 @@ def scaler_entries(target: Target) -> dict[str | int, Node]:
 
 
 def plain_entries(target: Target) -> dict[str | int, Node]:
-    """The same as the 16-bit optimizers of stage 0 keep it: unfused ones in bf16 too."""
+    """The entries of the loss scale that 16-bit optimizers of stage 0 keep; unfused ones keep them in bf16 too."""
     extras, config = target.extras, target.source
     if target.dtype.name != "float16":
         return {"dynamic_loss_scale": False, "cur_scale": 1.0, "cur_iter": 0}
@@ -75,7 +75,7 @@ def plain_entries(target: Target) -> dict[str | int, Node]:
 
 
 def scaler_attributes_left(target: Target) -> list[str]:
-    """Attributes of the source's loss scaler that DeepSpeed's own do not have, where the target has another scaler."""
+    """Attributes of the source's loss scaler that are lost, because the target's scaler has no such attributes."""
     scaler = target.extras.get("loss_scaler")
     if not isinstance(scaler, PObject) or not is_mapping(scaler.state):
         return []
@@ -83,3 +83,11 @@ def scaler_attributes_left(target: Target) -> list[str]:
         return []
     known = _facts({}, target.source)
     return [f"loss_scaler.{k}" for k in mapping_items(scaler.state, what="loss_scaler") if k not in known]
+
+
+def scale_warnings(target: Target) -> list[str]:
+    """The warning that the loss scale starts anew, for a source that is not DeepSpeed's."""
+    if target.dtype.name != "float16" or target.from_deepspeed:
+        return []
+    scale = _facts(target.extras, target.source)["cur_scale"]
+    return [f"the source says no loss scale: it starts at {scale}, and the first steps may be skipped"]

@@ -1,4 +1,4 @@
-"""Optimizer files of stage 3: each parameter cut into equal shares, a rank's shares joined by sub-group.
+"""Optimizer files of stage 3: each parameter is cut into equal shares, and a rank's shares are joined by sub-group.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage3.py` (`_rigid_state_dict`, `_rigid_load_state_dict`).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard_engine.formats.deepspeed.names import OPTIMIZER_STATE
 from reshard_engine.formats.deepspeed.partitioning import Run, clipped, sub_groups
 from reshard_engine.formats.deepspeed.writer.native.autoep import partition_groups, slice_of
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
@@ -23,9 +24,9 @@ def share_of(runs: Sequence[Run], numel: int, rank: int, ranks: int) -> list[Run
 
 
 class ShardedStates:
-    """The optimizer's state of one model-parallel rank, each parameter cut over its data-parallel ranks.
+    """The optimizer's state of one model-parallel rank, where each parameter is cut over the data-parallel ranks.
 
-    Fused experts are cut over the ranks that hold the same ones, and share no sub-group with others.
+    Fused experts are cut over the ranks that hold the same experts. They share no sub-group with other parameters.
     """
 
     def __init__(self, groups: Groups, model: LocalModel, target: Target) -> None:
@@ -45,14 +46,14 @@ class ShardedStates:
             self._numbers.append(list(range(first, len(self._sub_groups))))
 
     def _ranks(self, *, experts: bool) -> int:
-        """How many ranks share a sub-group."""
+        """The number of ranks that share a sub-group."""
         return self._target.dp // (self._target.layout.ep if experts else 1)
 
     def _experts(self, members: Sequence[LocalParameter]) -> bool:
         return members[0].fqn in self._fused
 
     def _held(self, members: Sequence[LocalParameter], rank: int) -> list[LocalParameter]:
-        """A sub-group as the data-parallel rank and those that share it with it hold it."""
+        """The parameters of a sub-group, with fused ones cut to the experts of a data-parallel rank."""
         ep, mine = self._target.layout.ep, self._target.expert_place(rank)[0]
         return [slice_of(p, ep, mine) for p in members] if self._experts(members) else list(members)
 
@@ -75,7 +76,7 @@ class ShardedStates:
             if len(self._groups.states) > 1 or any(p.scalars for p in members):
                 state[number] = self._groups.state_entry(members, runs, shape)
         groups = self._groups.with_params(self._numbers, ep=self._target.layout.ep)
-        entries["optimizer_state_dict"] = mapping_of({"state": mapping_of(state), "param_groups": groups})
+        entries[OPTIMIZER_STATE] = mapping_of({"state": mapping_of(state), "param_groups": groups})
         entries["fp32_flat_groups"] = PList(masters)
         return mapping_of(entries)
 
@@ -86,10 +87,10 @@ class ShardedStates:
         return [r for r in everybody if self._target.expert_place(r)[0] == mine] if experts else list(everybody)
 
     def shapes(self) -> list[list[LocalParameter]]:
-        """What `param_shapes` lists: the members of each sub-group, as the first rank holds them."""
+        """The content of `param_shapes`: the members of each sub-group, as the first rank holds them."""
         return [self._held(members, 0) for members in self._sub_groups]
 
 
 def _joined(members: Sequence[LocalParameter], state: str, place: int, ranks: int) -> tuple[Run, ...]:
-    """One state of a sub-group as the rank at a place among those that share it holds it."""
+    """One state of a sub-group on the rank at `place` among the ranks that share the sub-group."""
     return tuple(run for p in members for run in share_of(state_runs(p, state), p.numel, place, ranks))

@@ -1,7 +1,7 @@
-"""Which pipeline stage holds which layers, as DeepSpeed's `PipelineModule` decides it.
+"""The layers of each pipeline stage, chosen as DeepSpeed's `PipelineModule` chooses them.
 
-Names say the layer of a parameter, but not how many layers there are in all: layers without parameters have none. The
-balanced methods do not depend on trailing ones; `uniform` does, and needs to be told.
+Names give the layer of each parameter, but not the number of all layers: layers without parameters have no names. The
+balanced methods do not depend on trailing layers. `uniform` does, so the user must give the number.
 
 Source: deepspeed 0.19.8 `runtime/pipe/module.py` (`_partition_layers`, `_count_layer_params`), `runtime/utils.py`
 (`partition_uniform`, `partition_balanced`: the same dynamic program, ties broken towards later cuts).
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from reshard.errors import RequestError, printable
-from reshard.models import NativeLayout
+from reshard.options import NativeLayout
 
 MAX_LAYERS = 4_096
 _INFINITY = float("inf")
@@ -28,11 +28,11 @@ def boundaries(
     Args:
         layout: `partition_method`, `pipeline_layers` and `pp`.
         weights: Trainable elements of each layer that has parameters, on one tensor-parallel rank.
-        shapes: What tells layers of one kind from others: names and shapes of their parameters.
-        tied: Whether a module of the first layers comes again behind the last one.
+        shapes: The kind of each layer: names and shapes of its parameters.
+        tied: True if a module of the first layers comes again behind the last layer.
 
     Raises:
-        RequestError: `request.invalid` for boundaries that do not cover the layers, or a method that needs more.
+        RequestError: `request.invalid` for boundaries that do not cover the layers, or a method that lacks options.
     """
     method = (layout.partition_method or "").lower()
     last = max(weights, default=0) + (2 if tied else 1)
@@ -53,7 +53,7 @@ def boundaries(
         if layout.pipeline_layers is None:
             raise RequestError(
                 "request.invalid",
-                "`uniform` depends on the number of layers, those without parameters included: no checkpoint says it",
+                "`uniform` depends on the number of layers, those without parameters included: no checkpoint states it",
                 fix=f"--pipeline-layers N (at least {last}), or each stage's first layer: --partition-method 0,3,6",
             )
         return _uniform(count, layout.pp)
@@ -66,11 +66,13 @@ def boundaries(
         kinds = Counter(shapes.values())
         block, repeats = kinds.most_common(1)[0] if kinds else (None, 0)
         if repeats < 2:
-            raise RequestError("request.invalid", "no two layers are of one kind: `type:` would match one at most")
+            raise RequestError(
+                "request.invalid", "no two layers are of one kind: `type:` would match one layer at most"
+            )
         return _balanced([1 if shapes.get(i) == block else 0 for i in range(count)], layout.pp)
     raise RequestError(
         "request.invalid",
-        f"partition_method {printable(method)!r} is none that is known",
+        f"partition_method {printable(method)!r} is not known",
         fix="uniform, parameters, type:REGEX (uniform with --pipeline-layers N), or each stage's first layer: 0,3,6",
     )
 
@@ -98,7 +100,7 @@ def _uniform(count: int, stages: int) -> list[int]:
 
 
 def _balanced(weights: Sequence[int], stages: int) -> list[int]:
-    """The linear partition of DeepSpeed, with its way of breaking ties."""
+    """DeepSpeed's linear partition, with DeepSpeed's way of breaking ties."""
     n = len(weights)
     if n <= stages:
         return [min(p, n) for p in range(stages + 1)]
@@ -115,7 +117,7 @@ def _balanced(weights: Sequence[int], stages: int) -> list[int]:
             for k in range(i):
                 high = max(most[k][j - 1], prefix[i] - prefix[k])
                 low = min(least[k][j - 1], prefix[i] - prefix[k])
-                # Both are infinite where there is no such partition: no number, which is never chosen.
+                # Where no such partition exists, both are infinite: the difference is nan, and the test is False.
                 if cost[i][j] >= high - low:
                     cost[i][j], most[i][j], least[i][j], place[i][j] = high - low, high, low, k
     parts = [n]

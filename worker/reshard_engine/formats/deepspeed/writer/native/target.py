@@ -1,16 +1,19 @@
-"""The target run as a request and a source describe it together: what is not said is as in the source."""
+"""The target run that a request and a source describe together; settings that the request lacks are the source's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from reshard.choices import ZeroStage
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, NativeLayout, ZeroStage
+from reshard.models import ConvertRequest
+from reshard.options import NativeLayout
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.config import CONFIG, DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
-from reshard_engine.formats.deepspeed.facts import facts_of
-from reshard_engine.pickles.nodes import Node, is_mapping, mapping_items
+from reshard_engine.formats.deepspeed.config import DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
+from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, facts_of
+from reshard_engine.formats.deepspeed.names import CONFIG, VERSION
+from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
 
 _STAGES = {ZeroStage.STAGE_0: 0, ZeroStage.STAGE_1: 1, ZeroStage.STAGE_2: 2, ZeroStage.STAGE_3: 3, ZeroStage.BF16: 1}
@@ -25,6 +28,8 @@ class Target:
     dtype: Dtype
     """The model's element type."""
     layout: NativeLayout
+    dp: int
+    """Data-parallel ranks."""
     round_robin: bool
     aligned: bool
     sub_group_size: int
@@ -33,13 +38,10 @@ class Target:
     """The source's `ds_config`."""
     source_world: Mapping[str, int]
     extras: Mapping[str, Node]
-    """What the source's optimizer keeps beside its states: loss scaler, clipping, flags."""
+    """Entries of the source's optimizer files beside its states: loss scaler, clipping, flags."""
     version: str
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks."""
-        return self.layout.dp
+    from_deepspeed: bool
+    """True if the source's files are DeepSpeed's, which keep a loss scale."""
 
     def expert_place(self, rank: int) -> tuple[int, int]:
         """(expert-parallel rank, place among the ranks that hold the same experts) of a data-parallel rank."""
@@ -49,18 +51,19 @@ class Target:
 
     @property
     def tp_changes(self) -> bool:
-        """Whether parameters are cut over another number of ranks than in the source."""
+        """True if the target has another number of tensor-parallel ranks than the source."""
         return self.layout.tp != self.source_world.get("tp", 1)
 
     @property
     def prefix(self) -> str:
-        """What DeepSpeed puts before the names of optimizer files: `bf16_` if the config enables bf16."""
+        """The prefix of optimizer files' names: `bf16_` if the config enables bf16, else empty."""
         return "bf16_" if self.dtype.name == "bfloat16" else ""
 
     @property
     def config(self) -> Node:
         """The source's `ds_config`, for this target."""
-        # Switched off where the source had it on, absent where neither does: older versions do not know all options.
+        # An option is False if only the source has it on, and absent if neither run has it on: older versions do not
+        # know all options.
         return config_for(
             self.source_config,
             stage=self.stage,
@@ -77,7 +80,7 @@ class Target:
 
     @property
     def master_is_weight(self) -> bool:
-        """Whether the optimizer works on the model's own tensors (stage 0 in fp32)."""
+        """True if the optimizer works on the model's own tensors (stage 0 in fp32)."""
         return self.stage == 0 and self.dtype.name == "float32"
 
 
@@ -85,16 +88,16 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
     """The target of a request for this source.
 
     Raises:
-        RequestError: `request.invalid` without a layout or with options that do not go together.
+        RequestError: `request.invalid` without a layout or with options that contradict one another.
     """
-    layout = request.layout
-    if layout is None:
+    layout = request.options.deepspeed
+    if layout.dp is None:
+        raise RequestError("request.invalid", "a native target needs its number of data-parallel ranks", fix="--dp N")
+    if request.exclude_frozen:
         raise RequestError(
-            "request.invalid", "a native target needs a layout", fix="--dp N, and --zero-stage if it changes"
+            "request.invalid", "a native checkpoint holds all parameters", fix="leave out --exclude-frozen"
         )
-    if request.max_shard_bytes is not None or request.exclude_frozen:
-        raise RequestError("request.invalid", "max_shard_bytes and exclude_frozen do not apply to native checkpoints")
-    entries = mapping_items(checkpoint.model_state, what="model states") if is_mapping(checkpoint.model_state) else {}
+    entries = facts_of(checkpoint).entries
     source = RunConfig.of(entries.get(CONFIG))
     dtype = BY_NAME[SHORT_NAMES[request.dtype.value]] if request.dtype else _model_dtype(checkpoint, source)
     stage = layout.zero_stage or _stage_like(checkpoint, source, dtype)
@@ -106,26 +109,23 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
             )
         dtype = BY_NAME["bfloat16"]
     flat = _STAGES[stage] in (1, 2) and not bf16_optimizer
-    version = entries.get("ds_version")
+    version = entries.get(VERSION)
     return Target(
         stage=_STAGES[stage],
         bf16_optimizer=bf16_optimizer,
         dtype=dtype,
         layout=layout,
+        dp=layout.dp,
         round_robin=flat and _first(layout.round_robin_gradients, source.round_robin),
         aligned=flat and _first(layout.parameter_alignment, source.aligned),
         sub_group_size=layout.sub_group_size or source.sub_group_size or DEFAULT_SUB_GROUP_SIZE,
         source=source,
         source_config=entries.get(CONFIG),
         source_world=checkpoint.world,
-        extras=_extras(checkpoint),
-        # Loaders insist on it; where it is unknown, the oldest whose stage 1 is laid out as today's stands in.
-        version=version if isinstance(version, str) and version else "0.7.4",
+        extras=facts_of(checkpoint).optimizer_entries,
+        version=version if isinstance(version, str) and version else OLDEST_VERSION,
+        from_deepspeed=bool(facts_of(checkpoint).order),
     )
-
-
-def _extras(checkpoint: Checkpoint) -> Mapping[str, Node]:
-    return checkpoint.optimizer.extras if checkpoint.optimizer is not None else dict[str, Node]()
 
 
 def _first(*choices: bool | None) -> bool:
@@ -140,14 +140,14 @@ def _model_dtype(checkpoint: Checkpoint, source: RunConfig) -> Dtype:
 
 
 def _stage_like(checkpoint: Checkpoint, source: RunConfig, dtype: Dtype) -> ZeroStage:
-    """The source's own stage; of a source that has none, what its config says."""
+    """The source's own stage; for a source without a stage, the stage in its config."""
     own = facts_of(checkpoint).zero_stage
     stage = own if own is not None else source.stage
     if stage is None:
         raise RequestError(
             "request.invalid", "the source does not say which ZeRO stage its run used", fix="--zero-stage 0|1|2|3|bf16"
         )
-    extras = _extras(checkpoint)
+    extras = facts_of(checkpoint).optimizer_entries
     if stage == 1 and dtype.name == "bfloat16" and "zero_stage" not in extras and "loss_scaler" not in extras:
         return ZeroStage.BF16
     return ZeroStage(str(stage))

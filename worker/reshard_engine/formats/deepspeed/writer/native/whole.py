@@ -1,7 +1,7 @@
 """The optimizer entry of stage 0: every rank has all of it, so the model states hold it once.
 
-Which of the two 16-bit forms a run uses depends on its optimizer: fused ones keep one flat master per group, others a
-list of masters. Fused optimizers of DeepSpeed are told by their hyper-parameters.
+A 16-bit run uses one of two forms: fused optimizers keep one flat master per group, other optimizers a list of
+masters. DeepSpeed's fused optimizers are recognised by their hyper-parameters.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_configure_fp16_optimizer`), `runtime/fp16/fused_optimizer.py` and
 `unfused_optimizer.py` (`state_dict`), torch 2.13.0 `optim/optimizer.py`.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from reshard_engine.formats.deepspeed.names import OPTIMIZER_STATE
 from reshard_engine.formats.deepspeed.partitioning import Run
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel, LocalParameter
 from reshard_engine.formats.deepspeed.writer.native.optimizer import (
@@ -22,7 +23,7 @@ from reshard_engine.formats.deepspeed.writer.native.optimizer import (
 )
 from reshard_engine.formats.deepspeed.writer.native.scaling import plain_entries
 from reshard_engine.formats.deepspeed.writer.native.target import Target
-from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Node, PList, PRuns, mapping_of
 from reshard_engine.tensors.dtypes import FLOAT32
 
 
@@ -35,22 +36,22 @@ def whole_optimizer(groups: Groups, model: LocalModel, target: Target) -> Node:
     if _is_fused(groups):
         entries |= _flat(groups, members)
     else:
-        entries["optimizer_state_dict"] = _per_parameter(groups, members)
+        entries[OPTIMIZER_STATE] = _per_parameter(groups, members)
         entries["fp32_groups"] = PList([_masters(groups, m) for m in members])
     clipping = clip_grad_of(target)
-    # Unlike the others', this loader insists on it.
+    # Unlike the loaders of other stages, stage 0's requires this entry.
     entries["clip_grad"] = (1.0 if target.version.startswith("0.19.") else 0.0) if clipping is None else clipping
     return mapping_of(entries)
 
 
 def _is_fused(groups: Groups) -> bool:
     # FusedAdam's groups have `bias_correction`; DeepSpeedCPUAdam's have it too, and `amsgrad` beside it.
-    keys = [mapping_items(n, what="param_groups").keys() for n in groups.nodes]
+    keys = [g.hyper_parameters.keys() for g in groups.groups]
     return bool(keys) and all("bias_correction" in k and "amsgrad" not in k for k in keys)
 
 
 def _masters(groups: Groups, members: Sequence[LocalParameter]) -> Node:
-    # One type for the group, asked once: with every parameter it would take the square of their number.
+    # The group has one type. It is found once: a search per parameter would take quadratic time.
     dtype = groups.dtype_of("fp32", members).name
     return PList([PRuns(dtype, p.shape, state_runs(p, "fp32")) for p in members])
 
@@ -80,4 +81,4 @@ def _flat(groups: Groups, members: Sequence[Sequence[LocalParameter]]) -> dict[s
             state[index] = groups.state_entry(group, runs, shape)
     numbers = [[index] for index in range(len(members))]
     inner = mapping_of({"state": mapping_of(state), "param_groups": groups.with_params(numbers)})
-    return {"optimizer_state_dict": inner, "fp32_groups_flat": PList(masters)}
+    return {OPTIMIZER_STATE: inner, "fp32_groups_flat": PList(masters)}

@@ -1,6 +1,6 @@
 """Native DeepSpeed checkpoints: any stage, on any number of ranks, from any source with optimizer states.
 
-Loaders refuse a tag without its model states, so these are the commit files; `latest` comes last.
+Loaders refuse a tag without its model states, so the model-states files are the commit files. `latest` is last.
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_get_ckpt_name`, `_get_zero_ckpt_name`, `_get_optimizer_ckpt_name`,
 `_save_zero_checkpoint`); what loaders read is in docs/formats/deepspeed-zero.md.
@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
+from reshard.choices import OpaquePolicy, RngPolicy
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, NativeLayout, NotCarried, OpaquePolicy, RngPolicy
+from reshard.models import ConvertRequest, NotCarried
+from reshard.options import NativeLayout
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.cautions import padding_changes, sectioned
-from reshard_engine.formats.deepspeed.config import CONFIG
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
-from reshard_engine.formats.deepspeed.facts import facts_of
+from reshard_engine.formats.deepspeed.facts import facts_of, model_states, not_kept
 from reshard_engine.formats.deepspeed.megatron import ITERATION, TRACKER, is_megatron
-from reshard_engine.formats.deepspeed.names import LATEST, RNG_KEYS, TIED
+from reshard_engine.formats.deepspeed.names import CONFIG, LATEST, OPTIMIZER_STATE, RNG_KEYS, TIED, VERSION
 from reshard_engine.formats.deepspeed.optimizer_states import require_optimizer, states_to_write
 from reshard_engine.formats.deepspeed.random_states import random_states
 from reshard_engine.formats.deepspeed.writer.native.autoep import (
@@ -33,27 +34,27 @@ from reshard_engine.formats.deepspeed.writer.native.client_state import relaid
 from reshard_engine.formats.deepspeed.writer.native.cutting import Cutter
 from reshard_engine.formats.deepspeed.writer.native.experts import expert_of, experts_by_layer, require_divisible
 from reshard_engine.formats.deepspeed.writer.native.flat import FlatStates
-from reshard_engine.formats.deepspeed.writer.native.local import is_pipeline, local_models
 from reshard_engine.formats.deepspeed.writer.native.megatron_groups import group_changes, megatron_grouped
 from reshard_engine.formats.deepspeed.writer.native.model import LocalModel
-from reshard_engine.formats.deepspeed.writer.native.model_states import ModelStatesFiles, run_state_of
+from reshard_engine.formats.deepspeed.writer.native.model_states import ModelStatesFiles
 from reshard_engine.formats.deepspeed.writer.native.optimizer import Groups, trained_groups
+from reshard_engine.formats.deepspeed.writer.native.rank_parameters import is_pipeline, local_models
 from reshard_engine.formats.deepspeed.writer.native.regrouping import regrouped
-from reshard_engine.formats.deepspeed.writer.native.scaling import scaler_attributes_left
+from reshard_engine.formats.deepspeed.writer.native.scaling import scale_warnings, scaler_attributes_left
 from reshard_engine.formats.deepspeed.writer.native.sharded import ShardedStates
 from reshard_engine.formats.deepspeed.writer.native.target import Target, resolve
 from reshard_engine.formats.deepspeed.writer.native.whole import whole_optimizer
 from reshard_engine.formats.not_written import AS_ASKED, named
 from reshard_engine.formats.torch_archive import tree_template
-from reshard_engine.pickles.nodes import Node, PTensorRef, is_mapping, mapping_items, mapping_of, ordered_dict
+from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of, ordered_dict
 from reshard_engine.tensors.layout import Pointer, TargetFile, TargetLayout
 
 
 class ZeroWriter:
-    """Lays out the files of a DeepSpeed run for its next world."""
+    """Lays out native checkpoints."""
 
     def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
-        """Optimizer files rank by rank, then the model states.
+        """Lay out the optimizer files rank by rank, then the model states.
 
         Raises:
             RequestError: `request.invalid` without a layout, `request.unsatisfiable` if the target cannot hold the
@@ -67,19 +68,20 @@ class ZeroWriter:
         rows = vocab_rows(checkpoint, target.layout)
         cutter = Cutter(checkpoint, target.layout.tp, rows, dtype=target.dtype)
         models = local_models(checkpoint, target, cutter)
-        # Parts are numbered behind the source's tensors, and templates are made of both.
+        # Numbers of parts follow those of the source's tensors; templates refer to both.
         parts = tuple(cutter.parts)
         whole = replace(checkpoint, shard_map=TargetLayout((), None, parts=parts).map_over(checkpoint.shard_map))
         groups = Groups(whole, states_to_write(checkpoint))
         refuse_empty_groups(models, groups.count)
-        state = relaid(run_state_of(checkpoint), target, rows)
+        state = relaid(model_states(checkpoint), target, rows)
         files = _Files(whole, target, groups, state, opaque=request.opaque)
         for model in models:
             files.add(model)
         warnings = [
             *configured_warnings(checkpoint),
-            *_rng_warnings(state, checkpoint, target),
+            *_rng_warnings(checkpoint, target),
             *_vocab_warnings(checkpoint, target, rows),
+            *scale_warnings(target),
         ]
         warnings += group_changes(source, checkpoint)
         warnings += padding_changes(checkpoint, rows)
@@ -91,27 +93,28 @@ class ZeroWriter:
 
 
 def _not_carried(checkpoint: Checkpoint, target: Target) -> tuple[NotCarried, ...]:
-    state, layout = run_state_of(checkpoint), target.layout
+    layout = target.layout
     drops = layout.rng is RngPolicy.DROP
     # Below stage 3 one file of model states serves all data-parallel ranks.
-    ranks = layout.tp * layout.pp * (layout.dp if target.stage == 3 else 1)
-    rng = named((k for k in RNG_KEYS if state.get(k) is not None), AS_ASKED)
+    ranks = layout.tp * layout.pp * (target.dp if target.stage == 3 else 1)
+    rng = named(checkpoint.rng[0] if checkpoint.rng else (), AS_ASKED)
     lost = scaler_attributes_left(target)
     return (
         *(rng if drops else random_states(checkpoint, ranks)),
-        *named(lost, "this target's loss scaler is another"),
+        *named(lost, "this target's loss scaler has no such attribute"),
+        *not_kept(checkpoint),
     )
 
 
 def refuse_impossible_layout(target: Target, checkpoint: Checkpoint) -> None:
-    """Refuse sizes and stages that do not go together, whatever the parameters.
+    """Refuse sizes and stages that no model can have together.
 
     Raises:
         RequestError: `request.unsatisfiable`.
     """
     layout, experts = target.layout, experts_by_layer(p.fqn for p in checkpoint.trained)
     fused = fused_experts(checkpoint)
-    require_divisible([*experts.values(), *(shape[0] for shape in fused.values())], layout.ep, layout.dp)
+    require_divisible([*experts.values(), *(shape[0] for shape in fused.values())], layout.ep, target.dp)
     refuse_impossible(fused, target, [p.fqn for p in checkpoint.frozen])
     if experts and target.stage in (0, 3):
         raise RequestError(
@@ -132,7 +135,13 @@ def refuse_impossible_layout(target: Target, checkpoint: Checkpoint) -> None:
 
 
 def refuse_empty_groups(models: Sequence[LocalModel], count: int) -> None:
-    """DeepSpeed drops a param group that a stage has nothing of, and its ranks then wait for each other for ever."""
+    """Refuse stages without a parameter of some param group.
+
+    DeepSpeed drops such a group on that stage, and the ranks then wait for each other for ever.
+
+    Raises:
+        RequestError: `request.unsatisfiable`.
+    """
     for model in models:
         empty = [index for index in range(count) if not model.group(index)]
         if empty and len(models) > 1:
@@ -144,10 +153,10 @@ def refuse_empty_groups(models: Sequence[LocalModel], count: int) -> None:
 
 
 def vocab_rows(checkpoint: Checkpoint, layout: NativeLayout) -> int | None:
-    """Rows of the vocabulary with padding for the target's ranks; None where no parameter is one.
+    """Rows of the vocabulary with padding for the target's ranks; None where no parameter is a vocabulary.
 
-    Where nothing says to what models pad, the source's rows stay if they divide; another number of rows than the
-    model's is refused when it is loaded.
+    Where nothing gives the divisor of the padding, the source's number of rows stays if the ranks divide it. A model
+    that has another number of rows refuses the checkpoint when it loads.
     """
     sizes = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
     if not sizes:
@@ -164,15 +173,14 @@ def _vocab_warnings(checkpoint: Checkpoint, target: Target, rows: int | None) ->
     known = target.layout.vocab_divisor or facts_of(checkpoint).vocab_divisor
     if rows is None or known is not None or not target.tp_changes:
         return []
-    text = f"nothing says to what the model pads its vocabulary: {rows} rows for {target.layout.tp} ranks"
-    return [f"{text}; a model with another number refuses them, and --vocab-divisor says the right one"]
+    text = f"nothing says to which multiple the model pads its vocabulary: {rows} rows for {target.layout.tp} ranks"
+    return [f"{text}; a model with another number of rows refuses them; --vocab-divisor gives the right number"]
 
 
 def _tracker(checkpoint: Checkpoint) -> tuple[tuple[str, bytes], ...]:
     """The file of Megatron's tools beside `latest`: the number of the iteration, as text."""
-    state = checkpoint.model_state
-    iteration = mapping_items(state, what="model states").get(ITERATION) if is_mapping(state) else None
-    return ((TRACKER, str(iteration).encode()),) if is_megatron(state) and type(iteration) is int else ()
+    iteration = checkpoint.client_state.get(ITERATION)
+    return ((TRACKER, str(iteration).encode()),) if is_megatron(checkpoint) and type(iteration) is int else ()
 
 
 class _Files:
@@ -227,24 +235,25 @@ class _Files:
     def _add_optimizer(self, states: FlatStates | ShardedStates, number: int) -> None:
         for rank in range(self._target.dp):
             outer: dict[str | int, Node] = {
-                "optimizer_state_dict": states.optimizer_of(rank),
+                OPTIMIZER_STATE: states.optimizer_of(rank),
                 CONFIG: self._target.config,
-                "ds_version": self._target.version,
+                VERSION: self._target.version,
             }
             name = f"{self._target.prefix}zero_pp_rank_{rank}_mp_rank_{number:02d}_optim_states.pt"
             self.bodies.append(self._file(name, mapping_of(outer), commit=False))
 
     def _run_state(self, rank: int) -> Mapping[str | int, Node]:
-        """The run's own state, with the random states of the source rank whose turn it is."""
-        if self._target.layout.rng is RngPolicy.DROP:
-            return {k: v for k, v in self._state.items() if k not in RNG_KEYS}
+        """The run's own state, with the random states of source rank `rank` modulo their number."""
         found = self._checkpoint.rng
+        if self._target.layout.rng is RngPolicy.DROP:
+            gone = {*RNG_KEYS, *(found[0] if found else ())}
+            return {k: v for k, v in self._state.items() if k not in gone}
         return {**self._state, **found[rank % len(found)]} if found else self._state
 
     def _add_layers(self, model: LocalModel, files: ModelStatesFiles) -> None:
         layers: dict[int, dict[str, Node]] = {}
-        # In the model's order: what groups parameters anew has no other place to see it.
-        place = {name: i for i, name in enumerate(self._checkpoint.module_names())}
+        # In the model's order: only `module_names` still show it after the parameters were grouped anew.
+        place = {name: i for i, name in enumerate(self._checkpoint.module_names)}
         for parameter in sorted(model.parameters, key=lambda p: place.get(p.fqn, 0)):
             if (layer := model.layers.get(parameter.fqn)) is not None:
                 inner = parameter.fqn.removeprefix(f"{layer}.")
@@ -261,18 +270,18 @@ class _Files:
                 layers[int(layer)][name.removeprefix(f"{layer}.")] = extra
         for layer, weights in sorted(layers.items()):
             name = f"layer_{layer:02d}-model_{model.tp:02d}-model_states.pt"
-            if name not in self._done:  # what is tied is on several stages
+            if name not in self._done:  # a tied module is on several stages
                 self._done.add(name)
                 self.bodies.append(self._file(name, ordered_dict(weights), commit=False))
 
     def _add_experts(self, model: LocalModel, files: ModelStatesFiles, number: int) -> None:
         if self._target.stage != 3:
-            for layer, expert_number, parts in expert_weights(model, self._checkpoint.model_state):
+            for layer, expert_number, parts in expert_weights(model, self._checkpoint):
                 fused: dict[str, Node] = {p.fqn: files.weight_node(p) for p in parts}
                 name = f"layer_{layer}_expert_{expert_number}_mp_rank_{number:02d}_model_states.pt"
                 self.bodies.append(self._file(name, ordered_dict(fused), commit=False))
-        # Mixtures are numbered through, whatever their kind.
-        taken = layer_numbers(self._checkpoint.model_state)
+        # MoE layers of both kinds share one sequence of numbers.
+        taken = layer_numbers(self._checkpoint)
         free = (n for n in count() if n not in taken)
         heads = dict(zip(self._experts, free, strict=False))
         experts: dict[tuple[int, int], dict[str, Node]] = {}
@@ -286,12 +295,12 @@ class _Files:
             self.bodies.append(self._file(name, ordered_dict(weights), commit=False))
 
 
-def _rng_warnings(state: Mapping[str | int, Node], checkpoint: Checkpoint, target: Target) -> list[str]:
-    there = [key for key in RNG_KEYS if state.get(key) is not None]
+def _rng_warnings(checkpoint: Checkpoint, target: Target) -> list[str]:
+    there = list(checkpoint.rng[0]) if checkpoint.rng else []
     layout = target.layout
-    world = (layout.dp, layout.tp, layout.pp)
+    world = (target.dp, layout.tp, layout.pp)
     if not there or world == tuple(checkpoint.world.get(axis, 1) for axis in ("dp", "tp", "pp")):
         return []
     if layout.rng is RngPolicy.DROP:
         return [f"random states ({', '.join(there)}) were left out, as asked"]
-    return [f"random states ({', '.join(there)}) have no one answer on other ranks: r has those of source rank r mod N"]
+    return [f"random states ({', '.join(there)}) do not fit other worlds: rank r gets those of source rank r mod N"]

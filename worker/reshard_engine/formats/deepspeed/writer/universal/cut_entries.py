@@ -1,4 +1,4 @@
-"""How a universal atom says that its parameter is cut for tensor parallelism.
+"""Entries of a universal atom that describe the cut of its parameter for tensor parallelism.
 
 Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices`: the keys of an atom),
 `checkpoint/universal_checkpoint.py` (`load_hp_checkpoint_state`, `SubparamShape`).
@@ -11,7 +11,7 @@ from reshard_engine.tensors.cuts import Cut
 
 
 def cut_keys(cut: Cut | None, name: str) -> dict[str | int, Node]:
-    """The entries beside `param`; none for a parameter that is whole on every rank, or of which nothing is known."""
+    """The entries beside `param`; empty for a parameter that is whole on every rank, or has no known cut."""
     if cut is None or cut.dim is None:
         return {}
     found: dict[str | int, Node] = {}

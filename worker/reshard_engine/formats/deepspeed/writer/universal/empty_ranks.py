@@ -1,4 +1,4 @@
-"""Param groups so small that some rank would hold nothing of them, where DeepSpeed's universal loader fails.
+"""Warnings about small param groups of which a rank holds nothing: DeepSpeed's universal loader fails there.
 
 Source: deepspeed 0.19.8 `runtime/base_optimizer.py` (`load_hp_checkpoint_state_from_checkpoint_dir`: `steps[0]` of the
 parameters that the rank holds), `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py` (partitions: equal, of
@@ -12,7 +12,7 @@ from math import prod
 from reshard_engine.checkpoint import Checkpoint
 
 _RANKS = 16
-"""Worlds up to here are looked at, and up to twice the source's: any group is too small for some world."""
+"""The largest world that is checked, if twice the source's is not larger. Any group is too small for some world."""
 
 
 def empty_rank_warnings(checkpoint: Checkpoint) -> list[str]:

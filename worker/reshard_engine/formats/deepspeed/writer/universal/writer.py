@@ -1,10 +1,10 @@
 """The DeepSpeed universal checkpoint: one directory that stages 1, 2, 3 and BF16_Optimizer all load.
 
-A superset of what `ds_to_universal` writes for each stage: dict atoms with real shapes and `step.pt`
-(which stages 1 and 2 address by name, and stage 3 flattens), an `optimizer_state.pt` with the keys
-that both loaders read, and the model states under both names. Frozen parameters have atoms too, and
-the model states hold them and the buffers whole, although DeepSpeed's universal loader restores neither. The weights
-of trained parameters are in the first file of model states only.
+The output is a superset of the files that `ds_to_universal` writes for each stage. Atoms are dicts with real shapes,
+and each parameter has a `step.pt`: stages 1 and 2 address atoms by name, and stage 3 flattens them.
+`optimizer_state.pt` has the keys that both loaders read, and the model states are there under both names. Frozen
+parameters have atoms too, and the model states hold them and the buffers whole, although DeepSpeed's universal loader
+restores neither. Only the first file of model states has the weights of trained parameters.
 
 Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (tree), `checkpoint/universal_checkpoint.py`
 (`load_hp_checkpoint_state`), `runtime/base_optimizer.py` (`load_hp_checkpoint_state_from_checkpoint_dir`),
@@ -21,11 +21,21 @@ from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.formats import not_written
 from reshard_engine.formats.deepspeed.cautions import padding_refilled, sectioned, uncut_warnings
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
-from reshard_engine.formats.deepspeed.facts import facts_of
-from reshard_engine.formats.deepspeed.names import LATEST_UNIVERSAL, LAYOUT_NOTES, PARALLEL_DIMENSIONS, TIED
+from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, facts_of, group_node, model_states, not_kept
+from reshard_engine.formats.deepspeed.names import (
+    FROZEN_FRAGMENTS,
+    FROZEN_SHAPES,
+    LATEST_UNIVERSAL,
+    LAYOUT_NOTES,
+    OPTIMIZER_STATE,
+    PARALLEL_DIMENSIONS,
+    PARAM_SHAPES,
+    TIED,
+    VERSION,
+)
 from reshard_engine.formats.deepspeed.optimizer_states import (
     ADAM_STATES,
-    group_nodes,
+    groups_of,
     is_adam,
     require_optimizer,
     states_to_write,
@@ -35,7 +45,7 @@ from reshard_engine.formats.deepspeed.writer.native.autoep import expert_keys, f
 from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
     FOR_EVERY_STAGE,
     megatron_grouped,
-    sharded_nodes,
+    sharded_groups,
 )
 from reshard_engine.formats.deepspeed.writer.universal.cut_entries import cut_keys
 from reshard_engine.formats.deepspeed.writer.universal.empty_ranks import empty_rank_warnings
@@ -60,16 +70,16 @@ MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_st
 
 
 class UniversalWriter:
-    """Lays out the universal form."""
+    """Lays out universal checkpoints."""
 
     def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
-        """Atoms by state, then the files that loaders refuse to do without.
+        """Lay out the atoms state by state, then the commit files, without which loaders refuse the checkpoint.
 
         Raises:
             RequestError: `request.unsatisfiable` if moments are missing for some parameters only.
         """
-        if request.dtype is not None or request.max_shard_bytes is not None:
-            raise RequestError("request.invalid", "dtype and max_shard_bytes apply to consolidated weights only")
+        if request.dtype is not None:
+            raise RequestError("request.invalid", "a universal checkpoint holds fp32 masters: --dtype is for weights")
         require_optimizer(checkpoint, "a universal checkpoint")
         source, checkpoint = checkpoint, megatron_grouped(checkpoint, sharded=False)
         states, warnings = _states_to_write(checkpoint)
@@ -89,7 +99,7 @@ class UniversalWriter:
             tuple(files),
             Pointer(LATEST_UNIVERSAL, name.encode()),
             tuple(warnings),
-            not_carried=(*random_states(checkpoint, 1), *frozen),
+            not_carried=(*random_states(checkpoint, 1), *not_kept(checkpoint), *frozen),
         )
 
 
@@ -98,12 +108,12 @@ def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
         if other := sorted(set(parameter.scalars) - {"step"}):
             raise RequestError(
                 "request.unsatisfiable",
-                f"optimizer state {printable(other[0])!r} is one number per group, and the universal form has no such",
+                f"optimizer state {printable(other[0])!r} is one number per group: the universal form cannot hold it",
                 fix="write the weights alone: --to safetensors",
             )
     states = states_to_write(checkpoint)
     if len(states) == 1 and is_adam(checkpoint):
-        # What Adam itself starts from; DeepSpeed's stage-3 loader refuses atoms without moments.
+        # Adam itself starts from zeros; DeepSpeed's stage-3 loader refuses atoms without moments.
         return [*states, *ADAM_STATES], ["no optimizer step had been taken: moments are zero, step is 0"]
     if not any(p.scalars for p in checkpoint.trained) and is_adam(checkpoint):
         return states, ["the source has moments and no step counter: step is 0, so bias correction begins anew"]
@@ -134,7 +144,7 @@ def _atom(
     experts: dict[str | int, Node],
 ) -> FileTemplate:
     keys = cut_keys(parameter.cut, parameter.fqn) | experts
-    # Atoms of one shape share a template, unless they say by name how they are cut.
+    # Atoms of one shape share a template, except atoms whose `sub_param_shape` contains the parameter's name.
     kind = parameter.fqn if "sub_param_shape" in keys else tuple(sorted(map(str, keys.items())))
 
     def wrapped(tensor: Node) -> Node:
@@ -166,7 +176,7 @@ def _step_files(checkpoint: Checkpoint) -> list[TargetFile]:
     counts = any(p.scalars for p in checkpoint.trained) or is_adam(checkpoint)
     for parameter in checkpoint.trained if counts else ():
         step = _step(parameter)
-        # 0.0 and -0.0 or nan would be one key by value: the bytes decide.
+        # 0.0 and -0.0 would be one key by value, and a nan would never be found: so the key has the bytes.
         key = (step.raw, step.dtype, step.shape, type(step.value), None if step.dtype else repr(step.value))
         if key not in cache:
             cache[key], _ = tree_template("step", scalar_node(step), checkpoint.shard_map, opaque=OpaquePolicy.REFUSE)
@@ -176,7 +186,7 @@ def _step_files(checkpoint: Checkpoint) -> list[TargetFile]:
 
 def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[TargetFile]:
     files: list[TargetFile] = []
-    entries = mapping_items(checkpoint.model_state, what="model states")
+    entries = model_states(checkpoint)
     if request.exclude_frozen:
         entries = _without_frozen(entries, checkpoint)
     entries |= _described(entries, checkpoint)
@@ -198,19 +208,19 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
 
 
 def _described(entries: Mapping[str | int, Node], checkpoint: Checkpoint) -> dict[str | int, Node]:
-    """What the source's version or stage does not list, so that the output can be read again without the source."""
+    """Entries that the source's version or stage lacks, added so that the output can be read without the source."""
     found: dict[str | int, Node] = {}
-    if not isinstance(entries.get("param_shapes"), PList | PTuple):
+    if not isinstance(entries.get(PARAM_SHAPES), PList | PTuple):
         groups = sorted({p.group for p in checkpoint.trained if p.group is not None})
         shapes = [{p.fqn: _size(p.shape) for p in checkpoint.trained if p.group == g} for g in groups]
-        found["param_shapes"] = PList([ordered_dict(s) for s in shapes])
+        found[PARAM_SHAPES] = PList([ordered_dict(s) for s in shapes])
     if checkpoint.shared and "shared_params" not in entries:
         found["shared_params"] = mapping_of({**checkpoint.shared})
     return found
 
 
 def _layout_notes(checkpoint: Checkpoint) -> Node:
-    """What a later target with model parallelism asks for and no name says; None where there is nothing to say."""
+    """Notes that a later target with model parallelism needs, and that names do not show; None without any."""
     tied = {p.fqn: p.layer for p in checkpoint.parameters if p.layer is not None and p.fqn.startswith(TIED)}
     notes: dict[str | int, Node] = {}
     if any(p.layer is not None for p in checkpoint.parameters):
@@ -220,9 +230,9 @@ def _layout_notes(checkpoint: Checkpoint) -> Node:
         notes["vocab_divisor"] = facts.vocab_divisor
     if facts.vocab_rows is not None:
         notes["vocab_rows"] = facts.vocab_rows
-    if any(len(path) > 1 for path in checkpoint.module_paths):
+    if any(len(path) > 1 for path in facts.module_paths):
         # ZeRO-3 stores no weights in `module`: nothing else says how the state dict is nested.
-        notes["module_paths"] = PList([PList(list(path)) for path in checkpoint.module_paths])
+        notes["module_paths"] = PList([PList(list(path)) for path in facts.module_paths])
     return mapping_of(notes) if notes else None
 
 
@@ -261,24 +271,25 @@ def _without_frozen(entries: dict[str | int, Node], checkpoint: Checkpoint) -> d
         if is_mapping(entries.get(key)):
             items = mapping_items(entries[key], what=key)
             kept[key] = mapping_of({n: v for n, v in items.items() if n not in gone})
-    for key in ("frozen_param_shapes", "frozen_param_fragments"):
+    for key in (FROZEN_SHAPES, FROZEN_FRAGMENTS):
         if key in kept:
             kept[key] = None
     return kept
 
 
 def _optimizer_state(checkpoint: Checkpoint) -> Node:
-    optimizer = require_optimizer(checkpoint, "a universal checkpoint")
-    groups: Node = PList(group_nodes(checkpoint))
+    facts, own = facts_of(checkpoint), groups_of(checkpoint)
+    params = facts.params if len(facts.params) == len(own) else [PList([i]) for i in range(len(own))]
+    groups: Node = PList([group_node(g, p) for g, p in zip(own, params, strict=True)])
     first = checkpoint.trained[0] if checkpoint.trained else None
     step: Node = scalar_node(_step(first)) if first is not None else 0
     # Stage 3 reads these, the other stages those at the top: Megatron-DeepSpeed has other groups there.
-    others = sharded_nodes(checkpoint)
-    sharded: Node = PList(others) if others else groups
+    others = sharded_groups(checkpoint)
+    sharded: Node = PList([group_node(g, PList([i])) for i, g in enumerate(others)]) if others else groups
     inner = mapping_of({"state": mapping_of({0: mapping_of({"step": step})}), "param_groups": sharded})
-    entries: dict[str | int, Node] = {**optimizer.extras}
+    entries: dict[str | int, Node] = {**facts.optimizer_entries}
     # Both loaders insist on it; the oldest version that wrote universal checkpoints stands in where it is unknown.
-    entries.setdefault("ds_version", checkpoint.framework_version or "0.7.4")
+    entries.setdefault(VERSION, (facts.order and checkpoint.framework_version) or OLDEST_VERSION)
     entries["param_groups"] = groups
-    entries["optimizer_state_dict"] = inner
+    entries[OPTIMIZER_STATE] = inner
     return mapping_of(entries)

@@ -1,0 +1,145 @@
+"""The two converters of `reshard.ensure`: the engine in this process, and a service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from reshard.errors import JobError, RequestError, printable
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
+
+if TYPE_CHECKING:
+    from reshard.shared_work import SharedWork
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_MAX_SUBMISSIONS = 100
+
+
+def pauses_s() -> Iterator[float]:
+    """Seconds to wait between two looks at another process's work; the first waits are short."""
+    pause = _FIRST_PAUSE_S
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+class Deadline:
+    """The time limit of a wait; None is no limit."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left_s(self) -> float | None:
+        """Seconds left; None without a limit."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def passed(self) -> bool:
+        """True if the time is over."""
+        return self.left_s() == 0.0
+
+    def error(self, what: str) -> JobError:
+        """The error for waiting too long."""
+        return JobError(
+            "job.wait_timeout",
+            f"{what} has not finished after {self.timeout_s or 0:g} s",
+            fix="call again (finished work is kept), or wait longer: --timeout",
+        )
+
+
+class Converter(Protocol):
+    """Looks at sources and converts them."""
+
+    def inspect(self, source: SourceSpec) -> Inspection:
+        """Describe the checkpoint."""
+        ...
+
+    def convert(
+        self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
+    ) -> None:
+        """Convert, and return when the target is committed.
+
+        Args:
+            request: The conversion.
+            key: Is equal for requests that mean one conversion.
+            done: Returns True if this process sees the result.
+            work: The place of this process among those that convert together; None if it converts alone.
+        """
+        ...
+
+
+class LocalConverter:
+    """Converts with the engine in this process."""
+
+    def __init__(self, deadline: Deadline, on_progress: Callable[[Progress], None] | None) -> None:
+        """Prepare without the engine, which is loaded at its first use: most processes only wait."""
+        self._deadline, self._on_progress = deadline, on_progress
+
+    def inspect(self, source: SourceSpec) -> Inspection:
+        """Describe the checkpoint from its metadata."""
+        return load_engine().inspect(source)
+
+    def convert(
+        self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
+    ) -> None:
+        """Convert; wait first for another process that holds the lock of the target. The lock ends with its process."""
+        engine, pauses = load_engine(), pauses_s()
+        call = engine.convert if work is None else partial(engine.convert, work=work)
+        while True:
+            try:
+                call(request, on_progress=self._on_progress, should_stop=self._deadline.passed)
+                return
+            except RequestError as error:
+                if error.code != "request.target_busy":
+                    raise
+            except JobError as error:
+                if error.code != "job.cancelled":
+                    raise
+            if self._deadline.passed():
+                raise self._deadline.error(f"the conversion into {printable(request.target)}")
+            time.sleep(next(pauses))
+
+    def help(self, request: ConvertRequest, work: SharedWork, ended: Callable[[], bool]) -> None:
+        """Convert together with others until the conversion ends, or until `ended()` is true.
+
+        Raises:
+            ReshardError: The conversion has failed or was stopped, which those who wait for it are told.
+        """
+        load_engine().convert(request, work=work, should_stop=lambda: self._deadline.passed() or ended())
+
+
+class ServiceConverter:
+    """Converts with a service: all processes that ask for one conversion share one job."""
+
+    def __init__(self, url: str, deadline: Deadline) -> None:
+        """Connect to the service. The client is imported here because it needs httpx."""
+        from reshard.client import Client
+
+        self._client, self._deadline = Client(url), deadline
+
+    def inspect(self, source: SourceSpec) -> Inspection:
+        """Describe the checkpoint as the service sees it."""
+        return self._client.inspect(source.url, tag=source.tag)
+
+    def convert(
+        self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
+    ) -> None:
+        """Submit until the answer is a job that has not ended: an ended one may have failed or lost its result."""
+        for attempt in range(_MAX_SUBMISSIONS):
+            name = f"ensure-{key[:40]}-{attempt}"
+            job = self._client.submit_request(request, labels={"made-by": "ensure"}, idempotency_key=name)
+            ended = job.state.terminal
+            if not ended:
+                job = self._client.wait(job.id, timeout_s=self._deadline.left_s())
+            if ended and (job.error is not None or not done()):
+                continue
+            self._client.result(job.id)  # raises the error that ended the job
+            return
+        raise JobError(
+            "job.attempts_exhausted",
+            f"{_MAX_SUBMISSIONS} jobs for this conversion have ended, and its result is missing",
+        )

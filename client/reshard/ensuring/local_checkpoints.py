@@ -1,0 +1,279 @@
+"""Local checkpoints as directories: finds the tag, checks that it is complete, and copies the files beside it.
+
+Source: transformers 5.23.0 `trainer.py` (`_save_checkpoint`, `_load_rng_state`), `trainer_jit_checkpoint.py` (the
+sentinel), accelerate 1.15.0 `checkpointing.py` (`load_accelerator_state`), `accelerator.py` (`load_state`: one tag
+`pytorch_model`, `pytorch_model_1`, ... per model), deepspeed 0.19.8 `runtime/engine.py` (`latest`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from reshard.errors import SourceError, StorageError, printable
+from reshard.file_errors import storage_code
+
+RECORDS = ".reshard"
+"""Folder of results and records inside a save directory. It is hidden, because Trainer and Accelerate delete
+checkpoints by the names in the directory above. It lies inside, so that it is deleted with its checkpoint."""
+MANIFEST = "reshard.json"
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+_POINTERS = ("latest", "latest_universal")
+_MAX_POINTER_BYTES = 1_024
+_COPIED_BYTES = 16 << 20
+"""Largest size of a file that is copied; larger ones are linked."""
+_MODEL_TAG = re.compile(r"pytorch_model(?:_(\d+))?")
+_RANK_FILE = re.compile(r"(rng_state|random_states)(?:_(\d{1,7}))?(\.pth|\.pkl)")
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def local_path(url: str) -> str | None:
+    """The local path that a URL or path names; None for URLs of object stores."""
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return os.path.abspath(os.path.expanduser(url))
+    return os.path.abspath(rest) if scheme == "file" and rest.startswith("/") else None
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A checkpoint in a local save directory."""
+
+    home: str
+    """The save directory: it holds tags, `latest`, and a trainer's own files."""
+    tags: tuple[str, ...]
+    """The tags to convert; the requested one comes last. Accelerate has one tag for each model."""
+    names_tag: bool
+    """True if the caller named the tag directory itself."""
+
+    @property
+    def tag(self) -> str:
+        """The requested tag."""
+        return self.tags[-1]
+
+    def fingerprint(self) -> str:
+        """A digest of the names, sizes and modification times of the tags' files."""
+        digest = hashlib.sha256()
+        for tag in self.tags:
+            for place, directories, names in os.walk(os.path.join(self.home, tag)):
+                directories.sort()
+                for name in sorted(names):
+                    path = os.path.join(place, name)
+                    info = os.stat(path)
+                    digest.update(f"{os.path.relpath(path, self.home)}\0{info.st_size}\0{info.st_mtime_ns}\n".encode())
+        return digest.hexdigest()
+
+
+def find_source(src: str, tag: str | None) -> LocalSource:
+    """Find the checkpoint of a tag and a path: a save directory, a Trainer's `checkpoint-N` or a tag directory.
+
+    Raises:
+        SourceError: `source.not_found` (also for an empty directory), `source.unknown_kind`, `checkpoint.bad_latest`,
+            `checkpoint.incomplete`.
+        StorageError: `storage.denied`, `storage.unavailable`: the directory cannot be read.
+    """
+    if not _names_in(src):
+        raise SourceError("source.not_found", f"{printable(src)} does not exist, or is empty", fix="check the path")
+    _refuse_incomplete(src)
+    if tag is None and (tag := _pointed(src)) is None:
+        if not _holds_tag(src):
+            raise SourceError(
+                "source.unknown_kind",
+                f"{printable(src)} holds no `latest` and no files of DeepSpeed",
+                fix=_nearby(src) or "name the directory that training saved into",
+            )
+        home, name = os.path.split(os.path.realpath(src))
+        _refuse_incomplete(home)
+        return LocalSource(home, (name,), names_tag=True)
+    if not _is_name(tag) or not os.path.isdir(os.path.join(src, tag)):
+        raise SourceError(
+            "checkpoint.bad_latest",
+            f"{printable(tag)!r} is not a directory in {printable(src)}",
+            fix=_tags_there(src) or "copy the checkpoint again",
+        )
+    return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
+
+
+def _names_in(directory: str) -> list[str]:
+    """The names in a directory; an empty list if the directory does not exist.
+
+    Job scripts train from scratch if no checkpoint exists. A file system that does not answer must therefore raise.
+    """
+    try:
+        return os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        code = "storage.denied" if isinstance(error, PermissionError) else "storage.unavailable"
+        raise StorageError(code, f"{printable(directory)} cannot be read: {error.strerror or error}") from error
+
+
+def _refuse_incomplete(directory: str) -> None:
+    if not os.path.exists(os.path.join(directory, INCOMPLETE)):
+        return
+    raise SourceError(
+        "checkpoint.incomplete",
+        f"{printable(directory)} holds {INCOMPLETE}: the process that saved it did not finish",
+        fix=_nearby(os.path.dirname(directory)) or "resume from an older checkpoint",
+    )
+
+
+def _nearby(directory: str) -> str:
+    """A sentence that names the newest complete `checkpoint-N` in a directory; empty if there is none."""
+    with suppress(OSError):
+        found = [(int(m[1]), n) for n in os.listdir(directory) if (m := _CHECKPOINT.fullmatch(n))]
+        for _, name in sorted(found, reverse=True):
+            path = os.path.join(directory, name)
+            if os.path.isdir(path) and not os.path.exists(os.path.join(path, INCOMPLETE)):
+                return f"the newest complete checkpoint is {printable(path)}"
+    return ""
+
+
+def _tags_there(directory: str) -> str:
+    """A sentence that names the tags of a save directory, the newest first; empty if there are none."""
+    found: list[tuple[float, str]] = []
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if not name.startswith(".") and os.path.isdir(path) and _holds_tag(path):
+                found.append((os.stat(path).st_mtime, name))
+    names = [printable(name) for _, name in sorted(found, reverse=True)]
+    return f"name an existing tag: --tag {names[0]} (there are: {', '.join(names[:8])})" if names else ""
+
+
+def _pointed(directory: str) -> str | None:
+    for name in _POINTERS:
+        with suppress(FileNotFoundError):
+            with open(os.path.join(directory, name), "rb") as file:
+                text = file.read(_MAX_POINTER_BYTES + 1)
+            if len(text) > _MAX_POINTER_BYTES:
+                raise SourceError("checkpoint.bad_latest", f"`{name}` is longer than any tag name")
+            return text.decode("utf-8", "replace").strip()
+    return None
+
+
+def _is_name(tag: str) -> bool:
+    return bool(tag) and tag.isprintable() and not any(p in ("", ".", "..") for p in tag.split("/"))
+
+
+def _holds_tag(directory: str) -> bool:
+    names = os.listdir(directory)
+    return any(n.endswith("_states.pt") for n in names) or ("zero" in names and any(n.endswith(".pt") for n in names))
+
+
+def _other_models(directory: str, tag: str) -> list[str]:
+    if _MODEL_TAG.fullmatch(tag) is None:
+        return []
+    names = [n for n in os.listdir(directory) if _MODEL_TAG.fullmatch(n) and n != tag]
+    return sorted(n for n in names if os.path.isdir(os.path.join(directory, n)))
+
+
+# -- the files beside a tag -----------------------------------------------------------------------------
+
+
+def place_companions(source: LocalSource, target: str, ranks: int) -> None:
+    """Copy the files that a trainer reads beside the tag: its state, scheduler, random states and weights.
+
+    Random states are per rank: rank r gets those of the source's rank r mod N, as inside the tag. Every file appears
+    whole. The function is idempotent.
+
+    Args:
+        source: The checkpoint with the files.
+        target: The save directory to fill; it exists.
+        ranks: Number of processes of the run that will read it.
+
+    Raises:
+        StorageError: `storage.denied`, `storage.no_space` and the like.
+    """
+    with os.scandir(source.home) as entries:
+        found = [e for e in entries if not e.name.startswith(".") and e.name not in (*_POINTERS, MANIFEST, INCOMPLETE)]
+    files = {e.name: e.path for e in found if e.is_file()}
+    by_rank: dict[tuple[str, str], dict[int, str]] = {}
+    for name in list(files):
+        if (match := _RANK_FILE.fullmatch(name)) is not None:
+            # A run of one process saves `rng_state.pth`, without a number.
+            by_rank.setdefault((match[1], match[3]), {})[int(match[2] or 0)] = files.pop(name)
+    with writing(target):
+        for name, path in files.items():
+            _place(path, os.path.join(target, name))
+        for (stem, suffix), states in by_rank.items():
+            for name, path in _rekeyed(stem, suffix, states, ranks):
+                _place(path, os.path.join(target, name))
+        if by_rank or "trainer_state.json" in files:
+            # Only a trainer's own checkpoint: other save directories may hold any files, which are not copied.
+            for entry in found:
+                if entry.is_dir() and entry.name not in source.tags and not _holds_tag(entry.path):
+                    _place_tree(entry.path, os.path.join(target, entry.name))
+
+
+def _rekeyed(stem: str, suffix: str, states: dict[int, str], ranks: int) -> Iterator[tuple[str, str]]:
+    count = max(states) + 1
+    for rank in range(ranks):
+        if (path := states.get(rank % count)) is not None:
+            # transformers: no number in a run of one process. accelerate: always one.
+            yield (f"{stem}{suffix}" if stem == "rng_state" and ranks == 1 else f"{stem}_{rank}{suffix}"), path
+
+
+def _place_tree(source: str, target: str) -> None:
+    for place, directories, names in os.walk(source):
+        directories[:] = [d for d in directories if not d.startswith(".")]
+        here = os.path.join(target, os.path.relpath(place, source))
+        os.makedirs(here, exist_ok=True)
+        for name in names:
+            _place(os.path.join(place, name), os.path.join(here, name))
+
+
+def _place(source: str, target: str) -> None:
+    """Place one file atomically: copy a small one, hard-link a large one, or symlink it across file systems."""
+    temporary = f"{target}.{uuid.uuid4().hex[:8]}.part"
+    real = os.path.realpath(source)
+    if os.path.getsize(real) <= _COPIED_BYTES:
+        shutil.copy2(real, temporary)
+    else:
+        try:
+            os.link(real, temporary)
+        except OSError:
+            os.symlink(real, temporary)
+    os.replace(temporary, target)
+    with suppress(FileNotFoundError):
+        # `rename` leaves both names alone if they are links to one file already.
+        os.unlink(temporary)
+
+
+def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
+    """True if a save directory is complete: every tag has a manifest, and `latest`, which is written last, exists."""
+    whole = all(os.path.isfile(os.path.join(save_directory, t, MANIFEST)) for t in tags)
+    return whole and _pointed_latest(save_directory) in tags
+
+
+def _pointed_latest(directory: str) -> str | None:
+    return _pointed(directory) if os.path.isfile(os.path.join(directory, _POINTERS[0])) else None
+
+
+class writing:  # noqa: N801 - reads as a sentence: `with writing(path):`
+    """Turns errors of the operating system into typed errors of the target."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, OSError):
+            raise storage_error(error, self._path) from error
+
+
+def storage_error(error: OSError, path: str) -> StorageError:
+    """The typed error for an error of the file system."""
+    code = storage_code(error)
+    if code == "storage.denied":
+        fix = "name a directory that can be written: --out DIR"
+        return StorageError(code, f"{printable(path)} cannot be written: {error.strerror}", fix=fix)
+    return StorageError(code, f"{printable(path)}: {error.strerror or error}")

@@ -1,0 +1,124 @@
+"""Formats that other packages register under the entry point group `reshard.formats`.
+
+An entry point names an `InstalledFormat`: the facts of a format that the client, the command line and the API's schema
+need. It holds no code of the format; the engine imports the format's class when a conversion needs it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_args
+
+from reshard.choices import TargetFormat
+from reshard.errors import RequestError, printable
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from reshard.options import FormatOptions
+
+ENTRY_POINT_GROUP = "reshard.formats"
+BUILT_IN = ("deepspeed", "weights", "peft", "torch_files")
+"""The names of the formats that reshard brings."""
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+
+@dataclass(frozen=True)
+class InstalledFormat:
+    """One format of another package."""
+
+    name: str
+    """The format's name: lower-case letters, digits and `_`. Requests nest the options of the format under it."""
+    implementation: str
+    """`package.module:Class` of a `reshard_engine.formats.format.Format`; the engine imports it."""
+    targets: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The targets that the format can write, by the name that `--to` takes; each with a line of help."""
+    options: type[FormatOptions] | None = None
+    """The options that the format adds to a conversion. Each is a flag of the command line and a field of requests."""
+
+
+@cache
+def installed_formats() -> tuple[InstalledFormat, ...]:
+    """The formats of other packages, in the order of their names.
+
+    Raises:
+        RequestError: `request.bad_format`: a format cannot be loaded, or takes a name that another format has.
+    """
+    # Reading packages' metadata takes longer than a plain command starts.
+    from importlib.metadata import entry_points
+
+    found: list[InstalledFormat] = []
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name):
+        package = entry.dist.name if entry.dist is not None else entry.value
+        try:
+            loaded = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise refused_format(entry.name, package, printable(str(error))) from error
+        if not isinstance(loaded, InstalledFormat):
+            raise refused_format(entry.name, package, f"{entry.value} is no reshard.installed_formats.InstalledFormat")
+        if (problem := _problem(loaded, found)) is not None:
+            raise refused_format(entry.name, package, problem)
+        found.append(loaded)
+    return tuple(found)
+
+
+def target_names() -> tuple[str, ...]:
+    """The names of all targets that this installation knows: reshard's own, then those of other packages."""
+    return (*(t.value for t in TargetFormat), *(name for f in installed_formats() for name in f.targets))
+
+
+def plain_kind(info: FieldInfo) -> type | None:
+    """The type of an option's values (None left out) if the command line can take it: bool, int, float, str or StrEnum.
+
+    The result is None for any other type.
+    """
+    kinds = [k for k in (get_args(info.annotation) or (info.annotation,)) if k is not type(None)]
+    kind: Any = kinds[0] if len(kinds) == 1 else None
+    return kind if kind in (bool, int, float, str) or (isinstance(kind, type) and issubclass(kind, StrEnum)) else None
+
+
+def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
+    """The reason why a format conflicts with the others; None if it does not."""
+    from reshard.options import Options
+
+    if not all(map(_NAME.fullmatch, (new.name, *new.targets))):
+        return "its name and those of its targets are lower-case letters, digits and _"
+    if new.name in (*BUILT_IN, *(f.name for f in others)):
+        return f"another format is called {new.name}"
+    targets = {*(t.value for t in TargetFormat), *(name for f in others for name in f.targets)}
+    if taken := sorted(targets & {*new.targets}):
+        return f"another format writes the target {taken[0]}"
+    if new.options is None:
+        return None
+    if odd := [n for n, f in new.options.model_fields.items() if plain_kind(f) is None]:
+        return f"its option {odd[0]} is no text, number, choice or truth value"
+    if required := [n for n, f in new.options.model_fields.items() if f.is_required()]:
+        return f"its option {required[0]} has no default"
+    models = [f.default_factory for f in Options.model_fields.values()] + [f.options for f in others]
+    names = {n for model in models for n in getattr(model, "model_fields", ())} | _REQUEST_FIELDS
+    if taken := sorted(names & {*new.options.model_fields}):
+        return f"another option is called {taken[0]}"
+    return None
+
+
+_REQUEST_FIELDS = frozenset({
+    "to", "tag", "profile", "source", "target", "target_profile", "dtype", "layout", "options", "replicas",
+    "exclude_frozen", "model_files", "opaque", "overwrite", "on_overflow", "verify", "memory_limit", "part_size",
+    "memory_limit_bytes", "part_bytes", "threads", "server_copy", "offload", "label", "max_attempts", "wait",
+    "idempotency_key", "wait_timeout", "max_workers", "priority", "workers",
+    "worker", "json", "as_json", "quiet", "url", "help", "max_shard_size",
+})  # fmt: skip
+"""Names that requests and commands have taken."""
+
+
+def refused_format(name: str, package: str, reason: str) -> RequestError:
+    """The error for a format of another package that cannot be used."""
+    return RequestError(
+        "request.bad_format",
+        f"the format {printable(name)} of the package {printable(package)} cannot be used: {reason}",
+        fix=f"install a version of {printable(package)} that fits this reshard, or remove it: pip uninstall {package}",
+    )

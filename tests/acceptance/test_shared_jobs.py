@@ -1,0 +1,167 @@
+"""One job over several Celery workers: PostgreSQL, Redis, SeaweedFS behind a proxy that logs every request."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from checkpoints import write_zero_checkpoint
+
+from house.measured import say
+from reshard.client import Client
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard_engine.integrity.manifest import MANIFEST_NAME
+from servers.process import ServerProcess
+from servers.proxy import LoggingProxy, logging_proxy
+from servers.s3 import S3Server
+from servers.stack import Stack, client_of, end_tree, runners_of, tree_of
+
+PARAMETERS = [(f"layer.{n}.weight", (512, 513)) for n in range(24)] + [("embed.weight", (32768, 512))]
+PART_BYTES = 5 << 20
+OPTIONS = {"to": TargetFormat.SAFETENSORS, "part_bytes": PART_BYTES, "threads": 1}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ZeRO-2 checkpoint of two ranks."""
+    directory = tmp_path_factory.mktemp("shared") / "run"
+    write_zero_checkpoint(directory, PARAMETERS, stage=2, ranks=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What one process writes alone."""
+    target = tmp_path_factory.mktemp("expected") / "target"
+    request = ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), **OPTIONS)
+    load_engine().convert(request)
+    return {p.name: p.read_bytes() for p in target.iterdir() if p.name != MANIFEST_NAME}
+
+
+@dataclass
+class Site:
+    """A service with Celery workers."""
+
+    stack: Stack
+    client: Client
+    s3: S3Server
+    proxy: LoggingProxy
+    bucket: str
+    workers: list[ServerProcess] = field(default_factory=list[ServerProcess])
+
+    def start_worker(self) -> ServerProcess:
+        self.workers.append(self.stack.start_worker(self.s3.env(self.proxy.endpoint)))
+        return self.workers[-1]
+
+    def submit(self, name: str, **settings: int) -> Job:
+        url = f"s3://{self.bucket}/{name}"
+        return self.client.submit(f"s3://{self.bucket}/run", url, **OPTIONS, **settings)
+
+    def slow_down(self, pause_s: float) -> None:
+        """Hold every upload of a part back for a while."""
+        self.proxy.pause_s = lambda method, target: pause_s if method == "PUT" and "partNumber" in target else 0.0
+
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not ready():
+            assert time.monotonic() < deadline, f"not in time: {what}"
+            time.sleep(0.05)
+
+    def at_work(self, job: Job) -> int:
+        """The number of workers that are at the job now."""
+        return sum(w.left_at is None for w in self.client.get(job.id).workers)
+
+    def judge(self, name: str, expected: dict[str, bytes]) -> None:
+        """The target is whole, and nothing is left beside it."""
+        written = self.s3.read_all(self.bucket, name)
+        assert {n: d for n, d in written.items() if n != MANIFEST_NAME} == expected
+        listed = self.s3.client().list_objects_v2(Bucket=self.bucket).get("Contents", ())
+        assert [o["Key"] for o in listed if ".reshard-" in o["Key"]] == []
+        assert self.s3.client().list_multipart_uploads(Bucket=self.bucket).get("Uploads", []) == []
+
+
+@pytest.fixture
+def site(make_stack: Callable[[str], Stack], s3: S3Server, source: Path, tmp_path: Path) -> Generator[Site]:
+    stack = make_stack("celery")
+    stack.scripted = False
+    stack.extra = {"RESHARD_SHARE_BYTES": "1", "RESHARD_MAX_WORKERS": "4", "RESHARD_ADMISSION_S": "40"}
+    bucket = f"shared-{tmp_path.name.replace('_', '-')}-{os.getpid()}"
+    s3.make_bucket(bucket)
+    s3.upload(source, bucket, "run")
+    with logging_proxy(s3.endpoint) as proxy, stack.api(s3.env()) as url, client_of(url) as client:
+        found = Site(stack, client, s3, proxy, bucket)
+        try:
+            yield found
+        finally:
+            for process in found.workers:
+                end_tree(process)
+
+
+def test_a_job_runs_on_all_workers_and_survives_two_of_them(site: Site, expected: dict[str, bytes]) -> None:
+    site.slow_down(1.0)
+    for _ in range(4):
+        site.start_worker()
+    job = site.submit("whole")
+    site.wait_until(lambda: site.at_work(job) == 4, "four workers at one job")
+    site.wait_until(lambda: (p := site.client.get(job.id).progress) is not None and p.units_done > 2, "a few units")
+    owner = site.client.get(job.id).worker or ""
+    before = Counter(site.proxy.parts_uploaded())
+    victims = sorted(site.workers, key=lambda w: any(f"/{p.pid}" in owner for p in tree_of(w.pid)))[-2:]
+    in_flight = sum(len(runners_of(w.pid)) for w in victims)
+    for victim in victims:
+        end_tree(victim)
+    site.workers = [w for w in site.workers if w not in victims]
+    site.start_worker()
+    ended = site.client.wait(job.id, timeout_s=150)
+    assert ended.state is JobState.SUCCEEDED, ended.error
+    site.judge("whole", expected)
+    found = site.client.get(job.id)
+    assert found.attempt == 2, "the owner was among the killed workers"
+    assert all(w.left_at is not None for w in found.workers), "nobody is at work any more"
+    shares = [w.share for w in found.workers if w.share is not None]
+    assert sum(s.runs for s in shares) > 0
+    again = {part: count for part, count in Counter(site.proxy.parts_uploaded()).items() if count > 1}
+    assert sum(count - 1 for count in again.values()) <= in_flight, "more was sent twice than was in flight at the kill"
+    events = list(site.client.watch(job.id))
+    joined = [e.worker for e in events if e.kind == "worker" and e.worker is not None and e.worker.left_at is None]
+    assert len(joined) >= 3
+    say(
+        f"one job, 4 workers, 2 killed (the owner among them), 1 added: {len(found.workers)} places in 2 attempts, "
+        f"{len(before)} parts before the kill, {sum(c - 1 for c in again.values())} parts sent twice"
+    )
+
+
+def test_a_helper_leaves_for_a_job_that_waits(site: Site, expected: dict[str, bytes]) -> None:
+    site.slow_down(1.0)
+    for _ in range(2):
+        site.start_worker()
+    large = site.submit("large")
+    site.wait_until(lambda: site.at_work(large) == 2, "a helper")
+    small = site.submit("small", max_workers=1)
+    site.wait_until(lambda: site.client.get(small.id).state is not JobState.QUEUED, "the second job begins")
+    assert not site.client.get(large.id).done, "it began only after the first had ended"
+    site.slow_down(0.0)
+    for job in (large, small):
+        assert site.client.wait(job.id, timeout_s=120).state is JobState.SUCCEEDED
+    site.judge("large", expected)
+    assert [w.role for w in site.client.get(small.id).workers] == ["owner"]
+
+
+def test_a_cancel_stops_owner_and_helpers(site: Site) -> None:
+    site.slow_down(1.0)
+    for _ in range(3):
+        site.start_worker()
+    job = site.submit("cancelled")
+    site.wait_until(lambda: site.at_work(job) == 3, "two helpers")
+    site.client.cancel(job.id)
+    assert site.client.wait(job.id, timeout_s=30).state is JobState.CANCELLED
+    site.wait_until(lambda: site.at_work(job) == 0, "all have left")
+    site.judge("cancelled", {})

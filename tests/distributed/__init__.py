@@ -1,0 +1,1 @@
+"""One conversion on many workers: the protocol in simulation, and real processes that are killed."""

@@ -1,0 +1,110 @@
+"""Epochs: what an old one left is never taken for the new one's, and is collected."""
+
+from __future__ import annotations
+
+import pytest
+
+from reshard_engine.distributed.epoch import RunClaim
+from reshard_engine.distributed.epoch_member import EpochLostError
+from reshard_engine.distributed.members import Members, Timing
+from reshard_engine.distributed.object_coordination import ObjectCoordination
+from reshard_engine.distributed.runs import Run, Waves
+from reshard_engine.distributed.worker import DistributedWorker
+from reshard_engine.plan.model import Chunk, Unit
+from reshard_engine.testing.memory_store import MemoryStore
+
+TIMING = Timing(lease_s=10.0, poll_s=0.1)
+UNITS = tuple(Unit(n, (Chunk(0, 8 * n, 8),), commit=False) for n in range(4))
+RUNS = (Run(0, 0, 2), Run(0, 2, 4))
+WAVES = Waves((UNITS, ()), (RUNS, ()), ((True,) * 4, ()))
+
+
+class HandClock:
+    """A clock that only sleepers move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def a_worker(store: ObjectCoordination, name: str, ended: str = "") -> DistributedWorker:
+    clock = HandClock()
+    members = Members(store, clock, TIMING, ended=lambda worker: worker == ended)
+    return DistributedWorker(store, clock, members, name, timing=TIMING)
+
+
+def begin(store: ObjectCoordination, name: str, ended: str = "") -> DistributedWorker:
+    """A worker that begins an epoch, makes it ready, and claims a run. It knows that `ended` is dead."""
+    worker = a_worker(store, name, ended)
+    assert worker.enter()
+    worker.make_ready({}, {}, ())
+    unit = next(worker.units(WAVES, {}, lambda _: None))
+    assert unit in UNITS
+    return worker
+
+
+def test_an_epoch_takes_no_number_of_which_texts_are_left() -> None:
+    """The removal of a journal begins with the texts of its epochs, and may be cut short."""
+    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store.put("000001/claim-0.0-0001", b"{}")
+    store.put("000001/segment-0.0-0001-1-end", b"\n")
+    worker = begin(store, "abc-1-000000000001")
+    assert worker.epoch.number == 2
+    assert [name for name in store.names() if name.startswith("000001/")] == []
+
+
+def test_a_second_epoch_collects_the_first() -> None:
+    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    first = "abc-1-000000000001"
+    dead = begin(store, first)
+    dead.offer_upload(0, "upload of the first epoch")
+    assert {n for n in store.names() if n.startswith("000001/")} >= {"000001/ready", "000001/upload-0"}
+    second = begin(store, "abc-2-000000000002", first)
+    assert second.epoch.number == 2
+    assert [n for n in store.names() if n == "epoch-000001" or n.startswith("000001/")] == []
+
+
+def test_the_end_that_a_lost_owner_wrote_does_not_end_the_run() -> None:
+    """It may have given a part away after it had lost the run: only records under the newest fence cover it."""
+    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    worker = begin(store, "abc-1-000000000001")
+    view = worker.epoch.view(["000001/claim-0.0-0001", "000001/segment-0.0-0001-1-end", "000001/claim-0.0-0002"])
+    assert not view.is_done("0.0")
+    view = worker.epoch.view(["000001/claim-0.0-0002", "000001/segment-0.0-0002-1-end"])
+    assert view.is_done("0.0")
+
+
+def test_a_split_by_an_owner_that_has_lost_the_run_does_not_count() -> None:
+    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    worker = begin(store, "abc-1-000000000001")
+    assert worker.epoch.take("0.0", 7, RunClaim("abc-2-000000000002", splits=()))
+    late = worker.epoch.view(["000001/claim-0.0-0007", "000001/split-0.0-0006-1"])
+    assert worker.epoch.runs(RUNS, late) == list(RUNS)
+    own = worker.epoch.view(["000001/claim-0.0-0007", "000001/split-0.0-0007-1"])
+    assert Run(0, 1, 2) in worker.epoch.runs(RUNS, own)
+
+
+def test_a_worker_of_an_old_epoch_stops() -> None:
+    """So it commits nothing, and aborts nothing."""
+    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    stale = begin(store, "abc-1-000000000001")
+    begin(store, "abc-2-000000000002", "abc-1-000000000001")
+    with pytest.raises(EpochLostError):
+        stale.elect()
+    with pytest.raises(EpochLostError):
+        stale.check()
+
+
+def test_one_upload_is_used_for_a_file_whoever_begins_it() -> None:
+    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    first = begin(store, "abc-1-000000000001")
+    second = a_worker(store, "abc-2-000000000002")
+    assert not second.enter()
+    assert first.offer_upload(0, "one") == "one"
+    assert second.offer_upload(0, "other") == "one"
+    assert first.uploads() == second.uploads() == {0: "one"}

@@ -1,0 +1,183 @@
+"""A training state in the fields that all formats share: enough for a writer of another family, and from one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.diffs import DifferenceKind, DiffOptions
+from reshard.errors import RequestError
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, ConvertResult, NameScheme, OpaquePolicy, SourceSpec, TargetFormat
+from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState
+from reshard_engine.formats.deepspeed.facts import model_states
+from reshard_engine.formats.deepspeed.relabel import relabelled
+from reshard_engine.formats.sources import read_checkpoint
+from reshard_engine.operations import requested
+from reshard_engine.operations.diff.comparison import diff_checkpoints
+from reshard_engine.pickles.nodes import mapping_items, mapping_of
+from reshard_engine.pickles.plain import plain_value
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.locations import open_location
+
+DATA = Path(__file__).parents[2] / "data"
+SOURCES = ("zero2_tiny", "zero3_tiny")
+TARGETS: tuple[Mapping[str, Any], ...] = (
+    *({"to": "zero", "layout": {"dp": 3, "zero_stage": s}, "dtype": "bf16"} for s in ("1", "2", "3", "bf16")),
+    {"to": "universal"},
+)
+
+
+def _read(name: str) -> Checkpoint:
+    return read_checkpoint(open_location(str(DATA / name), None), None, OpaqueLedger(OpaquePolicy.REFUSE))
+
+
+def _other_family(checkpoint: Checkpoint) -> Checkpoint:
+    """The same state as the reader of another format would leave it."""
+    return replace(checkpoint, facts=FormatFacts(), family="other", format="other", framework_version=None)
+
+
+def _convert(
+    checkpoint: Checkpoint, target: Path, options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> ConvertResult:
+    monkeypatch.setattr(requested, "read_checkpoint", lambda *_: checkpoint)
+    request = {"source": {"url": checkpoint.url}, "target": str(target), **options}
+    return load_engine().convert(ConvertRequest.model_validate(request))
+
+
+def _flat(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Keys as PyTorch's distributed checkpoints have them, made without looking at any format's facts.
+
+    Source: torch 2.13.0 `distributed/checkpoint/state_dict.py` (`flatten_optimizer_state_dict`).
+    """
+    assert checkpoint.optimizer is not None
+    found: dict[str, Any] = {f"model.{p.fqn}": p.best for p in checkpoint.parameters}
+    found |= {f"model.{b.fqn}": b.tensor for b in checkpoint.buffers}
+    for index, group in enumerate(checkpoint.optimizer.groups):
+        for parameter in checkpoint.members(index):
+            states = {**parameter.states, **{k: v.value for k, v in parameter.scalars.items()}}
+            found |= {f"optim.state.{parameter.fqn}.{k}": v for k, v in states.items() if k != "fp32"}
+            values = plain_value(mapping_of({**group.hyper_parameters}), what="group")
+            found |= {f"optim.param_groups.{parameter.fqn}.{k}": v for k, v in values.items()}
+    found |= {f"scheduler.{i}": plain_value(s, what="scheduler") for i, s in enumerate(checkpoint.schedulers)}
+    return found | {"train_state.step": checkpoint.counters.steps, "train_state.samples": checkpoint.counters.samples}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_writer_of_another_family_finds_the_whole_state(name: str) -> None:
+    checkpoint, truth = _read(name), json.loads((DATA / name / "expected.json").read_text())
+    found = _flat(_other_family(checkpoint))
+    (group,) = truth["groups"]
+    for fqn in group["names"]:
+        assert found[f"optim.state.{fqn}.step"] == truth["scalars"]["step"][fqn]
+        for state in ("exp_avg", "exp_avg_sq"):
+            stored = checkpoint.shard_map.tensors[found[f"optim.state.{fqn}.{state}"]]
+            assert (stored.fqn, stored.state) == (fqn, state)
+        for key, value in group.items():
+            wanted = tuple(value) if key == "betas" else value
+            assert key == "names" or found[f"optim.param_groups.{fqn}.{key}"] == wanted
+    assert found["scheduler.0"] == truth["lr_scheduler"]
+    assert (found["train_state.step"], found["train_state.samples"]) == (truth["global_steps"], truth["global_samples"])
+    assert plain_value(mapping_of({**checkpoint.client_state}), what="client state") == truth["client_state"]
+    assert {n.partition(".")[2] for n in found if n.startswith("model.")} <= set(checkpoint.module_names)
+    assert set(truth["aliases"]) <= set(checkpoint.module_names)
+
+
+@pytest.mark.parametrize("options", TARGETS, ids=lambda o: "-".join([o["to"], *filter(None, [_stage_of(o)])]))
+@pytest.mark.parametrize("name", SOURCES)
+def test_what_is_written_of_another_family_is_the_run(
+    name: str, options: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _convert(_other_family(_read(name)), tmp_path / "out" / "step", options, monkeypatch)
+    sides = (SourceSpec(url=str(DATA / name)), SourceSpec(url=str(tmp_path / "out" / "step")))
+    found = load_engine().diff(*sides, DiffOptions())
+    assert found.equal, found.differences
+    assert found.values > 10
+
+
+def _stage_of(options: Mapping[str, Any]) -> str:
+    return options.get("layout", {}).get("zero_stage", "")
+
+
+def test_two_families_are_compared_by_what_both_know() -> None:
+    mine, theirs = _read("zero2_tiny"), _other_family(_read("zero2_tiny"))
+    theirs = replace(theirs, counters=Counters(steps=3))  # it counts no samples
+    assert diff_checkpoints(mine, theirs, DiffOptions()).equal
+    found = diff_checkpoints(mine, replace(theirs, counters=Counters(steps=4)), DiffOptions()).differences
+    assert [(d.kind, d.name, d.a, d.b) for d in found] == [(DifferenceKind.STATE, "steps", "3", "4")]
+
+
+def test_more_schedulers_than_deepspeed_keeps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _other_family(_read("zero2_tiny"))
+    source = replace(source, schedulers=source.schedulers * 2)
+    for options in TARGETS:
+        with pytest.raises(RequestError, match="2 learning-rate schedulers, and DeepSpeed keeps one") as caught:
+            _convert(source, tmp_path / "out" / "step", options, monkeypatch)
+        assert (caught.value.code, caught.value.fix[:5]) == ("request.unsatisfiable", "write")
+
+
+def test_client_state_does_not_take_the_place_of_deepspeeds_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = replace(_other_family(_read("zero2_tiny")), client_state={"epoch": 1, "module": mapping_of({})})
+    for options in TARGETS:
+        with pytest.raises(RequestError, match="client state has module") as caught:
+            _convert(source, tmp_path / "out" / "step", options, monkeypatch)
+        assert caught.value.code == "request.unsatisfiable"
+
+
+def test_groups_without_hyper_parameters_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = replace(_other_family(_read("zero2_tiny")), optimizer=OptimizerState(()))
+    for options in TARGETS:
+        with pytest.raises(RequestError, match="no hyper-parameters of its param groups") as caught:
+            _convert(source, tmp_path / "out" / "step", options, monkeypatch)
+        assert caught.value.code == "request.unsatisfiable"
+
+
+def test_buffers_keep_their_places_under_other_names() -> None:
+    old = _read("zero2_tiny")
+    block, inner = "language_model.encoder.layers.0.", {"weight": "mlp.weight", "buffer": "self_attention.inv_freq"}
+    source = replace(
+        old,
+        parameters=(replace(old.trained[0], fqn=block + inner["weight"]),),
+        buffers=(replace(old.buffers[0], fqn=block + inner["buffer"]),),
+        extra_states={},
+        shared={},
+    )
+    request = ConvertRequest(
+        source=SourceSpec(url=old.url), target="x", to=TargetFormat.UNIVERSAL, names=NameScheme.MEGATRON_PIPELINE
+    )
+    states = model_states(relabelled(source, request))
+    assert list(mapping_items(states["module"], what="module")) == [f"2.{name}" for name in inner.values()]
+    assert plain_value(states["buffer_names"], what="names") == [f"2.{inner['buffer']}"]
+
+
+@pytest.mark.parametrize("options", [TARGETS[1], TARGETS[-1]], ids=["zero", "universal"])
+def test_what_deepspeed_does_not_keep_is_named(
+    options: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _other_family(_read("zero2_tiny"))
+    source = replace(source, counters=replace(source.counters, tokens=4096))
+    result = _convert(source, tmp_path / "out" / "step", options, monkeypatch)
+    assert [(n.path, n.reason) for n in result.not_carried] == [("tokens", "DeepSpeed counts no tokens")]
+
+
+def test_steps_that_nothing_counts_are_the_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = replace(_other_family(_read("zero3_tiny")), counters=Counters())
+    for options in (TARGETS[1], TARGETS[-1]):
+        target = tmp_path / options["to"] / "step"
+        _convert(source, target, options, monkeypatch)
+        assert load_engine().inspect(SourceSpec(url=str(target))).step == 3
+
+
+def test_a_loss_scale_that_nothing_says_starts_anew_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**TARGETS[1], "dtype": "fp16"}
+    result = _convert(_other_family(_read("zero2_tiny")), tmp_path / "out" / "step", options, monkeypatch)
+    assert [w for w in result.warnings if "loss scale: it starts at 65536.0" in w]

@@ -1,0 +1,142 @@
+"""The workers of a conversion: their names, their heartbeats, and which of them are alive.
+
+Each worker writes a text of its own every few seconds. It counts as dead when its text has not changed for a lease by
+the observer's clock, when it removed the text (it left), or when it is a process of this host that has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from reshard.process_identity import process_gone, process_scope
+from reshard_engine.distributed.coordination import Clock, CoordinationStore
+
+BEATS = "beats/"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The periods of the protocol in seconds."""
+
+    beat_s: float = 5.0
+    """Between two heartbeats of a worker."""
+    lease_s: float = 30.0
+    """After so long without a heartbeat a worker counts as dead. On network file systems, attributes are cached for up
+    to 60 s (NFS `acregmax`), so the lease is longer there."""
+    poll_s: float = 0.5
+    """Between two looks of a worker that waits for others, at first; the pause grows to `slow_poll_s`."""
+    slow_poll_s: float = 2.0
+    flush_s: float = 2.0
+    """Longest time for which a finished unit waits for its record to be written."""
+
+    def pause_s(self, turns: int) -> float:
+        """The pause of a worker that has already looked so many times in vain."""
+        return min(self.slow_poll_s, self.poll_s * 1.5 ** min(turns, 20))
+
+
+def new_worker() -> str:
+    """A name for this process, unlike any other: its scope of process ids, its process id, and a random text."""
+    return f"{_scope()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def _scope() -> str:
+    return hashlib.sha256(process_scope().encode()).hexdigest()[:10]
+
+
+def ended_here(worker: str) -> bool:
+    """True if the worker was a process of this host that has ended."""
+    scope, _, rest = worker.partition("-")
+    pid = rest.partition("-")[0]
+    return scope == _scope() and pid.isdecimal() and process_gone(int(pid))
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The text of a heartbeat: what a worker does now."""
+
+    label: str
+    """The worker's number of how many, for people, such as `3/8`; or empty."""
+    count: int
+    """Number of heartbeats so far, so that each text differs from the one before."""
+    done_bytes: int
+    done_units: int
+    run: str
+    """Name of the run that it executes; empty while it waits."""
+
+    def to_text(self) -> bytes:
+        """The heartbeat as JSON text."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_text(text: bytes | None) -> Beat | None:
+        """The heartbeat in a text; None if there is none."""
+        try:
+            return Beat(**json.loads(text or b""))
+        except (ValueError, TypeError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The numbers of what one worker did, for events and metrics."""
+
+    runs: int
+    takeovers: int
+    """Runs that were claimed after their owner had died."""
+    splits: int
+    """Runs of which this worker gave a part to a worker that waited."""
+    epochs_lost: int
+    units: int
+    length_bytes: int
+
+
+class Members:
+    """Watches the heartbeats of all workers by this worker's clock."""
+
+    def __init__(
+        self,
+        store: CoordinationStore,
+        clock: Clock,
+        timing: Timing,
+        *,
+        ended: Callable[[str], bool] = ended_here,
+    ) -> None:
+        """`ended` tells if a worker is known to have ended, without waiting for its lease."""
+        self._store = store
+        self._clock = clock
+        self._lease_s = timing.lease_s
+        self._ended = ended
+        self._changed: dict[str, tuple[str, float]] = {}
+        """Version of the last heartbeat of each worker, and when it was first seen."""
+        self._mentioned: dict[str, float] = {}
+        self.present: set[str] = set()
+        """The workers that have a heartbeat, dead or alive."""
+
+    def look(self, names: Mapping[str, str]) -> None:
+        """Take note of a listing."""
+        now = self._clock.monotonic()
+        there = {name[len(BEATS) :]: version for name, version in names.items() if name.startswith(BEATS)}
+        for worker, version in there.items():
+            if self._changed.get(worker, ("", 0.0))[0] != version:
+                self._changed[worker] = (version, now)
+        self.present = set(there)
+
+    def is_alive(self, worker: str) -> bool:
+        """True if a worker's lease has not ended. A worker that has not begun to beat has one lease to do so."""
+        if self._ended(worker):
+            return False
+        now = self._clock.monotonic()
+        first = self._mentioned.setdefault(worker, now)
+        if worker in self.present:
+            return now - self._changed[worker][1] <= self._lease_s
+        return worker not in self._changed and now - first <= self._lease_s
+
+    def others(self, but: str) -> dict[str, Beat]:
+        """The last heartbeats of the other workers, dead or alive, by worker."""
+        found = {w: Beat.from_text(self._store.read(f"{BEATS}{w}")) for w in sorted(self.present) if w != but}
+        return {w: beat for w, beat in found.items() if beat is not None}

@@ -1,0 +1,326 @@
+"""One conversion that several workers run together, without a service: each calls this, in any order.
+
+The workers meet below the journal beside the target. One of them, the coordinator, makes room in the target and checks
+what earlier attempts wrote. All of them execute runs of units. One is elected to verify and commit; the others wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError
+from reshard.models import ConvertRequest, ConvertResult, Progress, VerifyLevel, WorkShare
+from reshard.shared_work import SharedWork
+from reshard_engine.distributed.coordination import SystemClock
+from reshard_engine.distributed.epoch import AGREEING
+from reshard_engine.distributed.epoch_member import EpochLostError
+from reshard_engine.distributed.former_work import FormerWork
+from reshard_engine.distributed.members import Members, Timing, new_worker
+from reshard_engine.distributed.runs import cut_into_runs
+from reshard_engine.distributed.worker import DistributedWorker
+from reshard_engine.execute.checks.agreements import check_agreements
+from reshard_engine.execute.checks.full import FullVerification
+from reshard_engine.execute.executor import Executor, stop_check
+from reshard_engine.execute.sinks.local import LocalSink
+from reshard_engine.execute.sinks.object_store import ObjectSink
+from reshard_engine.operations.conversion import Conversion, sink_for
+from reshard_engine.operations.joint_progress import JointProgress
+from reshard_engine.operations.shared_checks import AgreementChecks
+from reshard_engine.operations.shared_metadata import SharedMetadata
+from reshard_engine.operations.shared_verification import CheckHelper, SharedVerification
+
+_TICK_S = 0.1
+_TRIES = 4
+"""Number of times that a worker joins again after the store was away, beside the retries of each call."""
+
+
+def convert_shared(
+    request: ConvertRequest,
+    work: SharedWork,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> ConvertResult:
+    """Run a conversion together with other workers that are given the same request; returns when it is committed.
+
+    Raises:
+        ReshardError: The conversion failed, here or in another worker.
+    """
+    with closing(SharedMetadata(work, stop_check(should_stop))) as metadata:
+        conversion = Conversion.prepare(request, metadata)
+        if conversion.plan.write_bytes < work.least_bytes:
+            return conversion.run(on_progress=on_progress, should_stop=should_stop)
+        metadata.offer()
+        conversion = replace(conversion, planning={**conversion.planning, **metadata.seconds})
+        return _SharedConversion(conversion, work, on_progress, should_stop).run()
+
+
+def help_convert(
+    request: ConvertRequest,
+    work: SharedWork,
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> WorkShare:
+    """Run a part of a conversion that other workers coordinate and commit; returns when no part is left.
+
+    Raises:
+        ReshardError: The conversion failed, here or in another worker; `job.cancelled` if the caller stopped it, after
+            the finished units were left to the others.
+    """
+    with closing(SharedMetadata(work, stop_check(should_stop), helps=True)) as metadata:
+        return _SharedConversion(Conversion.prepare(request, metadata), work, on_progress, should_stop).help()
+
+
+@dataclass
+class _SharedConversion:
+    conversion: Conversion
+    work: SharedWork
+    on_progress: Callable[[Progress], None] | None
+    should_stop: Callable[[], bool] | None
+
+    def run(self) -> ConvertResult:
+        """Join, execute, and commit or wait for the commit."""
+        conversion = self.conversion
+        done = conversion.finished_before(self.on_progress, self.should_stop)
+        if done is not None:
+            return done
+        sink = conversion.sink
+        if isinstance(sink, LocalSink):
+            sink.make_parent()
+        worker = self._worker(sink)
+        after = tries = 0
+        with _ticking(worker):
+            while True:
+                try:
+                    return self._attempt(worker, after)
+                except EpochLostError:
+                    # The conversion is finished, or all workers were taken for dead and another attempt began.
+                    after = 0
+                except (StorageError, IntegrityError) as error:
+                    tries += 1
+                    again = error.retryable and tries < _TRIES and not worker.failed_for_all
+                    hopeless = worker.failed_for_all or worker.saw_others or after or tries >= _TRIES
+                    if not again and hopeless and not self._is_finished:
+                        raise
+                    # What earlier workers left may not hold any more: their uploads expire. A new epoch checks it.
+                    after = 0 if again else worker.epoch.number
+                except RequestError:
+                    if not self._is_finished:
+                        raise
+                finally:
+                    worker.leave()
+                    self.conversion.sink.close()
+                if (result := self._finished_meanwhile(tidy=not worker.is_finished_by_another)) is not None:
+                    return result
+                self._renew()
+
+    def help(self) -> WorkShare:
+        """Join, execute, and leave; another worker commits."""
+        sink = self.conversion.sink
+        if isinstance(sink, LocalSink):
+            sink.make_parent()
+        worker = self._worker(sink)
+        with _ticking(worker):
+            while True:
+                try:
+                    worker.enter(begin=False)
+                    self._prepare(worker)
+                    executor, _, _ = self._execute(worker)
+                    if (helper := self._check_helper(worker)) is not None:
+                        executor.progress.report("verifying", force=True)
+                        helper.follow(self.work.lease_s)
+                    return _share(worker)
+                except EpochLostError:
+                    pass
+                except (StorageError, RequestError):
+                    # A heartbeat may have met the end of the conversion, which removes the place where workers meet.
+                    if not self._is_finished:
+                        raise
+                finally:
+                    worker.leave()
+                    self.conversion.sink.close()
+                if self._is_finished:
+                    return _share(worker)
+                self._renew()
+
+    def _worker(self, sink: LocalSink | ObjectSink) -> DistributedWorker:
+        local = isinstance(sink, LocalSink)
+        timing = Timing(
+            beat_s=min(5.0, self.work.lease_s / 6),
+            lease_s=self.work.lease_s,
+            poll_s=0.05 if local else 0.2,
+            slow_poll_s=min(2.0, self.work.lease_s / 6),
+            flush_s=min(2.0, self.work.lease_s / 3),
+        )
+        store, clock = self.conversion.coordination, SystemClock()
+        return DistributedWorker(
+            store,
+            clock,
+            Members(store, clock, timing),
+            new_worker(),
+            timing=timing,
+            position=(self.work.number, self.work.count),
+            sync=sink.sync if isinstance(sink, LocalSink) else None,
+            check=stop_check(self.should_stop),
+        )
+
+    def _renew(self) -> None:
+        """Begin again with a sink that knows nothing of the last attempt."""
+        sink = sink_for(self.conversion.target)
+        assert sink is not None
+        self.conversion = replace(self.conversion, sink=sink)
+
+    @property
+    def _is_finished(self) -> bool:
+        return self._finished_meanwhile() is not None
+
+    def _finished_meanwhile(self, *, tidy: bool = True) -> ConvertResult | None:
+        with suppress(ReshardError):
+            return self.conversion.finished_by_others(tidy=tidy)
+        return None
+
+    def _attempt(self, worker: DistributedWorker, after: int) -> ConvertResult:
+        conversion, sink = self.conversion, self.conversion.sink
+        plan = conversion.plan
+        seconds = dict(conversion.planning)
+        began = time.monotonic()
+        coordinates = worker.enter(after=after)
+        # The conversion may have ended, and its journal be gone, just before this epoch began.
+        if coordinates and (finished := self._finished_meanwhile()) is not None:
+            return finished
+        try:
+            if coordinates:
+                self._make_ready(worker, sink)
+            else:
+                self._prepare(worker)
+            executor, resumed, warnings = self._execute(worker)
+            seconds["run"] = time.monotonic() - began
+            self._wait_for_commit(worker, executor)
+            if (finished := self._finished_meanwhile()) is not None:
+                return finished  # the one that was elected before died after its commit
+            executor.absorb([r for r in worker.others_records() if r.belongs_to(plan)])
+            verifying = partial(SharedVerification, worker=worker, threads=conversion.threads)
+            result = conversion.conclude(executor, resumed, warnings, seconds, self.should_stop, verifying=verifying)
+            return result.model_copy(update={"share": _share(worker)})
+        except (SourceError, IntegrityError) as error:
+            if not error.retryable:
+                # The source is wrong, whoever reads it: the other workers need not find out too.
+                worker.fail(error)
+            raise
+
+    def _execute(self, worker: DistributedWorker) -> tuple[Executor, set[int], Sequence[str]]:
+        """Run units until all workers have run all of them.
+
+        Returns:
+            The executor, the units that earlier attempts ran, and disagreements between the source's replicas.
+        """
+        conversion = self.conversion
+        plan, facts = conversion.plan, worker.ready_facts()
+        conversion.sink.join(plan, worker, overwrite=conversion.request.overwrite, uploads=facts.uploads)
+        resumed = {r.unit: r for r in worker.resumed() if r.belongs_to(plan)}
+        verifies = conversion.request.verify is VerifyLevel.FULL
+        progress = JointProgress(self.on_progress, worker, self.work.least_bytes // 4, verifies=verifies)
+        executor = conversion.executor(resumed, progress.report, self.should_stop)
+        waves = cut_into_runs(plan, conversion.layout.files)
+        units = worker.units(waves, executor.records, executor.absorb, lambda: executor.failed)
+        executor.run(units, conversion.threads, phase="running")
+        return executor, set(resumed), facts.warnings
+
+    def _call_for_help(self) -> None:
+        """Report that other workers may join already."""
+        plan = self.conversion.plan
+        if self.on_progress is not None:
+            facts = Progress(phase="running", bytes_total=plan.write_bytes, units_total=len(plan.units))
+            takes_workers = plan.write_bytes > self.work.least_bytes // 4
+            self.on_progress(facts.model_copy(update={"takes_workers": takes_workers}))
+
+    def _wait_for_commit(self, worker: DistributedWorker, executor: Executor) -> None:
+        """Return when this worker is to commit. Until then, make the checks that the elected worker opens.
+
+        Raises:
+            EpochLostError: The elected worker has removed the epoch.
+        """
+        helper, turns = self._check_helper(worker), 0
+        while not worker.elect():
+            worker.check()
+            if helper is not None and helper.help():
+                turns = 0
+                continue
+            if turns == 0 and helper is not None:
+                executor.progress.report("verifying", force=True)
+            worker.wait(turns)
+            turns += 1
+
+    def _check_helper(self, worker: DistributedWorker) -> CheckHelper | None:
+        """The part of this worker in `--verify full`."""
+        conversion = self.conversion
+        if conversion.request.verify is not VerifyLevel.FULL:
+            return None
+        full = FullVerification(
+            conversion.checkpoint, conversion.layout, conversion.plan, conversion.sink, should_stop=worker.check
+        )
+        return CheckHelper(full, worker, conversion.threads)
+
+    def _prepare(self, worker: DistributedWorker) -> None:
+        """Help the coordinator of the epoch to compare what must agree, until the epoch is ready.
+
+        Raises:
+            EpochLostError: The coordinator is dead.
+        """
+        if worker.opened(AGREEING) is not None and not worker.is_ready:
+            self._agreement_checks(worker).take_part(worker)
+        worker.wait_until_ready()
+
+    def _agreement_checks(self, worker: DistributedWorker) -> AgreementChecks:
+        return AgreementChecks(self.conversion.checkpoint, self.conversion.plan, worker.check)
+
+    def _make_ready(self, worker: DistributedWorker, sink: LocalSink | ObjectSink) -> None:
+        """Do what the coordinator of an epoch does before others may write."""
+        conversion = self.conversion
+        overwrite = conversion.request.overwrite
+        sink.examine(conversion.plan, overwrite=overwrite)
+        checks, policy = self._agreement_checks(worker), conversion.request.replicas
+        if checks.waves.is_worth_sharing:
+            self._call_for_help()
+            disagreements = checks.spread(worker, policy)
+        else:
+            disagreements = check_agreements(conversion.checkpoint, policy, worker.check)
+        former = FormerWork(worker.store)
+        done = sink.begin(conversion.plan, overwrite=overwrite, earlier=former, shared=True)
+        worker.make_ready(done, sink.uploads, disagreements)
+
+
+def _share(worker: DistributedWorker) -> WorkShare:
+    done = worker.counters
+    return WorkShare(
+        runs=done.runs,
+        takeovers=done.takeovers,
+        splits=done.splits,
+        epochs_lost=done.epochs_lost,
+        units=done.units,
+        write_bytes=done.length_bytes,
+    )
+
+
+@contextmanager
+def _ticking(worker: DistributedWorker) -> Generator[None]:
+    """Call the worker's `tick` from a thread until the block ends."""
+    ended = threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(_TICK_S):
+            worker.tick()
+
+    thread = threading.Thread(target=tick, name="reshard-worker-tick", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,107 @@
+"""A process that stays: it imports the engine once and forks a child for each command.
+
+A job of a few hundred kilobytes takes 30 ms; the imports of the engine take 600. The process that stays reads no
+checkpoint and imports nothing that a checkpoint names, so each child begins as clean as a new process. Commands and
+answers pass through the same pipes as those of a process for one command, so a wrapper of the command line wraps all.
+If a child does not end well, the process that stays ends in the same way: its parent sees the status of the child, and
+starts anew.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import BinaryIO
+
+from reshard.errors import ReshardError
+from reshard.local import load_engine
+from reshard_engine.lifetime import die_with_parent
+
+_MODULES = (
+    "reshard_engine.formats.torch_archive",
+    "reshard_engine.operations.conversion",
+    "reshard_engine.operations.shared_conversion",
+    "reshard_engine.storage.s3",
+)
+"""The modules that load the rest of the engine, beside the formats' writers. A command imports what is missing here."""
+
+
+def next_command(commands: BinaryIO, tell_idle: Callable[[], None], stop: list[int] | None = None) -> bytes:
+    """Return the command of this process, which is a child of the process that called this; that one never returns.
+
+    Args:
+        commands: The commands, one in a line.
+        tell_idle: Tells the parent that the next command may come.
+        stop: Gets the number of each SIGTERM of a child; None for a child that a SIGTERM ends.
+    """
+    busy = False
+
+    def on_terminate(number: int, _frame: FrameType | None) -> None:
+        if stop is not None:
+            stop.append(number)
+        if stop is None or not busy:
+            raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, on_terminate)
+    _import_engine()
+    tell_idle()
+    while line := commands.readline():
+        busy = True
+        if (child := _fork()) == 0:
+            return line
+        _, status = os.waitpid(child, 0)
+        if status or stop:
+            _end_as(status)
+        busy = False
+        tell_idle()
+    raise SystemExit(0)
+
+
+def _import_engine() -> None:
+    # A child reports what cannot be imported, as a process for one command does.
+    with suppress(ImportError, ReshardError):
+        load_engine()
+        from reshard_engine.formats.registry import formats  # a process for one command imports it when it needs it
+
+        for name in _MODULES:
+            importlib.import_module(name)
+        for known in formats():
+            for target in known.targets:
+                known.writer(target)
+    # Collections in children would copy the pages that they share with this process.
+    gc.collect()
+    gc.freeze()
+
+
+def _fork() -> int:
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # numpy's OpenBLAS has threads, which it stops and starts again around a fork; this process has no others.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        # By `kill -9`, too.
+        die_with_parent()
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return child
+
+
+def _end_as(status: int) -> None:
+    """End this process as a child of it ended."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        # The child has left the core, if one is wanted.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    sys.exit(os.waitstatus_to_exitcode(status))

@@ -1,0 +1,46 @@
+"""Makes the commands for engine processes from requests, by this worker's own settings."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Literal
+
+from reshard.models import ConvertRequest, VerifyLevel
+from reshard.shared_work import SharedWork
+from reshard_worker.memory_limit import engine_memory_bytes
+from reshard_worker.protocol import Command
+from reshard_worker.settings import WorkerSettings
+
+
+def engine_command(
+    op: Literal["convert", "plan", "discard", "help"],
+    request: ConvertRequest,
+    settings: WorkerSettings,
+    *,
+    workers: int = 1,
+) -> Command:
+    """The command for the engine, with the normalised URLs that were checked against the roots.
+
+    Args:
+        op: The operation.
+        request: The request of the job.
+        settings: The worker's settings.
+        workers: The number of workers that may run the job at once.
+
+    Raises:
+        RequestError: A URL is outside this worker's own roots, which it checks independently of the API.
+    """
+    judged = settings.jobs.roots.allowed_request(request)
+    if settings.verify is VerifyLevel.FULL:
+        judged = judged.model_copy(update={"verify": VerifyLevel.FULL})
+    work = None
+    if workers > 1:
+        work = SharedWork(
+            # The owner begins at the largest run; helpers spread over the others.
+            number=0 if op == "convert" else 1 + secrets.randbelow(workers - 1),
+            count=workers,
+            lease_s=settings.jobs.lease_s,
+            least_bytes=settings.share_bytes,
+        )
+    memory_bytes = engine_memory_bytes(judged, settings.engine_memory_bytes)
+    return Command(op=op, request=judged, work=work, memory_bytes=memory_bytes)
