@@ -98,6 +98,27 @@ def test_refused_conversion_writes_nothing(memory: MemoryStore) -> None:
     assert {o.name for o in steps.done} <= {"list_directory", "list_tree", "stat", "read_into", "metadata"}
 
 
+def test_resume_finds_that_another_attempt_has_just_finished(memory: MemoryStore) -> None:
+    """Its uploads were there, the records of their units were gone, and the claim was not yet given up."""
+    case = memory_trials.fresh_case(memory, TargetFormat.SAFETENSORS)
+    named = next(o.number for o in case.operations() if o.name == "put" and "upload-" in o.path)
+    store = memory_trials.clone(memory)
+    assert memory_trials.attempt(FaultyStore(store, Steps({named: Fault.KILL_AFTER})), case.request) == "killed"
+
+    undisturbed = Steps()
+    assert memory_trials.attempt(FaultyStore(memory_trials.clone(store), undisturbed), case.request) == "done"
+    parts_listed = next(o.number for o in undisturbed.done if o.name == "list_parts")
+    releasing = [o.number for o in undisturbed.done if o.name == "delete"][-1]
+
+    def overtake() -> None:
+        other = FaultyStore(store, Steps({releasing: Fault.KILL_BEFORE}))
+        assert memory_trials.attempt(other, case.request) == "killed"
+
+    end = memory_trials.attempt(FaultyStore(store, Steps({parts_listed: overtake})), case.request)
+    assert end == "recognised"
+    assert case.new.is_all_of(memory_trials.tree(store))
+
+
 def test_claim_that_is_none_is_a_typed_error(memory: MemoryStore) -> None:
     case = memory_trials.fresh_case(memory, TargetFormat.SAFETENSORS)
     memory.put(f"out/jobs/.{NAME}.reshard-claim", b"[]", metadata={}, if_absent=False)

@@ -163,6 +163,16 @@ class ControlObjects:
         if claim is None or claim.plan != plan.digest:
             raise self._taken_over()
 
+    def require_unfinished(self, plan: Plan) -> None:
+        """Stop a conversion that lost the claim, or that another process finishes: that one removes the journal first.
+
+        Raises:
+            RequestError: `request.target_busy`.
+        """
+        self.require_claim(plan)
+        if not self.is_settled():
+            raise self._taken_over()
+
     def require_clearing(self, plan: Plan) -> None:
         """Stop a conversion that may not, or may no longer, remove the old contents of the target.
 

@@ -177,8 +177,8 @@ class ObjectSink:
 
     def _uploads_of(self, known: Mapping[int, str], shared: Shared | None = None) -> ObjectUploads:
         names = shared or self._control
-        require_claim = partial(self._control.require_claim, self._plan)
-        return ObjectUploads(self._store, self._target, self._plan, names, known=known, require_claim=require_claim)
+        unfinished = partial(self._control.require_unfinished, self._plan)
+        return ObjectUploads(self._store, self._target, self._plan, names, known=known, require_unfinished=unfinished)
 
     def _is_mine(self, path: str, size_bytes: int, crc32: int | None = None) -> bool:
         info = self._store.stat(path)

@@ -38,7 +38,7 @@ class ObjectUploads:
         names: ControlObjects | Shared,
         *,
         known: Mapping[int, str],
-        require_claim: Callable[[], None],
+        require_unfinished: Callable[[], None],
     ) -> None:
         """Take note of the uploads that exist.
 
@@ -48,13 +48,13 @@ class ObjectUploads:
             plan: The plan.
             names: The journal that names uploads: that of one process, or that of workers that share the conversion.
             known: The ids of uploads that earlier attempts began, by file number.
-            require_claim: Raises `request.target_busy` if the target is no longer this conversion's.
+            require_unfinished: Raises `request.target_busy` if the target is no longer this conversion's, or complete.
         """
         self._store = store
         self._target = target
         self._plan = plan
         self._names = names
-        self._require_claim = require_claim
+        self._require_unfinished = require_unfinished
         self._ids = {file: upload for file, upload in known.items() if file < len(plan.files)}
         self.created: dict[str, str] = {}
         """The paths of the uploads that this process created, by upload id."""
@@ -102,7 +102,7 @@ class ObjectUploads:
     def id_of(self, file: int) -> str:
         """The id of a large object's upload. The first thread that asks creates the upload."""
         if file in self.completed:
-            self._require_claim()
+            self._require_unfinished()
             path = printable(self._path(file))
             raise IntegrityError("integrity.journal", f"{path} is complete, but one of its units has no record")
         with self._lock:
@@ -183,7 +183,7 @@ class ObjectUploads:
         listed = self._store.list_parts(self._path(file), self._ids[file])
         if listed is None:
             # Another attempt at this plan completed the upload, or another process ended the conversion.
-            self._require_claim()
+            self._require_unfinished()
             if self.is_whole(file):
                 self.completed.add(file)
                 return
