@@ -1,8 +1,9 @@
-"""Runs: they hold each unit once, and no unit waits for a CRC of bytes that another run of its wave writes."""
+"""Runs: they hold each unit once, and each knows the bytes of other runs of its wave that its CRC slots need."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from house.measured import say
 from reshard._wire import convert_request
 from reshard.models import SourceSpec
 from reshard_engine.distributed.held_run import HeldRun
-from reshard_engine.distributed.runs import GROUPS, cut_into_runs
+from reshard_engine.distributed.runs import GROUPS, SUMMED_AGAIN, Run, Waves, cut_into_runs
 from reshard_engine.operations.conversion import Conversion
+from reshard_engine.tensors.layout import TargetFile
 
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(24)] + [("embed.weight", (8192, 256))]
 TARGETS: dict[str, dict[str, object]] = {"universal": {}, "zero": {"dp": 3}, "safetensors": {}, "torch": {}}
@@ -42,24 +44,53 @@ def test_runs_hold_each_unit_once_and_wait_for_no_other_run(
     for wave, runs in enumerate(waves.runs):
         assert [u for r in runs for u in waves.units_of(r)] == list(waves.units[wave])
         assert len({r.name for r in runs}) == len(runs)
-    # The bytes of each record that a run's unit writes a slot for are in the same run, or in an earlier wave.
-    for wave, runs in enumerate(waves.runs):
-        for run in runs:
-            before = {c for w in range(wave) for u in waves.units[w] for c in u.chunks}
-            mine = {c for u in waves.units_of(run) for c in u.chunks}
-            for chunk in mine:
-                template = files[chunk.file].template
-                for _, record in template.slots_in(chunk.offset, chunk.offset + chunk.length_bytes):
-                    offset, length = template.records[record]
-                    covered = sum(
-                        min(c.offset + c.length_bytes, offset + length) - max(c.offset, offset)
-                        for c in mine | before
-                        if c.file == chunk.file and c.offset < offset + length and c.offset + c.length_bytes > offset
-                    )
-                    assert covered == length
+    for run in (r for runs in waves.runs for r in runs):
+        _require_all_crcs(waves, run, files)
     share = waves.last_bytes / plan.write_bytes
     say(f"last wave of {target}, at most {most} runs: {share:.1%} of the bytes, {len(waves.runs[0])} runs before it")
     assert len(waves.runs[0]) <= max(2 * most, 2 * GROUPS)
+    again = sum(_summed_again(waves, run) for runs in waves.runs for run in runs)
+    say(f"bytes summed twice for {target}, at most {most} runs: {again / plan.write_bytes:.1%}")
+    assert again <= plan.write_bytes / SUMMED_AGAIN
+
+
+def _summed_again(waves: Waves, run: Run) -> int:
+    parts = {part for unit in waves.units_of(run) for part in waves.parts_before(unit.index, run)}
+    return sum(part.length_bytes for part in parts)
+
+
+def _require_all_crcs(waves: Waves, run: Run, files: Sequence[TargetFile]) -> None:
+    """The bytes of each record for which a run has a slot are its own, those of an earlier wave, or summed again."""
+    spans = dict[int, list[tuple[int, int]]]()
+    for unit in (*waves.units_of(run), *(u for w in range(run.wave) for u in waves.units[w])):
+        for chunk in unit.chunks:
+            spans.setdefault(chunk.file, []).append((chunk.offset, chunk.length_bytes))
+    for unit in waves.units_of(run):
+        again = dict[tuple[int, int], int]()
+        for part in waves.parts_before(unit.index, run):
+            offset, length = files[part.file].template.records[part.record]
+            assert offset <= part.begin < part.begin + part.length_bytes <= offset + length
+            again[part.file, part.record] = again.get((part.file, part.record), 0) + part.length_bytes
+        for chunk in unit.chunks:
+            template = files[chunk.file].template
+            for _, record in template.slots_in(chunk.offset, chunk.offset + chunk.length_bytes):
+                offset, length = template.records[record]
+                covered = sum(
+                    max(0, min(begin + held, offset + length) - max(begin, offset)) for begin, held in spans[chunk.file]
+                )
+                assert covered + again.get((chunk.file, record), 0) == length
+
+
+def test_a_file_of_many_records_is_divided(source: Path, tmp_path: Path) -> None:
+    """Each unit ends a record that the one before begins, so the whole file was one run."""
+    options = {"part_bytes": 64 << 10}
+    request = convert_request(SourceSpec(url=str(source)), str(tmp_path / "out"), "torch", options)
+    conversion = Conversion.prepare(request)
+    waves = cut_into_runs(conversion.plan, conversion.layout.files, most=64)
+    largest = max(sum(u.length_bytes for u in waves.units_of(run)) for run in waves.runs[0])
+    say(f"torch, at most 64 runs: {len(waves.runs[0])}, the largest has {largest / conversion.plan.write_bytes:.1%}")
+    assert largest <= conversion.plan.write_bytes / 16
+    assert len(waves.runs[0]) >= 32
 
 
 def test_many_processes_create_one_text(tmp_path: Path) -> None:
@@ -94,7 +125,7 @@ def test_a_text_appears_on_file_systems_without_hard_links(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_run_is_split_only_where_no_unit_waits_for_a_crc_of_an_earlier_one(
+def test_both_parts_of_a_run_that_is_split_know_the_crcs_that_they_need(
     target: str, source: Path, tmp_path: Path
 ) -> None:
     request = convert_request(
@@ -114,12 +145,6 @@ def test_a_run_is_split_only_where_no_unit_waits_for_a_crc_of_an_earlier_one(
                 continue
             splits += 1
             assert run.first + begun <= at < run.end
-            given = {c for u in waves.units[run.wave][at : run.end] for c in u.chunks}
-            kept = {c for u in waves.units[run.wave][run.first : at] for c in u.chunks}
-            for chunk in given:
-                template = files[chunk.file].template
-                begin, end = chunk.offset, chunk.offset + chunk.length_bytes
-                opened = min((template.records[r][0] for _, r in template.slots_in(begin, end)), default=begin)
-                before = [c for c in kept if c.file == chunk.file and opened < c.offset + c.length_bytes <= begin]
-                assert before == [], f"split at {at}: {chunk} needs CRCs of {before}"
+            _require_all_crcs(waves, Run(run.wave, at, run.end), files)
+            _require_all_crcs(waves, Run(run.wave, run.first, at), files)
     assert splits > 0

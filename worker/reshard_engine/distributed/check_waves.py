@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard_engine.distributed.epoch import FIRST_CHECKS
-from reshard_engine.distributed.runs import Run, RunWaves
+from reshard_engine.distributed.runs import Run, RunWaves, runs_of
 from reshard_engine.execute.journal import facts_in, line_of
 
 AGREEMENTS, SOURCE, FILES, GATHERING, COMMIT_FILES = range(FIRST_CHECKS, FIRST_CHECKS + 5)
@@ -57,16 +57,9 @@ def cut_checks(costs: Mapping[int, Sequence[tuple[int, int]]]) -> CheckWaves:
 
 
 def _runs(wave: int, items: Sequence[CheckItem]) -> tuple[Run, ...]:
-    total = sum(item.cost_bytes for item in items)
-    run_bytes = max(1, total // _MOST_RUNS, min(RUN_BYTES, total // _LEAST_RUNS))
-    runs: list[Run] = []
-    first = held = 0
-    for place, item in enumerate(items):
-        held += item.cost_bytes
-        if held >= run_bytes or place + 1 == len(items):
-            runs.append(Run(wave, first, place + 1))
-            first, held = place + 1, 0
-    return tuple(runs)
+    costs = [item.cost_bytes for item in items]
+    run_bytes = max(1, sum(costs) // _MOST_RUNS, min(RUN_BYTES, sum(costs) // _LEAST_RUNS))
+    return runs_of(wave, costs, [0] * len(costs), run_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,22 @@
 """Cuts the units of a plan into runs: contiguous ranges of units, each of which one worker executes.
 
 A file with a CRC slot is finished by the unit that writes the slot, after all units that write the record's bytes. A
-run is cut where no record is open. If the units between a record's begin and its slot are too many for one run, the
-unit with the slot is left for the last wave, which begins when all other runs are done.
+run is cut where no record is open, or where so few bytes of open records lie before the cut that the worker behind it
+sums them once more. If the units between a record's begin and its slot are too many for one run, the unit with the slot
+is left for the last wave, which begins when all other runs are done.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar
 
-from reshard_engine.plan.model import Chunk, Plan, Unit
+from reshard_engine.distributed.crc_parts import CrcParts, copied_records
+from reshard_engine.plan.model import Plan, RecordPart, Unit
 from reshard_engine.tensors.layout import TargetFile
 
 MAX_RUNS = 512
@@ -25,6 +26,8 @@ GROUPS = 128
 SMALL_GROUPS = 8
 """So many units that belong together stay in one run in any case, unless they are more than this fraction of the job:
 in a job of few units, the last wave would otherwise hold a large part of it."""
+SUMMED_AGAIN = 4
+"""A run is at least so many times as long as the bytes that the worker of the next run sums once more."""
 CALL_BYTES = 1 << 20
 """A file of its own costs as much time as so many bytes: a network's latency times its bandwidth."""
 
@@ -64,7 +67,7 @@ class RunWaves(ABC, Generic[ItemT]):
     """The items of each wave in order. A `Run` counts in these tuples."""
     runs: tuple[tuple[Run, ...], ...]
     cuts: tuple[tuple[bool, ...], ...]
-    """For each item of a wave, True if a run may begin there: no later unit waits for a CRC of an earlier one."""
+    """For each item of a wave, True if a run may begin there."""
 
     @abstractmethod
     def cost_of(self, item: ItemT) -> int:
@@ -89,6 +92,17 @@ class RunWaves(ABC, Generic[ItemT]):
 class Waves(RunWaves[Unit]):
     """The runs of a plan, without its commit units, in two waves."""
 
+    parts: tuple[CrcParts, ...]
+    """For each wave, what the CRC slots of its units need of one another."""
+
+    def parts_before(self, unit: int, run: Run) -> list[RecordPart]:
+        """The parts of records that units before a run write, and that a unit of it (its index) has CRC slots for."""
+        return self.parts[run.wave].parts_before(self._place[unit], run.first)
+
+    @cached_property
+    def _place(self) -> dict[int, int]:
+        return {unit.index: place for units in self.units for place, unit in enumerate(units)}
+
     def cost_of(self, item: Unit) -> int:
         """The bytes that a unit writes, and more for each of its files."""
         return item.length_bytes + CALL_BYTES * len(item.chunks)
@@ -109,7 +123,8 @@ def cut_into_runs(plan: Plan, files: Sequence[TargetFile], *, most: int = MAX_RU
     run_bytes = max(1, -(-total // most))
     largest = max((u.length_bytes for u in units), default=0)
     group_bytes = max(run_bytes, total // GROUPS, min(SMALL_GROUPS * largest, total // SMALL_GROUPS))
-    needs = _first_needed(units, files)
+    copied = copied_records(plan)
+    needs = CrcParts(units, files).first_needed()
     starts = _starts(units)
     last: set[int] = set()
     for place, first in enumerate(needs):
@@ -117,12 +132,37 @@ def cut_into_runs(plan: Plan, files: Sequence[TargetFile], *, most: int = MAX_RU
         # A record of which the last wave writes a part is complete only then.
         if first < place and (between > group_bytes or not last.isdisjoint(range(first, place))):
             last.add(place)
-    first_wave = tuple(u for place, u in enumerate(units) if place not in last)
-    last_wave = tuple(u for place, u in enumerate(units) if place in last)
-    first_cuts = _cuts(_first_needed(first_wave, files))
-    last_cuts = _cuts(_first_needed(last_wave, files))
-    runs = _runs(0, first_wave, first_cuts, run_bytes), _runs(1, last_wave, last_cuts, run_bytes)
-    return Waves((first_wave, last_wave), runs, (first_cuts, last_cuts))
+    waves = (
+        tuple(u for place, u in enumerate(units) if place not in last),
+        tuple(u for place, u in enumerate(units) if place in last),
+    )
+    parts = tuple(CrcParts(wave, files, copied) for wave in waves)
+    # A worker sums at most as much once more as one unit writes.
+    before = [[n if n is not None and n <= largest else None for n in wave.open_bytes()] for wave in parts]
+    runs = tuple(
+        runs_of(wave, [u.length_bytes for u in units], before[wave], run_bytes) for wave, units in enumerate(waves)
+    )
+    return Waves(waves, runs, tuple(tuple(n is not None for n in wave) for wave in before), parts)
+
+
+def runs_of(wave: int, sizes: Sequence[int], before: Sequence[int | None], run_bytes: int) -> tuple[Run, ...]:
+    """Cut a wave into runs of at least `run_bytes`, except the last one.
+
+    Args:
+        wave: The number of the wave.
+        sizes: The bytes of each item.
+        before: For each item, the bytes that a run which begins there sums once more; None if none may begin there.
+        run_bytes: Length of a run that is long enough.
+    """
+    runs: list[Run] = []
+    first = held = 0
+    for place, size in enumerate(sizes, 1):
+        held += size
+        again = before[place] if place < len(sizes) else 0
+        if place == len(sizes) or (again is not None and held >= max(run_bytes, SUMMED_AGAIN * again)):
+            runs.append(Run(wave, first, place))
+            first, held = place, 0
+    return tuple(runs)
 
 
 def in_order(
@@ -154,50 +194,4 @@ def in_order(
 
 def _starts(units: Sequence[Unit]) -> list[int]:
     """The number of bytes that the units before each unit write."""
-    found, at = list[int](), 0
-    for unit in units:
-        found.append(at)
-        at += unit.length_bytes
-    return found
-
-
-def _first_needed(units: Sequence[Unit], files: Sequence[TargetFile]) -> list[int]:
-    """For each unit, the place of the first unit whose bytes a CRC slot of the unit sums; its own place if none is."""
-    places: dict[int, list[tuple[Chunk, int]]] = {}
-    for place, unit in enumerate(units):
-        for chunk in unit.chunks:
-            if chunk.length_bytes < files[chunk.file].size_bytes:
-                places.setdefault(chunk.file, []).append((chunk, place))
-    found = list(range(len(units)))
-    for file, chunks in places.items():
-        template = files[file].template
-        chunks.sort(key=lambda item: item[0].offset)
-        ends = [chunk.offset + chunk.length_bytes for chunk, _ in chunks]
-        # For each chunk, the first place of a unit that writes it or a chunk behind it.
-        first = list(accumulate((place for _, place in reversed(chunks)), min))[::-1]
-        for (chunk, place), end in zip(chunks, ends, strict=True):
-            records = [template.records[r][0] for _, r in template.slots_in(chunk.offset, end)]
-            if records:
-                found[place] = min(found[place], first[bisect_right(ends, min(records))])
-    return found
-
-
-def _cuts(needs: Sequence[int]) -> tuple[bool, ...]:
-    """For each place, True if no unit from there on needs one before it."""
-    free = [True] * len(needs)
-    lowest = len(needs)
-    for place in reversed(range(len(needs))):
-        lowest = min(lowest, needs[place])
-        free[place] = lowest >= place
-    return tuple(free)
-
-
-def _runs(wave: int, units: Sequence[Unit], cuts: Sequence[bool], run_bytes: int) -> tuple[Run, ...]:
-    runs: list[Run] = []
-    first = held = 0
-    for place, unit in enumerate(units):
-        held += unit.length_bytes
-        if place + 1 == len(units) or (cuts[place + 1] and held >= run_bytes):
-            runs.append(Run(wave, first, place + 1))
-            first, held = place + 1, 0
-    return tuple(runs)
+    return list(accumulate((u.length_bytes for u in units), initial=0))

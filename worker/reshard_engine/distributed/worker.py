@@ -12,7 +12,7 @@ from reshard_engine.distributed.epoch_member import EpochLostError
 from reshard_engine.distributed.held_run import HeldRun
 from reshard_engine.distributed.ready import ReadyFacts
 from reshard_engine.distributed.run_member import RunMember, Wanted
-from reshard_engine.distributed.runs import Waves
+from reshard_engine.distributed.runs import Run, Waves
 from reshard_engine.distributed.segments import from_segment, to_segment, upload_id_in, upload_text
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Unit
@@ -96,6 +96,11 @@ class DistributedWorker(RunMember):
                     self._of_unit[unit.index] = held
                     yield unit
                 self._end_run(held)
+
+    def run_of(self, unit: Unit) -> Run | None:
+        """The run in which this worker began a unit; None if it belongs to no run of this worker."""
+        held = self._of_unit.get(unit.index)
+        return held.run if held is not None else None
 
     @property
     def own_units(self) -> Container[int]:

@@ -32,8 +32,9 @@ from reshard_engine.execute.sinks.chunk_writers import Made, write_streamed, wri
 from reshard_engine.execute.sinks.protocol import StreamSink, WholeSink
 from reshard_engine.integrity.crc import CrcBoard
 from reshard_engine.plan.budget import READ_BATCH_BYTES
-from reshard_engine.plan.model import Plan, Unit
+from reshard_engine.plan.model import Chunk, Plan, RecordPart, Unit
 from reshard_engine.plan.write_items import CACHED_BYTES, steps_of
+from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.local import kept_open
 from reshard_engine.tensors.layout import TargetLayout
 
@@ -145,8 +146,22 @@ class Executor:
             self.records[record.unit] = record
             self._put_up(record.spans)
 
-    def run(self, units: Iterable[Unit], threads: int, *, phase: str) -> None:
+    def run(
+        self,
+        units: Iterable[Unit],
+        threads: int,
+        *,
+        phase: str,
+        parts_before: Callable[[Unit], Sequence[RecordPart]] = lambda _: (),
+    ) -> None:
         """Run those of the units that are not done. A unit is taken from `units` when a thread is free for it.
+
+        Args:
+            units: The units, in the order of the plan.
+            threads: Number of units that run at a time.
+            phase: The phase that progress reports name.
+            parts_before: The parts of records that a unit has CRC slots for, and whose own units are neither done nor
+                among `units`. Their sums are computed here.
 
         Raises:
             ReshardError: The first failure. Running units are finished or abandoned; none is recorded in part.
@@ -157,6 +172,7 @@ class Executor:
 
         def one(unit: Unit) -> None:
             try:
+                self._sum_parts(parts_before(unit))
                 self._run_unit(unit, phase)
             except BaseException:
                 self._failed.set()
@@ -195,6 +211,27 @@ class Executor:
         with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="call") as self._calls:
             yield
         self._calls = None
+
+    def _sum_parts(self, parts: Sequence[RecordPart]) -> None:
+        """Put up the CRC-32s of parts that another process writes, unless they are known."""
+        for part in parts:
+            offset = part.begin - self._files[part.file].template.records[part.record][0]
+            if self._board.knows(part.file, part.record, offset, part.length_bytes):
+                continue
+            reader = TensorReader(
+                self._checkpoint,
+                self._kernel,
+                saturate=self._on_overflow is OverflowPolicy.SATURATE,
+                pool=None if self._local else self._calls,
+                counts=ReadCounts(),  # the unit that writes the part counts what it reads and loses
+            )
+            crc, unit = 0, Unit(-1, (Chunk(part.file, part.begin, part.length_bytes),), commit=False)
+            for step in steps_of(unit, self._files, self._most_bytes):
+                memory = self._memory.at_least(step[-1].at + step[-1].length_bytes)
+                fill(reader, step, memory)
+                for item in step:
+                    crc = crc32(memory[item.at : item.at + item.length_bytes].data, crc)
+            self._board.put(part.file, part.record, [(offset, part.length_bytes, crc)])
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
         copied = self._copier.resolve(unit) if self._copier is not None else None

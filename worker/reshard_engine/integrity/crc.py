@@ -66,6 +66,12 @@ class CrcBoard:
                 known[span[0]] = span
             self._changed.notify_all()
 
+    def knows(self, file: int, record: int, offset: int, length_bytes: int) -> bool:
+        """True if this part of a record was put up."""
+        with self._changed:
+            span = self._spans.get((file, record), {}).get(offset)
+            return span is not None and span[1] == length_bytes
+
     def fail(self) -> None:
         """Wake everyone that waits: what they wait for will not come."""
         with self._changed:

@@ -33,6 +33,7 @@ from reshard_engine.operations.joint_progress import JointProgress
 from reshard_engine.operations.shared_checks import AgreementChecks
 from reshard_engine.operations.shared_metadata import SharedMetadata
 from reshard_engine.operations.shared_verification import CheckHelper, SharedVerification
+from reshard_engine.plan.model import RecordPart, Unit
 
 _TICK_S = 0.1
 _TRIES = 4
@@ -229,7 +230,12 @@ class _SharedConversion:
         executor = conversion.executor(resumed, progress.report, self.should_stop)
         waves = cut_into_runs(plan, conversion.layout.files)
         units = worker.units(waves, executor.records, executor.absorb, lambda: executor.failed)
-        executor.run(units, conversion.threads, phase="running")
+
+        def parts_before(unit: Unit) -> Sequence[RecordPart]:
+            run = worker.run_of(unit)
+            return () if run is None else waves.parts_before(unit.index, run)
+
+        executor.run(units, conversion.threads, phase="running", parts_before=parts_before)
         return executor, set(resumed), facts.warnings
 
     def _call_for_help(self) -> None:

@@ -50,6 +50,17 @@ class RecordSum:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordPart:
+    """The bytes of one record of a target file that one unit writes."""
+
+    file: int
+    record: int
+    begin: int
+    """First byte in the file."""
+    length_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerCopy:
     """A range of a target file that the store can copy from a source object: one or more whole chunks."""
 
