@@ -24,6 +24,7 @@ from reshard_engine.distributed.check_waves import (
     cut_checks,
 )
 from reshard_engine.distributed.check_work import Checks, CheckWork
+from reshard_engine.distributed.crc_parts import CrcParts
 from reshard_engine.distributed.epoch import AGREEING, SEALED, Epoch, newest_epoch
 from reshard_engine.distributed.epoch_member import EpochLostError
 from reshard_engine.distributed.former_work import FormerWork
@@ -36,6 +37,8 @@ from reshard_engine.plan.model import Chunk, Unit
 
 _T = TypeVar("_T")
 
+NO_PARTS = (CrcParts((), ()),) * 2
+"""No unit has a CRC slot."""
 TIMING = Timing(beat_s=2.0, lease_s=10.0, poll_s=0.2, slow_poll_s=1.0, flush_s=1.5)
 
 
@@ -142,7 +145,7 @@ class World:
             for wave, units in enumerate((first, last))
         ]
         cuts = [tuple(self.random.random() < 0.8 for _ in units) for units in (first, last)]
-        return Waves((tuple(first), tuple(last)), (runs[0], runs[1]), (cuts[0], cuts[1])), file_of
+        return Waves((tuple(first), tuple(last)), (runs[0], runs[1]), (cuts[0], cuts[1]), NO_PARTS), file_of
 
     def _plan_checks(self) -> dict[str, CheckWaves]:
         """The checks that are opened under each name: some conversions have none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reshard_engine.distributed.crc_parts import CrcParts
 from reshard_engine.distributed.epoch import RunClaim
 from reshard_engine.distributed.epoch_member import EpochLostError
 from reshard_engine.distributed.members import Members, Timing
@@ -16,7 +17,7 @@ from reshard_engine.testing.memory_store import MemoryStore
 TIMING = Timing(lease_s=10.0, poll_s=0.1)
 UNITS = tuple(Unit(n, (Chunk(0, 8 * n, 8),), commit=False) for n in range(4))
 RUNS = (Run(0, 0, 2), Run(0, 2, 4))
-WAVES = Waves((UNITS, ()), (RUNS, ()), ((True,) * 4, ()))
+WAVES = Waves((UNITS, ()), (RUNS, ()), ((True,) * 4, ()), (CrcParts((), ()),) * 2)
 
 
 class HandClock:

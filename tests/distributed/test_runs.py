@@ -12,10 +12,13 @@ from checkpoints import write_zero_checkpoint
 from house.measured import say
 from reshard._wire import convert_request
 from reshard.models import SourceSpec
+from reshard_engine.distributed.crc_parts import copied_records
 from reshard_engine.distributed.held_run import HeldRun
 from reshard_engine.distributed.runs import GROUPS, SUMMED_AGAIN, Run, Waves, cut_into_runs
 from reshard_engine.operations.conversion import Conversion
+from reshard_engine.storage.locations import serving
 from reshard_engine.tensors.layout import TargetFile
+from reshard_engine.testing.memory_store import MemoryStore
 
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(24)] + [("embed.weight", (8192, 256))]
 TARGETS: dict[str, dict[str, object]] = {"universal": {}, "zero": {"dp": 3}, "safetensors": {}, "torch": {}}
@@ -145,6 +148,33 @@ def test_both_parts_of_a_run_that_is_split_know_the_crcs_that_they_need(
                 continue
             splits += 1
             assert run.first + begun <= at < run.end
-            _require_all_crcs(waves, Run(run.wave, at, run.end), files)
+            behind = Run(run.wave, at, run.end)
+            assert _summed_again(waves, behind) <= max(u.length_bytes for u in conversion.plan.units)
+            _require_all_crcs(waves, behind, files)
             _require_all_crcs(waves, Run(run.wave, run.first, at), files)
     assert splits > 0
+
+
+@pytest.mark.parametrize("part_kib", [4, 6, 9])
+def test_units_of_a_record_that_the_store_copies_stay_together(part_kib: int, tmp_path: Path) -> None:
+    """The CRC-32 of such a record is known by ranges of units, so no other worker can add to it."""
+    write_zero_checkpoint(tmp_path, [("embed.weight", (100, 40)), ("head.weight", (64, 63))], stage=2, ranks=4)
+    store = MemoryStore(min_part_bytes=1 << 10)
+    store.load(tmp_path, "data/run")
+    request = convert_request(
+        SourceSpec(url="mem://data/run"), "mem://out/tag", "zero", {"dp": 2, "part_bytes": part_kib << 10}
+    )
+    with serving("mem", store):
+        conversion = Conversion.prepare(request)
+    plan, files = conversion.plan, conversion.layout.files
+    copied = copied_records(plan)
+    waves = cut_into_runs(plan, files)
+    open_places = 0
+    for wave, units in enumerate(waves.units):
+        for place, may_begin in enumerate(waves.cuts[wave]):
+            run = Run(wave, place, len(units))
+            parts = [part for unit in waves.units_of(run) for part in waves.parts_before(unit.index, run)]
+            is_open = any((part.file, part.record) in copied for part in parts)
+            open_places += is_open
+            assert not (is_open and may_begin)
+    assert open_places > 0
