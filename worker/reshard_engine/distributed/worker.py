@@ -25,6 +25,8 @@ class DistributedWorker(RunMember):
         """Forget the runs of the last epoch."""
         super()._begin()
         self._of_unit: dict[int, HeldRun[Unit]] = {}
+        self._known_segments: set[str] = set()
+        """Segments that this worker has read. They never change."""
 
     # -- the epoch ------------------------------------------------------------------------------------
 
@@ -134,12 +136,14 @@ class DistributedWorker(RunMember):
         self._store.put(name, to_segment([record]))
 
     def others_records(self) -> list[UnitRecord]:
-        """The records of other workers of this epoch and of earlier attempts. The executor has this worker's own."""
+        """Records of other workers of this epoch and of earlier attempts that the executor does not have yet."""
         return self._read(self.look().segments_of_units())
 
     def _read(self, names: Sequence[str]) -> list[UnitRecord]:
-        others = [name for name in names if name not in self._own]
-        return [record for text in self.texts_of(others) for record in from_segment(text)]
+        new = [name for name in names if name not in self._own and name not in self._known_segments]
+        texts = self.texts_of(new)
+        self._known_segments.update(new)
+        return [record for text in texts for record in from_segment(text)]
 
     # -- uploads --------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from reshard_engine.distributed.worker import DistributedWorker
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.checks.full import FullVerification
 from reshard_engine.execute.executor import Executor, stop_check
+from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.operations.conversion import Conversion, sink_for
@@ -229,7 +230,11 @@ class _SharedConversion:
         progress = JointProgress(self.on_progress, worker, self.work.least_bytes // 4, verifies=verifies)
         executor = conversion.executor(resumed, progress.report, self.should_stop)
         waves = cut_into_runs(plan, conversion.layout.files)
-        units = worker.units(waves, executor.records, executor.absorb, lambda: executor.failed)
+
+        def absorb(records: Iterable[UnitRecord]) -> None:
+            executor.absorb(r for r in records if r.belongs_to(plan))
+
+        units = worker.units(waves, executor.records, absorb, lambda: executor.failed)
 
         def parts_before(unit: Unit) -> Sequence[RecordPart]:
             run = worker.run_of(unit)
