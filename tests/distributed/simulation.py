@@ -370,8 +370,9 @@ class Process:
         self._records = {r.unit: r for r in worker.resumed()}
         for unit in worker.units(world.waves, self._records, self._absorb):
             if unit in world.waves.units[1]:
-                missing = [u.index for u in world.waves.units[0] if u.index not in self._records]
-                assert not missing, f"the last wave began before units {missing}"
+                same_file = [u.index for u in world.waves.units[0] if u.chunks[0].file == unit.chunks[0].file]
+                missing = [index for index in same_file if index not in self._records]
+                assert not missing, f"the last wave began without the CRCs of units {missing}"
             self._write(unit)
         self._wait_for_commit()
         if world.target is not None:

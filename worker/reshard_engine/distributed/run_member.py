@@ -17,7 +17,7 @@ from reshard_engine.distributed.epoch import EpochView, RunClaim, claim_name, is
 from reshard_engine.distributed.epoch_member import EpochLostError, EpochMember
 from reshard_engine.distributed.held_run import HeldRun
 from reshard_engine.distributed.members import Beat, Counters, Members, Timing
-from reshard_engine.distributed.runs import ItemT, Run, RunWaves, in_order
+from reshard_engine.distributed.runs import ItemT, Run, RunWaves, in_order, is_share_of
 from reshard_engine.distributed.segments import Record, SegmentGoneError, read_texts, to_segment
 
 _MOST_CONFLICTS = 3
@@ -194,10 +194,20 @@ class RunMember(EpochMember):
         # A claim of this worker that it does not hold is one whose acknowledgement was lost.
         return claim is not None and (claim.worker == self._name or not self._members.is_alive(claim.worker))
 
+    def _ordered(self, wanted: Wanted[Any]) -> list[Run]:
+        """The free runs, the best one first."""
+        free = self._free(self.epoch.runs(wanted.planned, self._view), self._view)
+        return in_order(free, wanted.waves, *self._position, own=wanted.own)
+
     def _claim_one(self, wanted: Wanted[ItemT]) -> HeldRun[ItemT] | None:
-        view, conflicts, planned = self._view, 0, wanted.planned
-        free = self._free(self.epoch.runs(planned, view), view)
-        for run in in_order(free, wanted.waves, *self._position, own=wanted.own):
+        conflicts, planned = 0, wanted.planned
+        view, ordered = self._view, self._ordered(wanted)
+        is_old = self._clock.monotonic() - self._looked_at > self._timing.poll_s
+        if ordered and is_old and not is_share_of(ordered[0], wanted.waves, *self._position):
+            # Other workers go for the same runs now, and a lost claim takes longer than a listing.
+            view = self.look()
+            ordered = self._ordered(wanted)
+        for run in ordered:
             fence = view.fences.get(run.name, 0) + 1
             splits: tuple[int, ...] = ()
             if fence > 1:

@@ -99,6 +99,22 @@ class Waves(RunWaves[Unit]):
         """The parts of records that units before a run write, and that a unit of it (its index) has CRC slots for."""
         return self.parts[run.wave].parts_before(self._place[unit], run.first)
 
+    def needed_by(self, run: Run) -> list[int]:
+        """The places of the units of the first wave that write files of which a run of the last wave writes a part."""
+        if run.wave == 0:
+            return []
+        files = {chunk.file for unit in self.units_of(run) for chunk in unit.chunks}
+        return sorted({place for file in files for place in self._writers.get(file, ())})
+
+    @cached_property
+    def _writers(self) -> dict[int, list[int]]:
+        """The places of the units of the first wave that write each file."""
+        found: dict[int, list[int]] = {}
+        for place, unit in enumerate(self.units[0]):
+            for chunk in unit.chunks:
+                found.setdefault(chunk.file, []).append(place)
+        return found
+
     @cached_property
     def _place(self) -> dict[int, int]:
         return {unit.index: place for units in self.units for place, unit in enumerate(units)}
@@ -163,6 +179,11 @@ def runs_of(wave: int, sizes: Sequence[int], before: Sequence[int | None], run_b
             runs.append(Run(wave, first, place))
             first, held = place, 0
     return tuple(runs)
+
+
+def is_share_of(run: Run, waves: RunWaves[Any], number: int, count: int) -> bool:
+    """True if `in_order` leaves a run to worker `number` of `count` as long as that one has others."""
+    return (waves.places.get(run.name, run.first) - number) % max(1, count) == 0
 
 
 def in_order(

@@ -5,6 +5,7 @@ The worker knows nothing of the bytes. The executor takes units from `units` and
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 
 from reshard_engine.distributed.epoch import COMMIT, RESUMED, RunClaim, claim_name, dead_names
@@ -78,21 +79,19 @@ class DistributedWorker(RunMember):
             EpochLostError: The epoch is not the newest one.
             ReshardError: The conversion cannot succeed, or the store failed.
         """
-        for wave, planned in enumerate(waves.runs):
+        for planned in waves.runs:
             if failed():
                 return
             if not planned:
                 continue
             wanted = Wanted(waves, planned, lambda names: absorb(self._read(names)), failed)
-            knows_all = wave == 0
             while (held := self._next_run(wanted)) is not None:
-                if not knows_all:
+                needed = waves.needed_by(held.run)
+                if needed:
                     # The slots of the last wave hold CRCs of bytes that any worker may have written.
-                    absorb(self.others_records())
-                    for unit in waves.units[0]:
-                        if unit.index not in done:
-                            yield unit  # the records of its run do not cover it
-                    knows_all = True
+                    absorb(self._records_at(needed, waves))
+                    # Those that the records of their runs do not cover are executed again.
+                    yield from (u for u in (waves.units[0][place] for place in needed) if u.index not in done)
                 self._current = held
                 while (unit := held.next_unit(done)) is not None:
                     self._of_unit[unit.index] = held
@@ -138,6 +137,14 @@ class DistributedWorker(RunMember):
     def others_records(self) -> list[UnitRecord]:
         """Records of other workers of this epoch and of earlier attempts that the executor does not have yet."""
         return self._read(self.look().segments_of_units())
+
+    def _records_at(self, places: Sequence[int], waves: Waves) -> list[UnitRecord]:
+        """The records of the runs of the first wave that hold these places, as far as the executor lacks them."""
+        view = self.look()
+        runs = sorted(self.epoch.runs(waves.runs[0], view), key=lambda r: r.first)
+        starts = [run.first for run in runs]
+        holding = {runs[bisect_right(starts, place) - 1].name for place in places}
+        return self._read([name for run in sorted(holding) for _, name in view.segments.get(run, [])])
 
     def _read(self, names: Sequence[str]) -> list[UnitRecord]:
         new = [name for name in names if name not in self._own and name not in self._known_segments]
