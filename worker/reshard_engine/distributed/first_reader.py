@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -22,12 +21,12 @@ from reshard.errors import ReshardError
 from reshard_engine.distributed.coordination import Clock, CoordinationStore
 from reshard_engine.distributed.epoch import RunClaim
 from reshard_engine.distributed.members import BEATS, Beat, Members, Timing
+from reshard_engine.distributed.repeated import repeated
 
 MOST_WAIT_S = 120.0
 """A worker that has waited for others for so long reads for itself."""
 MOST_PARTS = 64
 _THREADS = 8
-_TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,25 +147,19 @@ class FirstReader:
             turn: The reader's turn.
             gave_up: True if there will be no pack: the others learn it at once.
         """
-        ended = threading.Event()
 
-        def tick() -> None:
-            while True:
-                with suppress(ReshardError):
-                    self._beat()
-                    if gave_up():
-                        self.publish(turn, ())
-                        return
-                if ended.wait(self._timing.beat_s):
-                    return
+        def beat() -> bool:
+            with suppress(ReshardError):
+                self._beat()
+                if gave_up():
+                    self.publish(turn, ())
+                    return False
+            return True
 
-        thread = threading.Thread(target=tick, name="reshard-first-reader", daemon=True)
-        thread.start()
         try:
-            yield
+            with repeated(beat, every_s=self._timing.beat_s, name="reshard-first-reader"):
+                yield
         finally:
-            ended.set()
-            thread.join()
             with suppress(ReshardError):
                 self._store.delete([f"{BEATS}{self._name}"])
 

@@ -6,10 +6,9 @@ what earlier attempts wrote. All of them execute runs of units. One is elected t
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +20,7 @@ from reshard_engine.distributed.epoch import AGREEING
 from reshard_engine.distributed.epoch_member import EpochLostError
 from reshard_engine.distributed.former_work import FormerWork
 from reshard_engine.distributed.members import Members, Timing, new_worker
+from reshard_engine.distributed.repeated import repeated
 from reshard_engine.distributed.runs import cut_into_runs
 from reshard_engine.distributed.worker import DistributedWorker
 from reshard_engine.execute.checks.agreements import check_agreements
@@ -319,19 +319,11 @@ def _share(worker: DistributedWorker) -> WorkShare:
     )
 
 
-@contextmanager
-def _ticking(worker: DistributedWorker) -> Generator[None]:
+def _ticking(worker: DistributedWorker) -> AbstractContextManager[None]:
     """Call the worker's `tick` from a thread until the block ends."""
-    ended = threading.Event()
 
-    def tick() -> None:
-        while not ended.wait(_TICK_S):
-            worker.tick()
+    def tick() -> bool:
+        worker.tick()
+        return True
 
-    thread = threading.Thread(target=tick, name="reshard-worker-tick", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+    return repeated(tick, every_s=_TICK_S, name="reshard-worker-tick")
