@@ -169,9 +169,11 @@ def invalid(error: ValidationError, flags: Mapping[str, str] | None = None) -> R
     return RequestError("request.invalid", f"{where} {said_of(first)}")
 
 
-def submit_call(request: ConvertRequest, settings: Mapping[str, Any], key: str) -> Call:
-    """Submit a conversion with the job's own settings (see `SubmitRequest`)."""
+def submit_call(request: ConvertRequest, settings: Mapping[str, Any], key: str, job_id: str | None = None) -> Call:
+    """Submit a conversion with the job's own settings (see `SubmitRequest`), as the job `job_id` if one is given."""
     body = {**request.model_dump(mode="json"), **settings}
+    if job_id is not None:
+        return Call("PUT", _job_path(job_id), body=body)
     return Call("POST", "/v1/jobs", headers={"Idempotency-Key": key}, body=body)
 
 

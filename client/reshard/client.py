@@ -102,7 +102,7 @@ class Client:
             raise JobError("service.protocol", "a planning job has no plan")
         return outcome
 
-    def submit(
+    def submit(  # noqa: PLR0913 - the fields of a submission
         self,
         source: str | SourceSpec,
         target: str,
@@ -113,10 +113,12 @@ class Client:
         max_workers: int = 0,
         priority: int = 0,
         idempotency_key: str | None = None,
+        job_id: str | None = None,
         **options: Unpack[ConvertOptions],
     ) -> Job:
-        """Submit a conversion. A second call with the same idempotency key returns the same job.
+        """Submit a conversion. A second call with the same idempotency key, or the same job id, returns the same job.
 
+        `job_id` is an id of your own, such as that of a scheduler's step: 1 to 64 letters, digits, `.`, `_` and `-`.
         `max_workers` limits how many workers run the job at once: 0 is the service's default, 1 forbids helpers.
 
         Raises:
@@ -130,6 +132,7 @@ class Client:
             max_workers=max_workers,
             priority=priority,
             idempotency_key=idempotency_key,
+            job_id=job_id,
         )
 
     def submit_request(
@@ -141,6 +144,7 @@ class Client:
         max_workers: int = 0,
         priority: int = 0,
         idempotency_key: str | None = None,
+        job_id: str | None = None,
     ) -> Job:
         """`submit` for a request that is a wire model already."""
         key = idempotency_key or str(uuid.uuid4())
@@ -150,7 +154,7 @@ class Client:
             "max_workers": max_workers,
             "priority": priority,
         }
-        return self._ask(_wire.submit_call(request, settings, key), Job)
+        return self._ask(_wire.submit_call(request, settings, key, job_id), Job)
 
     def get(self, job_id: str) -> Job:
         """The job as it is now."""

@@ -70,6 +70,7 @@ CODES: Mapping[str, CodeEntry] = {
     "request.idempotency_mismatch": CodeEntry(
         422, ExitCode.CONFLICT, "The idempotency key was used for another request."
     ),
+    "request.job_exists": CodeEntry(409, ExitCode.CONFLICT, "A job with this id, made by another request, exists."),
     "request.unauthorized": CodeEntry(401, ExitCode.AUTH, "The token is missing or not valid."),
     "request.too_many_tokens": CodeEntry(429, ExitCode.AUTH, "Too many wrong tokens came from one address."),
     "request.wrong_host": CodeEntry(421, ExitCode.AUTH, "The service is not served under the name in the URL."),

@@ -109,7 +109,7 @@ _REQUEST_FIELDS = frozenset({
     "to", "tag", "profile", "source", "target", "target_profile", "dtype", "layout", "options", "replicas",
     "exclude_frozen", "model_files", "opaque", "overwrite", "on_overflow", "verify", "memory_limit", "part_size",
     "memory_limit_bytes", "part_bytes", "threads", "server_copy", "offload", "label", "max_attempts", "wait",
-    "idempotency_key", "wait_timeout", "max_workers", "priority", "workers",
+    "idempotency_key", "id", "job_id", "wait_timeout", "max_workers", "priority", "workers",
     "worker", "json", "as_json", "quiet", "url", "help", "max_shard_size",
 })  # fmt: skip
 """Names that requests and commands have taken."""

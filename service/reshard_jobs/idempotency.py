@@ -1,4 +1,4 @@
-"""Idempotency keys: two POST requests with the same key create one job.
+"""Idempotency keys: two POST requests with the same key create one job, and so do two PUT requests with one job id.
 
 A key is *held* while its first request is being validated, and *bound* to its job in the transaction
 that creates the job. A hold expires, so that the keys of an API process that died become free.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,14 @@ from sqlalchemy import delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, printable
 from reshard_jobs.database import Database
 from reshard_jobs.tables import IdempotencyRow, db_now
 
 HOLD_S = 30.0
+_OWN_ID = re.compile("(?!job_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_JOB_KEY = "\x1fjob/"
+"""The beginning of the keys that stand for job ids. A key that a caller sends has only printable characters."""
 MAX_KEY_CHARS = 255
 
 
@@ -49,6 +53,7 @@ class IdempotencyKeys:
         Raises:
             RequestError: `request.idempotency_mismatch`: the key names another request.
                 `request.idempotency_conflict`: its first request is in flight; retry is safe.
+                `request.invalid`: the key is too long, or not printable.
         """
         if not 0 < len(key) <= MAX_KEY_CHARS or not key.isprintable():
             raise RequestError(
@@ -56,6 +61,30 @@ class IdempotencyKeys:
                 f"the idempotency key is not 1 to {MAX_KEY_CHARS} printable characters",
                 fix="use a UUID",
             )
+        return self._begin(key, body_fingerprint)
+
+    def begin_job(self, job_id: str, body_fingerprint: str) -> Hold | str:
+        """Hold the id that a caller gives to a new job, or find that the job exists.
+
+        Raises:
+            RequestError: `request.job_exists`: another request made the job.
+                `request.idempotency_conflict`: its first request is in flight; retry is safe.
+                `request.invalid`: it is no id that callers may give.
+        """
+        if _OWN_ID.fullmatch(job_id) is None:
+            raise RequestError(
+                "request.invalid",
+                f"{printable(job_id, max_chars=64)!r} cannot be the id of a job",
+                fix="use 1 to 64 ASCII letters, digits, '.', '_' and '-', with a letter or digit first, and not `job_`",
+            )
+        try:
+            return self._begin(_JOB_KEY + job_id, body_fingerprint)
+        except RequestError as error:
+            if error.code == "request.idempotency_mismatch":
+                raise job_exists(job_id) from error
+            raise
+
+    def _begin(self, key: str, body_fingerprint: str) -> Hold | str:
         hold = Hold(key, secrets.token_hex(16))
         values = {"fingerprint": body_fingerprint, "holder": hold.holder, "held_until": db_now() + HOLD_S}
         with self._database.write() as session:
@@ -116,6 +145,16 @@ def bind(session: Session, hold: Hold, job_id: str) -> None:
     ).one_or_none()
     if bound is None:
         raise conflict()
+
+
+def job_exists(job_id: str) -> RequestError:
+    """The error for the id of a job that another request made."""
+    return RequestError(
+        "request.job_exists",
+        f"the job {job_id!r} exists, and was made by another request",
+        fix="send the same request as the first time, or choose another id",
+        details={"job_id": job_id},
+    )
 
 
 def conflict() -> RequestError:

@@ -16,7 +16,7 @@ from reshard.models import JobState
 
 MAX_PAGE_SIZE = 200
 _END_OF_TIME = 1e11
-_JOB_ID = re.compile(r"job_[a-z2-7]{24}")
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from reshard.errors import JobError, RequestError, printable
 from reshard.models import ConvertRequest, Job, JobEvent, JobKind, JobList, JobState, WorkShare
 from reshard_jobs.database import Database
-from reshard_jobs.idempotency import Hold, bind
+from reshard_jobs.idempotency import Hold, bind, job_exists
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter, make_token, read_token
 from reshard_jobs.records import event_of, job_of
 from reshard_jobs.roots import normalized_url
@@ -38,16 +38,20 @@ class JobStore:
         max_workers: int = 0,
         priority: int = 0,
         hold: Hold | None = None,
+        job_id: str | None = None,
     ) -> Job:
         """Record a job as QUEUED and, in the same transaction, bind the idempotency key.
 
         Raises:
             RequestError: `request.idempotency_conflict`: the key was lost to another request;
+                `request.job_exists`: there is a job with this id;
                 `request.invalid`: the target is ambiguous.
         """
-        # `pages` checks for this form of an id.
-        job_id = f"job_{base64.b32encode(secrets.token_bytes(15)).decode().lower()}"
+        if job_id is None:
+            job_id = f"job_{base64.b32encode(secrets.token_bytes(15)).decode().lower()}"
         with self._database.write() as session:
+            if session.get(JobRow, job_id) is not None:
+                raise job_exists(job_id)
             row = session.scalars(
                 insert(JobRow)
                 .values(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response
@@ -40,6 +41,18 @@ async def submit(
     return accepted(job)
 
 
+@router.put("/{job_id}", status_code=202, response_model=Job, responses={200: {"model": Job}})
+async def put(job_id: str, body: SubmitRequest, context: Context, prefer: Annotated[str, Header()] = "") -> Response:
+    """Accept a conversion under an id that the caller chooses.
+
+    The same request again finds the same job: 200 if it has ended, 202 if not. Another request with this id is 409.
+    """
+    job = await _create(context, body, None, job_id)
+    if match := _PREFER_WAIT.search(prefer):
+        job, _ = await _wait(context, job.id, float(match[1]), None)
+    return JSONResponse(job.model_dump(mode="json")) if job.done else accepted(job)
+
+
 def accepted(job: Job) -> Response:
     """The answer 202 with `Location` and `Retry-After`."""
     path = job.links["self"]
@@ -47,10 +60,14 @@ def accepted(job: Job) -> Response:
     return JSONResponse(job.model_dump(mode="json"), status_code=202, headers=headers)
 
 
-async def _create(context: ServiceContext, body: SubmitRequest, key: str | None) -> Job:
+async def _create(context: ServiceContext, body: SubmitRequest, key: str | None, job_id: str | None = None) -> Job:
     hold = None
-    if key is not None:
-        found = await run_in_threadpool(context.keys.begin, key, fingerprint(body.model_dump(mode="json")))
+    if job_id is not None or key is not None:
+        digest = fingerprint(body.model_dump(mode="json"))
+        begin = (
+            partial(context.keys.begin_job, job_id) if job_id is not None else partial(context.keys.begin, key or "")
+        )
+        found = await run_in_threadpool(begin, digest)
         if isinstance(found, str):
             return await run_in_threadpool(context.store.get, found)
         hold = found
@@ -66,6 +83,7 @@ async def _create(context: ServiceContext, body: SubmitRequest, key: str | None)
                 max_workers=body.max_workers,
                 priority=body.priority,
                 hold=hold,
+                job_id=job_id,
             )
         )
     except ReshardError:

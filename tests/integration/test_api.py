@@ -32,6 +32,9 @@ class Api:
     def post(self, path: str, body: Any = None, **headers: str) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=20)
 
+    def put(self, path: str, body: Any) -> httpx.Response:
+        return httpx.put(f"{self.url}{path}", json=body, timeout=20)
+
     def get(self, path: str, **headers: str) -> httpx.Response:
         return httpx.get(f"{self.url}{path}", headers=headers, timeout=20)
 
@@ -111,6 +114,68 @@ def test_idempotency_key_sixteen_at_once(api: Api) -> None:
     }
     assert len({answer.json()["id"] for answer in answers if answer.status_code == 202}) == 1
     assert len(api.get("/v1/jobs?label=n=16").json()["jobs"]) == 1
+
+
+def test_job_with_an_id_of_its_own(api: Api) -> None:
+    path = "/v1/jobs/run1-step.500"
+    first = api.put(path, api.body())
+    again = api.put(path, api.body())
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert first.json()["id"] == again.json()["id"] == "run1-step.500"
+    assert first.headers["location"] == path
+    assert api.get(path).json()["state"] == "QUEUED"
+    other = api.put(path, api.body("other"))
+    assert (other.status_code, other.json()["code"]) == (409, "request.job_exists")
+    listed = api.get("/v1/jobs?page_size=1").json()
+    assert [job["id"] for job in listed["jobs"]] == ["run1-step.500"]
+    assert api.get(f"/v1/jobs?page_size=1&page_token={listed['next_page_token']}").status_code == 200
+    refused = api.put("/v1/jobs/corrected", api.body(refuse="source.not_found"))
+    assert refused.json()["code"] == "source.not_found"
+    assert api.put("/v1/jobs/corrected", api.body()).status_code == 202
+    assert api.post(f"{path}/cancel").json()["state"] == "CANCELLED"
+    assert api.put(path, api.body()).status_code == 200
+
+
+@pytest.mark.parametrize("job_id", ["job_mine", "-x", ".x", "a b", "a%2Fb", "%00", "ä", "x" * 65, "%1fjob"])
+def test_id_that_no_caller_may_give(api: Api, job_id: str) -> None:
+    answer = api.put(f"/v1/jobs/{job_id}", api.body())
+    assert answer.status_code in (404, 405, 422)
+    assert answer.json()["code"] in ("request.invalid", "request.not_found")
+
+
+def test_sixteen_requests_with_one_id_at_once_make_one_job(api: Api) -> None:
+    answers: list[httpx.Response] = []
+    start = threading.Barrier(16)
+
+    def put(number: int) -> None:
+        start.wait()
+        answers.append(api.put("/v1/jobs/one-of-two", api.body(f"out{number % 2}")))
+
+    threads = [threading.Thread(target=put, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {a.status_code for a in answers} <= {202, 409}
+    codes = {a.json()["code"] for a in answers if a.status_code == 409}
+    assert codes <= {"request.idempotency_conflict", "request.job_exists"}
+    made = {a.json()["request"]["target"] for a in answers if a.status_code == 202}
+    assert len(made) == 1
+    assert api.get("/v1/jobs/one-of-two").json()["request"]["target"] == made.pop()
+
+
+def test_key_of_a_caller_is_no_job_id(api: Api) -> None:
+    assert api.post("/v1/jobs", api.body(), **{"Idempotency-Key": "job/apart"}).status_code == 202
+    assert api.put("/v1/jobs/apart", api.body("other")).status_code == 202
+
+
+def test_client_submits_under_an_id_of_its_own(api: Api) -> None:
+    with client_of(api.url) as client:
+        for _ in range(2):
+            job = client.submit(scripted(), str(api.directory / "own"), to="universal", job_id="of-the-client")
+            assert job.id == "of-the-client"
+        with pytest.raises(RequestError, match=r"request\.job_exists"):
+            client.submit(scripted(), str(api.directory / "else"), to="universal", job_id="of-the-client")
 
 
 def test_client_submissions_with_one_key_at_once_all_get_the_job(api: Api) -> None:

@@ -64,6 +64,10 @@ def submit(
     idempotency_key: Annotated[
         str | None, typer.Option(help="Submitting with the same key again finds the same job.")
     ] = None,
+    job_id: Annotated[
+        str | None,
+        typer.Option("--id", metavar="ID", help="Id of the job; submitting with the same id again finds the same job."),
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends; the exit code is the job's.")] = False,
     wait_timeout: WaitTimeout = None,
     as_json: JsonFlag = False,
@@ -79,6 +83,7 @@ def submit(
             max_workers=max_workers,
             priority=priority,
             idempotency_key=idempotency_key,
+            job_id=job_id,
         )
         if not wait and wait_timeout is None:
             _say(job.model_dump_json() if as_json else job.id)
