@@ -118,7 +118,7 @@ class Client:
     ) -> Job:
         """Submit a conversion. A second call with the same idempotency key, or the same job id, returns the same job.
 
-        `job_id` is an id of your own, such as that of a scheduler's step: 1 to 64 letters, digits, `.`, `_` and `-`.
+        `job_id` is an id of your own, such as that of a scheduler's step: 1 to 40 letters, digits, `.`, `_` and `-`.
         `max_workers` limits how many workers run the job at once: 0 is the service's default, 1 forbids helpers.
 
         Raises:

@@ -19,10 +19,10 @@ from sqlalchemy.orm import Session
 
 from reshard.errors import RequestError, printable
 from reshard_jobs.database import Database
-from reshard_jobs.tables import IdempotencyRow, db_now
+from reshard_jobs.tables import MAX_ID_CHARS, IdempotencyRow, db_now
 
 HOLD_S = 30.0
-_OWN_ID = re.compile("(?!job_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_OWN_ID = re.compile(f"(?!job_)[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 _JOB_KEY = "\x1fjob/"
 """The beginning of the keys that stand for job ids. A key that a caller sends has only printable characters."""
 MAX_KEY_CHARS = 255
@@ -75,7 +75,7 @@ class IdempotencyKeys:
             raise RequestError(
                 "request.invalid",
                 f"{printable(job_id, max_chars=64)!r} cannot be the id of a job",
-                fix="use 1 to 64 ASCII letters, digits, '.', '_' and '-', with a letter or digit first, and not `job_`",
+                fix="use 1 to 40 ASCII letters, digits, '.', '_' and '-', with a letter or digit first, and not `job_`",
             )
         try:
             return self._begin(_JOB_KEY + job_id, body_fingerprint)

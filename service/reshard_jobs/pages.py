@@ -13,10 +13,11 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models import JobState
+from reshard_jobs.tables import MAX_ID_CHARS
 
 MAX_PAGE_SIZE = 200
 _END_OF_TIME = 1e11
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_JOB_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ UPGRADES = {
     )
 }
 """The statements that make the columns of the next version from a version's. Missing tables are created before."""
+MAX_ID_CHARS = 40
+"""Longest id of a job: PostgreSQL refuses longer ones."""
 MAX_SEQ = (1 << 31) - 1
 """Largest sequence number of an event: the largest value of the column in every database."""
 
@@ -65,7 +67,7 @@ class JobRow(Base):
 
     __tablename__ = "jobs"
 
-    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    id: Mapped[str] = mapped_column(String(MAX_ID_CHARS), primary_key=True)
     kind: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     request: Mapped[str] = mapped_column(Text)

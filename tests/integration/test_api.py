@@ -136,7 +136,7 @@ def test_job_with_an_id_of_its_own(api: Api) -> None:
     assert api.put(path, api.body()).status_code == 200
 
 
-@pytest.mark.parametrize("job_id", ["job_mine", "-x", ".x", "a b", "a%2Fb", "%00", "ä", "x" * 65, "%1fjob"])
+@pytest.mark.parametrize("job_id", ["job_mine", "-x", ".x", "a b", "a%2Fb", "%00", "ä", "x" * 41, "%1fjob"])
 def test_id_that_no_caller_may_give(api: Api, job_id: str) -> None:
     answer = api.put(f"/v1/jobs/{job_id}", api.body())
     assert answer.status_code in (404, 405, 422)

@@ -17,6 +17,7 @@ from reshard_jobs.leases import JobClaim, Leases
 from reshard_jobs.pages import JobFilter
 from reshard_jobs.reaper import Reaper
 from reshard_jobs.store import JobStore
+from reshard_jobs.tables import MAX_ID_CHARS
 
 LEASE_S = 1.2
 """Long beside a commit that a busy disk delays, short beside a test's time."""
@@ -367,6 +368,18 @@ def test_many_posts_with_one_key_make_one_job(jobs: Jobs) -> None:
     with pytest.raises(RequestError, match="idempotency_mismatch"):
         jobs.keys.begin("key", "another body")
     assert len(jobs.store.list().jobs) == 1
+
+
+def test_the_longest_id_of_a_caller_is_stored_whole(jobs: Jobs) -> None:
+    name = "x" * MAX_ID_CHARS
+    held = jobs.keys.begin_job(name, "body")
+    assert isinstance(held, Hold)
+    assert jobs.store.create(REQUEST, hold=held, job_id=name).id == name
+    assert jobs.keys.begin_job(name, "body") == jobs.store.get(name).id == name
+    with pytest.raises(RequestError, match="job_exists"):
+        jobs.store.create(REQUEST, job_id=name)
+    with pytest.raises(RequestError, match=r"request\.invalid"):
+        jobs.keys.begin_job(name + "x", "body")
 
 
 def test_a_refused_request_frees_its_key(jobs: Jobs) -> None:
