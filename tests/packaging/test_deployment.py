@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import typer
 import yaml
@@ -121,6 +124,53 @@ def test_kustomize_lists_files_that_exist() -> None:
     directory = ROOT / "deploy" / "kubernetes"
     listed = yaml.safe_load((directory / "kustomization.yaml").read_text())["resources"]
     assert all((directory / name).exists() for name in listed)
+
+
+@pytest.mark.parametrize("path", [p for p in MANIFESTS if p.name != "kustomization.yaml"], ids=lambda path: path.name)
+def test_manifests_are_what_kubernetes_knows(path: Path) -> None:
+    for document in yaml.safe_load_all(path.read_text()):
+        kubernetes_validate.validate(document, "1.37", strict=True)
+
+
+def test_a_misspelt_field_is_found() -> None:
+    budget = next(yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "disruption.yaml").read_text()))
+    budget["spec"]["minAvailble"] = budget["spec"].pop("minAvailable")
+    with pytest.raises(kubernetes_validate.ValidationError, match="minAvailble"):
+        kubernetes_validate.validate(budget, "1.37", strict=True)
+
+
+def test_policies_and_budgets_select_the_pods_that_are_deployed() -> None:
+    directory = ROOT / "deploy" / "kubernetes"
+    names = ("api.yaml", "worker.yaml", "worker-gpu.yaml", "disruption.yaml", "network.yaml")
+    documents = [d for name in names for d in yaml.safe_load_all((directory / name).read_text())]
+    pods = [d["spec"]["template"]["metadata"]["labels"] for d in documents if d["kind"] == "Deployment"]
+    selectors = [d["spec"].get("selector") or d["spec"].get("podSelector") for d in documents if "Policy" in d["kind"]]
+    selectors += [d["spec"]["selector"] for d in documents if d["kind"] == "PodDisruptionBudget"]
+    chosen = [[labels["app.kubernetes.io/component"] for labels in pods if _selects(s, labels)] for s in selectors]
+    assert sorted(chosen) == [["api"], ["api"], ["worker", "worker-gpu"], ["worker", "worker-gpu"]]
+
+
+def _selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    wanted = selector.get("matchLabels", {}).items() <= labels.items()
+    return wanted and all(labels.get(e["key"]) in e["values"] for e in selector.get("matchExpressions", []))
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_kustomize_renders_the_autoscaler() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name) / "kubernetes"
+        shutil.copytree(ROOT / "deploy" / "kubernetes", copy)
+        kustomization = copy / "kustomization.yaml"
+        kustomization.write_text(kustomization.read_text() + "components: [autoscaling]\n")
+        rendered = subprocess.run(
+            ["kubectl", "kustomize", str(copy)], capture_output=True, text=True, check=True
+        ).stdout
+    documents = {(d["kind"], d["metadata"]["name"]): d for d in yaml.safe_load_all(rendered)}
+    scaler = documents["ScaledObject", "reshard-worker"]
+    assert scaler["metadata"]["namespace"] == "reshard"
+    assert ("Deployment", scaler["spec"]["scaleTargetRef"]["name"]) in documents
+    assert "replicas" not in documents["Deployment", "reshard-worker"]["spec"]
+    assert documents["Deployment", "reshard-api"]["spec"]["replicas"] == 2
 
 
 def test_kustomize_leaves_the_training_examples_to_their_users() -> None:
