@@ -12,6 +12,7 @@ from fastapi.security import HTTPBearer
 from reshard.errors import RequestError
 from reshard_jobs.database import Database
 from reshard_jobs.idempotency import IdempotencyKeys
+from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
 from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login
 from reshard_service.access import AccessControl, WrongTokens
@@ -56,7 +57,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         keys=IdempotencyKeys(database),
         prober=Prober(settings),
         doorbell=make_doorbell(settings.jobs.broker_url),
-        metrics=Metrics(store),
+        metrics=Metrics(store, JobStatistics(database)),
         wrong_tokens=wrong_tokens,
     )
 

@@ -8,7 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
+from reshard_service.queue_metrics import QueueCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,9 +46,10 @@ class JobCollector(Collector):
 class Metrics:
     """The metrics of one application, in a registry of their own."""
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: JobStore, statistics: JobStatistics) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(JobCollector(store))
+        self._registry.register(QueueCollector(statistics))
         self._requests = Counter(
             "reshard_http_requests_total", "HTTP requests.", ["method", "route", "status"], registry=self._registry
         )

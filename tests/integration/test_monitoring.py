@@ -1,0 +1,121 @@
+"""Alerts and the dashboard ask for metrics and labels that a real `/metrics` has, and each alert has its runbook."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import promql_parser as promql
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import update
+
+from house.repository import ROOT
+from reshard.models import ConvertRequest, JobState, SourceSpec, TargetFormat
+from reshard_jobs.database import Database
+from reshard_jobs.statistics import LATELY_S, JobStatistics
+from reshard_jobs.store import JobStore
+from reshard_jobs.tables import JobRow, db_now
+from servers.scripted import scripted
+from servers.stack import Stack
+
+MONITORING = ROOT / "deploy" / "monitoring"
+SCRAPED = {"up": {"job", "instance"}}
+"""What Prometheus itself makes when it reads a target."""
+
+
+def alerts() -> list[dict[str, Any]]:
+    return [
+        rule for group in yaml.safe_load((MONITORING / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+    ]
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    for rule in alerts():
+        yield rule["alert"], rule["expr"]
+    for panel in json.loads((MONITORING / "dashboard.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, set[str]]:
+    """The labels of each sample of a real API that has been asked for a few things."""
+    directory = tmp_path_factory.mktemp("api")
+    stack = Stack(directory / "logs", f"sqlite:///{directory}/jobs.db")
+    with stack.api() as url:
+        body = {"source": {"url": scripted()}, "target": str(directory / "out"), "to": "universal"}
+        assert httpx.post(f"{url}/v1/jobs", json=body, timeout=20).status_code == 202
+        assert httpx.get(f"{url}/v1/jobs/none", timeout=20).status_code == 404
+        text = httpx.get(f"{url}/metrics", timeout=20).text
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return {**found, **SCRAPED}
+
+
+def selectors(expression: object) -> Iterator[promql.VectorSelector]:
+    """All vector selectors of a parsed expression."""
+    if isinstance(expression, promql.VectorSelector):
+        yield expression
+    elif isinstance(expression, promql.Call):
+        for argument in expression.args:
+            yield from selectors(argument)
+    else:
+        for name in ("expr", "lhs", "rhs", "vector_selector", "vs"):
+            if (inner := getattr(expression, name, None)) is not None:
+                yield from selectors(inner)
+
+
+@pytest.mark.parametrize(("name", "expression"), list(expressions()))
+def test_queries_ask_for_what_the_api_shows(name: str, expression: str, metrics: Mapping[str, set[str]]) -> None:
+    found = list(selectors(promql.parse(expression)))
+    assert found, f"{name}: no metric in {expression}"
+    assert len(found) == len(re.findall(r"reshard_\w+|\bup\b", expression))
+    for selector in found:
+        assert selector.name in metrics, f"{name}: {selector.name}"
+        labels = {matcher.name for matcher in selector.matchers.matchers}
+        assert labels <= metrics[selector.name], f"{name}: {labels}"
+    grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(",")}
+    assert grouped <= {label for selector in found for label in metrics[selector.name]}
+
+
+def test_each_alert_has_a_runbook_and_each_runbook_an_alert() -> None:
+    pages = {rule["annotations"]["runbook"]: rule["alert"] for rule in alerts()}
+    for page, alert in pages.items():
+        assert (ROOT / page).read_text().startswith(f"# {alert}\n")
+    assert {Path(page).name for page in pages} == {p.name for p in (ROOT / "docs" / "runbooks").glob("*.md")} - {
+        "README.md"
+    }
+
+
+def job(database: Database, state: JobState, **values: Any) -> None:
+    request = ConvertRequest(source=SourceSpec(url="/a"), target="/b", to=TargetFormat.UNIVERSAL)
+    made = JobStore(database).create(request)
+    with database.write() as session:
+        session.execute(update(JobRow).where(JobRow.id == made.id).values(state=state.value, **values))
+
+
+def test_statistics_of_jobs(database_url: str) -> None:
+    database = Database(database_url)
+    statistics = JobStatistics(database)
+    assert statistics.queue_age_s() == 0
+    assert statistics.ended_lately() == {JobState.SUCCEEDED: 0, JobState.FAILED: 0, JobState.CANCELLED: 0}
+    job(database, JobState.QUEUED, created_at=db_now() - 100)
+    job(database, JobState.QUEUED, created_at=db_now() - 900, not_before=db_now() - 50)
+    job(database, JobState.QUEUED, created_at=db_now() - 900, not_before=db_now() + 50)
+    job(database, JobState.RUNNING, created_at=db_now() - 900)
+    assert 100 <= statistics.queue_age_s() < 160
+    job(database, JobState.SUCCEEDED, finished_at=db_now() - 10, attempt=1)
+    job(database, JobState.SUCCEEDED, finished_at=db_now() - 10, attempt=3, releases=2)
+    job(database, JobState.FAILED, finished_at=db_now() - 10, attempt=3)
+    job(database, JobState.FAILED, finished_at=db_now() - LATELY_S - 10, attempt=3)
+    assert statistics.ended_lately() == {JobState.SUCCEEDED: 2, JobState.FAILED: 1, JobState.CANCELLED: 0}
+    assert statistics.retried_lately() == 1
+    database.close()
