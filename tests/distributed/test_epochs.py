@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from reshard.errors import StorageError
 from reshard_engine.distributed.crc_parts import CrcParts
 from reshard_engine.distributed.epoch import RunClaim
 from reshard_engine.distributed.epoch_member import EpochLostError
@@ -12,6 +13,7 @@ from reshard_engine.distributed.object_coordination import ObjectCoordination
 from reshard_engine.distributed.runs import Run, Waves
 from reshard_engine.distributed.worker import DistributedWorker
 from reshard_engine.plan.model import Chunk, Unit
+from reshard_engine.testing.faults import Fault, FaultyStore, Steps
 from reshard_engine.testing.memory_store import MemoryStore
 
 TIMING = Timing(lease_s=10.0, poll_s=0.1)
@@ -68,6 +70,21 @@ def test_a_second_epoch_collects_the_first() -> None:
     second = begin(store, "abc-2-000000000002", first)
     assert second.epoch.number == 2
     assert [n for n in store.names() if n == "epoch-000001" or n.startswith("000001/")] == []
+
+
+def test_an_epoch_whose_first_heartbeat_failed_is_removed() -> None:
+    """Seed 2567 of the simulation: the conversion had ended, so no other worker came to remove it."""
+    memory = MemoryStore()
+    steps = Steps({3: Fault.ERROR_BEFORE})
+    worker = a_worker(ObjectCoordination(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
+    with pytest.raises(StorageError):
+        worker.enter()
+    failed = steps.done[2]
+    assert (failed.name, failed.path) == ("put", "bucket/journal/workers/beats/abc-1-000000000001")
+    store = ObjectCoordination(memory, "bucket/journal/workers")
+    assert list(store.names()) == ["epoch-000001"]
+    worker.leave()
+    assert list(store.names()) == []
 
 
 def test_the_end_that_a_lost_owner_wrote_does_not_end_the_run() -> None:

@@ -116,15 +116,15 @@ class EpochMember(ABC):
             elif not begin:
                 self._clock.sleep(self._timing.slow_poll_s)
             elif self._store.create(epoch_name(next_ := last_number(names) + 1), RunClaim(self._name).to_text()) and (
-                self._join(Epoch(self._store, next_))
+                self._join(Epoch(self._store, next_), began=True)
             ):
-                self._began = True
                 return True
 
-    def _join(self, epoch: Epoch) -> bool:
-        """Become a member of an epoch; False if a newer one has begun meanwhile."""
+    def _join(self, epoch: Epoch, *, began: bool = False) -> bool:
+        """Become a member of an epoch, which this worker may have begun; False if a newer one has begun meanwhile."""
         self.epoch, self._ended, self._written = epoch, None, []
-        self._began = self._ready = self._left = self._is_over = self._declared = self.failed_for_all = False
+        self._began = began  # known before the heartbeat, which may fail: `leave` removes an epoch without workers
+        self._ready = self._left = self._is_over = self._declared = self.failed_for_all = False
         self._fences = {}
         self._begin()
         self.beat()
