@@ -12,6 +12,7 @@ from reshard_engine.distributed.members import Members, Timing
 from reshard_engine.distributed.object_coordination import ObjectCoordination
 from reshard_engine.distributed.runs import Run, Waves
 from reshard_engine.distributed.worker import DistributedWorker
+from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Chunk, Unit
 from reshard_engine.testing.faults import Fault, FaultyStore, Steps
 from reshard_engine.testing.memory_store import MemoryStore
@@ -84,6 +85,21 @@ def test_an_epoch_whose_first_heartbeat_failed_is_removed() -> None:
     store = ObjectCoordination(memory, "bucket/journal/workers")
     assert list(store.names()) == ["epoch-000001"]
     worker.leave()
+    assert list(store.names()) == []
+
+
+def test_a_segment_that_was_written_too_late_is_removed_although_its_acknowledgement_was_lost() -> None:
+    """Seed 2801 of the simulation: the worker did not look at the epoch again after the failed call."""
+    script = {0: Fault.ERROR_BEFORE}  # operations count from 1
+    memory, steps = MemoryStore(), Steps(script)
+    worker = begin(ObjectCoordination(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
+    worker.put_record(UnitRecord(0, ()))
+    store = ObjectCoordination(memory, "bucket/journal/workers")
+    store.delete(list(store.names()))  # another worker has ended the conversion
+    script |= {len(steps.done) + 1: Fault.ERROR_AFTER, len(steps.done) + 2: Fault.ERROR_BEFORE}
+    worker.leave()
+    written = [o.path for o in steps.done if "/segment-" in o.path and o.name == "put"]
+    assert written == ["bucket/journal/workers/000001/segment-0.0-0001-1"]
     assert list(store.names()) == []
 
 

@@ -180,11 +180,12 @@ class EpochMember(ABC):
             self._ticking.release()
 
     def _leave(self) -> None:
-        with suppress(ReshardError, EpochLostError):
-            if self._ended is None:
+        if self._ended is None:
+            with suppress(ReshardError, EpochLostError):
                 self.flush()
-                # A worker that fails because the conversion has just ended must know it, to remove what it wrote since.
-                self.look()
+            # A worker that fails because the conversion has just ended must know it, to remove what it wrote since.
+            # What a flush wrote may be there although the flush failed.
+            self._look_at_last()
         doomed = [f"{BEATS}{self._name}", self.epoch.name(f"idle-{self._name}")]
         if isinstance(self._ended, EpochLostError):
             doomed += self._still_there(self._written)
@@ -200,6 +201,20 @@ class EpochMember(ABC):
         if (self._declared or self._view.failed) and not (self._ready or self._view.ready):
             with suppress(ReshardError):
                 self._remove_failed()
+
+    def _look_at_last(self) -> None:
+        """Look, although the store may be away for a while. Errors are ignored."""
+        for _ in range(_LEAVE_TRIES):
+            try:
+                self.look()
+            except EpochLostError:
+                return
+            except ReshardError as error:
+                if not error.retryable:
+                    return
+                self._clock.sleep(self._timing.poll_s)
+            else:
+                return
 
     def _remove_failed(self) -> None:
         """Remove an epoch that failed before it was ready, which holds nothing of use, if this worker is the last."""
