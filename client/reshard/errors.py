@@ -61,6 +61,9 @@ CODES: Mapping[str, CodeEntry] = {
     "request.target_busy": CodeEntry(409, ExitCode.CONFLICT, "Another conversion is writing the target."),
     "request.overlap": CodeEntry(422, ExitCode.USAGE, "Source and target overlap."),
     "request.budget_too_small": CodeEntry(422, ExitCode.REFUSED, "No plan fits the memory limit."),
+    "request.above_maximum": CodeEntry(
+        422, ExitCode.REFUSED, "The request asks for more memory or threads than the operator allows."
+    ),
     "request.unsatisfiable": CodeEntry(422, ExitCode.REFUSED, "The source cannot be converted to this target."),
     "request.root_forbidden": CodeEntry(403, ExitCode.AUTH, "The URL is outside the service's roots."),
     "request.unknown_profile": CodeEntry(422, ExitCode.USAGE, "No storage profile has this name."),

@@ -15,7 +15,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, printable
+from reshard_jobs.maxima import MOST_THREADS, Maxima, maxima_of_this_machine
 from reshard_jobs.roots import Roots
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, title="a number of seconds above 0")]
@@ -24,6 +26,11 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, title="a number of s
 
 def _roots(value: object) -> object:
     return Roots.parse(value) if isinstance(value, str) else value
+
+
+def size(value: object) -> object:
+    """The bytes of a size such as `8GiB`, as a validator of a setting."""
+    return parse_size(value) if isinstance(value, str) else value
 
 
 class EnvironmentSettings(BaseSettings):
@@ -77,6 +84,8 @@ class JobSettings(EnvironmentSettings):
         lease_s: Seconds for which a silent worker keeps its job.
         heartbeat_s: Seconds between two renewals of a lease by its worker.
         reaper_s: Seconds between two searches for lost leases, and for queued jobs whose message was lost.
+        max_memory_bytes: Largest memory limit that a request may name; None for the memory of the worker's machine.
+        max_threads: Most threads that a request may name; None for a number by the worker's machine.
     """
 
     database_url: str = Field(default="sqlite:///reshard-jobs.db", validation_alias="RESHARD_DATABASE_URL")
@@ -87,6 +96,18 @@ class JobSettings(EnvironmentSettings):
     lease_s: Seconds = Field(default=60.0, validation_alias="RESHARD_LEASE_S")
     heartbeat_s: Seconds = Field(default=10.0, validation_alias="RESHARD_HEARTBEAT_S")
     reaper_s: Seconds = Field(default=15.0, validation_alias="RESHARD_REAPER_S")
+    max_memory_bytes: Annotated[int | None, BeforeValidator(size)] = Field(
+        default=None, ge=1, validation_alias="RESHARD_MAX_MEMORY_BYTES", title="a size such as 8GiB"
+    )
+    max_threads: int | None = Field(
+        default=None, ge=1, le=MOST_THREADS, validation_alias="RESHARD_MAX_THREADS", title="a number from 1 to 1024"
+    )
+
+    def maxima(self, *, runs_jobs: bool) -> Maxima:
+        """What a request may ask for at most. `runs_jobs`: jobs run on this machine, so its own size counts."""
+        default = maxima_of_this_machine() if runs_jobs else Maxima()
+        memory_bytes = default.memory_bytes if self.max_memory_bytes is None else self.max_memory_bytes
+        return Maxima(memory_bytes, default.threads if self.max_threads is None else self.max_threads)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> JobSettings:

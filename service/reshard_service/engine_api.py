@@ -18,6 +18,7 @@ router = APIRouter(prefix="/v1", tags=["checkpoints"])
 @router.post("/plans", response_model=PlanSummary)
 async def plan(body: ConvertRequest, context: Context) -> Response:
     """Plan a conversion. Answers 202 with a planning-only job if planning takes longer than a request may."""
+    body = context.settings.maxima.allowed_request(body)
     request = await run_in_threadpool(context.settings.jobs.roots.allowed_request, body)
     try:
         summary = await context.prober.plan(request, limit_s=context.settings.admission_s)

@@ -71,9 +71,10 @@ async def _create(context: ServiceContext, body: SubmitRequest, key: str | None,
         if isinstance(found, str):
             return await run_in_threadpool(context.store.get, found)
         hold = found
-    request = ConvertRequest.model_validate(body.model_dump(exclude=_OWN_FIELDS))
     settings = context.settings
     try:
+        asked = ConvertRequest.model_validate(body.model_dump(exclude=_OWN_FIELDS))
+        request = settings.maxima.allowed_request(asked)
         await admit(request, roots=settings.jobs.roots, prober=context.prober, limit_s=settings.admission_s)
         job = await run_in_threadpool(
             lambda: context.store.create(

@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
+from reshard_jobs.maxima import Maxima
 from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds
 
 
@@ -53,6 +54,11 @@ class ServiceSettings(EnvironmentSettings):
     max_body_bytes: int = 1 << 20
     head_s: Seconds = Field(default=10.0, validation_alias="RESHARD_HEAD_S")
     body_s: Seconds = Field(default=30.0, validation_alias="RESHARD_BODY_S")
+
+    @property
+    def maxima(self) -> Maxima:
+        """The memory and threads that a request may ask for. Without a broker, jobs run on this machine."""
+        return self.jobs.maxima(runs_jobs=not self.jobs.broker_url)
 
     @property
     def unprotected(self) -> tuple[str, ...]:

@@ -325,6 +325,35 @@ def test_operations(api: Api) -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"]
 
 
+def test_the_operator_sets_the_most_that_a_request_may_ask_for(tmp_path: Path) -> None:
+    extra = {"RESHARD_MAX_MEMORY_BYTES": "512MiB", "RESHARD_MAX_THREADS": "6"}
+    for broker in ("", "redis://127.0.0.1:1/0"):
+        stack = Stack(tmp_path / "logs", f"sqlite:///{tmp_path}/jobs.db", broker, extra=extra)
+        with stack.api() as url:
+            here = Api(url, stack, tmp_path)
+            key = {"Idempotency-Key": f"key-of-{broker}"}
+            for asked, maximum in (
+                ({"memory_limit_bytes": (512 << 20) + 1}, 512 << 20),
+                ({"memory_limit_bytes": 10**18, "threads": 1024}, 512 << 20),
+                ({"threads": 7}, 6),
+            ):
+                for path in ("/v1/jobs", "/v1/plans"):
+                    refused = here.post(path, {**here.body(), **asked}, **key)
+                    assert (refused.status_code, refused.json()["code"]) == (422, "request.above_maximum")
+                    assert str(maximum) in refused.json()["detail"]
+            assert here.post("/v1/jobs", {**here.body(), "memory_limit_bytes": 10**30}).status_code == 422
+            # A request that names nothing is taken, and its record says what it gets.
+            taken = here.post("/v1/jobs", here.body(), **key)
+            assert taken.status_code == 202
+            assert taken.json()["request"]["memory_limit_bytes"] == 512 << 20
+            assert here.post("/v1/jobs", {**here.body("o2"), "threads": 6}).status_code == 202
+
+
+def test_without_settings_a_request_is_measured_by_the_machine_that_runs_it(api: Api) -> None:
+    refused = api.post("/v1/jobs", {**api.body(), "memory_limit_bytes": 10**18, "threads": 1024})
+    assert (refused.status_code, refused.json()["code"]) == (422, "request.above_maximum")
+
+
 def test_tokens_and_roots(tmp_path: Path) -> None:
     allowed = tmp_path / "allowed"
     allowed.mkdir()

@@ -20,6 +20,7 @@ from reshard_jobs.leases import Leases
 from reshard_jobs.roots import Roots
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.store import JobStore
+from reshard_worker.commands import engine_command
 from reshard_worker.memory_limit import engine_memory_bytes
 from reshard_worker.protocol import Command, Result, parse_message
 from reshard_worker.settings import WorkerSettings
@@ -146,6 +147,38 @@ def test_an_engine_has_a_second_wall_around_its_memory(place: Workplace) -> None
     assert place.failure(place.create(hungry, f"{place.directory}/walled"), walled) == "checkpoint.too_large"
     free = SCRIPTED.model_copy(update={"engine_memory_bytes": 0})
     assert place.see_through(place.create(hungry, f"{place.directory}/free"), free).state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "maximum"),
+    [
+        ({}, {"memory_limit_bytes": 10**18, "threads": 1024}, None),
+        ({}, {"threads": 1024}, max(64, 4 * len(os.sched_getaffinity(0)))),
+        ({"max_memory_bytes": 4 << 30}, {"memory_limit_bytes": (4 << 30) + 1}, 4 << 30),
+        ({"max_threads": 3}, {"threads": 4}, 3),
+    ],
+)
+def test_a_request_does_not_choose_its_own_wall(
+    place: Workplace, settings: dict[str, int], asked: dict[str, int], maximum: int | None
+) -> None:
+    worker = SCRIPTED.model_copy(update={"jobs": JobSettings(**settings)})
+    ended = place.see_through(place.create(scripted(), f"{place.directory}/out", **asked), worker)
+    assert ended.error is not None
+    assert ended.error.code == "request.above_maximum"
+    assert ended.error.details["maximum"] == (maximum or ended.error.details["maximum"])
+    assert str(ended.error.details["maximum"]) in ended.error.detail
+    assert ended.attempt == 1
+
+
+def test_a_request_that_names_no_wall_gets_the_operators() -> None:
+    request = ConvertRequest(source=SourceSpec(url="/in"), target="/out", to=TargetFormat.UNIVERSAL)
+    small = WorkerSettings(jobs=JobSettings(max_memory_bytes=256 << 20, max_threads=1))
+    given = engine_command("convert", request, small).request
+    assert (given.memory_limit_bytes, given.threads) == (256 << 20, 1)
+    given = engine_command("convert", request, WorkerSettings()).request
+    assert (given.memory_limit_bytes, given.threads) == (request.memory_limit_bytes, None)
+    greedy = request.model_copy(update={"memory_limit_bytes": 10**18})
+    assert engine_command("discard", greedy, small).op == "discard"
 
 
 def test_the_wall_leaves_room_for_the_real_engine(place: Workplace) -> None:

@@ -28,9 +28,13 @@ def engine_command(
         workers: The number of workers that may run the job at once.
 
     Raises:
-        RequestError: A URL is outside this worker's own roots, which it checks independently of the API.
+        RequestError: A URL is outside this worker's own roots, or the request asks for more than this worker's maxima.
+            It checks both independently of the API.
     """
     judged = settings.jobs.roots.allowed_request(request)
+    maxima = settings.jobs.maxima(runs_jobs=True)
+    # A job that was refused for its size is cleaned up nevertheless.
+    judged = judged if op == "discard" else maxima.with_threads(maxima.allowed_request(judged))
     if settings.verify is VerifyLevel.FULL:
         judged = judged.model_copy(update={"verify": VerifyLevel.FULL})
     work = None

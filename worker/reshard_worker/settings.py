@@ -12,19 +12,14 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from reshard.cli.sizes import parse_size
 from reshard.models import VerifyLevel
-from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds
+from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds, size
 
 _RUNNER = (sys.executable, "-m", "reshard_worker.runner")
 
 
 def _command(value: object) -> object:
     return tuple(shlex.split(value)) if isinstance(value, str) else value
-
-
-def _size(value: object) -> object:
-    return parse_size(value) if isinstance(value, str) else value
 
 
 class WorkerSettings(EnvironmentSettings):
@@ -56,7 +51,7 @@ class WorkerSettings(EnvironmentSettings):
     term_grace_s: Seconds = 2.0
     discard_limit_s: Seconds = 60.0
     planning_limit_s: Seconds = Field(default=900.0, validation_alias="RESHARD_PLANNING_LIMIT_S")
-    engine_memory_bytes: Annotated[int | None, BeforeValidator(_size)] = Field(
+    engine_memory_bytes: Annotated[int | None, BeforeValidator(size)] = Field(
         default=None, validation_alias="RESHARD_ENGINE_MEMORY"
     )
     verify: VerifyLevel = Field(
@@ -68,7 +63,7 @@ class WorkerSettings(EnvironmentSettings):
     max_workers: int = Field(
         default=8, ge=1, le=1024, validation_alias="RESHARD_MAX_WORKERS", title="a number from 1 to 1024"
     )
-    share_bytes: Annotated[int, BeforeValidator(_size)] = Field(
+    share_bytes: Annotated[int, BeforeValidator(size)] = Field(
         default=1 << 30, ge=0, validation_alias="RESHARD_SHARE_BYTES", title="a size such as 1GiB"
     )
 
