@@ -10,7 +10,14 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, update
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    TimeoutError as PoolTimeout,
+)
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
@@ -30,6 +37,12 @@ def host_identity() -> str:
     except OSError:
         machine = ""
     return f"{platform.node()}/{machine}"
+
+
+def is_away(error: Exception) -> bool:
+    """True if a statement failed because the database is away or too busy: the same statement may succeed later."""
+    lost = isinstance(error, DBAPIError) and error.connection_invalidated
+    return lost or isinstance(error, OperationalError | InterfaceError | PoolTimeout)
 
 
 class Database:

@@ -180,7 +180,7 @@ class Leases:
             if row is None:
                 # The job is being cancelled: the next worker may clean up at once.
                 cancelling = JobRow.state == JobState.CANCELLING.value
-                row = _set(session, claim.job_id, *_fence(claim), cancelling, lease_until=db_now())
+                row = _set(session, claim.job_id, *_fence(claim), cancelling, lease_until=db_now(), owner=None)
             return _left(session, claim, row)
 
     def _end(self, claim: JobClaim, state: JobState, *, share: WorkShare | None = None, **values: Any) -> bool:
@@ -238,10 +238,10 @@ def _claimable() -> ColumnElement[bool]:
 
 
 def _runnable() -> tuple[ColumnElement[bool], ...]:
-    due = and_(JobRow.state == JobState.QUEUED.value, JobRow.not_before <= db_now())
-    orphaned = and_(JobRow.state.in_(_ACTIVE), JobRow.lease_until < db_now())
+    # A job whose lease has ended is not among them: only the reaper knows if its owner could have renewed it.
     return (
-        or_(due, orphaned),
+        JobRow.state == JobState.QUEUED.value,
+        JobRow.not_before <= db_now(),
         JobRow.cancel_requested == 0,
         JobRow.attempt - JobRow.releases < JobRow.max_attempts,
         _target_is_free((*ACTIVE, JobState.CANCELLING)),

@@ -1,6 +1,10 @@
 """Repairs jobs without an owner: lost leases, cancels without a worker, and jobs whose message was lost.
 
 Any number of reapers may run at once: each step is a conditional UPDATE.
+
+A lease can end because the database was away, not its owner. Nobody could sweep then, either. So the database keeps the
+time of the last sweep by any reaper. A sweep after a gap renews all leases: the owners have one more lease to come
+back. A SQLite file is never away.
 """
 
 from __future__ import annotations
@@ -8,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sqlalchemy import select, update
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, from_problem
@@ -16,10 +21,11 @@ from reshard_jobs.database import Database
 from reshard_jobs.helpers import help_wanted
 from reshard_jobs.leases import exhausted, owners_left, problem_json, work_waits
 from reshard_jobs.states import ACTIVE
-from reshard_jobs.tables import JobRow, WorkerRow, db_now
+from reshard_jobs.tables import JobRow, MetaRow, WorkerRow, db_now
 from reshard_jobs.transitions import move
 
 _BATCH = 500
+_SWEPT_AT = "swept_at"
 _CANCEL_GRACE_LEASES = 3.0
 """Number of leases after which a cancel that no worker has cleaned up ends without the clean-up."""
 
@@ -41,22 +47,44 @@ class Reaper:
     Args:
         database: The job database.
         lease_s: The lease of its workers.
+        interval_s: Seconds between two sweeps.
         max_workers: The number of workers that may run a job at once, for jobs that name none.
     """
 
-    def __init__(self, database: Database, *, lease_s: float, max_workers: int = 1) -> None:
+    def __init__(self, database: Database, *, lease_s: float, interval_s: float = 0.0, max_workers: int = 1) -> None:
         self._database = database
         self._lease_s = lease_s
+        # An owner renews its lease at least twice within it, so that a shorter outage costs no lease.
+        self._longest_gap_s = max(lease_s / 2, 2 * interval_s)
         self._max_workers = max_workers
 
     def sweep(self) -> Sweep:
         """Make one pass over the jobs."""
         with self._database.write() as session:
+            if not self._database.is_sqlite and self._gap_s(session) > self._longest_gap_s:
+                self._renew_all(session)
             requeued, failed = self._requeue_lost(session)
             cancelled = self._end_orphaned_cancels(session)
             self._end_lost_helpers(session)
             waits = work_waits(session) or help_wanted(session, self._max_workers)
             return Sweep(requeued, failed, cancelled, waits)
+
+    def _gap_s(self, session: Session) -> float:
+        """Seconds since the last sweep of any reaper; this one is recorded as the last."""
+        session.execute(insert(MetaRow).values(name=_SWEPT_AT, value="0").on_conflict_do_nothing())
+        # The lock makes one reaper sweep at a time.
+        row = session.scalars(select(MetaRow).where(MetaRow.name == _SWEPT_AT).with_for_update()).one()
+        now = session.scalars(select(db_now())).one()
+        gap_s = now - float(row.value)
+        row.value = repr(now)
+        return gap_s
+
+    def _renew_all(self, session: Session) -> None:
+        states = [state.value for state in (*ACTIVE, JobState.CANCELLING)]
+        owned = (JobRow.state.in_(states), JobRow.owner.is_not(None))
+        helping = (WorkerRow.role == "helper", WorkerRow.left_at.is_(None))
+        session.execute(update(JobRow).where(*owned).values(lease_until=db_now() + self._lease_s))
+        session.execute(update(WorkerRow).where(*helping).values(lease_until=db_now() + self._lease_s))
 
     def _requeue_lost(self, session: Session) -> tuple[tuple[str, ...], tuple[str, ...]]:
         lost = (JobRow.state.in_([state.value for state in ACTIVE]), JobRow.lease_until < db_now())

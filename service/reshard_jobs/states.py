@@ -21,14 +21,13 @@ ACTIVE = (JobState.PLANNING, JobState.RUNNING, JobState.VERIFYING)
 TERMINAL = tuple(state for state in JobState if state.terminal)
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
+    # From RUNNING or VERIFYING to PLANNING: the database was away, and the engine began again within its attempt.
     # From QUEUED to FAILED: the reaper found that every attempt was lost.
     # From QUEUED to CANCELLED: nothing ran yet, so there is nothing to clean up.
     JobState.QUEUED: frozenset({JobState.PLANNING, JobState.CANCELLING, JobState.CANCELLED, JobState.FAILED}),
     JobState.PLANNING: frozenset(
         {
             JobState.QUEUED,
-            # A worker takes over an expired lease directly, without QUEUED in between.
-            JobState.PLANNING,
             JobState.RUNNING,
             JobState.VERIFYING,
             JobState.SUCCEEDED,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 
 from reshard.errors import JobError
 from reshard_service.context import Context
@@ -23,17 +23,18 @@ def healthz() -> dict[str, str]:
 
 @probes.get("/readyz")
 def readyz(context: Context) -> dict[str, str]:
-    """Answer 200 if this process can work: the job database and the broker answer. Else answer 503."""
+    """Answer 200 if this process can serve requests: the job database answers. Else answer 503.
+
+    `status` is `degraded` while the broker is away. Jobs are accepted then, because they are in the job database. They
+    begin when the broker is back.
+    """
+    broker = "ok" if context.doorbell.ping() else "away"
     try:
         context.store.ping()
-        database = True
-    except DBAPIError:
-        database = False
-    broker = context.doorbell.ping()
-    found = {"database": "ok" if database else "away", "broker": "ok" if broker else "away"}
-    if not (database and broker):
-        raise JobError("service.unavailable", "the service is not ready", fix="try again", details=found)
-    return {"status": "ok", **found}
+    except (DBAPIError, PoolTimeout):
+        away = {"database": "away", "broker": broker}
+        raise JobError("service.unavailable", "the service is not ready", fix="try again", details=away) from None
+    return {"status": "ok" if broker == "ok" else "degraded", "database": "ok", "broker": broker}
 
 
 @router.get("/metrics")

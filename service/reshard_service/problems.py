@@ -9,11 +9,12 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import DataError, DBAPIError, InterfaceError, OperationalError, TimeoutError as PoolTimeout
+from sqlalchemy.exc import DataError, DBAPIError, TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 
 from reshard._wire import said_of
 from reshard.errors import JobError, RequestError, ReshardError, printable
+from reshard_jobs.database import is_away
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,7 @@ def _of_database(error: Exception) -> ReshardError:
             "a value of this request is one that the job database cannot hold or compare",
             fix="check the request for numbers out of range and for NUL characters",
         )
-    lost = isinstance(error, DBAPIError) and error.connection_invalidated
-    if lost or isinstance(error, OperationalError | InterfaceError | PoolTimeout):
+    if is_away(error):
         return JobError("service.unavailable", "the job database does not answer", fix="try again")
     return JobError("internal.error", "the job database refused a statement; the service's log has the details")
 

@@ -468,8 +468,9 @@ def test_a_broker_that_is_away_does_not_lose_jobs(tmp_path: Path) -> None:
         job = client.submit(scripted(), str(tmp_path / "out"), to="universal")
         assert job.state is JobState.QUEUED
         ready = httpx.get(f"{url}/readyz", timeout=20)
-        assert ready.status_code == 503
-        assert ready.json()["details"] == {"database": "ok", "broker": "away"}
+        # A load balancer that took this process out would stop what works: jobs are accepted, looked up and watched.
+        assert ready.status_code == 200
+        assert ready.json() == {"status": "degraded", "database": "ok", "broker": "away"}
         stack.broker_url = ""
         with stack.worker():
             assert client.wait(job.id, timeout_s=20).state is JobState.SUCCEEDED

@@ -161,6 +161,7 @@ def test_a_place_ends_with_its_lease(jobs: Jobs) -> None:
     while time.monotonic() < until:
         jobs.leases.heartbeat(claim)
         assert jobs.helpers.heartbeat(places[0])
+        jobs.reaper.sweep()
         time.sleep(0.1)
     assert jobs.helpers.present(claim.job_id) == 1
     assert jobs.helpers.wanted()

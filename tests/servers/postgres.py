@@ -6,6 +6,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -15,8 +16,9 @@ from psycopg.sql import SQL, Identifier
 class PostgresServer:
     """One server; every test gets a database of its own."""
 
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
+    def __init__(self, server: Any) -> None:
+        self._server = server
+        self._uri: str = server.get_uri()
         self._databases = 0
 
     def new_database(self) -> str:
@@ -26,6 +28,17 @@ class PostgresServer:
         with psycopg.connect(self._uri, autocommit=True) as connection:
             connection.execute(SQL("CREATE DATABASE {}").format(Identifier(name)))
         return self._uri.replace("/postgres?", f"/{name}?")
+
+    @contextmanager
+    def away(self) -> Generator[None]:
+        """The server is stopped for the length of the block: its connections end, and nobody gets a new one."""
+        from pgserver._commands import pg_ctl
+
+        pg_ctl(["-w", "-m", "fast", "stop"], pgdata=self._server.pgdata, user=self._server.system_user)
+        try:
+            yield
+        finally:
+            self._server.ensure_postgres_running()
 
 
 @contextmanager
@@ -38,6 +51,6 @@ def postgres_server(directory: Path) -> Generator[PostgresServer]:
     # The socket's path may not be longer than about 100 bytes: `directory` must be short.
     server = pgserver.get_server(directory, cleanup_mode="stop")  # pyright: ignore[reportUnknownMemberType, reportPrivateImportUsage]
     try:
-        yield PostgresServer(server.get_uri())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        yield PostgresServer(server)
     finally:
         server.cleanup()  # pyright: ignore[reportUnknownMemberType]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, OperationalError
 
 from reshard.models import ConvertRequest, JobKind, Progress, SourceSpec, TargetFormat
 from reshard_jobs.leases import JobClaim, LeaseStatus
@@ -102,6 +103,40 @@ def test_a_short_outage_is_survived_and_a_long_one_is_not(edge: Edge) -> None:
     edge.away = True
     tick_for(watch, 0.7)
     assert not watch.pulse.held
+    assert watch.in_doubt
+
+
+def test_a_claim_in_doubt_is_settled_by_the_answer_of_the_database(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = watch_of(edge)
+    edge.away = True
+    tick_for(watch, 0.7)
+    back = threading.Timer(0.6, lambda: setattr(edge, "away", False))
+    back.start()
+    assert watch.regain().held
+    assert not watch.in_doubt
+    edge.away = True
+    tick_for(watch, 0.7)
+    lost = LeaseStatus(held=False, cancel_requested=False)
+    monkeypatch.setattr(edge, "heartbeat", lambda *_: lost)
+    assert watch.regain() == lost
+    assert not watch.in_doubt
+
+
+def test_an_end_is_recorded_however_long_the_database_was_away() -> None:
+    watch = watch_of(Edge())
+    until = time.monotonic() + 3 * Edge.lease_s
+
+    def write() -> bool:
+        if time.monotonic() < until:
+            raise OperationalError("UPDATE", {}, Exception("away"))
+        return True
+
+    assert watch.persist(write)
+
+    def refused() -> bool:
+        raise DataError("UPDATE", {}, Exception("out of range"))
+
+    assert not watch.persist(refused), "a statement that never succeeds is not repeated for ever"
 
 
 def test_what_is_to_be_recorded_waits_for_the_database(edge: Edge) -> None:
@@ -120,4 +155,4 @@ def test_what_is_to_be_recorded_waits_for_the_database(edge: Edge) -> None:
     def never() -> bool:
         raise OperationalError("UPDATE", {}, Exception("away"))
 
-    assert not watch.persist(never)
+    assert not watch.persist(never, waits=False)

@@ -32,10 +32,12 @@ def serve_jobs(settings: WorkerSettings) -> None:
     """Run jobs one after the other until SystemExit is raised in this thread."""
     database = Database(settings.jobs.database_url)
     leases = Leases(database, lease_s=settings.jobs.lease_s)
-    reaper = ReaperThread(Reaper(database, lease_s=settings.jobs.lease_s), interval_s=settings.jobs.reaper_s)
+    interval_s = settings.jobs.reaper_s
+    reaper = Reaper(database, lease_s=settings.jobs.lease_s, interval_s=interval_s)
+    thread = ReaperThread(lambda: reaper, interval_s=interval_s)
     runners = Runners(settings.runner_command, warm=settings.warm_engine)
     supervisor = Supervisor(leases, settings, name=worker_name("embedded"), runners=runners)
-    reaper.start()
+    thread.start()
     runners.prepare()
     try:
         while True:
@@ -48,7 +50,7 @@ def serve_jobs(settings: WorkerSettings) -> None:
                 time.sleep(POLL_S)
     finally:
         runners.close()
-        reaper.stop()
+        thread.stop()
         database.close()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from sqlalchemy.exc import DBAPIError
 
+from reshard.errors import ReshardError
 from reshard_jobs.reaper import Reaper
 
 logger = logging.getLogger(__name__)
@@ -17,13 +18,16 @@ class ReaperThread:
     """Sweeps at once and then every `interval_s`, until stopped.
 
     Args:
-        reaper: The reaper to run.
+        make_reaper: Makes the reaper to run; called again while it raises, because the database may be away.
         interval_s: Seconds between two sweeps.
         ring: Called if a job is available, even if its message was already sent; may raise `OSError`.
     """
 
-    def __init__(self, reaper: Reaper, *, interval_s: float, ring: Callable[[], None] | None = None) -> None:
-        self._reaper = reaper
+    def __init__(
+        self, make_reaper: Callable[[], Reaper], *, interval_s: float, ring: Callable[[], None] | None = None
+    ) -> None:
+        self._make_reaper = make_reaper
+        self._reaper: Reaper | None = None
         self._interval_s = interval_s
         self._ring = ring
         self._stop = threading.Event()
@@ -47,8 +51,9 @@ class ReaperThread:
 
     def _sweep(self) -> None:
         try:
+            self._reaper = self._reaper or self._make_reaper()
             sweep = self._reaper.sweep()
-        except DBAPIError as error:
+        except (DBAPIError, ReshardError) as error:
             logger.warning("the reaper's sweep failed and will be repeated: %s", error)
             return
         if sweep.requeued or sweep.failed or sweep.cancelled:

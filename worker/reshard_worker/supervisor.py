@@ -18,7 +18,7 @@ from reshard_worker.child import RunnerProcess, Runners
 from reshard_worker.commands import engine_command
 from reshard_worker.helping import HelperRun
 from reshard_worker.lease_heartbeat import LeaseHeartbeat
-from reshard_worker.protocol import CommitRequest, Failure, ProgressMessage, Result
+from reshard_worker.protocol import Command, CommitRequest, Failure, ProgressMessage, Result
 from reshard_worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Supervisor:
             outcome = self._clean_up(claim, watch) if claim.cleanup else self._work(claim, watch)
         except (SystemExit, KeyboardInterrupt):
             # The runner has been killed by its `with` block. The journal keeps the work that it finished.
-            watch.persist(lambda: self._leases.release(claim))
+            watch.persist(lambda: self._leases.release(claim), waits=False)
             logger.info("job %s: given back, this worker stops", claim.job_id)
             raise
         logger.info("job %s: attempt %d %s", claim.job_id, claim.attempt, outcome)
@@ -110,6 +110,22 @@ class Supervisor:
             command = engine_command(op, claim.request, self._settings, workers=workers)
         except ReshardError as error:
             return self._failed(claim, watch, error)
+        while True:
+            end = self._run(command, watch)
+            if end is None and watch.in_doubt and watch.regain().held and not watch.pulse.cancel_requested:
+                # Nobody else owned the job meanwhile. The journal keeps the work that the stopped engine finished.
+                logger.info("job %s: attempt %d goes on, the database is back", claim.job_id, claim.attempt)
+                continue
+            if not watch.pulse.held and not watch.in_doubt:
+                return Outcome.FENCED
+            if isinstance(end, Result):
+                return self._succeeded(claim, watch, end)
+            if end is None or watch.beat().cancel_requested:
+                return self._clean_up(claim, watch)
+            return self._failed(claim, watch, end)
+
+    def _run(self, command: Command, watch: LeaseHeartbeat) -> Result | ReshardError | None:
+        """Run an engine; None if it was stopped: the lease is lost or in doubt, or the job is to be cancelled."""
         with self._runners.run(command) as child:
             try:
                 end = self._follow(child, watch)
@@ -117,18 +133,13 @@ class Supervisor:
                 child.terminate()
                 child.wait(self._settings.term_grace_s)
                 raise
+            stopped = not watch.pulse.held or watch.pulse.cancel_requested
             if end is None and watch.pulse.held and watch.pulse.cancel_requested:
                 end = self._stop(child, watch)
             # A runner that closed its output ends by itself. Killing it at once would lose its exit status.
             status = child.wait(self._settings.term_grace_s) if child.ended else None
             status = child.kill() if status is None and not child.answered else status
-        if not watch.pulse.held:
-            return Outcome.FENCED
-        if isinstance(end, Result):
-            return self._succeeded(claim, watch, end)
-        if watch.beat().cancel_requested:
-            return self._clean_up(claim, watch)
-        return self._failed(claim, watch, end or _died(status or 0))
+        return end if end is not None or stopped else _died(status or 0)
 
     def _follow(self, child: RunnerProcess, watch: LeaseHeartbeat) -> Result | ReshardError | None:
         """Follow a runner and return its outcome; None if it died, the lease is lost, or the job is to be cancelled."""
