@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import signal
 import statistics
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -162,6 +165,57 @@ def test_a_lost_message_is_rung_again_and_a_message_too_many_costs_no_process(se
         sent = service.sent()
         time.sleep(2.5)
         assert service.sent() == sent
+
+
+def _message(**changes: Any) -> str:
+    """A message as Celery writes it, with changes."""
+    properties = {
+        "correlation_id": "c",
+        "delivery_mode": 2,
+        "delivery_info": {"exchange": "", "routing_key": DOORBELL_QUEUE},
+        "priority": 0,
+        "body_encoding": "base64",
+        "delivery_tag": secrets.token_hex(8),
+    }
+    whole = {
+        "body": "W1tdLCB7fSwge31d",
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {"lang": "py", "task": DOORBELL_TASK, "id": "i", "root_id": "i", "retries": 0},
+        "properties": properties,
+    }
+    changed = {**whole, **{name: value for name, value in changes.items() if name in whole}}
+    changed["properties"] = changes.get("properties", {**properties, **changes})
+    return json.dumps(changed)
+
+
+FOREIGN = (
+    *(b"\xff\xfe\x00", b"", b"hello", b"[" * 100_000, b"5", b"null", b"[]", b"{}", b'"work"', b'{"properties": 1}'),
+    *(_message(properties=value) for value in (None, [], {"delivery_tag": "t"})),
+    *(_message(headers=value) for value in (None, 5, [], {}, {"task": []}, {"task": DOORBELL_TASK}, {"task": "other"})),
+    *(_message(body=value) for value in (5, "%%%", "e30=", "W10=", [], None)),
+    *(_message(delivery_tag=value) for value in (None, [], {"a": 1}, 5)),
+    *(_message(delivery_info=value) for value in (None, [], {})),
+    *(_message(body_encoding=value) for value in ("rot13", 5)),
+    *(_message(**{"content-type": value}) for value in ("application/x-python-serialize", 5, None)),
+    _message(**{"content-encoding": "nonsense"}),
+)
+"""What another program, an operator or damage may leave in the queue."""
+
+
+def test_a_worker_outlives_what_is_no_message(service: Service) -> None:
+    with service.stack.worker(UNHURRIED) as worker:
+        for entry in FOREIGN:
+            service.broker.lpush(DOORBELL_QUEUE, entry)
+            deadline = time.monotonic() + 20
+            while service.waiting():
+                assert worker.popen.poll() is None, f"{entry[:80]!r} ended the worker"
+                assert time.monotonic() < deadline, f"{entry[:80]!r} stopped the worker"
+                time.sleep(0.02)
+        assert service.ended(service.submit("after", units=1)).state is JobState.SUCCEEDED
+        assert worker.popen.poll() is None
+    assert "is no message" in worker.log.read_text()
+    assert service.broker.hlen("unacked") == 0
 
 
 SLOW_START = """

@@ -22,6 +22,7 @@ from celery.signals import worker_init, worker_process_init, worker_ready, worke
 
 from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
+from reshard_worker.doorbell_transport import install
 
 if TYPE_CHECKING:
     from reshard_jobs.helpers import Helpers
@@ -39,6 +40,7 @@ _PROCESS_KIB = 512 << 10
 """A pool process that has grown beyond this size is replaced after its job. A limit on messages would not do: a message
 may find no job, and a process that only supervises engine processes needs no replacement for that."""
 
+install()
 app = Celery("reshard", broker=os.environ.get("RESHARD_BROKER_URL") or None)
 app.conf.update(
     # Messages are acknowledged early: the lease, not the broker, detects that a job was lost.
@@ -143,8 +145,12 @@ def _start_reaper(**_kwargs: Any) -> None:
 
     settings = WorkerSettings.from_env()
     jobs = settings.jobs
-    reaper = Reaper(Database(jobs.database_url), lease_s=jobs.lease_s, max_workers=settings.max_workers)
-    thread = ReaperThread(reaper, interval_s=jobs.reaper_s, ring=lambda: ring(app))
+
+    def make_reaper() -> Reaper:
+        database = Database(jobs.database_url)
+        return Reaper(database, lease_s=jobs.lease_s, interval_s=jobs.reaper_s, max_workers=settings.max_workers)
+
+    thread = ReaperThread(make_reaper, interval_s=jobs.reaper_s, ring=lambda: ring(app))
     thread.start()
     _reapers.append(thread)
 
