@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -235,7 +235,13 @@ class Client:
         if job.error is not None:
             raise from_problem(job.error.model_dump())
         model = PlanSummary if job.kind is JobKind.PLAN else ConvertResult
-        return self._ask(Call("GET", f"/v1/jobs/{job.id}/result"), model)
+        try:
+            return self._ask(Call("GET", f"/v1/jobs/{job.id}/result"), model)
+        except ReshardError as error:
+            # It failed between the two calls.
+            if error.code == "job.failed" and isinstance(own := error.details.get("error"), dict):
+                raise from_problem(cast("dict[str, Any]", own)) from None
+            raise
 
     def _ended_before(self, job_id: str, after_seq: int) -> bool:
         page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)

@@ -156,6 +156,7 @@ CODES: Mapping[str, CodeEntry] = {
     "integrity.journal": CodeEntry(500, ExitCode.MISMATCH, "The journal does not belong to this plan."),
     # The life of a job.
     "job.cancelled": CodeEntry(409, ExitCode.INTERRUPTED, "The job was cancelled."),
+    "job.failed": CodeEntry(409, ExitCode.FAILED, "The job failed, so it has no result; `details.error` says why."),
     "job.lost": CodeEntry(503, ExitCode.RETRYABLE, "The worker was lost; the job can be retried.", True),
     "job.attempts_exhausted": CodeEntry(500, ExitCode.FAILED, "The job lost its worker in every allowed attempt."),
     "job.not_finished": CodeEntry(409, ExitCode.CONFLICT, "The job has no result yet."),

@@ -395,6 +395,11 @@ class JobEvent(WireModel):
     worker: JobWorker | None = None
     """The helper that has joined or left."""
 
+    @property
+    def ends_job(self) -> bool:
+        """True for the last event of a job."""
+        return self.kind == "state" and self.state.terminal
+
 
 class JobEventPage(WireModel):
     """Events after a sequence number: the polling form of a job's event stream."""

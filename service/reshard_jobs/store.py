@@ -20,6 +20,8 @@ from reshard_jobs.tables import EventRow, JobRow, LabelRow, WorkerRow, db_now
 from reshard_jobs.transitions import log, move
 
 MAX_EVENTS_PER_READ = 500
+_JOBS_PER_LOOK = 500
+_JOBS_PER_READ = 50
 
 
 class JobStore:
@@ -165,6 +167,28 @@ class JobStore:
             if not rows:
                 _require(session, job_id)
         return [event_of(row) for row in rows]
+
+    def news(self, known: Mapping[str, int]) -> dict[str, list[JobEvent] | None]:
+        """Get the events of many jobs, of each those after a sequence number; None for a job that does not exist.
+
+        Jobs without such events are left out. Of very many events, the rest follows at the next call.
+        """
+        ids = list(known)
+        last: dict[str, int] = {}
+        found: dict[str, list[JobEvent]] = {}
+        with self._database.read() as session:
+            for start in range(0, len(ids), _JOBS_PER_LOOK):
+                chosen = JobRow.id.in_(ids[start : start + _JOBS_PER_LOOK])
+                last |= {row[0]: row[1] for row in session.execute(select(JobRow.id, JobRow.last_seq).where(chosen))}
+            changed = [job_id for job_id, seq in last.items() if seq > known[job_id]]
+            for start in range(0, len(changed), _JOBS_PER_READ):
+                some = changed[start : start + _JOBS_PER_READ]
+                newer = or_(*(and_(EventRow.job_id == job_id, EventRow.seq > known[job_id]) for job_id in some))
+                query = select(EventRow).where(newer).order_by(EventRow.job_id, EventRow.seq)
+                for row in session.scalars(query.limit(MAX_EVENTS_PER_READ)):
+                    found.setdefault(row.job_id, []).append(event_of(row))
+        gone: dict[str, list[JobEvent] | None] = dict.fromkeys(known.keys() - last.keys())
+        return gone | found
 
     def count_by_state(self) -> dict[JobState, int]:
         """The number of jobs in each state, including states without jobs."""

@@ -23,6 +23,8 @@ from reshard_service.settings import ServiceSettings
 
 COOKIE = "reshard_session"
 LOGIN = "/login"
+PAGE = "/"
+"""The dashboard: the only page that a browser opens without the token and is to be sent to the login."""
 _PUBLIC = {"/healthz", "/readyz", "/openapi.json", LOGIN}
 _SAFE_METHODS = {"GET", "HEAD"}
 _WRONG_TOKENS = parse("30/minute")
@@ -106,7 +108,7 @@ class AccessControl:
         # A cookie is sent by the browser and not by the user, so it opens nothing that changes anything.
         if scope["method"] in _SAFE_METHODS and hmac.compare_digest(_session_in(headers), self._session):
             return None
-        if scope["method"] in _SAFE_METHODS and "text/html" in headers.get("accept", ""):
+        if scope["path"] == PAGE and scope["method"] in _SAFE_METHODS and "text/html" in headers.get("accept", ""):
             return RedirectResponse(LOGIN, status_code=303)
         return problem_response(_unauthorized())
 

@@ -17,7 +17,9 @@ from reshard_jobs.store import JobStore
 from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login
 from reshard_service.access import AccessControl, WrongTokens
 from reshard_service.context import ServiceContext
+from reshard_service.documented import OF_ALL, OF_MEMBERS
 from reshard_service.doorbell import make_doorbell
+from reshard_service.event_feed import EventFeed
 from reshard_service.inspection_pool import Prober
 from reshard_service.metrics import Metrics
 from reshard_service.middleware import CountRequests, ReadBody
@@ -57,6 +59,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         keys=IdempotencyKeys(database),
         prober=Prober(settings),
         doorbell=make_doorbell(settings.jobs.broker_url),
+        feed=EventFeed(store, poll_s=settings.poll_s),
         metrics=Metrics(store, JobStatistics(database)),
         wrong_tokens=wrong_tokens,
     )
@@ -65,17 +68,21 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
         await context.prober.prepare()
         yield
+        await context.feed.close()
         await context.prober.close()
         database.close()
 
     # Documentation pages are off because they load scripts from other hosts. /openapi.json is served.
     app = FastAPI(title="Reshard", version=version("reshard"), docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.context = context
-    app.include_router(health_api.probes)
-    for module in (jobs_api, events_api, engine_api, health_api, dashboard):
-        app.include_router(module.router, dependencies=[_BEARER, Depends(require_plain_text)])
+    app.include_router(health_api.probes, responses=OF_ALL)
+    members = (jobs_api, events_api, engine_api, health_api, dashboard)
+    for module in members:
+        needed = [_BEARER, Depends(require_plain_text)]
+        app.include_router(module.router, dependencies=needed, responses=OF_MEMBERS)
     app.include_router(login.router)
-    install_handlers(app)
+    routers = (health_api.probes, *(module.router for module in members), login.router)
+    install_handlers(app, [*app.routes, *(route for router in routers for route in router.routes)])
     # The last one that is added sees a request first: it is counted, then let in, and only then read.
     app.add_middleware(ReadBody, max_bytes=settings.max_body_bytes, limit_s=settings.body_s)
     app.add_middleware(AccessControl, settings=settings, wrong=wrong_tokens)

@@ -12,6 +12,7 @@ from reshard_jobs.idempotency import IdempotencyKeys
 from reshard_jobs.store import JobStore
 from reshard_service.access import WrongTokens
 from reshard_service.doorbell import Doorbell
+from reshard_service.event_feed import EventFeed
 from reshard_service.inspection_pool import Prober
 from reshard_service.metrics import Metrics
 from reshard_service.settings import ServiceSettings
@@ -27,6 +28,7 @@ class ServiceContext:
     keys: IdempotencyKeys
     prober: Prober
     doorbell: Doorbell
+    feed: EventFeed
     metrics: Metrics
     wrong_tokens: WrongTokens
 

@@ -7,15 +7,20 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import JobError
-from reshard.models import ConvertRequest, Inspection, JobKind, PlanSummary, SourceSpec
+from reshard.models import ConvertRequest, Inspection, Job, JobKind, PlanSummary, SourceSpec
 from reshard_service.context import Context
+from reshard_service.documented import OF_SOURCES, problems
 from reshard_service.inspection_pool import ProbeTimeout
 from reshard_service.jobs_api import accepted
 
 router = APIRouter(prefix="/v1", tags=["checkpoints"])
 
 
-@router.post("/plans", response_model=PlanSummary)
+@router.post(
+    "/plans",
+    response_model=PlanSummary,
+    responses={202: {"model": Job, "description": "A planning-only job."}, **OF_SOURCES},
+)
 async def plan(body: ConvertRequest, context: Context) -> Response:
     """Plan a conversion. Answers 202 with a planning-only job if planning takes longer than a request may."""
     body = context.settings.maxima.allowed_request(body)
@@ -29,7 +34,7 @@ async def plan(body: ConvertRequest, context: Context) -> Response:
     return JSONResponse(summary.model_dump(mode="json"))
 
 
-@router.post("/inspections", response_model=Inspection)
+@router.post("/inspections", response_model=Inspection, responses={**OF_SOURCES, **problems(504)})
 async def inspect(body: SourceSpec, context: Context) -> Response:
     """Describe a checkpoint without reading tensor data."""
     place = await run_in_threadpool(context.settings.jobs.roots.allowed, body.url)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -13,14 +12,24 @@ from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import RequestError
-from reshard.models import JobEvent, JobEventPage
+from reshard.models import JobEventPage
 from reshard_jobs.tables import MAX_SEQ
-from reshard_service.context import Context, ServiceContext
+from reshard_service.context import Context
+from reshard_service.documented import problems
+from reshard_service.event_feed import EventFeed, page_after
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 
-@router.get("/{job_id}/events", response_model=JobEventPage)
+@router.get(
+    "/{job_id}/events",
+    response_model=JobEventPage,
+    responses={
+        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+        204: {"description": "The job has ended, and no event follows."},
+        **problems(404),
+    },
+)
 async def events(
     job_id: str,
     request: Request,
@@ -31,7 +40,7 @@ async def events(
     """Send the events after `Last-Event-ID` or `after_seq` as a stream, or (`Accept: application/json`) as a page."""
     if last_event_id is not None:
         after_seq = max(after_seq, _sequence(last_event_id))
-    page = await run_in_threadpool(_page, context, job_id, after_seq)
+    page = await run_in_threadpool(page_after, context.store, job_id, after_seq)
     accept = request.headers.get("accept", "")
     if "application/json" in accept and "text/event-stream" not in accept:
         return JSONResponse(page.model_dump(mode="json"), headers={"Cache-Control": "no-cache"})
@@ -39,36 +48,21 @@ async def events(
         # No event will follow. The status 204 tells an EventSource to stop reconnecting.
         return Response(status_code=204)
     return EventSourceResponse(
-        _stream(context, job_id, page),
+        _stream(context.feed, job_id, after_seq, page),
         ping=context.settings.ping_s,
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
 
 
-async def _stream(context: ServiceContext, job_id: str, page: JobEventPage) -> AsyncIterator[ServerSentEvent]:
-    after_seq = 0
-    while True:
-        for event in page.events:
-            after_seq = event.seq
-            yield ServerSentEvent(data=event.model_dump_json(), event=event.kind, id=str(event.seq))
-        if page.done:
-            return
-        if not page.events:
-            await asyncio.sleep(context.settings.poll_s)
-        page = await run_in_threadpool(_page, context, job_id, after_seq)
-
-
-def _page(context: ServiceContext, job_id: str, after_seq: int) -> JobEventPage:
-    found = context.store.events(job_id, after_seq=after_seq)
-    if found:
-        return JobEventPage(events=tuple(found), done=_ends(found[-1]))
-    job, last_seq = context.store.look(job_id)
-    # An event may have been added between the two reads: the page is the last one only if the log is not longer.
-    return JobEventPage(events=(), done=job.done and last_seq <= after_seq)
-
-
-def _ends(event: JobEvent) -> bool:
-    return event.kind == "state" and event.state.terminal
+async def _stream(feed: EventFeed, job_id: str, seq: int, page: JobEventPage) -> AsyncIterator[ServerSentEvent]:
+    with feed.watch(job_id, page.events[-1].seq if page.events else seq) as watch:
+        while True:
+            for event in page.events:
+                seq = event.seq
+                yield ServerSentEvent(data=event.model_dump_json(), event=event.kind, id=str(event.seq))
+            if page.done:
+                return
+            page = await watch.after(seq)
 
 
 def _sequence(text: str) -> int:

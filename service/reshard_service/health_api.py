@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 
 from reshard.errors import JobError
 from reshard_service.context import Context
+from reshard_service.documented import problems
 from reshard_service.metrics import CONTENT_TYPE
 
 probes = APIRouter(tags=["operations"])
@@ -21,7 +23,7 @@ def healthz() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@probes.get("/readyz")
+@probes.get("/readyz", responses=problems(503))
 def readyz(context: Context) -> dict[str, str]:
     """Answer 200 if this process can serve requests: the job database answers. Else answer 503.
 
@@ -37,7 +39,7 @@ def readyz(context: Context) -> dict[str, str]:
     return {"status": "ok" if broker == "ok" else "degraded", "database": "ok", "broker": broker}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 def metrics(context: Context) -> Response:
     """Prometheus metrics."""
     return Response(context.metrics.render(), media_type=CONTENT_TYPE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import suppress
 from functools import partial
 from typing import Annotated
 
@@ -11,12 +12,13 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
-from reshard.errors import JobError, RequestError, ReshardError, from_problem
+from reshard.errors import JobError, RequestError, ReshardError
 from reshard.models import ConvertRequest, ConvertResult, Job, JobList, JobState, PlanSummary, SubmitRequest
 from reshard_jobs.idempotency import fingerprint
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter
 from reshard_service.admission import admit
 from reshard_service.context import Context, ServiceContext
+from reshard_service.documented import problems
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -27,7 +29,7 @@ _OWN_FIELDS = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.ke
 _PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
 
 
-@router.post("", status_code=202, response_model=Job)
+@router.post("", status_code=202, response_model=Job, responses=problems(403, 409))
 async def submit(
     body: SubmitRequest,
     context: Context,
@@ -41,7 +43,12 @@ async def submit(
     return accepted(job)
 
 
-@router.put("/{job_id}", status_code=202, response_model=Job, responses={200: {"model": Job}})
+@router.put(
+    "/{job_id}",
+    status_code=202,
+    response_model=Job,
+    responses={200: {"model": Job, "description": "The job has ended."}, **problems(403, 409)},
+)
 async def put(job_id: str, body: SubmitRequest, context: Context, prefer: Annotated[str, Header()] = "") -> Response:
     """Accept a conversion under an id that the caller chooses.
 
@@ -113,7 +120,11 @@ def list_jobs(
     return context.store.list(JobFilter(tuple(state or ()), labels), page_size=page_size, page_token=page_token)
 
 
-@router.get("/{job_id}", response_model=Job)
+@router.get(
+    "/{job_id}",
+    response_model=Job,
+    responses={304: {"description": "The job is as `If-None-Match` knows it."}, **problems(404)},
+)
 async def get_job(
     job_id: str,
     context: Context,
@@ -131,19 +142,25 @@ async def get_job(
 
 
 async def _wait(context: ServiceContext, job_id: str, wait_s: float, known_tag: str | None) -> tuple[Job, str]:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + min(wait_s, MAX_WAIT_S)
-    while True:
-        job, seq = await run_in_threadpool(context.store.look, job_id)
-        tag = f'"{seq}"'
-        changed = known_tag is not None and tag != known_tag
-        remaining = deadline - loop.time()
-        if job.done or changed or remaining <= 0:
-            return job, tag
-        await asyncio.sleep(min(context.settings.poll_s, remaining))
+    job, seq = await run_in_threadpool(context.store.look, job_id)
+    tag = _tag_of(seq)
+    if job.done or wait_s <= 0 or (known_tag is not None and tag != known_tag):
+        return job, tag
+    with suppress(TimeoutError), context.feed.watch(job_id, seq) as watch:
+        async with asyncio.timeout(min(wait_s, MAX_WAIT_S)):
+            page = await watch.after(seq)
+            while known_tag is None and not page.done:
+                seq = page.events[-1].seq if page.events else seq
+                page = await watch.after(seq)
+    job, seq = await run_in_threadpool(context.store.look, job_id)
+    return job, _tag_of(seq)
 
 
-@router.post("/{job_id}/cancel", status_code=202, response_model=Job)
+def _tag_of(seq: int) -> str:
+    return f'"{seq}"'
+
+
+@router.post("/{job_id}/cancel", status_code=202, response_model=Job, responses=problems(404, 409))
 async def cancel(job_id: str, context: Context) -> Response:
     """Cancel a job. Repeating is harmless. Answers 409 if the job has SUCCEEDED or FAILED."""
     job = await run_in_threadpool(context.store.cancel, job_id)
@@ -153,9 +170,9 @@ async def cancel(job_id: str, context: Context) -> Response:
     return accepted(job)
 
 
-@router.get("/{job_id}/result", response_model=ConvertResult | PlanSummary)
+@router.get("/{job_id}/result", response_model=ConvertResult | PlanSummary, responses=problems(404, 409))
 def result(job_id: str, context: Context) -> ConvertResult | PlanSummary:
-    """Get the result of a job, or its error if it failed. Answers 409 while it runs."""
+    """Get the result of a job. Answers 409 while it runs and if it has none: `details.error` says why it failed."""
     return outcome_of(context.store.get(job_id))
 
 
@@ -163,13 +180,19 @@ def outcome_of(job: Job) -> ConvertResult | PlanSummary:
     """The result of a job.
 
     Raises:
-        ReshardError: The job's own error, `job.cancelled`, or `job.not_finished`.
+        JobError: `job.failed` with the job's own error, `job.cancelled`, or `job.not_finished`.
     """
     if (found := job.result or job.plan) is not None:
         return found
     details = {"job_id": job.id, "state": job.state.value}
     if job.state is JobState.FAILED and job.error is not None:
-        raise from_problem(job.error.model_dump())
+        # A status of the job's own error, such as 503, would say that the API had failed.
+        raise JobError(
+            "job.failed",
+            f"job {job.id} failed: {job.error.code}: {job.error.detail}",
+            fix=f"reshard jobs show {job.id}",
+            details={**details, "error": job.error.model_dump()},
+        )
     if job.state is JobState.CANCELLED:
         raise JobError("job.cancelled", f"job {job.id} was cancelled", fix="submit it again", details=details)
     raise JobError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DataError, DBAPIError, TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match, Route
 
 from reshard._wire import said_of
 from reshard.errors import JobError, RequestError, ReshardError, printable
@@ -34,8 +35,8 @@ def problem_response(error: ReshardError, *, status: int | None = None) -> JSONR
     return JSONResponse(problem, status_code=problem["status"], headers=headers, media_type=MEDIA_TYPE)
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Map every exception of the application to a problem."""
+def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+    """Map every exception of the application to a problem. `routes` are all routes that it serves."""
 
     def on_reshard(_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ReshardError)
@@ -45,12 +46,15 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return problem_response(_invalid(error.errors()))
 
-    def on_http(_request: Request, error: Exception) -> JSONResponse:
+    def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = "request.not_found" if error.status_code == 404 else "request.invalid"
-        return problem_response(
+        answer = problem_response(
             RequestError(code, str(error.detail), fix="see /openapi.json"), status=error.status_code
         )
+        if error.status_code == 405:
+            answer.headers["Allow"] = ", ".join(_methods_of(routes, request))
+        return answer
 
     def on_database(_request: Request, error: Exception) -> JSONResponse:
         logger.error("the job database failed", exc_info=error)
@@ -66,6 +70,12 @@ def install_handlers(app: FastAPI) -> None:
     app.add_exception_handler(DBAPIError, on_database)
     app.add_exception_handler(PoolTimeout, on_database)
     app.add_exception_handler(Exception, on_bug)
+
+
+def _methods_of(routes: Sequence[BaseRoute], request: Request) -> list[str]:
+    """The methods of all routes that have this path. Starlette names those of the first one only."""
+    found = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    return sorted({method for route in found if isinstance(route, Route) for method in route.methods or ()})
 
 
 def _of_database(error: Exception) -> ReshardError:

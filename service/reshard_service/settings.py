@@ -31,7 +31,7 @@ class ServiceSettings(EnvironmentSettings):
         inspection_s: How long `POST /v1/inspections` may take.
         probe_memory_bytes: Address space of a probe.
         probes: How many probes may run at once.
-        poll_s: How often a waiting request looks at its job.
+        poll_s: Seconds between two looks at all jobs that requests wait for.
         ping_s: Pause between two pings of an event stream.
         max_body_bytes: Largest request body.
         head_s: Seconds in which the head of a request must arrive (`reshard serve` only).

@@ -262,6 +262,38 @@ def test_events_as_stream_and_as_pages(api: Api) -> None:
     assert api.get("/v1/jobs/job_none/events").json()["code"] == "request.not_found"
 
 
+def test_a_stream_that_continues_repeats_nothing(api: Api, client: Client) -> None:
+    job = client.submit(scripted(), str(api.directory / "resumed"), to="universal")
+    last = api.get(f"/v1/jobs/{job.id}/events?after_seq=0", Accept="application/json")
+    newest = str(last.json()["events"][-1]["seq"])
+    threading.Timer(1.0, lambda: client.cancel(job.id)).start()
+    headers = {"Accept": "text/event-stream", "Last-Event-ID": newest}
+    with httpx.stream("GET", f"{api.url}/v1/jobs/{job.id}/events", headers=headers, timeout=20) as stream:
+        ids = [line.partition(":")[2].strip() for line in stream.iter_lines() if line.startswith("id:")]
+    assert ids == [str(int(newest) + 1)]
+
+
+def test_watchers_of_one_job_all_see_all_of_it(api: Api, client: Client) -> None:
+    job = client.submit(scripted(units=30, unit_s=0.05), str(api.directory / "watched"), to="universal")
+    seen: dict[int, list[int]] = {}
+
+    def watch(number: int) -> None:
+        with client_of(api.url) as own:
+            # They come at different times, and one of them continues in the middle.
+            time.sleep(number * 0.2)
+            seen[number] = [event.seq for event in own.watch(job.id, after_seq=2 if number == 3 else 0)]
+
+    threads = [threading.Thread(target=watch, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    with api.stack.worker():
+        for thread in threads:
+            thread.join(30)
+    whole = [event.seq for event in client.watch(job.id)]
+    assert whole == list(range(1, len(whole) + 1))
+    assert seen == {number: whole[2:] if number == 3 else whole for number in range(6)}
+
+
 def test_waits_end_in_time(api: Api, client: Client) -> None:
     job = client.submit(scripted(), str(api.directory / "out"), to="universal")
     began = time.monotonic()
@@ -323,6 +355,41 @@ def test_operations(api: Api) -> None:
     assert "&lt;script&gt;" in page.text
     assert "<script" not in page.text
     assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_a_method_that_is_not_served_is_told_which_are(api: Api) -> None:
+    for path, methods in (
+        ("/v1/jobs", "GET, POST"),
+        ("/v1/jobs/job_x", "GET"),
+        ("/v1/jobs/job_x/cancel", "POST"),
+        ("/v1/plans", "POST"),
+        ("/readyz", "GET"),
+        ("/login", "GET, POST"),
+        ("/", "GET"),
+    ):
+        for method in {"DELETE", "PUT", "PATCH", "TRACE", "QUERY", *({"GET", "POST"} - set(methods.split(", ")))}:
+            refused = httpx.request(method, f"{api.url}{path}")
+            assert refused.status_code == 405, (method, path)
+            assert refused.headers["allow"] == methods, (method, path)
+    assert "HEAD" in httpx.delete(f"{api.url}/openapi.json").headers["allow"]
+
+
+def test_a_jobs_own_error_is_not_the_answer_of_the_api(api: Api, client: Client) -> None:
+    # Their own statuses are 507, 403, 500, 422 and 500.
+    codes = ("storage.no_space", "storage.denied", "integrity.journal", "checkpoint.incomplete", "integrity.mismatch")
+    with api.stack.worker():
+        for code in codes:
+            job = client.submit(scripted(fail=code), str(api.directory / code), to="universal")
+            assert client.wait(job.id, timeout_s=30).state is JobState.FAILED
+            answer = api.get(f"/v1/jobs/{job.id}/result")
+            assert (answer.status_code, answer.json()["code"]) == (409, "job.failed")
+            assert answer.json()["details"]["error"]["code"] == code
+            assert not answer.json()["retryable"]
+            assert "retry-after" not in answer.headers
+            with pytest.raises(ReshardError) as caught:
+                client.result(job.id)
+            assert caught.value.code == code
+            assert caught.value.fix == "change the script"
 
 
 def test_the_operator_sets_the_most_that_a_request_may_ask_for(tmp_path: Path) -> None:

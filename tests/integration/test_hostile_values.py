@@ -216,6 +216,7 @@ def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
         url = f"{path}?{'&'.join(f'{name}={value}' for name, value in query.items())}"
         answer = api.request(method, url, content=content, headers=headers)
         assert answer.status_code < 500, (method, url, content, answer.text)
+        documented_as(facts, answer)
         if answer.status_code >= 400:
             assert answer.json()["code"] in {
                 "request.invalid",
@@ -225,6 +226,29 @@ def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
             }, answer.text
 
     ask()
+
+
+def documented_as(facts: dict[str, Any], answer: httpx.Response) -> None:
+    """Fail if the schema does not name the answer's status, or not its content type."""
+    asked = f"{answer.request.method} {answer.request.url.path[:80]}"
+    assert str(answer.status_code) in facts["responses"], (asked, answer.status_code, answer.text)
+    kinds = facts["responses"][str(answer.status_code)].get("content", {})
+    kind = answer.headers.get("content-type", "").partition(";")[0]
+    assert kind in kinds or not (kinds or answer.content), (asked, answer.status_code, kind)
+
+
+def test_every_problem_is_documented(api: TestClient) -> None:
+    schema = api.get("/openapi.json").json()
+    # FastAPI's own form of errors is never sent.
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
+    for _, path, facts in routes(schema):
+        for status, answer in facts["responses"].items():
+            assert answer["description"], (path, status)
+            assert int(status) < 400 or "application/problem+json" in answer["content"], (path, status)
+    assert schema["paths"]["/v1/jobs/{job_id}/events"]["get"]["responses"]["200"]["content"].keys() == {
+        "application/json",
+        "text/event-stream",
+    }
 
 
 def _quoted(text: str) -> str:

@@ -1,0 +1,128 @@
+"""The newest events of all watched jobs: one poll of the job database for all watchers of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
+from starlette.concurrency import run_in_threadpool
+
+from reshard.models import JobEvent, JobEventPage
+from reshard_jobs.store import JobStore
+
+logger = logging.getLogger(__name__)
+
+_KEPT_EVENTS = 200
+"""Events of a job that are kept for its watchers. One that is slower reads the database itself."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    seq: int
+    """The sequence number of the newest event that was read."""
+    watchers: int = 0
+    gone: bool = False
+    recent: deque[JobEvent] = field(default_factory=lambda: deque[JobEvent](maxlen=_KEPT_EVENTS))
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, events: list[JobEvent], *, gone: bool = False) -> None:
+        self.gone = gone
+        self.recent.extend(events)
+        self.seq = events[-1].seq if events else self.seq
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Watch:
+    """One watcher of one job."""
+
+    def __init__(self, store: JobStore, job_id: str, job: _Watched) -> None:
+        self._store = store
+        self._job_id = job_id
+        self._job = job
+
+    async def after(self, seq: int) -> JobEventPage:
+        """Wait for events after a sequence number; at most a page of them."""
+        job = self._job
+        while job.seq <= seq and not job.gone:
+            await job.changed.wait()
+        if job.gone:
+            return JobEventPage(events=(), done=True)
+        newer = tuple(event for event in job.recent if event.seq > seq)
+        if newer and newer[0].seq == seq + 1:
+            return JobEventPage(events=newer, done=newer[-1].ends_job)
+        return await run_in_threadpool(page_after, self._store, self._job_id, seq)
+
+
+class EventFeed:
+    """Polls the job database while somebody watches a job.
+
+    Args:
+        store: The jobs.
+        poll_s: Seconds between two polls.
+    """
+
+    def __init__(self, store: JobStore, *, poll_s: float) -> None:
+        self._store = store
+        self._poll_s = poll_s
+        self._jobs: dict[str, _Watched] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def watch(self, job_id: str, seq: int) -> Generator[Watch]:
+        """Watch a job, of which the caller knows the events up to a sequence number."""
+        job = self._jobs.setdefault(job_id, _Watched(seq))
+        if job.seq < seq:
+            # What is kept must have no holes.
+            job.recent.clear()
+            job.seq = seq
+        job.watchers += 1
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
+        try:
+            yield Watch(self._store, job_id, job)
+        finally:
+            job.watchers -= 1
+            if not job.watchers:
+                self._jobs.pop(job_id, None)
+
+    async def close(self) -> None:
+        """Stop polling."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while self._jobs:
+            await asyncio.sleep(self._poll_s)
+            known = {job_id: job.seq for job_id, job in self._jobs.items()}
+            try:
+                news = await run_in_threadpool(self._store.news, known)
+            except (DBAPIError, PoolTimeout) as error:
+                logger.warning("the events of watched jobs could not be read: %s", error)
+                continue
+            for job_id, events in news.items():
+                job = self._jobs.get(job_id)
+                # A watcher that came meanwhile may know more.
+                if job is not None and (events is None or job.seq == known[job_id]):
+                    job.tell(events or [], gone=events is None)
+
+
+def page_after(store: JobStore, job_id: str, seq: int) -> JobEventPage:
+    """The events after a sequence number, from the job database.
+
+    Raises:
+        RequestError: `request.not_found`.
+    """
+    found = store.events(job_id, after_seq=seq)
+    if found:
+        return JobEventPage(events=tuple(found), done=found[-1].ends_job)
+    job, last_seq = store.look(job_id)
+    # An event may have been added between the two reads: the page is the last one only if the log is not longer.
+    return JobEventPage(events=(), done=job.done and last_seq <= seq)
