@@ -49,9 +49,9 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = "request.not_found" if error.status_code == 404 else "request.invalid"
-        answer = problem_response(
-            RequestError(code, str(error.detail), fix="see /openapi.json"), status=error.status_code
-        )
+        # FastAPI answers 400 to a body that is no UTF-8, and 422 to one that is no JSON.
+        status = 422 if error.status_code == 400 else error.status_code
+        answer = problem_response(RequestError(code, str(error.detail), fix="see /openapi.json"), status=status)
         if error.status_code == 405:
             answer.headers["Allow"] = ", ".join(_methods_of(routes, request))
         return answer

@@ -167,7 +167,9 @@ def test_bodies_that_are_no_json(api: TestClient) -> None:
         b"null",
         b"\xfe\xff\x00{",
     ):
-        refused(api.post("/v1/jobs", content=content, headers=kind))
+        answer = api.post("/v1/jobs", content=content, headers=kind)
+        refused(answer)
+        assert answer.status_code == 422
     for content in (body(labels={"a": LONE}), body(labels={"a": NUL})):
         wide = json.dumps(content, ensure_ascii=False).encode("utf-16", "surrogatepass")
         refused(api.post("/v1/jobs", content=wide, headers=kind))
@@ -192,6 +194,9 @@ def routes(schema: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
 def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
     listed = list(routes(api.get("/openapi.json").json()))
     assert len(listed) > 8
+    # An ended one: the event stream of another would not end.
+    ended = post(api, "/v1/jobs", body()).json()["id"]
+    assert api.post(f"/v1/jobs/{ended}/cancel").json()["state"] == "CANCELLED"
 
     @given(data=st.data())
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -202,7 +207,8 @@ def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
         for parameter in facts.get("parameters", ()):
             value = data.draw(ANY_TEXT)
             if parameter["in"] == "path":
-                path = path.replace(f"{{{parameter['name']}}}", _quoted(value) or "x")
+                job_id = data.draw(st.sampled_from([_quoted(value) or "x", ended]))
+                path = path.replace(f"{{{parameter['name']}}}", job_id)
             elif parameter["in"] == "query" and data.draw(st.booleans()):
                 query[parameter["name"]] = "0" if parameter["name"] == "wait" else _quoted(value)
             elif parameter["in"] == "header" and data.draw(st.booleans()):
@@ -222,6 +228,8 @@ def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
                 "request.invalid",
                 "request.not_found",
                 "request.unknown_scheme",
+                "request.above_maximum",
+                "job.cancelled",
                 "source.not_found",
             }, answer.text
 
