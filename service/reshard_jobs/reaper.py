@@ -119,8 +119,24 @@ class Reaper:
         return tuple(
             job_id
             for job_id in ids
-            if move(session, job_id, JobState.CANCELLED, *dead, finished_at=db_now(), lease_until=None)
+            if move(
+                session,
+                job_id,
+                JobState.CANCELLED,
+                *dead,
+                error=problem_json(_not_cleaned()),
+                finished_at=db_now(),
+                lease_until=None,
+            )
         )
+
+
+def _not_cleaned() -> JobError:
+    return JobError(
+        "job.lost",
+        "no worker removed the files of the cancelled job",
+        fix="reshard clean DST of that job",
+    )
 
 
 def _silent() -> JobError:

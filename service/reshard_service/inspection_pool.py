@@ -83,7 +83,8 @@ class Prober:
 
     async def _run(self, op: str, body: BaseModel, limit_s: float) -> tuple[bytes, int]:
         limits = {"memory_bytes": self._settings.probe_memory_bytes, "cpu_s": math.ceil(limit_s) + 1}
-        line = json.dumps({"op": op, **limits, "body": body.model_dump(mode="json")}).encode() + b"\n"
+        roots = self._settings.jobs.roots.urls
+        line = json.dumps({"op": op, **limits, "roots": roots, "body": body.model_dump(mode="json")}).encode() + b"\n"
         kept = bool(self._kept)
         output, status = await self._exchange(await self._ready(), line)
         if not output and kept and status not in (-signal.SIGXCPU, 0):

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from reshard.errors import ReshardError, SourceError, as_text
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec
+from reshard_engine.storage.confinement import confine
 from reshard_engine.warm_process import next_command
 
 _RESERVE_BYTES = 64 << 20
@@ -47,6 +48,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
+        confine(asked["roots"])
         answer: dict[str, Any] = {"result": look(asked["op"], asked["body"])}
     except ReshardError as error:
         answer = {"problem": error.to_problem()}

@@ -16,7 +16,9 @@ import pytest
 
 from reshard.client import Client
 from reshard.errors import JobError, RequestError, ReshardError, SourceError
-from reshard.models import JobKind, JobState, PlanSummary
+from reshard.models import ConvertRequest, JobKind, JobState, PlanSummary
+from reshard_jobs.database import Database
+from reshard_jobs.store import JobStore
 from servers.scripted import scripted
 from servers.stack import Stack, client_of
 
@@ -527,6 +529,46 @@ def test_no_spelling_leads_out_of_the_roots(tmp_path: Path) -> None:
             assert (refused.status_code, refused.json()["code"]) == (422, code), refused.text
         assert post("/v1/jobs", conversion(inside, f"{root}/out")).status_code == 202
         assert len(httpx.get(f"{url}/v1/jobs").json()["jobs"]) == 1
+
+
+def test_no_link_below_a_root_leads_out_of_it(tmp_path: Path) -> None:
+    data = Path(__file__).parent.parent / "data" / "zero2_tiny"
+    (tag,) = [entry.name for entry in data.iterdir() if entry.is_dir()]
+    root, secret = tmp_path / "root", tmp_path / "secret"
+    shutil.copytree(data, secret)
+    shutil.copytree(data, root / "run")
+    (root / "run" / "away").symlink_to(secret / tag)
+    (root / "run" / "inside").symlink_to(root / "run" / tag)
+    # One file of a checkpoint, and the pointer, can be links, too.
+    for name in ("filed", "pointed"):
+        shutil.copytree(data, root / name)
+    stolen = min((root / "filed" / tag).glob("*.pt"))
+    stolen.unlink()
+    stolen.symlink_to(secret / tag / stolen.name)
+    (root / "pointed" / "latest").write_text("away")
+    (root / "pointed" / "away").symlink_to(secret / tag)
+    stack = Stack(tmp_path / "logs", f"sqlite:///{tmp_path}/jobs.db", scripted=False)
+    stack.extra["RESHARD_ROOTS"] = str(root)
+    store = JobStore(database := Database(stack.database_url))
+    forbidden = (("run", "away"), ("filed", tag), ("pointed", None))
+    with stack.api() as url, stack.worker():
+        for place, wanted in forbidden:
+            source = {"url": str(root / place), "tag": wanted}
+            body = {"source": source, "target": str(root / "out"), "to": "universal"}
+            for answer in (
+                httpx.post(f"{url}/v1/inspections", json=source, timeout=40),
+                httpx.post(f"{url}/v1/plans", json=body, timeout=40),
+                httpx.post(f"{url}/v1/jobs", json=body, timeout=40),
+            ):
+                assert (answer.status_code, answer.json()["code"]) == (403, "request.root_forbidden"), answer.text
+            # A worker judges what it opens itself: links change after a job was accepted.
+            with client_of(url) as client:
+                ended = client.wait(store.create(ConvertRequest.model_validate(body)).id, timeout_s=40)
+            assert ended.error is not None
+            assert ended.error.code == "request.root_forbidden"
+        inside = {"url": str(root / "run"), "tag": "inside"}
+        assert httpx.post(f"{url}/v1/inspections", json=inside, timeout=40).status_code == 200
+    database.close()
 
 
 def test_a_broker_that_is_away_does_not_lose_jobs(tmp_path: Path) -> None:

@@ -47,4 +47,4 @@ def engine_command(
             least_bytes=settings.share_bytes,
         )
     memory_bytes = engine_memory_bytes(judged, settings.engine_memory_bytes)
-    return Command(op=op, request=judged, work=work, memory_bytes=memory_bytes)
+    return Command(op=op, request=judged, work=work, roots=settings.jobs.roots.urls, memory_bytes=memory_bytes)

@@ -36,6 +36,8 @@ class Command(_Line):
     request: ConvertRequest
     work: SharedWork | None = None
     """The workers among which a conversion is divided; None if one runs it alone."""
+    roots: tuple[str, ...] = ()
+    """The URLs below which the engine may read; empty for everything."""
     memory_bytes: int = 0
     """Bytes of memory that the runner's process may use; 0 is no limit."""
 

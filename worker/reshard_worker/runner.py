@@ -18,6 +18,7 @@ from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import Engine, load_engine
 from reshard.models import Problem, Progress
 from reshard_engine.lifetime import die_with_parent
+from reshard_engine.storage.confinement import confine
 from reshard_engine.warm_process import next_command
 from reshard_worker.memory_limit import limit_memory, open_reserve
 from reshard_worker.protocol import GO, STAYS_VARIABLE, Command, CommitRequest, Failure, Idle, ProgressMessage, Result
@@ -102,6 +103,7 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
     try:
         command = Command.model_validate_json(line)
         limit_memory(command.memory_bytes)
+        confine(command.roots)
         return run(command, load_engine(), reporter, stop)
     except ReshardError as error:
         problem = error

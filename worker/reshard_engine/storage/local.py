@@ -10,8 +10,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import TracebackType
 
-from reshard.errors import SourceError, StorageError, printable
+from reshard.errors import RequestError, SourceError, StorageError, printable
 from reshard.file_errors import storage_code
+from reshard_engine.storage.confinement import refuse_opened_outside, refuse_outside
 from reshard_engine.storage.protocol import Listing, ObjectInfo
 
 _KEPT_FILES = 64
@@ -100,6 +101,11 @@ def _opened(path: str) -> Generator[int]:
         yield kept[path]
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        refuse_opened_outside(descriptor, path)
+    except RequestError:
+        os.close(descriptor)
+        raise
     if kept is not None and len(kept) < _KEPT_FILES:
         kept[path] = descriptor
         yield descriptor
@@ -117,6 +123,7 @@ class LocalStore:
 
     def list_directory(self, path: str) -> Listing:
         """The immediate children of a directory; empty if there is none."""
+        refuse_outside(path)
         files: list[ObjectInfo] = []
         directories: list[str] = []
         try:

@@ -8,6 +8,7 @@ from reshard.errors import SourceError, printable
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.peft.adapter_config import CONFIG
+from reshard_engine.storage.confinement import is_allowed
 from reshard_engine.storage.links import refuse_hub_link_elsewhere
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import parent_and_name, read_bytes
@@ -25,7 +26,9 @@ def adapter_files(checkpoint: Checkpoint, request: ConvertRequest) -> Mapping[st
         return {}
     # Trainers write the file into their own directory, above that of the tag.
     named = [] if request.model_files is None else [request.model_files]
-    places = dict.fromkeys((*named, request.source.url, parent_and_name(checkpoint.url)[0]))
+    # A service may not read above its roots.
+    above = [place for place in (parent_and_name(checkpoint.url)[0],) if is_allowed(place)]
+    places = dict.fromkeys((*named, request.source.url, *above))
     return _first_config([open_location(url, request.source.profile) for url in places], required=bool(named))
 
 

@@ -1,0 +1,65 @@
+"""An engine with roots reads nothing outside of them: not behind a link, and not above its source."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from reshard.errors import RequestError
+from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard_engine.formats.peft.adapter_files import adapter_files
+from reshard_engine.storage.confinement import confine
+from reshard_engine.storage.local import LocalStore
+from reshard_engine.storage.protocol import read_bytes
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Generator[Path]:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "elsewhere").mkdir()
+    yield tmp_path / "root"
+    confine(())
+
+
+def test_links_lead_nowhere_else(root: Path) -> None:
+    (root / "file").write_bytes(b"own")
+    (root / "own").symlink_to(root / "file")
+    (root / "foreign").symlink_to(root.parent / "secret")
+    (root / "directory").symlink_to(root.parent / "elsewhere")
+    store = LocalStore()
+    confine([str(root)])
+    read = {os.path.basename(info.path): info for info in store.list_directory(str(root)).files}
+    assert read_bytes(store, read["file"]) == read_bytes(store, read["own"]) == b"own"
+    with pytest.raises(RequestError, match=r"request\.root_forbidden"):
+        read_bytes(store, read["foreign"])
+    for outside in (root / "directory", root.parent, root.parent / "elsewhere"):
+        with pytest.raises(RequestError, match=r"request\.root_forbidden"):
+            store.list_directory(str(outside))
+    # A link that is changed after it was listed.
+    (root / "own").unlink()
+    (root / "own").symlink_to(root.parent / "secret")
+    with pytest.raises(RequestError, match=r"request\.root_forbidden"):
+        read_bytes(store, read["own"])
+    confine(())
+    assert read_bytes(store, read["foreign"]) == b"secret"
+
+
+def test_an_adapters_configuration_above_the_root_is_not_read(root: Path) -> None:
+    (root / "tag").mkdir()
+    (root.parent / "adapter_config.json").write_bytes(b"above")
+
+    def found(source: Path) -> Any:
+        request = ConvertRequest(source=SourceSpec(url=str(source)), target="/out", to=TargetFormat.PEFT)
+        return adapter_files(cast("Any", SimpleNamespace(url=str(source))), request)
+
+    assert found(root) == {"adapter_config.json": b"above"}
+    confine([str(root)])
+    assert found(root) == {}
+    (root / "adapter_config.json").write_bytes(b"own")
+    assert found(root / "tag") == {"adapter_config.json": b"own"}
