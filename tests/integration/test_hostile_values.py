@@ -121,6 +121,16 @@ def test_labels_are_as_long_as_every_database_holds(api: TestClient) -> None:
     assert api.get("/v1/jobs", params={"label": f"{'n' * 5000}={'v' * 5000}"}).json()["jobs"] == []
 
 
+def test_ids_of_callers_are_as_long_as_every_database_holds(api: TestClient) -> None:
+    for name in ("n" * 40, "N.1_-" * 7 + "x"):
+        answer = api.put(f"/v1/jobs/{name}", json=body(labels={"of": name}, target=f"/out/{name}"))
+        assert (answer.status_code, answer.json()["id"]) == (202, name), answer.text
+        events = api.get(f"/v1/jobs/{name}/events", headers={"Accept": "application/json"}).json()["events"]
+        assert [event["job_id"] for event in events] == [name]
+    for name in ("n" * 41, "a%00", "-a", "job_x", "%C3%A9"):
+        refused(api.put(f"/v1/jobs/{name}", json=body()))
+
+
 def test_numbers_that_no_database_compares(api: TestClient) -> None:
     job = post(api, "/v1/jobs", body()).json()
     events = f"/v1/jobs/{job['id']}/events"
@@ -150,7 +160,7 @@ def test_forged_page_tokens(api: TestClient) -> None:
     good = "job_" + "a" * 24
     for created_at in (float("nan"), float("inf"), -1.0, 1e300, 10**400, 2**63, True, "1", None, [1.0]):
         refused(api.get("/v1/jobs", params={"page_token": token_of(created_at, good)}))
-    for job_id in (NUL, LONE, "x", "", good + "a", good[:-1] + "\n", 5):
+    for job_id in (NUL, LONE, "", "a" * 65, "-x", good[:-1] + "\n", 5):
         refused(api.get("/v1/jobs", params={"page_token": token_of(1.0, job_id)}))
     for token in ("é", "%", "=", "W10", "bnVsbA", "W1tbW1tb" * 100, "A" * 1025):
         refused(api.get("/v1/jobs", params={"page_token": token}))
@@ -223,12 +233,16 @@ def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
         answer = api.request(method, url, content=content, headers=headers)
         assert answer.status_code < 500, (method, url, content, answer.text)
         documented_as(facts, answer)
+        if method == "PUT" and answer.status_code == 202:
+            # The event stream of a job that waits would not end.
+            api.post(f"{path}/cancel")
         if answer.status_code >= 400:
             assert answer.json()["code"] in {
                 "request.invalid",
                 "request.not_found",
                 "request.unknown_scheme",
                 "request.above_maximum",
+                "request.job_exists",
                 "job.cancelled",
                 "source.not_found",
             }, answer.text
