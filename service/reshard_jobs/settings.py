@@ -104,7 +104,7 @@ class JobSettings(EnvironmentSettings):
     )
 
     def maxima(self, *, runs_jobs: bool) -> Maxima:
-        """What a request may ask for at most. `runs_jobs`: jobs run on this machine, so its own size counts."""
+        """Return the most that a request may ask for. `runs_jobs`: jobs run on this machine, so its size counts."""
         default = maxima_of_this_machine() if runs_jobs else Maxima()
         memory_bytes = default.memory_bytes if self.max_memory_bytes is None else self.max_memory_bytes
         return Maxima(memory_bytes, default.threads if self.max_threads is None else self.max_threads)
