@@ -6,7 +6,7 @@ The package without extras brings no engine. With the `worker` extra's dependenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from reshard.errors import RequestError
@@ -74,12 +74,16 @@ class Engine(Protocol):
         work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        on_plan: Callable[[str], None] | None = None,
+        abandoned: Collection[str] = (),
     ) -> ConvertResult:
         """Run the conversion to its commit. Resumes an interrupted run of the same conversion.
 
         With `work`, other processes that are given the same request run it too, and each does a part.
         `on_progress` is called from one thread at a time; `should_stop` is polled between units and
         ends the run with `job.cancelled`, leaving the journal for a later resume.
+        `on_plan` is called with the digest of the plan before anything is written, and may raise. `abandoned` are
+        digests of plans whose unfinished conversions into the target have ended: this one removes what they left.
         """
         ...
 
@@ -150,8 +154,19 @@ class Engine(Protocol):
         """Remove files that unfinished conversions into a target left, unless a process still uses them."""
         ...
 
-    def discard(self, request: ConvertRequest) -> None:
-        """Remove the staging directory, uploads and journal that an unfinished conversion of this request left."""
+    def discard(
+        self,
+        request: ConvertRequest,
+        *,
+        plans: Collection[str] | None = None,
+        idle_s: float = 0.0,
+        keep_unfinished: bool = False,
+    ) -> None:
+        """Remove the staging directories, uploads and journals that unfinished conversions into the target left.
+
+        With `plans`, only conversions of these plans lose files. In an object store, one that has written in the last
+        `idle_s` seconds counts as running, and the call fails. `keep_unfinished` keeps one that has the claim.
+        """
         ...
 
 

@@ -6,7 +6,7 @@ The entry point `reshard.engine` loads the object `engine`. Each method imports 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from reshard._wire import ConvertOptions, convert_request
 from reshard.diffs import DiffOptions, DiffReport
@@ -81,17 +81,22 @@ class LocalEngine:
         work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        on_plan: Callable[[str], None] | None = None,
+        abandoned: Collection[str] = (),
     ) -> ConvertResult:
         """Run the conversion to its commit, alone or with other workers. Resumes an interrupted run of the same one."""
         from reshard_engine.operations.conversion import Conversion
+        from reshard_engine.operations.ownership import Ownership
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
+        ownership = Ownership(on_plan, frozenset(abandoned))
         if work is not None:
             from reshard_engine.operations.shared_conversion import convert_shared
 
-            return convert_shared(request, work, on_progress=on_progress, should_stop=should_stop)
-        return Conversion.prepare(request).run(on_progress=on_progress, should_stop=should_stop)
+            return convert_shared(request, work, on_progress=on_progress, should_stop=should_stop, ownership=ownership)
+        conversion = Conversion.prepare(request, ownership=ownership)
+        return conversion.run(on_progress=on_progress, should_stop=should_stop)
 
     def help(
         self,
@@ -201,14 +206,24 @@ class LocalEngine:
         idle_s = 0.0 if idle else IDLE_S
         return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
 
-    def discard(self, request: ConvertRequest) -> None:
-        """Remove the files that an unfinished conversion into this target left."""
+    def discard(
+        self,
+        request: ConvertRequest,
+        *,
+        plans: Collection[str] | None = None,
+        idle_s: float = 0.0,
+        keep_unfinished: bool = False,
+    ) -> None:
+        """Remove the files that unfinished conversions into this target left, of these plans or of all."""
         from reshard_engine.operations.conversion import sink_for
 
         sink = sink_for(open_location(request.target, request.target_profile))
         if sink is None:
             raise RequestError("request.unknown_scheme", f"nothing can be written to {printable(request.target)}")
-        sink.discard_all()
+        if plans is None:
+            sink.discard_all()
+        else:
+            sink.discard(plans, idle_s=idle_s, keep_unfinished=keep_unfinished)
 
 
 engine = LocalEngine()

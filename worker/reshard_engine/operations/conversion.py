@@ -6,10 +6,10 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from reshard.errors import IntegrityError, RequestError, StorageError, printable
+from reshard.errors import IntegrityError, JobError, RequestError, StorageError, printable
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
@@ -36,6 +36,7 @@ from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.formats.registry import check_request, known_files, writer_of
 from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.operations.finished import finished_manifest
+from reshard_engine.operations.ownership import Ownership
 from reshard_engine.operations.requested import requested_checkpoint
 from reshard_engine.operations.shared_metadata import SharedMetadata, coordination_at
 from reshard_engine.operations.verification import verify_target
@@ -109,10 +110,13 @@ class Conversion:
     sink: LocalSink | ObjectSink
     planning: Mapping[str, float]
     """Seconds of `plan` and, if workers share the source's metadata, those of `publish` or `pack`."""
+    ownership: Ownership = field(default_factory=Ownership)
 
     @classmethod
     @collector_paused()
-    def prepare(cls, request: ConvertRequest, shared: SharedMetadata | None = None) -> Conversion:
+    def prepare(
+        cls, request: ConvertRequest, shared: SharedMetadata | None = None, *, ownership: Ownership | None = None
+    ) -> Conversion:
         """Read the source's metadata, or share it with other workers, and plan; the target is not touched.
 
         Raises:
@@ -139,7 +143,7 @@ class Conversion:
         plan = plan_conversion(checkpoint, layout, request, min_part_bytes=least, copied_from=copied_from)
         seconds = {} if shared is None else shared.seconds
         planning = {"plan": time.monotonic() - started - sum(seconds.values()), **seconds}
-        return cls(request, checkpoint, layout, plan, target, sink, planning)
+        return cls(request, checkpoint, layout, plan, target, sink, planning, ownership or Ownership())
 
     @property
     def wanted_threads(self) -> int:
@@ -175,7 +179,7 @@ class Conversion:
         try:
             return self._run(on_progress, should_stop)
         except StorageError as error:
-            if error.code != "storage.no_space":
+            if error.code != "storage.no_space" or self.ownership.is_recorded:
                 raise
             raise StorageError(
                 error.code,
@@ -189,6 +193,10 @@ class Conversion:
             if error.code in {"request.target_exists", "request.target_busy"} and (done := self.finished_by_others()):
                 return done
             raise
+        except JobError:
+            # The caller may have stopped this process because another one owns the conversion, and has ended it.
+            self.sink.suspect()
+            raise
         finally:
             self.sink.close()
 
@@ -196,6 +204,8 @@ class Conversion:
         self, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
     ) -> ConvertResult | None:
         """The result if the target is already this conversion's; it is checked as the request asks."""
+        if self.request.overwrite:
+            self.sink.look(self.plan)
         finished = finished_manifest(self.target, self.plan)
         if finished is not None and self._still_holds(finished, on_progress, should_stop):
             return self._already_done(finished)
@@ -215,6 +225,7 @@ class Conversion:
     ) -> ConvertResult:
         plan, seconds = self.plan, dict(self.planning)
         clock = time.monotonic()
+        self.ownership.take(plan, self.sink)
         self.sink.examine(plan, overwrite=self.request.overwrite)
         disagreements = check_agreements(self.checkpoint, self.request.replicas, stop_check(should_stop))
         clock = _lap(seconds, "agreement", clock)

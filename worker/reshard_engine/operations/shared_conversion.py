@@ -31,6 +31,7 @@ from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.operations.conversion import Conversion, sink_for
 from reshard_engine.operations.joint_progress import JointProgress
+from reshard_engine.operations.ownership import Ownership
 from reshard_engine.operations.shared_checks import AgreementChecks
 from reshard_engine.operations.shared_metadata import SharedMetadata
 from reshard_engine.operations.shared_verification import CheckHelper, SharedVerification
@@ -47,6 +48,7 @@ def convert_shared(
     *,
     on_progress: Callable[[Progress], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    ownership: Ownership | None = None,
 ) -> ConvertResult:
     """Run a conversion together with other workers that are given the same request; returns when it is committed.
 
@@ -54,7 +56,7 @@ def convert_shared(
         ReshardError: The conversion failed, here or in another worker.
     """
     with closing(SharedMetadata(work, stop_check(should_stop))) as metadata:
-        conversion = Conversion.prepare(request, metadata)
+        conversion = Conversion.prepare(request, metadata, ownership=ownership)
         if conversion.plan.write_bytes < work.least_bytes:
             return conversion.run(on_progress=on_progress, should_stop=should_stop)
         metadata.offer()
@@ -93,6 +95,7 @@ class _SharedConversion:
         if done is not None:
             return done
         sink = conversion.sink
+        conversion.ownership.take(conversion.plan, sink)
         if isinstance(sink, LocalSink):
             sink.make_parent()
         worker = self._worker(sink)
@@ -176,6 +179,7 @@ class _SharedConversion:
         """Begin again with a sink that knows nothing of the last attempt."""
         sink = sink_for(self.conversion.target)
         assert sink is not None
+        sink.repairs = self.conversion.sink.repairs
         self.conversion = replace(self.conversion, sink=sink)
 
     @property

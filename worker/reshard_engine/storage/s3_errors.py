@@ -36,6 +36,7 @@ _DENIED = {
     "Forbidden",
     "AllAccessDisabled",
 }
+_WRONG_TIME = {"RequestTimeTooSkewed", "RequestExpired"}
 _NOT_FOUND = {"404", "NoSuchKey", "NotFound"}
 _PASSING = {"SlowDown", "RequestTimeout", "Throttling", "BadDigest", "XAmzContentChecksumMismatch"}
 """Codes of transient failures. Two of them mean that the store received other bytes than were sent."""
@@ -62,9 +63,7 @@ def _typed(error: BaseException, path: str) -> ReshardError:
                 "storage.no_bucket", f"bucket {printable(bucket)!r} does not exist", fix="check the bucket's name"
             )
         if code in _DENIED or status in (401, 403):
-            return StorageError(
-                "storage.denied", text, fix="check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a --profile"
-            )
+            return _denied(code, text)
         if code in _NOT_FOUND or status == 404:
             return SourceError("source.not_found", f"{where} does not exist")
         if code in _CONFLICT:
@@ -84,6 +83,14 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         "storage.unavailable",
         f"{where}: {type(error).__name__}: {printable(str(error))}",
         fix="check AWS_ENDPOINT_URL and the network",
+    )
+
+
+def _denied(code: str, text: str) -> StorageError:
+    if code in _WRONG_TIME:
+        return StorageError("storage.denied", text, fix="set this host's clock: it differs from the store's by minutes")
+    return StorageError(
+        "storage.denied", text, fix="check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or name a --profile"
     )
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 
 from reshard.errors import IntegrityError, RequestError, printable
@@ -84,6 +84,12 @@ class LocalSink:
                 replaces=occupied,
                 abandoned_bytes=abandoned_bytes(self._target, but=self._digest),
             )
+
+    repairs = False
+    """Without a meaning here: the old target stays whole until the new one takes its name."""
+
+    def look(self, plan: Plan) -> None:
+        """Do nothing (see `repairs`)."""
 
     uploads: Mapping[int, str] = {}
     """A file system has no uploads."""
@@ -311,6 +317,23 @@ class LocalSink:
             held = [digest for digest in sorted(found) if not remove_unless_held(f"{self._stem}{digest}")]
             if not held:
                 self._put_back(names)
+
+    def discard(self, digests: Collection[str], *, idle_s: float = 0.0, keep_unfinished: bool = False) -> None:
+        """Remove the staging directories and journals of these plans that no process runs; the lock tells that.
+
+        The last two arguments are for stores without locks: a target that is finished has no staging directory.
+        """
+        doomed = {digest[:16] for digest in digests}
+        with writing(self._parent):
+            names = set(os.listdir(self._parent)) if os.path.isdir(self._parent) else set[str]()
+            for digest in sorted(plans_beside(self._target) & doomed):
+                remove_unless_held(f"{self._stem}{digest}")
+            if not plans_beside(self._target):
+                self.forget_packs()
+                self._put_back(names)
+
+    def suspect(self) -> None:
+        """Do nothing: a process that has the lock on its journal is the only one that can end its conversion."""
 
     def _put_back(self, names: Set[str]) -> None:
         """Clean up after a crash in the middle of a commit. An old target that was not replaced gets its name back."""

@@ -6,16 +6,17 @@ Every object that a conversion writes carries the digest of its plan. Objects wi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from reshard.errors import RequestError, printable
 from reshard.models import Leftover
-from reshard_engine.execute.sinks.control_objects import WORKERS, ControlObjects
+from reshard_engine.execute.sinks.control_objects import WORKERS, Claim, ControlObjects
 from reshard_engine.execute.sinks.object_uploads import PLAN_KEY
 from reshard_engine.execute.sinks.overwrite import target_exists
-from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.integrity.manifest import MANIFEST_NAME, parse_manifest
 from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
 from reshard_engine.tensors.layout import KnownFiles
 
@@ -33,6 +34,7 @@ class Leftovers:
         self._parent, self._name = parent_and_name(target)
         self._control = control
         self._known = known
+        self._manifest = join(target, MANIFEST_NAME)
 
     def is_written_by(self, path: str, digest: str) -> bool:
         """True if the object exists and the plan with this digest wrote it."""
@@ -89,7 +91,7 @@ class Leftovers:
         in_use = bool(signs) and time.time() - max(signs) < idle_s
         claim = self._control.claimed_by()
         plan = {} if claim is None else self._control.stored_plan(claim.plan)
-        mine = {join(self._target, f[0]) for f in plan.get("files", [])} | {join(self._target, MANIFEST_NAME)}
+        mine = {join(self._target, f[0]) for f in plan.get("files", [])} | {self._manifest}
         known = {upload for journal in self._control.journals() for upload in self._control.upload_ids(journal)}
         uploads = [u for u in self._store.list_uploads(self._target + "/") if u[1] in known or u[0] in mine]
         unfinished = claim is not None and not self._is_finished(plan, claim.plan)
@@ -113,10 +115,58 @@ class Leftovers:
         """
         claim = self._control.claimed_by()
         if claim is None:
-            self._collect_journals()
+            self._collect_journals(self._control.journals())
             return
-        plan = self._control.stored_plan(claim.plan)
-        last = join(self._target, MANIFEST_NAME)
+        self._collect_claimed(claim, self._control.stored_plan(claim.plan))
+
+    def collect_plans(self, digests: Collection[str], *, idle_s: float = 0.0, keep_unfinished: bool = False) -> None:
+        """Remove what conversions with these plans left. Conversions of other plans keep everything.
+
+        Args:
+            digests: The digests of the plans.
+            idle_s: Seconds without a write after which a conversion counts as ended.
+            keep_unfinished: True to keep a conversion with one of these plans that has the claim and is unfinished.
+
+        Raises:
+            RequestError: `request.target_busy` if one of these conversions has written in the last `idle_s` seconds.
+        """
+        journals = [self._control.journal_of(digest) for digest in digests]
+        self._refuse_active(journals, idle_s)
+        claim = self._control.claimed_by()
+        if claim is not None and claim.plan in digests:
+            plan = self._control.stored_plan(claim.plan)
+            if keep_unfinished and not self._is_finished(plan, claim.plan):
+                journals.remove(self._control.journal_of(claim.plan))
+            else:
+                self._collect_claimed(claim, plan)
+        there = set(self._control.journals())
+        self._collect_journals([j for j in journals if j in there], packs=claim is None)
+        if claim is None:
+            self._abort_strays(digests)
+
+    def _abort_strays(self, digests: Collection[str]) -> None:
+        """Abort uploads to the files of a finished target: who began them died before it named them in a journal."""
+        ours = any(self.is_written_by(self._manifest, digest) for digest in digests)
+        info = self._store.stat(self._manifest) if ours else None
+        if info is None:
+            return
+        manifest = parse_manifest(read_bytes(self._store, info))
+        self.abort(self.uploads_of({join(self._target, f.path) for f in manifest.files}))
+
+    def _refuse_active(self, journals: Iterable[str], idle_s: float) -> None:
+        if idle_s <= 0:
+            return
+        written = [i.modified_at for j in journals for i in self._store.list_tree(j) if i.modified_at is not None]
+        silent_s = time.time() - max(written, default=0.0)
+        if silent_s < idle_s:
+            raise RequestError(
+                "request.target_busy",
+                f"a conversion into {self._store.scheme}://{printable(self._target)} has written {silent_s:.0f} s ago",
+                fix="let it end; its files are looked at again later",
+            )
+
+    def _collect_claimed(self, claim: Claim, plan: Mapping[str, Any]) -> None:
+        last = self._manifest
         paths = {join(self._target, f[0]) for f in plan.get("files", [])}
         self.abort(self.uploads_of(paths))
         if not self._is_finished(plan, claim.plan):
@@ -139,14 +189,15 @@ class Leftovers:
         self._control.release(digest)
 
     def _is_finished(self, plan: Mapping[str, Any], digest: str) -> bool:
-        last = join(self._parent, plan["pointer"]) if plan.get("pointer") else join(self._target, MANIFEST_NAME)
+        last = join(self._parent, plan["pointer"]) if plan.get("pointer") else self._manifest
         return self.is_written_by(last, digest)
 
-    def _collect_journals(self) -> None:
+    def _collect_journals(self, journals: Sequence[str], *, packs: bool = True) -> None:
         # Without a claim, no conversion is running. A process that was paused and went on too late wrote the journals.
-        self._control.forget(self._control.packs)
-        uploads = self._store.list_uploads(self._target + "/")
-        for journal in self._control.journals():
+        if packs:
+            self._control.forget(self._control.packs)
+        uploads = self._store.list_uploads(self._target + "/") if journals else []
+        for journal in journals:
             known = self._control.upload_ids(journal)
             for path, upload_id in uploads:
                 if upload_id in known:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -54,6 +54,10 @@ class ObjectSink:
         """Small objects that this process wrote, or that it found already written by the same plan."""
         self._earlier: Earlier | None = None
         self._shared: Shared | None = None
+        self.repairs = False
+        """True if the target was this plan's when the conversion began: `--overwrite` may then clear it."""
+        self._claimed = False
+        """True if this process has once taken the claim."""
         self._doubt = False
         """True if a failure occurred that another conversion may have caused."""
         self._lock = threading.Lock()
@@ -63,6 +67,11 @@ class ObjectSink:
 
     def _paths(self) -> set[str]:
         return {join(self._target, f.path) for f in self._plan.files}
+
+    def look(self, plan: Plan) -> None:
+        """Note whether this plan has written the target already, before the conversion decides to run."""
+        self._plan = plan
+        self.repairs = self._is_published()
 
     def examine(self, plan: Plan, *, overwrite: bool) -> None:
         """Refuse a target that holds something else, or that another plan has claimed."""
@@ -114,6 +123,7 @@ class ObjectSink:
             # Only the other plan's journal knows its uploads, so they are aborted before the journal is removed.
             self.discard_all()
         claim = self._control.claim(plan)
+        self._claimed = True
         # The target is listed again, under the claim: from now on, no other conversion writes there.
         there = {i.path: i for i in self._store.list_tree(self._target)}
         if not self._control.is_settled():
@@ -138,6 +148,10 @@ class ObjectSink:
             self._leftovers.release(self._plan.digest, ())
             raise not_to_overwrite(self._url) if overwrite else target_exists(self._url, self._known)
         self._control.allow_clearing(self._plan)
+        if not self.repairs and self._is_published():
+            # Another attempt at this plan finished the target while this process was paused.
+            self._leftovers.release(self._plan.digest, ())
+            raise target_exists(self._url, self._known)
         with self._doubting():
             self._clear(paths)
 
@@ -387,6 +401,14 @@ class ObjectSink:
     def discard_all(self) -> None:
         """Remove all leftovers of an unfinished conversion into this target."""
         self._leftovers.collect()
+
+    def discard(self, digests: Collection[str], *, idle_s: float = 0.0, keep_unfinished: bool = False) -> None:
+        """Remove what conversions with these plans left (see `Leftovers.collect_plans`)."""
+        self._leftovers.collect_plans(digests, idle_s=idle_s, keep_unfinished=keep_unfinished)
+
+    def suspect(self) -> None:
+        """Let `close` look whether another process has ended the conversion meanwhile."""
+        self._doubt = self._doubt or self._claimed
 
     def _is_published(self) -> bool:
         return self._leftovers.is_written_by(join(self._target, MANIFEST_NAME), self._plan.digest)
