@@ -198,6 +198,11 @@ def cancel_call(job_id: str) -> Call:
     return Call("POST", f"{_job_path(job_id)}/cancel")
 
 
+def retry_call(job_id: str) -> Call:
+    """Send a job that FAILED back to the queue."""
+    return Call("POST", f"{_job_path(job_id)}/retry")
+
+
 def events_call(job_id: str, after_seq: int) -> Call:
     """Get the events after a sequence number, as a page."""
     params = (("after_seq", str(after_seq)),)

@@ -30,6 +30,8 @@ from reshard.models import (
     PlanSummary,
     SourceSpec,
     TargetFormat,
+    WorkerNode,
+    WorkerNodeList,
 )
 from reshard.service_token import ServiceAuth
 
@@ -195,14 +197,18 @@ class Client:
         failures = 0
         streaming = True
         while True:
-            seen = after_seq
+            seen, failed = after_seq, False
             try:
                 source = (self._stream if streaming else self._poll)(job_id, after_seq, deadline)
                 for event in source:
                     after_seq, failures = event.seq, 0
                     yield event
-                    if event.kind == "state" and event.state.terminal:
+                    failed = event.kind == "state" and event.state is JobState.FAILED
+                    if event.kind == "state" and event.state.terminal and not failed:
                         return
+                # A job that FAILED may have been sent back to the queue. Then the log goes on.
+                if failed and (not streaming or self._ended_before(job_id, after_seq)):
+                    return
             except _NotAStreamError:
                 # A proxy on the way does not pass streams through, so the client polls from now on.
                 streaming = False
@@ -218,12 +224,25 @@ class Client:
             time.sleep(_wire.pause_s(failures, random.random(), None))  # noqa: S311 - jitter
 
     def cancel(self, job_id: str) -> Job:
-        """Cancel a job. Cancelling it twice is harmless.
+        """Cancel a job, or give up the files of a job that FAILED. Cancelling it twice is harmless.
 
         Raises:
-            JobError: `job.finished`: it has SUCCEEDED or FAILED already.
+            JobError: `job.finished`: it has SUCCEEDED already.
         """
         return self._ask(_wire.cancel_call(job_id), Job)
+
+    def retry(self, job_id: str) -> Job:
+        """Send a job that FAILED back to the queue, with all its attempts; it goes on where it stopped.
+
+        Raises:
+            JobError: `job.finished`: it has SUCCEEDED; `job.cancelled`; `job.not_finished`: it has not failed, or its
+                files are being removed at this moment.
+        """
+        return self._ask(_wire.retry_call(job_id), Job)
+
+    def workers(self) -> tuple[WorkerNode, ...]:
+        """The live workers of the service, by name."""
+        return self._ask(Call("GET", "/v1/workers"), WorkerNodeList).workers
 
     def result(self, job_id: str) -> ConvertResult | PlanSummary:
         """The result of a job that SUCCEEDED.

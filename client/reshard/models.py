@@ -339,6 +339,8 @@ class Job(WireModel):
     done: bool
     attempt: int
     max_attempts: int
+    retries: int = 0
+    """How often the job was sent back to the queue after it had FAILED."""
     request: ConvertRequest
     labels: dict[str, str] = Field(default_factory=dict)
     progress: Progress | None = None
@@ -353,11 +355,34 @@ class Job(WireModel):
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
+    leftovers_until: datetime | None = None
+    """Files of the ended job's attempts are kept until then. Until then, a retry goes on where the job stopped."""
     error: Problem | None = None
     result: ConvertResult | None = None
     plan: PlanSummary | None = None
     """The outcome of a job of kind `plan`."""
     links: dict[str, str] = Field(default_factory=dict)
+
+
+class WorkerNode(WireModel):
+    """A live worker of a service."""
+
+    name: str
+    state: Literal["idle", "working", "quarantined"]
+    """`quarantined`: several jobs in a row failed there as they do on a bad host, and it claims nothing for a while."""
+    job_id: str | None = None
+    """The job that it runs or helps."""
+    started_at: datetime
+    seen_at: datetime
+    quarantined_until: datetime | None = None
+    problem: Problem | None = None
+    """The problem of the job that led to the quarantine."""
+
+
+class WorkerNodeList(WireModel):
+    """The live workers of a service, by name."""
+
+    workers: tuple[WorkerNode, ...]
 
 
 class JobList(WireModel):

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from reshard.models import ConvertRequest, JobKind, JobState, WorkShare
 from reshard_jobs.database import Database
 from reshard_jobs.records import worker_of
+from reshard_jobs.refusals import refused_by
 from reshard_jobs.states import ACTIVE
 from reshard_jobs.tables import JobRow, WorkerRow, db_now
 from reshard_jobs.transitions import change
@@ -56,7 +57,8 @@ class Helpers:
     def join_next(self, *, worker: str) -> HelperClaim | None:
         """Join the job that needs help most: by priority, then by the number of its helpers, then by age."""
         order = (JobRow.priority.desc(), _present().asc(), JobRow.created_at, JobRow.id)
-        query = select(JobRow.id).where(_takes_helper(self._max_workers)).order_by(*order).limit(_CANDIDATES)
+        open_to = (_takes_helper(self._max_workers), ~refused_by(worker))
+        query = select(JobRow.id).where(*open_to).order_by(*order).limit(_CANDIDATES)
         with self._database.read() as session:
             candidates = session.scalars(query).all()
         return next((c for job_id in candidates if (c := self._join(job_id, worker)) is not None), None)

@@ -23,7 +23,7 @@ from reshard_jobs.tables import MAX_ID_CHARS, IdempotencyRow, db_now
 
 HOLD_S = 30.0
 _OWN_ID = re.compile(f"(?!job_)[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
-_JOB_KEY = "\x1fjob/"
+JOB_KEY = "\x1fjob/"
 """The beginning of the keys that stand for job ids. A key that a caller sends has only printable characters."""
 MAX_KEY_CHARS = 255
 
@@ -78,7 +78,7 @@ class IdempotencyKeys:
                 fix="use 1 to 40 ASCII letters, digits, '.', '_' and '-', with a letter or digit first, and not `job_`",
             )
         try:
-            return self._begin(_JOB_KEY + job_id, body_fingerprint)
+            return self._begin(JOB_KEY + job_id, body_fingerprint)
         except RequestError as error:
             if error.code == "request.idempotency_mismatch":
                 raise job_exists(job_id) from error

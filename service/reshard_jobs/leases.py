@@ -11,19 +11,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
-from sqlalchemy import ColumnElement, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
 from reshard.errors import JobError, ReshardError
 from reshard.models import ConvertRequest, JobKind, JobState, Problem, Progress, WorkShare
 from reshard_jobs.database import Database
+from reshard_jobs.discards import FIRST_PAUSE_S, being_discarded, forget_plans
 from reshard_jobs.helpers import free_of_helpers
-from reshard_jobs.states import ACTIVE, sources_of, state_of
-from reshard_jobs.tables import JobRow, WorkerRow, db_now
+from reshard_jobs.refusals import others_may_try, refuse, refused_by
+from reshard_jobs.states import ACTIVE, TERMINAL, sources_of, state_of
+from reshard_jobs.tables import ANY_PLAN, JobRow, PlanRow, WorkerRow, db_now
 from reshard_jobs.transitions import change, move
 
+FULL = frozenset({"storage.no_space", "storage.no_room"})
+"""Codes of a store without room. What the job left there is discarded at once: it may be what fills the store."""
 _NEXT_CANDIDATES = 8
 _ACTIVE = [state.value for state in ACTIVE]
+_CONVERTS = JobRow.kind == JobKind.CONVERT.value
+_HAS_PLANS = select(PlanRow.digest).where(PlanRow.job_id == JobRow.id).correlate(JobRow).exists()
+_LOST_HELPER = (
+    select(WorkerRow.token)
+    .where(WorkerRow.job_id == JobRow.id, WorkerRow.role == "helper")
+    .where(or_(WorkerRow.left_at == WorkerRow.lease_until, WorkerRow.lease_until < db_now()))
+    .correlate(JobRow)
+    .exists()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +52,9 @@ class JobClaim:
     """True if the job is to be cancelled and has no live owner: remove the files of its attempts and run nothing."""
     max_workers: int = 0
     """The number of workers that may run the job at once; 0 is the worker's own default."""
+    worker: str = ""
+    abandoned: tuple[str, ...] = ()
+    """Plans that this job and ended jobs of this database may have left in the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +74,13 @@ class Leases:
     Args:
         database: The job database.
         lease_s: Seconds that a claim lasts after its last heartbeat, by the database's clock.
+        keep_failed_s: Seconds for which the files of a job that FAILED are kept for a retry.
     """
 
-    def __init__(self, database: Database, *, lease_s: float) -> None:
+    def __init__(self, database: Database, *, lease_s: float, keep_failed_s: float = 86_400.0) -> None:
         self._database = database
         self.lease_s = lease_s
+        self._keep_failed_s = keep_failed_s
 
     def claim(self, job_id: str, *, worker: str) -> JobClaim | None:
         """Claim the next attempt of a job; None if the job is running, has ended or is not due."""
@@ -77,7 +95,8 @@ class Leases:
         with self._database.write() as session:
             self._database.lock_target_of(session, job_id)
             started = func.coalesce(JobRow.started_at, db_now())
-            row = move(session, job_id, JobState.PLANNING, *_runnable(), progress=None, started_at=started, **values)
+            can = _runnable(worker)
+            row = move(session, job_id, JobState.PLANNING, *can, progress=None, started_at=started, **values)
             cleanup = row is None
             if cleanup:
                 row = _take_cleanup(session, job_id, values)
@@ -94,12 +113,14 @@ class Leases:
                 request=ConvertRequest.model_validate_json(row.request),
                 cleanup=cleanup,
                 max_workers=row.max_workers,
+                worker=worker[:200],
+                abandoned=_abandoned(session, row),
             )
 
     def claim_next(self, *, worker: str) -> JobClaim | None:
         """Claim the available job with the highest priority, of these the oldest; None if no job is available."""
         order = (JobRow.priority.desc(), JobRow.created_at, JobRow.id)
-        query = select(JobRow.id).where(_claimable()).order_by(*order).limit(_NEXT_CANDIDATES)
+        query = select(JobRow.id).where(_claimable(worker)).order_by(*order).limit(_NEXT_CANDIDATES)
         while True:
             with self._database.read() as session:
                 candidates = session.scalars(query).all()
@@ -110,10 +131,10 @@ class Leases:
                 return None
             # Other workers claimed each of these jobs, so there is progress; younger jobs may be left.
 
-    def work_waits(self) -> bool:
-        """True if a job is available."""
+    def work_waits(self, *, worker: str | None = None) -> bool:
+        """True if a job is available, to anybody or to this worker."""
         with self._database.read() as session:
-            return work_waits(session)
+            return work_waits(session, worker)
 
     def heartbeat(self, claim: JobClaim, progress: Progress | None = None) -> LeaseStatus:
         """Renew the lease and record progress; the answer says if the job must stop."""
@@ -141,20 +162,67 @@ class Leases:
             ).one_or_none()
         return _LOST if flag is None else LeaseStatus(held=True, cancel_requested=bool(flag))
 
+    def record_plan(self, claim: JobClaim, digest: str) -> bool:
+        """Record that this attempt begins to write a plan. False if it may not: the lease was lost, or a cancel came.
+
+        Other ended jobs with this plan and target have no files of their own any more.
+        """
+        going = (*_fence(claim), JobRow.state.in_(_ACTIVE), JobRow.cancel_requested == 0)
+        with self._database.write() as session:
+            row = _set(session, claim.job_id, *going, plan_digest=digest)
+            if row is None:
+                return False
+            ended = select(JobRow.id).where(
+                JobRow.target == row.target, JobRow.id != row.id, JobRow.state.in_([s.value for s in TERMINAL])
+            )
+            same = (PlanRow.digest == digest, or_(PlanRow.job_id.in_(ended), PlanRow.job_id == row.id))
+            session.execute(delete(PlanRow).where(*same).execution_options(synchronize_session=False))
+            session.execute(insert(PlanRow).values(job_id=row.id, digest=digest))
+            return True
+
+    def plans_of(self, job_id: str) -> tuple[str, ...] | None:
+        """The plans that attempts of a job may have begun to write; None if they are not known."""
+        with self._database.read() as session:
+            plans = tuple(session.scalars(select(PlanRow.digest).where(PlanRow.job_id == job_id)))
+        return None if ANY_PLAN in plans else plans
+
     def succeed(
         self, claim: JobClaim, result: BaseModel, *, plan_digest: str | None, share: WorkShare | None = None
     ) -> bool:
         """Record the result, and the owner's share of the work. False if the lease was lost."""
-        values = {"result": result.model_dump_json(), "plan_digest": plan_digest, "error": None}
-        return self._end(claim, JobState.SUCCEEDED, share=share, **values)
+        values: dict[str, Any] = {"result": result.model_dump_json(), "plan_digest": plan_digest, "error": None}
+        # A worker that was lost may wake up later and write one more record: the target is looked at once more.
+        later = case((and_(_CONVERTS, or_(JobRow.attempt > 1, _LOST_HELPER)), db_now() + self._keep_failed_s))
+        return self._end(claim, JobState.SUCCEEDED, share=share, discard_at=later, **values)
 
     def fail(self, claim: JobClaim, problem: ReshardError) -> bool:
-        """Record the error that ends the job. False if the lease was lost or the job is being cancelled."""
-        return self._end(claim, JobState.FAILED, error=problem_json(problem))
+        """Record the error that ends the job. False if the lease was lost or the job is being cancelled.
+
+        Its files are kept for a retry, unless the target's store is full.
+        """
+        full = problem.code in FULL
+        later = case((and_(_CONVERTS, _HAS_PLANS), db_now() + (0.0 if full else self._keep_failed_s)))
+        values: dict[str, Any] = {"error": problem_json(problem), "discard_at": later, "discard_asked": int(full)}
+        return self._end(claim, JobState.FAILED, **values)
 
     def cancelled(self, claim: JobClaim, problem: ReshardError | None = None) -> bool:
-        """Record that the job was stopped and cleaned up. False if the lease was lost."""
-        return self._end(claim, JobState.CANCELLED, error=problem_json(problem) if problem else None)
+        """Record that the job was stopped, and cleaned up unless there was a problem. False if the lease was lost."""
+        if problem is None:
+            return self._end(claim, JobState.CANCELLED, clean=True, error=None, discard_at=None)
+        again: dict[str, Any] = {"discard_at": db_now() + FIRST_PAUSE_S, "discard_asked": 1}
+        return self._end(claim, JobState.CANCELLED, error=problem_json(problem), **again)
+
+    def hand_over(self, claim: JobClaim, problem: ReshardError) -> bool:
+        """Requeue the job for another worker, because the problem may be the fault of this worker's host.
+
+        The attempt does not count. False if no live worker is left that has not tried the job.
+        """
+        with self._database.write() as session:
+            refuse(session, claim.job_id, claim.worker, problem.code)
+            if not others_may_try(session, claim.job_id, lease_s=self.lease_s):
+                return False
+            again = {"releases": JobRow.releases + 1, "not_before": 0.0, "error": problem_json(problem)}
+            return _left(session, claim, _requeue(session, claim, JobRow.cancel_requested == 0, **again))
 
     def retry(self, claim: JobClaim, problem: ReshardError, *, delay_s: float) -> bool:
         """Requeue the job after a transient failure, or fail it if this was the last attempt."""
@@ -170,6 +238,7 @@ class Leases:
                     error=problem_json(exhausted(claim.attempt, problem)),
                     finished_at=db_now(),
                     lease_until=None,
+                    discard_at=case((_CONVERTS, db_now() + self._keep_failed_s)),
                 )
             return _left(session, claim, row)
 
@@ -183,16 +252,20 @@ class Leases:
                 row = _set(session, claim.job_id, *_fence(claim), cancelling, lease_until=db_now(), owner=None)
             return _left(session, claim, row)
 
-    def _end(self, claim: JobClaim, state: JobState, *, share: WorkShare | None = None, **values: Any) -> bool:
+    def _end(
+        self, claim: JobClaim, state: JobState, *, share: WorkShare | None = None, clean: bool = False, **values: Any
+    ) -> bool:
         with self._database.write() as session:
             ending = {"finished_at": db_now(), "lease_until": None, **values}
             row = move(session, claim.job_id, state, *_fence(claim), **ending)
+            if row is not None and (clean or row.discard_at is None):
+                forget_plans(session, claim.job_id)
             return _left(session, claim, row, share)
 
 
-def work_waits(session: Session) -> bool:
-    """True if a worker that asked now would get a job."""
-    return session.scalars(select(JobRow.id).where(_claimable()).limit(1)).first() is not None
+def work_waits(session: Session, worker: str | None = None) -> bool:
+    """True if this worker, or without a name any worker, would get a job if it asked now."""
+    return session.scalars(select(JobRow.id).where(_claimable(worker)).limit(1)).first() is not None
 
 
 def owners_left(session: Session, job_id: str) -> None:
@@ -233,11 +306,25 @@ def _fence(claim: JobClaim) -> tuple[ColumnElement[bool], ...]:
     return (JobRow.owner == claim.owner, JobRow.attempt == claim.attempt)
 
 
-def _claimable() -> ColumnElement[bool]:
-    return or_(and_(*_runnable()), and_(*_orphaned_cancel()))
+def _abandoned(session: Session, job: JobRow) -> tuple[str, ...]:
+    """Plans that no live job writes: those of ended jobs with this target, and of earlier attempts of this job."""
+    if not job.target:
+        return ()
+    ended = JobRow.state.in_([state.value for state in TERMINAL])
+    query = (
+        select(PlanRow.digest)
+        .join(JobRow, JobRow.id == PlanRow.job_id)
+        .where(JobRow.target == job.target, or_(ended, JobRow.id == job.id), PlanRow.digest != ANY_PLAN)
+        .distinct()
+    )
+    return tuple(sorted(session.scalars(query)))
 
 
-def _runnable() -> tuple[ColumnElement[bool], ...]:
+def _claimable(worker: str | None = None) -> ColumnElement[bool]:
+    return or_(and_(*_runnable(worker)), and_(*_orphaned_cancel()))
+
+
+def _runnable(worker: str | None = None) -> tuple[ColumnElement[bool], ...]:
     # A job whose lease has ended is not among them: only the reaper knows if its owner could have renewed it.
     return (
         JobRow.state == JobState.QUEUED.value,
@@ -245,6 +332,7 @@ def _runnable() -> tuple[ColumnElement[bool], ...]:
         JobRow.cancel_requested == 0,
         JobRow.attempt - JobRow.releases < JobRow.max_attempts,
         _target_is_free((*ACTIVE, JobState.CANCELLING)),
+        *(() if worker is None else (~refused_by(worker),)),
     )
 
 
@@ -256,7 +344,7 @@ def _orphaned_cancel() -> tuple[ColumnElement[bool], ...]:
 def _target_is_free(busy: tuple[JobState, ...]) -> ColumnElement[bool]:
     """The condition that no other job in one of these states, or with helpers at work, has the same target."""
     other = aliased(JobRow)
-    at_work = or_(other.state.in_([state.value for state in busy]), ~free_of_helpers(other))
+    at_work = or_(other.state.in_([state.value for state in busy]), being_discarded(other), ~free_of_helpers(other))
     rival = select(other.id).where(other.target == JobRow.target, other.id != JobRow.id, at_work)
     return or_(JobRow.target == "", ~rival.exists())
 

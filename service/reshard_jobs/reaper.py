@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import select, update
+from sqlalchemy import ColumnElement, case, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, from_problem
-from reshard.models import JobState, Problem
+from reshard.models import JobKind, JobState, Problem
 from reshard_jobs.database import Database
+from reshard_jobs.discards import discard_waits
 from reshard_jobs.helpers import help_wanted
 from reshard_jobs.leases import exhausted, owners_left, problem_json, work_waits
+from reshard_jobs.refusals import last_refused_at, others_may_try, somebody_lives
+from reshard_jobs.retention import Retention
 from reshard_jobs.states import ACTIVE
 from reshard_jobs.tables import JobRow, MetaRow, WorkerRow, db_now
 from reshard_jobs.transitions import move
@@ -27,7 +30,9 @@ from reshard_jobs.transitions import move
 _BATCH = 500
 _SWEPT_AT = "swept_at"
 _CANCEL_GRACE_LEASES = 3.0
-"""Number of leases after which a cancel that no worker has cleaned up ends without the clean-up."""
+"""Number of leases after which a cancel that no worker has cleaned up ends. The clean-up follows when one is there."""
+_RESTART_LEASES = 3.0
+"""Number of leases after which a worker that was not seen will not come back for a job that all others refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,10 @@ class Sweep:
     failed: tuple[str, ...]
     cancelled: tuple[str, ...]
     work_waits: bool
-    """True if a job is available, or takes helpers. The caller rings the doorbell: the message may be lost."""
+    """True if a job is available or takes helpers, or files of an ended one are to be discarded. The caller rings the
+    doorbell: the message may be lost."""
+    forgotten: int = 0
+    """The number of old jobs whose record was removed."""
 
 
 class Reaper:
@@ -49,14 +57,24 @@ class Reaper:
         lease_s: The lease of its workers.
         interval_s: Seconds between two sweeps.
         max_workers: The number of workers that may run a job at once, for jobs that name none.
+        retention: Times for which ended jobs and their files are kept.
     """
 
-    def __init__(self, database: Database, *, lease_s: float, interval_s: float = 0.0, max_workers: int = 1) -> None:
+    def __init__(
+        self,
+        database: Database,
+        *,
+        lease_s: float,
+        interval_s: float = 0.0,
+        max_workers: int = 1,
+        retention: Retention | None = None,
+    ) -> None:
         self._database = database
         self._lease_s = lease_s
         # An owner renews its lease at least twice within it, so that a shorter outage costs no lease.
         self._longest_gap_s = max(lease_s / 2, 2 * interval_s)
         self._max_workers = max_workers
+        self._retention = retention or Retention()
 
     def sweep(self) -> Sweep:
         """Make one pass over the jobs."""
@@ -64,10 +82,12 @@ class Reaper:
             if not self._database.is_sqlite and self._gap_s(session) > self._longest_gap_s:
                 self._renew_all(session)
             requeued, failed = self._requeue_lost(session)
+            failed += self._fail_untried(session)
             cancelled = self._end_orphaned_cancels(session)
             self._end_lost_helpers(session)
-            waits = work_waits(session) or help_wanted(session, self._max_workers)
-            return Sweep(requeued, failed, cancelled, waits)
+            forgotten = self._retention.sweep(session, lease_s=self._lease_s)
+            waits = work_waits(session) or help_wanted(session, self._max_workers) or discard_waits(session)
+            return Sweep(requeued, failed, cancelled, waits, forgotten)
 
     def _gap_s(self, session: Session) -> float:
         """Seconds since the last sweep of any reaper; this one is recorded as the last."""
@@ -101,10 +121,28 @@ class Reaper:
                 continue
             last = from_problem(Problem.model_validate_json(row.error).model_dump()) if row.error else _silent()
             error = problem_json(exhausted(row.attempt, last))
-            if move(session, row.id, JobState.FAILED, *seen, error=error, finished_at=db_now(), lease_until=None):
+            if self._fail(session, row.id, error, *seen):
                 owners_left(session, row.id)
                 failed.append(row.id)
         return tuple(requeued), tuple(failed)
+
+    def _fail(self, session: Session, job_id: str, error: str, *conditions: ColumnElement[bool]) -> bool:
+        later = case((JobRow.kind == JobKind.CONVERT.value, db_now() + self._retention.keep_failed_s))
+        ending = {"error": error, "finished_at": db_now(), "lease_until": None, "discard_at": later}
+        return move(session, job_id, JobState.FAILED, *conditions, **ending) is not None
+
+    def _fail_untried(self, session: Session) -> tuple[str, ...]:
+        """End jobs that every live worker has refused. One that restarts gets the time of two leases to come back."""
+        if not somebody_lives(session, lease_s=self._lease_s):
+            return ()
+        waiting = (JobRow.state == JobState.QUEUED.value, last_refused_at() < db_now() - 2 * self._lease_s)
+        found = session.scalars(select(JobRow).where(*waiting).limit(_BATCH)).all()
+        return tuple(
+            row.id
+            for row in found
+            if not others_may_try(session, row.id, lease_s=_RESTART_LEASES * self._lease_s)
+            and self._fail(session, row.id, row.error or problem_json(_silent()), *waiting)
+        )
 
     def _end_lost_helpers(self, session: Session) -> None:
         lost = (WorkerRow.role == "helper", WorkerRow.left_at.is_(None), WorkerRow.lease_until < db_now())
@@ -124,19 +162,13 @@ class Reaper:
                 job_id,
                 JobState.CANCELLED,
                 *dead,
-                error=problem_json(_not_cleaned()),
                 finished_at=db_now(),
                 lease_until=None,
+                # Whoever lives again removes the files.
+                discard_at=case((JobRow.kind == JobKind.CONVERT.value, db_now())),
+                discard_asked=1,
             )
         )
-
-
-def _not_cleaned() -> JobError:
-    return JobError(
-        "job.lost",
-        "no worker removed the files of the cancelled job",
-        fix="reshard clean DST of that job",
-    )
 
 
 def _silent() -> JobError:

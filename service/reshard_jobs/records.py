@@ -33,7 +33,7 @@ def job_of(row: JobRow, labels: Mapping[str, str], workers: Sequence[WorkerRow] 
     state = JobState(row.state)
     kind = JobKind(row.kind)
     path = f"/v1/jobs/{row.id}"
-    links = {"self": path, "events": f"{path}/events", "cancel": f"{path}/cancel", "result": f"{path}/result"}
+    links = {name: f"{path}/{name}" for name in ("events", "cancel", "retry", "result")}
     result = row.result if state is JobState.SUCCEEDED else None
     return Job(
         id=row.id,
@@ -42,6 +42,7 @@ def job_of(row: JobRow, labels: Mapping[str, str], workers: Sequence[WorkerRow] 
         done=state.terminal,
         attempt=row.attempt,
         max_attempts=row.max_attempts,
+        retries=row.retries,
         request=ConvertRequest.model_validate_json(row.request),
         labels=dict(labels),
         progress=_progress_of(row.progress),
@@ -53,10 +54,11 @@ def job_of(row: JobRow, labels: Mapping[str, str], workers: Sequence[WorkerRow] 
         created_at=time_of(row.created_at),
         started_at=None if row.started_at is None else time_of(row.started_at),
         finished_at=None if row.finished_at is None else time_of(row.finished_at),
+        leftovers_until=time_of(row.discard_at) if row.discard_at is not None and state.terminal else None,
         error=Problem.model_validate_json(row.error) if row.error and state.terminal else None,
         result=ConvertResult.model_validate_json(result) if result and kind is JobKind.CONVERT else None,
         plan=PlanSummary.model_validate_json(result) if result and kind is JobKind.PLAN else None,
-        links=links,
+        links={"self": path, **links},
     )
 
 

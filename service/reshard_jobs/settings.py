@@ -84,6 +84,10 @@ class JobSettings(EnvironmentSettings):
         lease_s: Seconds for which a silent worker keeps its job.
         heartbeat_s: Seconds between two renewals of a lease by its worker.
         reaper_s: Seconds between two searches for lost leases, and for queued jobs whose message was lost.
+        keep_failed_s: Seconds for which the files of a failed job are kept for a retry.
+        keep_jobs_s: Seconds for which the record of an ended job is kept.
+        keep_events_s: Seconds for which the progress of an ended job is kept in its event log.
+        keep_keys_s: Seconds for which an idempotency key finds its job.
         max_memory_bytes: Largest memory limit that a request may name; None for the memory of the worker's machine.
         max_threads: Most threads that a request may name; None for a number by the worker's machine.
     """
@@ -96,6 +100,10 @@ class JobSettings(EnvironmentSettings):
     lease_s: Seconds = Field(default=60.0, validation_alias="RESHARD_LEASE_S")
     heartbeat_s: Seconds = Field(default=10.0, validation_alias="RESHARD_HEARTBEAT_S")
     reaper_s: Seconds = Field(default=15.0, validation_alias="RESHARD_REAPER_S")
+    keep_failed_s: Seconds = Field(default=86_400.0, validation_alias="RESHARD_KEEP_FAILED_S")
+    keep_jobs_s: Seconds = Field(default=30 * 86_400.0, validation_alias="RESHARD_KEEP_JOBS_S")
+    keep_events_s: Seconds = Field(default=7 * 86_400.0, validation_alias="RESHARD_KEEP_EVENTS_S")
+    keep_keys_s: Seconds = Field(default=7 * 86_400.0, validation_alias="RESHARD_KEEP_KEYS_S")
     max_memory_bytes: Annotated[int | None, BeforeValidator(size)] = Field(
         default=None, ge=1, validation_alias="RESHARD_MAX_MEMORY_BYTES", title="a size such as 8GiB"
     )

@@ -7,6 +7,7 @@
       `----------+-----------+-----------'   lost lease or graceful stop: the next attempt
     any of the four -> FAILED
     any of the four -> CANCELLING -> CANCELLED
+    FAILED -> QUEUED   a user's retry
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = {
     # SUCCEEDED: the commit won the race against the cancel, and the output is whole and readable.
     JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.SUCCEEDED}),
     JobState.SUCCEEDED: frozenset(),
-    JobState.FAILED: frozenset(),
+    JobState.FAILED: frozenset({JobState.QUEUED}),
     JobState.CANCELLED: frozenset(),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import and_, func, insert, or_, select, text
 from sqlalchemy.orm import Session
@@ -12,9 +13,11 @@ from sqlalchemy.orm import Session
 from reshard.errors import JobError, RequestError, printable
 from reshard.models import ConvertRequest, Job, JobEvent, JobKind, JobList, JobState, WorkShare
 from reshard_jobs.database import Database
+from reshard_jobs.discards import being_discarded
 from reshard_jobs.idempotency import Hold, bind, job_exists
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter, make_token, read_token
 from reshard_jobs.records import event_of, job_of
+from reshard_jobs.refusals import forget_refusals
 from reshard_jobs.roots import normalized_url
 from reshard_jobs.tables import EventRow, JobRow, LabelRow, WorkerRow, db_now
 from reshard_jobs.transitions import log, move
@@ -123,11 +126,11 @@ class JobStore:
         """Cancel a job; cancelling it twice is harmless.
 
         A job that never ran is CANCELLED at once. Any other becomes CANCELLING; a worker removes the files of its
-        attempts, and then the job is CANCELLED.
+        attempts, and then the job is CANCELLED. A job that has FAILED stays so, and a worker removes its files now.
 
         Raises:
             RequestError: `request.not_found`.
-            JobError: `job.finished`: it SUCCEEDED or FAILED before.
+            JobError: `job.finished`: it SUCCEEDED before.
         """
         with self._database.write() as session:
             row = (
@@ -151,8 +154,43 @@ class JobStore:
                 or move(session, job_id, JobState.CANCELLING, cancel_requested=1)
                 or _require(session, job_id)
             )
-            if row.state in (JobState.SUCCEEDED.value, JobState.FAILED.value):
+            if row.state == JobState.SUCCEEDED.value:
                 raise JobError("job.finished", f"job {job_id} is already {row.state}", details={"state": row.state})
+            if JobState(row.state).terminal and row.discard_at is not None:
+                row.discard_at = min(row.discard_at, session.execute(select(db_now())).scalar_one())
+                row.discard_asked, row.discard_tries = 1, 0
+            return job_of(row, _labels(session, [job_id]).get(job_id, {}))
+
+    def retry(self, job_id: str) -> Job:
+        """Send a job that FAILED back to the queue, with all its attempts; it goes on where it stopped.
+
+        To retry a job twice is harmless: while it waits or runs again, nothing changes.
+
+        Raises:
+            RequestError: `request.not_found`.
+            JobError: `job.finished`: it SUCCEEDED; `job.cancelled`; `job.not_finished`: it has not failed, or its files
+                are being removed at this moment.
+        """
+        again: dict[str, Any] = {
+            "retries": JobRow.retries + 1,
+            "releases": JobRow.attempt,
+            "not_before": 0.0,
+            "error": None,
+            "finished_at": None,
+            "discard_at": None,
+            "discard_asked": 0,
+            "discard_tries": 0,
+            "owner": None,
+            "worker": None,
+            "lease_until": None,
+        }
+        failed = JobRow.state == JobState.FAILED.value
+        with self._database.write() as session:
+            row = move(session, job_id, JobState.QUEUED, failed, ~being_discarded(JobRow), **again)
+            if row is None:
+                row = _require(session, job_id)
+                _refuse_retry(row)
+            forget_refusals(session, job_id)
             return job_of(row, _labels(session, [job_id]).get(job_id, {}))
 
     def events(self, job_id: str, *, after_seq: int = 0) -> list[JobEvent]:
@@ -211,10 +249,32 @@ class JobStore:
             found: dict[str, int] = {row[0]: row[1] for row in session.execute(query)}
         return {role: found.get(role, 0) for role in ("owner", "helper")}
 
+    def count_leftovers(self) -> int:
+        """The number of ended jobs whose attempts may have left files that are not removed yet."""
+        with self._database.read() as session:
+            return session.execute(select(func.count()).where(JobRow.discard_at.is_not(None))).scalar_one()
+
     def ping(self) -> None:
         """Raise SQLAlchemy's error if the database does not answer."""
         with self._database.read() as session:
             session.execute(text("SELECT 1"))
+
+
+def _refuse_retry(row: JobRow) -> None:
+    """Refuse the retry of a job that is not FAILED, unless it was retried before and goes on."""
+    details = {"state": row.state}
+    if row.state == JobState.SUCCEEDED.value:
+        fix = "reshard jobs show ID shows its result"
+        raise JobError("job.finished", f"job {row.id} has SUCCEEDED", fix=fix, details=details)
+    if row.state in (JobState.CANCELLED.value, JobState.CANCELLING.value):
+        fix = "submit it again: its files are removed"
+        raise JobError("job.cancelled", f"job {row.id} was cancelled", fix=fix, details=details)
+    if row.state == JobState.FAILED.value:
+        fix = "run the same command again in a few seconds: the job then begins anew"
+        raise JobError("job.not_finished", f"files of job {row.id} are being removed", fix=fix, details=details)
+    if row.retries == 0:
+        fix = "nothing is to be done: it goes on by itself; reshard jobs watch ID follows it"
+        raise JobError("job.not_finished", f"job {row.id} is {row.state}, not FAILED", fix=fix, details=details)
 
 
 def _require(session: Session, job_id: str) -> JobRow:

@@ -14,14 +14,27 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
 
-SCHEMA = 2
+SCHEMA = 3
+ANY_PLAN = "*"
+"""The recorded plan of attempts whose plan is not known: whatever is unfinished in the target is theirs."""
 UPGRADES = {
     "1": (
         "ALTER TABLE jobs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE jobs ADD COLUMN max_workers INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE jobs ADD COLUMN takes_workers INTEGER NOT NULL DEFAULT 0",
         "ALTER TABLE job_events ADD COLUMN worker TEXT",
-    )
+    ),
+    "2": (
+        "ALTER TABLE jobs ADD COLUMN retries INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE jobs ADD COLUMN discard_at DOUBLE PRECISION",
+        "ALTER TABLE jobs ADD COLUMN discard_asked INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE jobs ADD COLUMN discard_tries INTEGER NOT NULL DEFAULT 0",
+        "CREATE INDEX jobs_by_discard ON jobs (discard_at)",
+        "CREATE INDEX idempotency_keys_by_job ON idempotency_keys (job_id)",
+        # Nobody has recorded the plans of attempts that began before.
+        """INSERT INTO job_plans (job_id, digest) SELECT id, '*' FROM jobs
+        WHERE attempt > 0 AND kind = 'convert' AND state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')""",
+    ),
 }
 """The statements that make the columns of the next version from a version's. Missing tables are created before."""
 MAX_ID_CHARS = 40
@@ -80,8 +93,16 @@ class JobRow(Base):
     max_workers: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
     # 1 while the owner's engine has work for helpers.
     takes_workers: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
-    # Number of attempts that ended by a graceful stop. They do not count against `max_attempts`.
+    # Number of attempts that do not count against `max_attempts`: they ended by a graceful stop, by a fault of their
+    # worker's host, or before a retry.
     releases: Mapped[int] = mapped_column(Integer, default=0)
+    # How often a user has sent the FAILED job back to the queue.
+    retries: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
+    # When the files that attempts of the ended job left are to be discarded; null if there is nothing to discard.
+    discard_at: Mapped[float | None] = mapped_column(Float(53), default=None)
+    # 1 if they are to go even if they look as if a conversion still used them.
+    discard_asked: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
+    discard_tries: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
     owner: Mapped[str | None] = mapped_column(String(64), default=None)
     worker: Mapped[str | None] = mapped_column(String(200), default=None)
     lease_until: Mapped[float | None] = mapped_column(Float(53), default=None)
@@ -102,7 +123,49 @@ class JobRow(Base):
         Index("jobs_by_age", "created_at", "id"),
         Index("jobs_by_state", "state", "created_at"),
         Index("jobs_by_target", "target"),
+        Index("jobs_by_discard", "discard_at"),
     )
+
+
+class PlanRow(Base):
+    """A plan that an attempt of a job may have begun to write, as long as it may have left files."""
+
+    __tablename__ = "job_plans"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    digest: Mapped[str] = mapped_column(String(128), primary_key=True)
+
+
+class RefusalRow(Base):
+    """A job that failed on a worker in a way that may be the fault of the worker's host. It does not try it again."""
+
+    __tablename__ = "job_refusals"
+
+    job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
+    worker: Mapped[str] = mapped_column(String(200), primary_key=True)
+    code: Mapped[str] = mapped_column(String(64))
+    at: Mapped[float] = mapped_column(Float(53))
+
+    __table_args__ = (Index("job_refusals_by_worker", "worker", "at"),)
+
+
+class NodeRow(Base):
+    """A live worker process, with or without a job. It renews `seen_at`."""
+
+    __tablename__ = "workers"
+
+    name: Mapped[str] = mapped_column(String(200), primary_key=True)
+    started_at: Mapped[float] = mapped_column(Float(53))
+    seen_at: Mapped[float] = mapped_column(Float(53))
+    # When it last ended a job in a way that speaks for its host; 0 is never.
+    good_at: Mapped[float] = mapped_column(Float(53), default=0.0)
+    quarantined_until: Mapped[float] = mapped_column(Float(53), default=0.0)
+    # Number of quarantines since `good_at`.
+    quarantines: Mapped[int] = mapped_column(Integer, default=0)
+    # The problem of the job that led to the last quarantine, as JSON.
+    problem: Mapped[str | None] = mapped_column(Text, default=None)
+
+    __table_args__ = (Index("workers_by_seen", "seen_at"),)
 
 
 class WorkerRow(Base):
@@ -143,7 +206,7 @@ class LabelRow(Base):
 
 
 class EventRow(Base):
-    """One entry of a job's event log; `seq` grows by one within a job, without holes."""
+    """One entry of a job's event log; `seq` grows by one. Entries of progress are removed from old logs."""
 
     __tablename__ = "job_events"
 
@@ -167,3 +230,5 @@ class IdempotencyRow(Base):
     holder: Mapped[str] = mapped_column(String(64))
     held_until: Mapped[float] = mapped_column(Float(53))
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), default=None)
+
+    __table_args__ = (Index("idempotency_keys_by_job", "job_id"),)

@@ -12,9 +12,10 @@ from fastapi.security import HTTPBearer
 from reshard.errors import RequestError
 from reshard_jobs.database import Database
 from reshard_jobs.idempotency import IdempotencyKeys
+from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
-from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login
+from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login, workers_api
 from reshard_service.access import AccessControl, WrongTokens
 from reshard_service.context import ServiceContext
 from reshard_service.documented import OF_ALL, OF_MEMBERS
@@ -51,16 +52,17 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
             )
     wrong_tokens = WrongTokens()
     database = Database(settings.jobs.database_url)
-    store = JobStore(database)
+    store, nodes = JobStore(database), Nodes(database, lease_s=settings.jobs.lease_s)
     context = ServiceContext(
         settings=settings,
         database=database,
         store=store,
+        nodes=nodes,
         keys=IdempotencyKeys(database),
         prober=Prober(settings),
         doorbell=make_doorbell(settings.jobs.broker_url),
         feed=EventFeed(store, poll_s=settings.poll_s),
-        metrics=Metrics(store, JobStatistics(database)),
+        metrics=Metrics(store, nodes, JobStatistics(database)),
         wrong_tokens=wrong_tokens,
     )
 
@@ -76,7 +78,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     app = FastAPI(title="Reshard", version=version("reshard"), docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.context = context
     app.include_router(health_api.probes, responses=OF_ALL)
-    members = (jobs_api, events_api, engine_api, health_api, dashboard)
+    members = (jobs_api, events_api, workers_api, engine_api, health_api, dashboard)
     for module in members:
         needed = [_BEARER, Depends(require_plain_text)]
         app.include_router(module.router, dependencies=needed, responses=OF_MEMBERS)

@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from reshard_jobs.database import Database
 from reshard_jobs.idempotency import IdempotencyKeys
+from reshard_jobs.nodes import Nodes
 from reshard_jobs.store import JobStore
 from reshard_service.access import WrongTokens
 from reshard_service.doorbell import Doorbell
@@ -25,6 +26,7 @@ class ServiceContext:
     settings: ServiceSettings
     database: Database
     store: JobStore
+    nodes: Nodes
     keys: IdempotencyKeys
     prober: Prober
     doorbell: Doorbell

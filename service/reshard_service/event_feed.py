@@ -122,7 +122,9 @@ def page_after(store: JobStore, job_id: str, seq: int) -> JobEventPage:
     """
     found = store.events(job_id, after_seq=seq)
     if found:
-        return JobEventPage(events=tuple(found), done=found[-1].ends_job)
+        # A job that FAILED may have been sent back to the queue, and then its log goes on.
+        done = found[-1].ends_job and store.look(job_id)[1] == found[-1].seq
+        return JobEventPage(events=tuple(found), done=done)
     job, last_seq = store.look(job_id)
     # An event may have been added between the two reads: the page is the last one only if the log is not longer.
     return JobEventPage(events=(), done=job.done and last_seq <= seq)

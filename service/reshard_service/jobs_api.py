@@ -162,10 +162,19 @@ def _tag_of(seq: int) -> str:
 
 @router.post("/{job_id}/cancel", status_code=202, response_model=Job, responses=problems(404, 409))
 async def cancel(job_id: str, context: Context) -> Response:
-    """Cancel a job. Repeating is harmless. Answers 409 if the job has SUCCEEDED or FAILED."""
+    """Cancel a job, or give up the files of one that FAILED. Repeating is harmless. Answers 409 if it has SUCCEEDED."""
     job = await run_in_threadpool(context.store.cancel, job_id)
-    if job.state is JobState.CANCELLING:
+    if job.state is JobState.CANCELLING or job.leftovers_until is not None:
         # The owner polls for cancels. If there is no owner, a worker must be woken to clean up.
+        await run_in_threadpool(context.doorbell.ring)
+    return accepted(job)
+
+
+@router.post("/{job_id}/retry", status_code=202, response_model=Job, responses=problems(404, 409))
+async def retry(job_id: str, context: Context) -> Response:
+    """Send a job that FAILED back to the queue; it goes on where it stopped. Repeating is harmless."""
+    job = await run_in_threadpool(context.store.retry, job_id)
+    if job.state is JobState.QUEUED:
         await run_in_threadpool(context.doorbell.ring)
     return accepted(job)
 

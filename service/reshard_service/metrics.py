@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
 from reshard_service.queue_metrics import QueueCollector
@@ -18,8 +20,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class JobCollector(Collector):
     """Counts jobs and their workers in the database at each scrape, because no single process knows all."""
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, store: JobStore, nodes: Nodes) -> None:
         self._store = store
+        self._nodes = nodes
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Jobs by state, workers by role, and the sums of what workers of shared conversions did."""
@@ -31,6 +34,13 @@ class JobCollector(Collector):
         for role, count in self._store.workers_at_work().items():
             workers.add_metric([role], count)
         yield workers
+        live = GaugeMetricFamily("reshard_workers", "Live workers by what they do.", labels=["state"])
+        found = Counts(node.state for node in self._nodes.live())
+        for name in ("idle", "working", "quarantined"):
+            live.add_metric([name], found[name])
+        yield live
+        left = self._store.count_leftovers()
+        yield GaugeMetricFamily("reshard_jobs_with_leftovers", "Ended jobs with files to remove.", value=left)
         shares = self._store.total_shares()
         for name, text, count in (
             ("runs", "Runs of units that workers of shared conversions claimed.", shares.runs),
@@ -46,9 +56,9 @@ class JobCollector(Collector):
 class Metrics:
     """The metrics of one application, in a registry of their own."""
 
-    def __init__(self, store: JobStore, statistics: JobStatistics) -> None:
+    def __init__(self, store: JobStore, nodes: Nodes, statistics: JobStatistics) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(JobCollector(store))
+        self._registry.register(JobCollector(store, nodes))
         self._registry.register(QueueCollector(statistics))
         self._requests = Counter(
             "reshard_http_requests_total", "HTTP requests.", ["method", "route", "status"], registry=self._registry

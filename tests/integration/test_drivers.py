@@ -227,3 +227,33 @@ def alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_failed_job_is_retried_and_watched_to_its_second_end(service: Service, worker: ServerProcess) -> None:
+    del worker
+    job = service.submit("again", units=4, fail="checkpoint.incomplete", times=1, at=2)
+    failed = service.client.wait(job.id)
+    assert failed.state is JobState.FAILED
+    assert failed.leftovers_until is not None
+    first = list(service.client.watch(job.id))
+    assert first[-1].state is JobState.FAILED
+    assert service.client.retry(job.id).retries == 1
+    events = list(service.client.watch(job.id))
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert events[-1].state is JobState.SUCCEEDED
+    assert service.client.get(job.id).leftovers_until is not None, "attempts were lost on the way"
+    assert [unit for unit, _ in units_done(service.target("again"))] == [0, 1, 2, 3]
+    with pytest.raises(JobError, match=r"job\.finished"):
+        service.client.retry(job.id)
+
+
+def test_cancel_of_a_failed_job_removes_its_files(service: Service, worker: ServerProcess) -> None:
+    del worker
+    job = service.client.wait(service.submit("over", fail="checkpoint.incomplete", at=2).id)
+    assert journal_of(job.request).exists()
+    assert service.client.cancel(job.id).state is JobState.FAILED
+    wait_until(lambda: not journal_of(job.request).exists())
+    wait_until(lambda: service.client.get(job.id).leftovers_until is None)
+    live = service.client.workers()
+    assert live
+    assert not [w for w in live if w.state == "quarantined"]

@@ -219,9 +219,15 @@ def test_a_database_of_the_release_before_is_upgraded(database_url: str) -> None
     engine = create_engine(driver)
     with engine.begin() as connection:
         connection.execute(text("DROP TABLE job_workers"))
-        for statement in UPGRADES["1"]:
-            words = statement.split()
-            connection.execute(text(f"ALTER TABLE {words[2]} DROP COLUMN {words[5]}"))
+        for table in ("job_plans", "job_refusals", "workers"):
+            connection.execute(text(f"DROP TABLE {table}"))
+        added = [statement.split() for version in UPGRADES.values() for statement in version]
+        for words in added:
+            if words[:2] == ["CREATE", "INDEX"]:
+                connection.execute(text(f"DROP INDEX {words[2]}"))
+        for words in added:
+            if words[0] == "ALTER":
+                connection.execute(text(f"ALTER TABLE {words[2]} DROP COLUMN {words[5]}"))
         connection.execute(text("UPDATE reshard_meta SET value = '1' WHERE name = 'schema_version'"))
     for _ in range(2):
         database = Database(database_url)

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +86,19 @@ class ScriptedEngine:
         work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
+        on_plan: Callable[[str], None] | None = None,
+        abandoned: Collection[str] = (),
     ) -> ConvertResult:
-        del work  # it has nothing for helpers
+        del work, abandoned  # it has nothing for helpers
         script = _script(request.source)
         units = int(script.get("units", 4))
         report = on_progress or _ignore
         journal, target = journal_of(request), Path(request.target)
-        journal.mkdir(parents=True, exist_ok=True)
         report(Progress(phase="planning"))
         time.sleep(float(script.get("prepare_s", 0)))
+        if on_plan is not None:
+            on_plan("scripted")
+        journal.mkdir(parents=True, exist_ok=True)
         if "hog" in script:
             bytearray(int(script["hog"]))
         for unit in range(units):
@@ -126,7 +130,7 @@ class ScriptedEngine:
         del profile, sample
         return VerifyReport(target=target, files=1, read_bytes=0, ok=True, problems=(), seconds=0.0)
 
-    def discard(self, request: ConvertRequest) -> None:
+    def discard(self, request: ConvertRequest, **_limits: Any) -> None:
         shutil.rmtree(journal_of(request), ignore_errors=True)
 
     def _unit(self, script: dict[str, str], journal: Path, unit: int) -> None:

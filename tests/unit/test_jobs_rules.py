@@ -17,7 +17,9 @@ from reshard_jobs.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state
 
 def test_the_state_machine_is_total_and_ends() -> None:
     assert set(TRANSITIONS) == set(JobState)
-    assert all(not TRANSITIONS[state] for state in TERMINAL)
+    # A FAILED job ends for good unless a user retries it.
+    onward = {state: TRANSITIONS[state] for state in TERMINAL if TRANSITIONS[state]}
+    assert onward == {JobState.FAILED: frozenset({JobState.QUEUED})}
     for state in JobState:
         reachable, frontier = {state}, {state}
         while frontier := {target for source in frontier for target in TRANSITIONS[source]} - reachable:

@@ -14,20 +14,26 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
+import time
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery
-from celery.signals import worker_init, worker_process_init, worker_ready, worker_shutdown
+from celery.signals import worker_init, worker_process_init, worker_process_shutdown, worker_ready, worker_shutdown
 
 from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
 from reshard_worker.doorbell_transport import install
 
 if TYPE_CHECKING:
+    from reshard_jobs.database import Database
+    from reshard_jobs.discards import Discards
     from reshard_jobs.helpers import Helpers
     from reshard_jobs.leases import Leases
+    from reshard_jobs.nodes import Nodes
     from reshard_worker.child import Runners
+    from reshard_worker.host_faults import Presence
     from reshard_worker.reaping import ReaperThread
     from reshard_worker.supervisor import Supervisor
 
@@ -36,6 +42,8 @@ logger = logging.getLogger(__name__)
 _PROCESS_START_S = 300.0
 """Seconds that a pool process which replaces another one may take to start. Celery's default is 4 s, after which it
 kills the process and starts the next; on a slow host no process would ever start working."""
+_NOT_FOR_ME_S = 1.0
+"""Seconds for which a worker takes no message after one with which it could do nothing, though work waits."""
 _PROCESS_KIB = 512 << 10
 """A pool process that has grown beyond this size is replaced after its job. A limit on messages would not do: a message
 may find no job, and a process that only supervises engine processes needs no replacement for that."""
@@ -78,21 +86,49 @@ def _read_settings(**_kwargs: Any) -> None:
 
 
 @cache
-def _tools() -> tuple[Supervisor, Leases, Helpers]:
-    """The supervisor, the leases and the helpers of this pool process, with database connections of its own."""
-    from reshard_jobs.database import Database
+def _tools() -> tuple[Supervisor, Leases, Helpers, Discards]:
+    """The supervisor and what it works with in this pool process, with database connections of its own."""
+    from reshard_jobs.discards import Discards
     from reshard_jobs.helpers import Helpers
     from reshard_jobs.leases import Leases
+    from reshard_worker.host_faults import HostWatch
     from reshard_worker.settings import WorkerSettings, worker_name
     from reshard_worker.supervisor import Supervisor
 
     settings = WorkerSettings.from_env()
-    database = Database(settings.jobs.database_url)
-    leases = Leases(database, lease_s=settings.jobs.lease_s)
-    helpers = Helpers(database, lease_s=settings.jobs.lease_s, max_workers=settings.max_workers)
+    jobs, nodes = settings.jobs, _nodes()
+    database = _database()
+    leases = Leases(database, lease_s=jobs.lease_s, keep_failed_s=jobs.keep_failed_s)
+    helpers = Helpers(database, lease_s=jobs.lease_s, max_workers=settings.max_workers)
+    discards = Discards(database, lease_s=jobs.lease_s)
     name = worker_name("celery")
-    supervisor = Supervisor(leases, settings, name=name, on_claim=_pass_on, runners=_runners(), helpers=helpers)
-    return supervisor, leases, helpers
+    supervisor = Supervisor(
+        leases,
+        settings,
+        name=name,
+        on_claim=_pass_on,
+        runners=_runners(),
+        helpers=helpers,
+        discards=discards,
+        host=HostWatch(nodes, name, pause_s=settings.quarantine_s),
+    )
+    return supervisor, leases, helpers, discards
+
+
+@cache
+def _database() -> Database:
+    from reshard_jobs.database import Database
+    from reshard_jobs.settings import JobSettings
+
+    return Database(JobSettings.from_env().database_url)
+
+
+@cache
+def _nodes() -> Nodes:
+    from reshard_jobs.nodes import Nodes
+    from reshard_jobs.settings import JobSettings
+
+    return Nodes(_database(), lease_s=JobSettings.from_env().lease_s)
 
 
 @cache
@@ -108,16 +144,20 @@ def _runners() -> Runners:
 @app.task(name=DOORBELL_TASK)
 def work() -> str:
     """Claim the next job, if there is one, and run it to its end."""
-    supervisor, _, _ = _tools()
+    supervisor = _tools()[0]
+    outcome = None
     try:
-        return supervisor.run_next() or "nothing to do"
+        outcome = supervisor.run_next()
+        return outcome or "nothing to do"
     finally:
         # Ring also when this worker is told to stop: another worker can run the job that it requeues.
-        _pass_on()
+        if _pass_on() and outcome is None and not supervisor.work_waits():
+            # What waits is not for this worker. It leaves the next messages to others for a moment.
+            time.sleep(_NOT_FOR_ME_S)
 
 
-def _pass_on() -> None:
-    """Ring the doorbell if more jobs wait, or if one takes helpers.
+def _pass_on() -> bool:
+    """Ring the doorbell if more jobs wait, or if one takes helpers; returns whether it was rung.
 
     At the claim of a job this is for an idle worker; at its end, for any worker.
 
@@ -126,11 +166,13 @@ def _pass_on() -> None:
     from sqlalchemy.exc import DBAPIError
 
     try:
-        _, leases, helpers = _tools()
-        if leases.work_waits() or helpers.wanted():
+        _, leases, helpers, discards = _tools()
+        if leases.work_waits() or helpers.wanted() or discards.waits():
             ring(app)
+            return True
     except (ConnectionError, DBAPIError) as error:
         logger.warning("the doorbell could not be rung: %s", error)
+    return False
 
 
 _reapers: list[ReaperThread] = []
@@ -140,6 +182,7 @@ _reapers: list[ReaperThread] = []
 def _start_reaper(**_kwargs: Any) -> None:
     from reshard_jobs.database import Database
     from reshard_jobs.reaper import Reaper
+    from reshard_jobs.retention import Retention
     from reshard_worker.reaping import ReaperThread
     from reshard_worker.settings import WorkerSettings
 
@@ -147,8 +190,13 @@ def _start_reaper(**_kwargs: Any) -> None:
     jobs = settings.jobs
 
     def make_reaper() -> Reaper:
-        database = Database(jobs.database_url)
-        return Reaper(database, lease_s=jobs.lease_s, interval_s=jobs.reaper_s, max_workers=settings.max_workers)
+        return Reaper(
+            Database(jobs.database_url),
+            lease_s=jobs.lease_s,
+            interval_s=jobs.reaper_s,
+            max_workers=settings.max_workers,
+            retention=Retention.of(jobs),
+        )
 
     thread = ReaperThread(make_reaper, interval_s=jobs.reaper_s, ring=lambda: ring(app))
     thread.start()
@@ -167,3 +215,32 @@ def _die_with_worker(**_kwargs: Any) -> None:
     die_with_parent(signal.SIGKILL)
     # The engine's process begins to import now, and the first job need not wait for it.
     _runners().prepare()
+    threading.Thread(target=_show_presence, name="presence-start", daemon=True).start()
+
+
+_presences: list[Presence] = []
+
+
+def _show_presence() -> None:
+    """Say in the job database that this worker is there, also while no job waits."""
+    from sqlalchemy.exc import DBAPIError
+
+    from reshard.errors import ReshardError
+    from reshard_jobs.settings import JobSettings
+    from reshard_worker.host_faults import Presence
+    from reshard_worker.settings import worker_name
+
+    while not _presences:
+        try:
+            presence = Presence(_nodes(), worker_name("celery"), interval_s=JobSettings.from_env().heartbeat_s)
+            presence.start()
+            _presences.append(presence)
+        except (DBAPIError, ReshardError) as error:
+            logger.warning("the job database does not answer: %s", error)
+            time.sleep(_NOT_FOR_ME_S)
+
+
+@worker_process_shutdown.connect
+def _end_presence(**_kwargs: Any) -> None:
+    for presence in _presences:
+        presence.stop()

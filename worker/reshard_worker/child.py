@@ -42,11 +42,14 @@ class RunnerProcess:
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._ended = False
         self._last: Message | None = Idle()
+        self.spoke = False
+        """True if the runner has sent a message about its command."""
         threading.Thread(target=self._read, name="runner-messages", daemon=True).start()
 
     def give(self, command: Command) -> None:
         """Let a new or idle runner do this work."""
         self._last = None
+        self.spoke = False
         self._write(command.line())
 
     def next_message(self, timeout_s: float) -> Message | None:
@@ -58,6 +61,7 @@ class RunnerProcess:
         if message is None:
             self._ended = True
         self._last = message
+        self.spoke = self.spoke or message is not None
         return message
 
     @property
@@ -72,13 +76,19 @@ class RunnerProcess:
             self.next_message(left)
         return isinstance(self._last, Idle) and self._process.poll() is None
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Return when the runner has answered or ended, or after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while not self._ended and not self.answered and (left := deadline - time.monotonic()) > 0:
+            self.next_message(left)
+
     @property
     def ended(self) -> bool:
         """True if the process has closed its output and every message was returned."""
         return self._ended
 
-    def allow_commit(self) -> None:
-        """Let a runner that sent `CommitRequest` publish its output."""
+    def allow(self) -> None:
+        """Let a runner go on that sent `PlanRequest` (it begins to write) or `CommitRequest` (it publishes)."""
         self._write(GO)
 
     def terminate(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Literal
+from typing import Any, Literal
 
 from reshard.models import ConvertRequest, VerifyLevel
 from reshard.shared_work import SharedWork
@@ -18,6 +18,7 @@ def engine_command(
     settings: WorkerSettings,
     *,
     workers: int = 1,
+    **values: Any,
 ) -> Command:
     """The command for the engine, with the normalised URLs that were checked against the roots.
 
@@ -26,6 +27,7 @@ def engine_command(
         request: The request of the job.
         settings: The worker's settings.
         workers: The number of workers that may run the job at once.
+        values: Other fields of the command.
 
     Raises:
         RequestError: A URL is outside this worker's own roots, or the request asks for more than this worker's maxima.
@@ -47,4 +49,5 @@ def engine_command(
             least_bytes=settings.share_bytes,
         )
     memory_bytes = engine_memory_bytes(judged, settings.engine_memory_bytes)
-    return Command(op=op, request=judged, work=work, roots=settings.jobs.roots.urls, memory_bytes=memory_bytes)
+    roots = settings.jobs.roots.urls
+    return Command(op=op, request=judged, work=work, roots=roots, memory_bytes=memory_bytes, **values)

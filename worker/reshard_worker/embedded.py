@@ -16,9 +16,13 @@ from sqlalchemy.exc import DBAPIError
 from reshard.errors import ReshardError
 from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.database import Database
+from reshard_jobs.discards import Discards
 from reshard_jobs.leases import Leases
+from reshard_jobs.nodes import Nodes
 from reshard_jobs.reaper import Reaper
+from reshard_jobs.retention import Retention
 from reshard_worker.child import Runners
+from reshard_worker.host_faults import HostWatch, Presence
 from reshard_worker.reaping import ReaperThread
 from reshard_worker.settings import WorkerSettings, worker_name
 from reshard_worker.supervisor import Supervisor
@@ -31,13 +35,23 @@ POLL_S = 0.25
 def serve_jobs(settings: WorkerSettings) -> None:
     """Run jobs one after the other until SystemExit is raised in this thread."""
     database = Database(settings.jobs.database_url)
-    leases = Leases(database, lease_s=settings.jobs.lease_s)
-    interval_s = settings.jobs.reaper_s
-    reaper = Reaper(database, lease_s=settings.jobs.lease_s, interval_s=interval_s)
-    thread = ReaperThread(lambda: reaper, interval_s=interval_s)
+    jobs, name = settings.jobs, worker_name("embedded")
+    leases = Leases(database, lease_s=jobs.lease_s, keep_failed_s=jobs.keep_failed_s)
+    reaper = Reaper(database, lease_s=jobs.lease_s, interval_s=jobs.reaper_s, retention=Retention.of(jobs))
+    reaping = ReaperThread(lambda: reaper, interval_s=jobs.reaper_s)
     runners = Runners(settings.runner_command, warm=settings.warm_engine)
-    supervisor = Supervisor(leases, settings, name=worker_name("embedded"), runners=runners)
-    thread.start()
+    nodes = Nodes(database, lease_s=jobs.lease_s)
+    presence = Presence(nodes, name, interval_s=jobs.heartbeat_s)
+    supervisor = Supervisor(
+        leases,
+        settings,
+        name=name,
+        runners=runners,
+        discards=Discards(database, lease_s=jobs.lease_s),
+        host=HostWatch(nodes, name, pause_s=settings.quarantine_s),
+    )
+    reaping.start()
+    presence.start()
     runners.prepare()
     try:
         while True:
@@ -50,7 +64,8 @@ def serve_jobs(settings: WorkerSettings) -> None:
                 time.sleep(POLL_S)
     finally:
         runners.close()
-        thread.stop()
+        presence.stop()
+        reaping.stop()
         database.close()
 
 

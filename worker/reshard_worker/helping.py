@@ -37,21 +37,24 @@ class HelperRun:
         self._beat_at = self._peek_at = time.monotonic()
         self._waits_since: float | None = None
         self._may_go_on = True
+        self._problem: ReshardError | None = None
 
-    def run(self) -> None:
-        """Help, then give up the place among the job's workers."""
+    def run(self) -> ReshardError | None:
+        """Help, then give up the place among the job's workers; returns the error with which the engine failed."""
         share: WorkShare | None = None
         failed = False
         try:
             share, failed = self._follow()
         except ReshardError as error:
             failed = True
+            self._problem = error
             logger.warning("job %s: this worker cannot help: %s", self._claim.job_id, error)
         finally:
             try:
                 self._helpers.leave(self._claim, share, failed=failed)
             except DBAPIError as error:
                 logger.warning("job %s: the helper's end could not be recorded: %s", self._claim.job_id, error)
+        return self._problem
 
     def _follow(self) -> tuple[WorkShare | None, bool]:
         """Follow the engine; returns its share, and if it failed.
@@ -91,6 +94,7 @@ class HelperRun:
         if error.code == "job.cancelled":
             return None, False
         logger.warning("job %s: the helping engine failed: %s", self._claim.job_id, error)
+        self._problem = error
         return None, True
 
     def _goes_on(self) -> bool:

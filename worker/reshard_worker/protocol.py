@@ -1,8 +1,9 @@
 """The messages between the supervisor and its runner: one JSON object per line.
 
-The supervisor sends one `Command`, and `GO` when the runner may publish its output. The runner sends
-`Progress` as often as it likes, `CommitRequest` before any output becomes readable, and at the end one
-`Result` or `Failure`. A runner that stays then sends `Idle` and waits for the next command.
+The supervisor sends one `Command`, `GO` when the runner may begin to write, and `GO` when it may publish its output.
+The runner sends `Progress` as often as it likes, `PlanRequest` before it writes anything, `CommitRequest` before any
+output becomes readable, and at the end one `Result` or `Failure`. A runner that stays then sends `Idle` and waits for
+the next command.
 """
 
 from __future__ import annotations
@@ -40,6 +41,14 @@ class Command(_Line):
     """The URLs below which the engine may read; empty for everything."""
     memory_bytes: int = 0
     """Bytes of memory that the runner's process may use; 0 is no limit."""
+    abandoned: tuple[str, ...] = ()
+    """Plans of unfinished conversions into the target that have ended: one of another plan removes their files."""
+    plans: tuple[str, ...] | None = None
+    """The plans whose files are discarded; None for whatever is unfinished in the target."""
+    idle_s: float = 0.0
+    """A discard fails if one of the plans was written to in the last `idle_s` seconds."""
+    keep_unfinished: bool = False
+    """True for a discard that keeps an unfinished conversion which has the claim on the target."""
 
 
 class ProgressMessage(_Line):
@@ -47,6 +56,13 @@ class ProgressMessage(_Line):
 
     event: Literal["progress"] = "progress"
     progress: Progress
+
+
+class PlanRequest(_Line):
+    """The engine is ready to begin with this plan, has written nothing, and waits for `GO`."""
+
+    event: Literal["plan"] = "plan"
+    digest: str
 
 
 class CommitRequest(_Line):
@@ -77,7 +93,7 @@ class Idle(_Line):
     event: Literal["idle"] = "idle"
 
 
-Message = ProgressMessage | CommitRequest | Result | Failure | Idle
+Message = ProgressMessage | PlanRequest | CommitRequest | Result | Failure | Idle
 
 _messages: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="event")])
 

@@ -14,14 +14,25 @@ import sys
 import time
 from typing import BinaryIO
 
-from reshard.errors import JobError, ReshardError, SourceError
+from reshard.errors import JobError, RequestError, ReshardError, SourceError, printable
 from reshard.local import Engine, load_engine
 from reshard.models import Problem, Progress
 from reshard_engine.lifetime import die_with_parent
 from reshard_engine.storage.confinement import confine
 from reshard_engine.warm_process import next_command
+from reshard_worker.host_faults import HOST
 from reshard_worker.memory_limit import limit_memory, open_reserve
-from reshard_worker.protocol import GO, STAYS_VARIABLE, Command, CommitRequest, Failure, Idle, ProgressMessage, Result
+from reshard_worker.protocol import (
+    GO,
+    STAYS_VARIABLE,
+    Command,
+    CommitRequest,
+    Failure,
+    Idle,
+    PlanRequest,
+    ProgressMessage,
+    Result,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +64,16 @@ class Reporter:
             if self._commands.readline() != GO:
                 raise JobError("job.lost", "the commit was not allowed: the lease is lost")
 
+    def plan(self, digest: str) -> None:
+        """Have the supervisor record the plan before anything is written.
+
+        Raises:
+            JobError: `job.lost`: the engine may not begin, because another worker owns the job, or it is cancelled.
+        """
+        self.send(PlanRequest(digest=digest).line())
+        if self._commands.readline() != GO:
+            raise JobError("job.lost", "the engine was not allowed to begin: the lease is lost")
+
     def send(self, line: bytes) -> None:
         """Write one message."""
         self._messages.write(line)
@@ -64,7 +85,12 @@ def run(command: Command, engine: Engine, reporter: Reporter, stop: list[int]) -
     match command.op:
         case "convert":
             converted = engine.convert(
-                command.request, work=command.work, on_progress=reporter.progress, should_stop=lambda: bool(stop)
+                command.request,
+                work=command.work,
+                on_progress=reporter.progress,
+                should_stop=lambda: bool(stop),
+                on_plan=reporter.plan,
+                abandoned=command.abandoned,
             )
             return Result(converted=converted)
         case "help":
@@ -76,7 +102,9 @@ def run(command: Command, engine: Engine, reporter: Reporter, stop: list[int]) -
         case "plan":
             return Result(planned=engine.plan(command.request))
         case "discard":
-            engine.discard(command.request)
+            engine.discard(
+                command.request, plans=command.plans, idle_s=command.idle_s, keep_unfinished=command.keep_unfinished
+            )
             return Result()
 
 
@@ -114,6 +142,14 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
             "checkpoint.too_large",
             "converting the checkpoint needs more memory than the engine process may take",
             fix="set a smaller --part-size or more of RESHARD_ENGINE_MEMORY: names, shapes and units need it, not data",
+            details={HOST: True},
+        )
+    except ImportError as error:
+        logger.exception("the engine of this worker is not complete")
+        problem = RequestError(
+            "request.engine_missing",
+            f"the engine of this worker needs {printable(error.name or error.msg)!r}, which is not installed",
+            fix="pip install 'reshard[worker]' on the worker's host",
         )
     except Exception:
         # The worker's log gets the traceback. The job's record does not, because users of the API read it.

@@ -37,6 +37,8 @@ class WorkerSettings(EnvironmentSettings):
         verify: Least level of checking of every conversion, also if its request asks for less.
         progress_s: Least seconds between two recorded progress entries; a new phase is recorded at once.
         retry_delay_s: Seconds before the second attempt after a transient failure; the pause doubles with each attempt.
+        quarantine_s: Seconds for which a worker claims nothing after several jobs in a row met what may be a fault of
+            its host; each quarantine that follows takes twice as long.
         shutdown_grace_s: Seconds that a Celery worker may take to stop.
         max_workers: Workers that may run a job at once, for jobs that name no number; 1 is no helpers.
         share_bytes: Least size of the output of a conversion that several workers run.
@@ -59,6 +61,7 @@ class WorkerSettings(EnvironmentSettings):
     )
     progress_s: Seconds = 0.5
     retry_delay_s: Seconds = Field(default=5.0, validation_alias="RESHARD_RETRY_DELAY_S")
+    quarantine_s: Seconds = Field(default=30.0, validation_alias="RESHARD_QUARANTINE_S")
     shutdown_grace_s: Seconds = Field(default=10.0, validation_alias="RESHARD_SHUTDOWN_GRACE_S")
     max_workers: int = Field(
         default=8, ge=1, le=1024, validation_alias="RESHARD_MAX_WORKERS", title="a number from 1 to 1024"

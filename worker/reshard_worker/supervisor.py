@@ -12,13 +12,16 @@ from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import JobError, ReshardError, SourceError, from_problem
 from reshard.models import JobKind
+from reshard_jobs.discards import Discards
 from reshard_jobs.helpers import HelperClaim, Helpers
 from reshard_jobs.leases import JobClaim, Leases
 from reshard_worker.child import RunnerProcess, Runners
 from reshard_worker.commands import engine_command
+from reshard_worker.discarding import EndedDiscards, run_discard
 from reshard_worker.helping import HelperRun
+from reshard_worker.host_faults import HOST, HostWatch, may_be_the_hosts, speaks_for_the_host
 from reshard_worker.lease_heartbeat import LeaseHeartbeat
-from reshard_worker.protocol import Command, CommitRequest, Failure, ProgressMessage, Result
+from reshard_worker.protocol import Command, CommitRequest, Failure, Message, PlanRequest, ProgressMessage, Result
 from reshard_worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ class Outcome(StrEnum):
     """The lease was lost: nothing was recorded, and another worker owns the job."""
     HELPED = "helped"
     """The job belongs to another worker."""
+    HANDED_OVER = "handed over"
+    """The failure may be the fault of this worker's host: another worker tries the job."""
+    DISCARDED = "discarded"
+    """Files of a job that had ended were removed, or are tried again later."""
 
 
 class Supervisor:
@@ -52,6 +59,8 @@ class Supervisor:
         on_claim: Called when other workers may find work: after a claim, and when a job begins to take helpers.
         helpers: Helpers of the job database; None if this worker works alone: it never helps, and gets no help.
         runners: The engine processes; by default a new one for each job.
+        discards: Discards of the job database; None if this worker makes none.
+        host: The watch over this worker's host; None for a worker that others do not know of.
     """
 
     def __init__(
@@ -60,9 +69,11 @@ class Supervisor:
         settings: WorkerSettings,
         *,
         name: str,
-        on_claim: Callable[[], None] | None = None,
+        on_claim: Callable[[], object] | None = None,
         runners: Runners | None = None,
         helpers: Helpers | None = None,
+        discards: Discards | None = None,
+        host: HostWatch | None = None,
     ) -> None:
         self._leases = leases
         self._helpers = helpers
@@ -70,21 +81,54 @@ class Supervisor:
         self._name = name
         self._on_claim = on_claim
         self._runners = runners or Runners(settings.runner_command)
+        self._host = host
+        self._ended = None
+        if discards is not None:
+            self._ended = EndedDiscards(discards, settings, self._runners)
+        self._discarded = False
 
     def run_next(self) -> Outcome | None:
-        """Claim the next job and run it to its end, or help a running one; None if there is nothing to do."""
+        """Claim the next job and run it to its end, or help a running one; None if there is nothing to do.
+
+        Files of ended jobs are removed first, because they may be what fills a store; but a job comes between two.
+        """
+        if self._host is not None and self._host.in_quarantine:
+            return None
+        if not self._discarded and self._discard_next():
+            return Outcome.DISCARDED
+        self._discarded = False
         claim = self._leases.claim_next(worker=self._name)
         if claim is not None:
             return self._see_through(claim)
+        if self._discard_next():
+            return Outcome.DISCARDED
         place = self._helpers.join_next(worker=self._name) if self._helpers is not None else None
         return None if place is None else self._help(place)
+
+    def work_waits(self) -> bool:
+        """True if this worker would get a job if it asked now."""
+        if self._host is not None and self._host.in_quarantine:
+            return False
+        return self._leases.work_waits(worker=self._name)
+
+    def _discard_next(self) -> bool:
+        found = None if self._ended is None else self._ended.run_next()
+        if found is None:
+            return False
+        self._discarded = True
+        job_id, problem = found
+        if problem is not None and self._host is not None and may_be_the_hosts(problem):
+            self._host.refused(job_id, problem, record=True)
+        return True
 
     def _help(self, claim: HelperClaim) -> Outcome:
         assert self._helpers is not None
         logger.info("job %s: this worker helps", claim.job_id)
         if self._on_claim is not None:
             self._on_claim()
-        HelperRun(self._leases, self._helpers, claim, self._settings, self._runners).run()
+        problem = HelperRun(self._leases, self._helpers, claim, self._settings, self._runners).run()
+        if problem is not None and self._host is not None and may_be_the_hosts(problem):
+            self._host.refused(claim.job_id, problem, record=True)
         logger.info("job %s: this worker has helped", claim.job_id)
         return Outcome.HELPED
 
@@ -107,11 +151,12 @@ class Supervisor:
         try:
             op = "plan" if claim.kind is JobKind.PLAN else "convert"
             workers = claim.max_workers or self._settings.max_workers if self._helpers is not None else 1
-            command = engine_command(op, claim.request, self._settings, workers=workers)
+            abandoned = claim.abandoned
+            command = engine_command(op, claim.request, self._settings, workers=workers, abandoned=abandoned)
         except ReshardError as error:
             return self._failed(claim, watch, error)
         while True:
-            end = self._run(command, watch)
+            end = self._run(command, claim, watch)
             if end is None and watch.in_doubt and watch.regain().held and not watch.pulse.cancel_requested:
                 # Nobody else owned the job meanwhile. The journal keeps the work that the stopped engine finished.
                 logger.info("job %s: attempt %d goes on, the database is back", claim.job_id, claim.attempt)
@@ -124,11 +169,11 @@ class Supervisor:
                 return self._clean_up(claim, watch)
             return self._failed(claim, watch, end)
 
-    def _run(self, command: Command, watch: LeaseHeartbeat) -> Result | ReshardError | None:
+    def _run(self, command: Command, claim: JobClaim, watch: LeaseHeartbeat) -> Result | ReshardError | None:
         """Run an engine; None if it was stopped: the lease is lost or in doubt, or the job is to be cancelled."""
         with self._runners.run(command) as child:
             try:
-                end = self._follow(child, watch)
+                end = self._follow(child, claim, watch)
             except (SystemExit, KeyboardInterrupt):
                 child.terminate()
                 child.wait(self._settings.term_grace_s)
@@ -136,12 +181,16 @@ class Supervisor:
             stopped = not watch.pulse.held or watch.pulse.cancel_requested
             if end is None and watch.pulse.held and watch.pulse.cancel_requested:
                 end = self._stop(child, watch)
+            elif end is None and not watch.pulse.held and not child.ended:
+                # An engine that learns that another one owns its conversion removes what it wrote too late.
+                child.terminate()
+                child.wait_for_end(self._settings.term_grace_s)
             # A runner that closed its output ends by itself. Killing it at once would lose its exit status.
             status = child.wait(self._settings.term_grace_s) if child.ended else None
             status = child.kill() if status is None and not child.answered else status
-        return end if end is not None or stopped else _died(status or 0)
+        return end if end is not None or stopped else _died(status or 0, silent=not child.spoke)
 
-    def _follow(self, child: RunnerProcess, watch: LeaseHeartbeat) -> Result | ReshardError | None:
+    def _follow(self, child: RunnerProcess, claim: JobClaim, watch: LeaseHeartbeat) -> Result | ReshardError | None:
         """Follow a runner and return its outcome; None if it died, the lease is lost, or the job is to be cancelled."""
         planned_by = time.monotonic() + self._settings.planning_limit_s
         called = False
@@ -161,13 +210,25 @@ class Supervisor:
                     self._on_claim()
             if time.monotonic() > planned_by:
                 return self._too_slow()
-            pulse = watch.beat() if isinstance(message, CommitRequest) else watch.tick()
-            if not pulse.held or pulse.cancel_requested:
+            if not self._may_go_on(message, claim, watch):
                 return None
-            if isinstance(message, CommitRequest):
-                # The fence was checked a moment ago: a worker that lost its lease stops before any output is readable.
-                child.allow_commit()
+            if isinstance(message, PlanRequest | CommitRequest):
+                # The fence was checked a moment ago: a worker that lost its lease stops before it writes or publishes.
+                child.allow()
         return None
+
+    def _may_go_on(self, message: Message | None, claim: JobClaim, watch: LeaseHeartbeat) -> bool:
+        """True if the job is still this worker's and not to be cancelled; the lease is renewed for a request.
+
+        A plan is recorded before its first byte is written: by its digest, others remove what this attempt leaves.
+        """
+        if isinstance(message, PlanRequest) and not watch.persist(
+            lambda: self._leases.record_plan(claim, message.digest)
+        ):
+            watch.beat()
+            return False
+        pulse = watch.beat() if isinstance(message, PlanRequest | CommitRequest) else watch.tick()
+        return pulse.held and not pulse.cancel_requested
 
     def _too_slow(self) -> SourceError:
         return SourceError(
@@ -212,23 +273,14 @@ class Supervisor:
             time.sleep(_TICK_S)
 
     def _discard(self, claim: JobClaim, watch: LeaseHeartbeat) -> ReshardError | None:
+        """Remove what conversions of the job's recorded plans left; returns the problem, if there is one."""
         try:
-            command = engine_command("discard", claim.request, self._settings)
+            plans = self._leases.plans_of(claim.job_id)
+            command = engine_command("discard", claim.request, self._settings, plans=plans)
         except ReshardError as error:
             return error
-        deadline = time.monotonic() + self._settings.discard_limit_s
-        with self._runners.run(command) as child:
-            while not child.ended and time.monotonic() < deadline:
-                message = child.next_message(_TICK_S)
-                if isinstance(message, Result):
-                    return None
-                if isinstance(message, Failure):
-                    return from_problem(message.problem.model_dump())
-                if not watch.tick().held:
-                    return None
-        return JobError(
-            "job.lost", "the clean-up of the cancelled job did not end", fix="reshard clean DST of that job"
-        )
+        limit_s = self._settings.discard_limit_s
+        return run_discard(command, self._runners, limit_s=limit_s, held=lambda: watch.tick().held)[1]
 
     def _succeeded(self, claim: JobClaim, watch: LeaseHeartbeat, end: Result) -> Outcome:
         watch.beat()
@@ -238,6 +290,8 @@ class Supervisor:
         digest = end.planned.digest if end.planned else end.converted.plan_digest if end.converted else None
         share = end.converted.share if end.converted is not None else None
         done = watch.persist(lambda: self._leases.succeed(claim, outcome, plan_digest=digest, share=share))
+        if self._host is not None:
+            self._host.good()
         return Outcome.SUCCEEDED if done else Outcome.FENCED
 
     def _failed(self, claim: JobClaim, watch: LeaseHeartbeat, problem: ReshardError) -> Outcome:
@@ -248,16 +302,26 @@ class Supervisor:
             delay_s = min(self._settings.retry_delay_s * 2 ** (claim.attempt - 1), _MAX_RETRY_DELAY_S)
             done = watch.persist(lambda: self._leases.retry(claim, problem, delay_s=delay_s))
             return Outcome.RETRIED if done else Outcome.FENCED
+        if may_be_the_hosts(problem):
+            passed_on = watch.persist(lambda: self._leases.hand_over(claim, problem))
+            if self._host is not None:
+                self._host.refused(claim.job_id, problem)
+            if passed_on:
+                return Outcome.HANDED_OVER
+        elif speaks_for_the_host(problem) and self._host is not None:
+            self._host.good()
         if watch.persist(lambda: self._leases.fail(claim, problem)):
             return Outcome.FAILED
         # The lease was lost, or a cancel arrived after the last check.
         return self._clean_up(claim, watch) if watch.beat().cancel_requested else Outcome.FENCED
 
 
-def _died(status: int) -> JobError:
+def _died(status: int, *, silent: bool) -> JobError:
+    """The error for an engine process without a result. One that never said anything may be the host's fault."""
     if status < 0:
         return JobError("job.lost", f"the engine process was killed by signal {-status}", details={"signal": -status})
-    return JobError("internal.error", f"the engine process ended with status {status} and no result", fix=_BUG)
+    text = f"the engine process ended with status {status} and no result"
+    return JobError("internal.error", text, fix=_BUG, details={HOST: True} if silent else {})
 
 
 _BUG = "look for a traceback in the worker's log and report it"

@@ -12,7 +12,7 @@ from reshard.errors import printable
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from reshard.models import Job, JobWorker, Problem, Progress
+    from reshard.models import Job, JobWorker, Problem, Progress, WorkerNode
 
 _HEADER = ("ID", "STATE", "DONE", "CREATED", "WHAT")
 _REASON_CHARS = 100
@@ -43,6 +43,20 @@ def outcome(job: Job) -> str:
     if job.result.already_done:
         return f"already done: the target's {files} are this conversion's result, unchanged since its commit"
     return f"wrote {format_size(job.result.write_bytes)} in {files}, verified"
+
+
+def nodes(workers: Sequence[WorkerNode]) -> Iterator[str]:
+    """A header and a line for each live worker. The line of one in quarantine ends with the reason."""
+    rows = [("STATE", "WORKER", "JOB"), *((w.state, printable(w.name), _node(w)) for w in workers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    for row in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+
+
+def _node(worker: WorkerNode) -> str:
+    if worker.quarantined_until is None or worker.problem is None:
+        return worker.job_id or "-"
+    return f"claims nothing until {_local(worker.quarantined_until)}: {_reason(worker.problem)}"
 
 
 def _row(job: Job) -> tuple[str, ...]:
@@ -88,6 +102,9 @@ def _facts(job: Job) -> Iterator[tuple[str, str]]:
         yield "result", found
     elif job.progress is not None:
         yield "progress", _progress(job.progress)
+    if job.leftovers_until is not None:
+        until = f"kept for a retry until {_local(job.leftovers_until)}"
+        yield "leftovers", until if job.state is JobState.FAILED else f"looked for at {_local(job.leftovers_until)}"
     if job.error is not None:
         yield "error", f"{job.error.code}: {printable(job.error.detail)}"
         yield "fix", printable(job.error.fix)

@@ -40,6 +40,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(jobs, name="jobs")
     app.command()(serve)
     app.command()(worker)
+    app.command()(gc)
 
 
 def _client() -> Client:
@@ -153,10 +154,42 @@ def watch(
 
 @jobs.command()
 def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
-    """Cancel a job and remove its unfinished output. Cancelling twice is harmless."""
+    """Cancel a job and remove its unfinished output, also that of a FAILED one. Cancelling twice is harmless."""
     with _client() as client:
         job = client.cancel(job_id)
     _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
+
+
+@jobs.command()
+def retry(
+    job_id: JobId,
+    *,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends; the exit code is the job's.")] = False,
+    wait_timeout: WaitTimeout = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Send a FAILED job back to the queue. It goes on where it stopped, unless its files are removed already."""
+    with _client() as client:
+        job = client.retry(job_id)
+        if not wait and wait_timeout is None:
+            _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
+            return
+        job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
+    _hint(job_tables.outcome(job), quiet=quiet)
+    _say(job.model_dump_json() if as_json else job.request.target)
+
+
+@jobs.command()
+def workers(*, as_json: JsonFlag = False) -> None:
+    """List the live workers: what each does, and which are in quarantine because jobs fail there."""
+    with _client() as client:
+        found = client.workers()
+    if as_json:
+        _say(json.dumps({"schema_version": 1, "workers": [worker.model_dump(mode="json") for worker in found]}))
+        return
+    for line in job_tables.nodes(found):
+        _say(line)
 
 
 def serve(
@@ -180,6 +213,16 @@ def worker(
 ) -> None:
     """Run one Celery worker: one job at a time, one worker per GPU. Needs RESHARD_BROKER_URL."""
     load_command("worker", extra="worker")(gpu=gpu, name=name, log_level=log_level)
+
+
+def gc(
+    *,
+    now: Annotated[bool, typer.Option("--now", help="Also of jobs that could still be retried.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the jobs.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove what ended jobs left beside their targets, and old records. Needs the settings of a worker."""
+    load_command("gc", extra="worker")(now=now, dry_run=dry_run, as_json=as_json)
 
 
 def load_command(name: str, *, extra: str) -> Callable[..., None]:

@@ -1,0 +1,345 @@
+"""What jobs leave in and beside their targets, and who removes it: with the real engine, on a disk and on S3."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import gpt_parameters, write_zero_checkpoint
+
+from reshard.errors import JobError, ReshardError
+from reshard.local import load_engine
+from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard_jobs.database import Database
+from reshard_jobs.discards import Discards
+from reshard_jobs.leases import Leases
+from reshard_jobs.reaper import Reaper
+from reshard_jobs.settings import JobSettings
+from reshard_jobs.store import JobStore
+from reshard_worker.settings import WorkerSettings
+from reshard_worker.supervisor import Outcome, Supervisor
+from servers.s3 import S3Server
+
+RUNNER = (sys.executable, "-P", str(Path(__file__).parent.parent / "servers" / "failing_runner.py"))
+PART_BYTES = 5 << 20
+BUCKET = "life"
+KEEP_S = 3600.0
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two ZeRO-3 checkpoints of about 60 MB with the same parameters and other values."""
+    root = tmp_path_factory.mktemp("sources")
+    for seed, name in enumerate(("run", "other")):
+        write_zero_checkpoint(root / name, gpt_parameters(256, 1, 16_000), stage=3, ranks=2, seed=seed)
+    return root / "run", root / "other"
+
+
+@pytest.fixture(scope="module")
+def bucket(s3: S3Server) -> S3Server:
+    s3.make_bucket(BUCKET)
+    return s3
+
+
+@dataclass
+class Place:
+    """A worker of one database, whose engines fail after three units while the file `healed` does not exist."""
+
+    database: Database
+    parent: str
+    """The directory or prefix of targets."""
+    healed: Path
+    look: Callable[[], list[str]]
+    """Everything in and beside the targets, uploads included."""
+    keep_failed_s: float = KEEP_S
+
+    def __post_init__(self) -> None:
+        self.store = JobStore(self.database)
+        self.leases = Leases(self.database, lease_s=2.0, keep_failed_s=self.keep_failed_s)
+        self.discards = Discards(self.database, lease_s=2.0)
+        jobs = JobSettings(lease_s=2.0, heartbeat_s=0.5, keep_failed_s=self.keep_failed_s)
+        settings = WorkerSettings(jobs=jobs, runner_command=RUNNER, max_workers=1)
+        self.worker = Supervisor(self.leases, settings, name="test", discards=self.discards)
+
+    def submit(self, source: Path, name: str = "out", **options: Any) -> Job:
+        return self.store.create(self.request(source, name, **options))
+
+    def request(self, source: Path, name: str = "out", **options: Any) -> ConvertRequest:
+        wanted = {"to": TargetFormat.UNIVERSAL, "part_bytes": PART_BYTES, "threads": 1, **options}
+        return ConvertRequest(source=SourceSpec(url=str(source)), target=f"{self.parent}/{name}", **wanted)
+
+    def failed(self, source: Path, name: str = "out") -> Job:
+        """A job that has FAILED for good after three units."""
+        job = self.submit(source, name)
+        assert self.worker.run_next() is Outcome.FAILED
+        assert self.strays(), "it left nothing"
+        return self.store.get(job.id)
+
+    def heal(self) -> None:
+        """From now on, nothing fails."""
+        self.healed.touch()
+
+    def strays(self) -> list[str]:
+        """What only unfinished conversions may have."""
+        return [path for path in self.look() if "reshard-" in path or path.startswith("upload ")]
+
+    def is_right(self, source: Path, name: str = "out") -> None:
+        """Assert that a target is whole and has the values of this source."""
+        assert load_engine().verify(f"{self.parent}/{name}").ok
+        assert load_engine().convert(self.request(source, name)).already_done
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Place]:
+    monkeypatch.setenv("FAIL_AFTER_UNITS", "3")
+    monkeypatch.setenv("FAIL_WITH", "storage.protocol")
+    monkeypatch.setenv("FAIL_UNLESS", str(tmp_path / "healed"))
+    database = Database(f"sqlite:///{tmp_path}/jobs.db")
+    if request.param == "local":
+        targets = tmp_path / "targets"
+        targets.mkdir()
+        yield Place(
+            database,
+            str(targets),
+            tmp_path / "healed",
+            lambda: [str(p.relative_to(targets)) for p in targets.rglob("*")],
+        )
+    else:
+        server: S3Server = request.getfixturevalue("bucket")
+        for name, value in server.env().items():
+            monkeypatch.setenv(name, value)
+        yield Place(
+            database, f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "healed", lambda: held(server, tmp_path.name)
+        )
+    database.close()
+
+
+def held(server: S3Server, prefix: str) -> list[str]:
+    """The objects and the unfinished uploads below a prefix."""
+    client = server.client()
+    listed = client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix + "/").get("Uploads", [])
+    uploads = [f"upload {u['Key']}" for u in listed if u["Key"].startswith(prefix + "/")]
+    return [*server.read_all(BUCKET, prefix + "/"), *uploads]
+
+
+def test_a_retry_goes_on_where_the_failed_job_stopped(place: Place, sources: tuple[Path, Path]) -> None:
+    job = place.failed(sources[0])
+    assert job.leftovers_until is not None
+    assert job.finished_at is not None
+    assert abs((job.leftovers_until - job.finished_at).total_seconds() - KEEP_S) < 1
+    assert place.worker.run_next() is None, "the files are kept for the retry"
+    place.heal()
+    again = place.store.retry(job.id)
+    assert (again.state, again.retries, again.error, again.leftovers_until) == (JobState.QUEUED, 1, None, None)
+    assert place.store.retry(job.id).retries == 1, "to retry twice is harmless"
+    assert place.worker.run_next() is Outcome.SUCCEEDED
+    ended = place.store.get(job.id)
+    assert ended.result is not None
+    assert ended.result.resumed_bytes > 0
+    assert not place.strays()
+    place.is_right(sources[0])
+
+
+def test_cancel_of_a_failed_job_gives_its_files_up(place: Place, sources: tuple[Path, Path]) -> None:
+    job = place.failed(sources[0])
+    for _ in range(2):
+        assert place.store.cancel(job.id).state is JobState.FAILED
+    assert place.worker.run_next() is Outcome.DISCARDED
+    assert place.look() == []
+    ended = place.store.get(job.id)
+    assert (ended.state, ended.leftovers_until) == (JobState.FAILED, None)
+    assert ended.error is not None
+    assert ended.error.code == "storage.protocol"
+    # It can still be retried, from the beginning.
+    place.heal()
+    place.store.retry(job.id)
+    assert place.worker.run_next() is Outcome.SUCCEEDED
+    place.is_right(sources[0])
+
+
+def test_the_files_of_a_failed_job_go_when_their_time_is_over(place: Place, sources: tuple[Path, Path]) -> None:
+    place.keep_failed_s = 1.0
+    place.__post_init__()
+    job = place.failed(sources[0])
+    reaper = Reaper(place.database, lease_s=2.0)
+    assert not reaper.sweep().work_waits
+    time.sleep(1.2)
+    assert reaper.sweep().work_waits, "the reaper wakes a worker"
+    assert place.worker.run_next() is Outcome.DISCARDED
+    assert place.look() == []
+    assert place.store.get(job.id).leftovers_until is None
+    assert not reaper.sweep().work_waits
+
+
+def test_a_full_store_is_freed_at_once(
+    place: Place, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAIL_WITH", "storage.no_space")
+    job = place.failed(sources[0])
+    assert job.error is not None
+    assert "kept" not in job.error.detail
+    place.submit(sources[1], "elsewhere")
+    assert place.worker.run_next() is Outcome.DISCARDED, "before the next job, which would find no room either"
+    assert place.look() == []
+
+
+def test_another_source_takes_the_target_of_a_failed_job_over(place: Place, sources: tuple[Path, Path]) -> None:
+    job = place.failed(sources[0])
+    place.heal()
+    place.submit(sources[1])
+    assert place.worker.run_next() is Outcome.SUCCEEDED
+    place.is_right(sources[1])
+    assert not place.strays()
+    # The failed job owns nothing there any more: neither its clean-up nor its retry harms the target.
+    place.store.cancel(job.id)
+    assert place.worker.run_next() is Outcome.DISCARDED
+    place.is_right(sources[1])
+    place.store.retry(job.id)
+    assert place.worker.run_next() is Outcome.FAILED
+    error = place.store.get(job.id).error
+    assert error is not None
+    assert error.code == "request.target_exists"
+    place.is_right(sources[1])
+
+
+def test_the_same_request_again_owns_the_files_of_the_failed_one(place: Place, sources: tuple[Path, Path]) -> None:
+    first, second = place.failed(sources[0]), place.submit(sources[0])
+    assert place.worker.run_next() is Outcome.FAILED
+    assert place.store.get(second.id).state is JobState.FAILED
+    before = place.strays()
+    place.store.cancel(first.id)
+    assert place.worker.run_next() is Outcome.DISCARDED
+    assert place.strays() == before, "they are the second job's now"
+    place.heal()
+    place.store.retry(second.id)
+    assert place.worker.run_next() is Outcome.SUCCEEDED
+    result = place.store.get(second.id).result
+    assert result is not None
+    assert result.resumed_bytes > 0
+
+
+def test_the_files_of_another_program_are_left_alone(
+    place: Place, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Someone's own conversion into the same target stopped halfway: `reshard convert` goes on with it later.
+    stopped: list[int] = []
+    with pytest.raises(JobError, match=r"job\.cancelled"):
+        load_engine().convert(
+            place.request(sources[1]),
+            on_progress=lambda p: stopped.append(p.units_done),
+            should_stop=lambda: max(stopped, default=0) > 2,
+        )
+    before = place.strays()
+    assert before
+    job = place.submit(sources[0])
+    assert place.worker.run_next() is Outcome.FAILED
+    place.store.cancel(job.id)
+    assert place.worker.run_next() is Outcome.DISCARDED
+    assert set(before) <= set(place.strays())
+    monkeypatch.setenv("FAIL_UNLESS", "/")
+    assert load_engine().convert(place.request(sources[1])).resumed_bytes > 0
+
+
+def test_a_conversion_that_went_on_outside_the_service_is_not_torn_down(
+    place: Place, sources: tuple[Path, Path]
+) -> None:
+    """A user who finishes a failed job by hand, with `reshard convert`, writes the same plan."""
+    place.keep_failed_s = 6.0
+    place.__post_init__()
+    if place.parent.startswith("/"):
+        pytest.skip("on local storage, a lock on the journal tells that it is used")
+    place.failed(sources[0])
+    time.sleep(4.0)
+    stopped: list[int] = []
+    with pytest.raises(JobError, match=r"job\.cancelled"):
+        load_engine().convert(
+            place.request(sources[0]),
+            on_progress=lambda p: stopped.append(p.units_done),
+            should_stop=lambda: max(stopped, default=0) > 4,
+        )
+    while not place.discards.pending(due=True):
+        time.sleep(0.1)
+    assert place.worker.run_next() is Outcome.DISCARDED, "it is looked at"
+    assert place.strays(), "and kept: it was written to a moment ago"
+    assert load_engine().convert(place.request(sources[0])).resumed_bytes > 0
+
+
+def test_a_cancel_that_no_worker_could_clean_up_is_cleaned_up_later(place: Place, sources: tuple[Path, Path]) -> None:
+    job = place.submit(sources[0])
+    claim = place.leases.claim(job.id, worker="lost")
+    assert claim is not None
+    digest = load_engine().plan(claim.request).digest
+    assert place.leases.record_plan(claim, digest)
+    stopped: list[int] = []
+    with pytest.raises(ReshardError):
+        load_engine().convert(
+            claim.request,
+            on_progress=lambda p: stopped.append(p.units_done),
+            should_stop=lambda: max(stopped, default=0) > 2,
+        )
+    assert place.strays()
+    place.store.cancel(job.id)
+    time.sleep(0.1)
+    reaper = Reaper(place.database, lease_s=0.01)
+    time.sleep(2.1)
+    assert reaper.sweep().cancelled == (job.id,)
+    assert place.store.get(job.id).leftovers_until is not None
+    assert place.worker.run_next() is Outcome.DISCARDED
+    assert place.look() == []
+
+
+def test_a_record_that_came_after_the_end_is_removed(
+    place: Place, sources: tuple[Path, Path], request: pytest.FixtureRequest
+) -> None:
+    """A worker that was lost wakes up after its job SUCCEEDED elsewhere, and dies after one more write."""
+    if place.parent.startswith("/"):
+        pytest.skip("on local storage, the lock of a stopped process keeps others out")
+    place.heal()
+    job = place.submit(sources[0])
+    lost = place.leases.claim(job.id, worker="lost")
+    assert lost is not None
+    digest = load_engine().plan(lost.request).digest
+    assert place.leases.record_plan(lost, digest)
+    time.sleep(2.2)
+    assert place.worker.run_next() is Outcome.SUCCEEDED
+    assert not place.strays()
+    key = f"{place.parent.partition(BUCKET + '/')[2]}/.out.reshard-{digest[:16]}/unit-0.json"
+    server: S3Server = request.getfixturevalue("bucket")
+    server.client().put_object(Bucket=BUCKET, Key=key, Body=b"{}")
+    assert place.strays()
+    assert not place.leases.record_plan(lost, digest), "the zombie may not begin again"
+    assert place.store.get(job.id).leftovers_until is not None
+    assert place.worker.run_next() is None
+    place.discards.bring_forward()
+    assert place.worker.run_next() is Outcome.DISCARDED
+    assert not place.strays()
+    assert place.store.get(job.id).state is JobState.SUCCEEDED
+    place.is_right(sources[0])
+
+
+def test_gc_removes_what_is_due_and_says_so(
+    place: Place, sources: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = place.failed(sources[0])
+    monkeypatch.setenv("RESHARD_DATABASE_URL", f"sqlite:///{tmp_path}/jobs.db")
+
+    def gc(*flags: str) -> dict[str, Any]:
+        argv = [sys.executable, "-m", "reshard.cli.main", "gc", "--json", *flags]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    wanted = [{"id": job.id, "problem": None}]
+    assert gc()["jobs"] == []
+    assert gc("--now", "--dry-run")["jobs"] == wanted
+    assert place.strays()
+    assert gc("--now")["jobs"] == wanted
+    assert place.look() == []
+    assert gc("--now")["jobs"] == []

@@ -1,0 +1,113 @@
+"""Runs an engine that removes what the attempts of a job left in and beside its target."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from sqlalchemy.exc import DBAPIError
+
+from reshard.errors import JobError, ReshardError, from_problem
+from reshard_jobs.discards import DiscardClaim, Discards
+from reshard_worker.child import Runners
+from reshard_worker.commands import engine_command
+from reshard_worker.protocol import Command, Failure, Result
+from reshard_worker.settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.1
+_IDLE_S = 3_600.0
+"""Seconds after its last write for which a conversion of another program counts as running."""
+
+
+def run_discard(
+    command: Command, runners: Runners, *, limit_s: float, held: Callable[[], bool]
+) -> tuple[bool, ReshardError | None]:
+    """Run the engine of a discard; returns whether the claim is still held, and the problem, if there was one."""
+    deadline = time.monotonic() + limit_s
+    with runners.run(command) as child:
+        while not child.ended and time.monotonic() < deadline:
+            message = child.next_message(_TICK_S)
+            if isinstance(message, Result):
+                return True, None
+            if isinstance(message, Failure):
+                return True, from_problem(message.problem.model_dump())
+            if not held():
+                return False, None
+    return True, JobError("job.lost", "the clean-up of the job did not end", fix="reshard clean DST of that job")
+
+
+class EndedDiscards:
+    """Removes what ended jobs left, one job at a time.
+
+    Args:
+        discards: The discards of the job database.
+        settings: The worker's settings.
+        runners: The engine processes.
+    """
+
+    def __init__(self, discards: Discards, settings: WorkerSettings, runners: Runners) -> None:
+        self._discards = discards
+        self._settings = settings
+        self._runners = runners
+
+    def run_next(self) -> tuple[str, ReshardError | None] | None:
+        """Discard the files of one job; returns its id and the problem, if there was one. None if none is due."""
+        claim = self._discards.claim_next()
+        if claim is None:
+            return None
+        try:
+            problem = self._run(claim)
+        except (SystemExit, KeyboardInterrupt):
+            self._discards.give_back(claim)
+            raise
+        if problem is None:
+            logger.info("job %s: nothing of it is left beside its target", claim.job_id)
+        else:
+            logger.warning("job %s: its files could not be removed, and stay for now: %s", claim.job_id, problem)
+        return claim.job_id, problem
+
+    def _run(self, claim: DiscardClaim) -> ReshardError | None:
+        try:
+            command = engine_command(
+                "discard",
+                claim.request,
+                self._settings,
+                plans=claim.plans,
+                idle_s=0.0 if claim.asked else min(_IDLE_S, self._settings.jobs.keep_failed_s),
+                keep_unfinished=claim.succeeded,
+            )
+        except ReshardError as error:
+            self._discards.failed(claim)
+            return error
+        lease = _Lease(self._discards, claim, self._settings.jobs.heartbeat_s)
+        held, problem = run_discard(command, self._runners, limit_s=self._settings.discard_limit_s, held=lease.is_held)
+        if held and problem is None:
+            self._discards.done(claim)
+        elif held:
+            self._discards.failed(claim)
+        return problem
+
+
+class _Lease:
+    def __init__(self, discards: Discards, claim: DiscardClaim, heartbeat_s: float) -> None:
+        self._discards = discards
+        self._claim = claim
+        self._heartbeat_s = heartbeat_s
+        self._beat_at = self._asked_at = time.monotonic()
+
+    def is_held(self) -> bool:
+        """True if the claim holds. It is renewed when that is due."""
+        now = time.monotonic()
+        if now - self._asked_at < self._heartbeat_s:
+            return True
+        self._asked_at = now
+        try:
+            held = self._discards.heartbeat(self._claim)
+        except DBAPIError as error:
+            logger.warning("job %s: the database does not answer: %s", self._claim.job_id, error)
+            return now - self._beat_at < self._discards.lease_s
+        self._beat_at = now
+        return held
