@@ -308,6 +308,7 @@ def test_a_record_that_came_after_the_end_is_removed(
     digest = load_engine().plan(lost.request).digest
     assert place.leases.record_plan(lost, digest)
     time.sleep(2.2)
+    assert Reaper(place.database, lease_s=2.0).sweep().requeued == (job.id,)
     assert place.worker.run_next() is Outcome.SUCCEEDED
     assert not place.strays()
     key = f"{place.parent.partition(BUCKET + '/')[2]}/.out.reshard-{digest[:16]}/unit-0.json"
