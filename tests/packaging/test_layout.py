@@ -25,7 +25,9 @@ def test_a_source_root_is_no_package(root: str) -> None:
     assert [path.name for path in (ROOT / root).glob("*.py")] == []
 
 
-@pytest.mark.parametrize(("group", "names"), [("reshard.engine", {"local"}), ("reshard.commands", {"serve", "worker"})])
+@pytest.mark.parametrize(
+    ("group", "names"), [("reshard.engine", {"local"}), ("reshard.commands", {"gc", "serve", "worker"})]
+)
 def test_entry_points_resolve(group: str, names: set[str]) -> None:
     found = entry_points(group=group)
     assert {point.name for point in found} == names
