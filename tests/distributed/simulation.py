@@ -37,7 +37,7 @@ from reshard_engine.plan.model import Chunk, Unit
 
 _T = TypeVar("_T")
 
-NO_PARTS = (CrcParts((), ()),) * 2
+NO_PARTS = CrcParts((), ())
 """No unit has a CRC slot."""
 TIMING = Timing(beat_s=2.0, lease_s=10.0, poll_s=0.2, slow_poll_s=1.0, flush_s=1.5)
 

@@ -20,7 +20,7 @@ from reshard_engine.testing.memory_store import MemoryStore
 TIMING = Timing(lease_s=10.0, poll_s=0.1)
 UNITS = tuple(Unit(n, (Chunk(0, 8 * n, 8),), commit=False) for n in range(4))
 RUNS = (Run(0, 0, 2), Run(0, 2, 4))
-WAVES = Waves((UNITS, ()), (RUNS, ()), ((True,) * 4, ()), (CrcParts((), ()),) * 2)
+WAVES = Waves((UNITS, ()), (RUNS, ()), ((True,) * 4, ()), CrcParts((), ()))
 
 
 class HandClock:

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard_engine.distributed.epoch import FIRST_CHECKS
-from reshard_engine.distributed.runs import Run, RunWaves, runs_of
+from reshard_engine.distributed.runs import RUN_BYTES, Run, RunWaves, runs_of
 from reshard_engine.execute.journal import facts_in, line_of
 
 AGREEMENTS, SOURCE, FILES, GATHERING, COMMIT_FILES = range(FIRST_CHECKS, FIRST_CHECKS + 5)
 """The waves: tensors that must agree; source files; target files; units, which are gathered again; commit files."""
 _MOST_RUNS, _LEAST_RUNS = 256, 16
-RUN_BYTES = 16 << 20
-"""A run of so many bytes is large enough: a claim and a segment cost less than a tenth of its time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Parts of records: which CRC slots of a wave's units need bytes that earlier units of the wave write.
+"""Parts of records: which CRC slots of units need bytes that earlier units write.
 
-A worker that begins behind such a unit sums the bytes once more (`Executor.run`), if they are few.
+A worker that does not execute such a unit before sums the bytes once more (`Executor.run`), if they are few.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def copied_records(plan: Plan) -> frozenset[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _WrittenChunk:
-    """A chunk of a large file, and the place of its unit in the wave."""
+    """A chunk of a large file, and the place of its unit."""
 
     begin: int
     end: int
@@ -29,7 +29,7 @@ class _WrittenChunk:
 
 
 class CrcParts:
-    """The units of one wave, and what their CRC slots need of one another."""
+    """The units of a plan, and what their CRC slots need of one another."""
 
     def __init__(
         self, units: Sequence[Unit], files: Sequence[TargetFile], copied: Container[tuple[int, int]] = ()
@@ -37,9 +37,9 @@ class CrcParts:
         """A place is a position in `units`.
 
         Args:
-            units: The units of the wave, in order.
+            units: The units, in order.
             files: The target's files.
-            copied: Records whose units must stay together.
+            copied: Records whose parts no other worker can sum.
         """
         self._units = units
         self._files = files
@@ -63,26 +63,34 @@ class CrcParts:
                     found[place] = min(found[place], first[bisect_right(self._ends[chunk.file], min(begins))])
         return found
 
-    def open_bytes(self) -> list[int | None]:
-        """For each place, the bytes before it that a worker sums once more if it begins there.
+    def again(self, place: int, of: Container[int]) -> int | None:
+        """The bytes of units at the places `of` that the CRC slots of a unit need; None if nobody else can sum them."""
+        parts = [part for part, other in self.parts_of(place) if other in of]
+        if any((part.file, part.record) in self._copied for part in parts):
+            return None
+        return sum(part.length_bytes for part in parts)
+
+    def open_bytes(self, places: Sequence[int]) -> list[int | None]:
+        """For each unit of a wave, the bytes of the wave before it that a worker sums once more if it begins there.
 
         None stands where no worker may begin: behind a part of a record that the store copies.
+
+        Args:
+            places: The places of the wave's units, in order.
         """
-        # Differences between neighbouring places, for bytes and for records that must not be cut.
-        more, closed = [0] * (len(self._units) + 1), [0] * (len(self._units) + 1)
-        for place in range(len(self._units)):
-            for part, of in self._parts_of(place):
-                more[of + 1] += part.length_bytes
-                more[place + 1] -= part.length_bytes
-                if (part.file, part.record) in self._copied:
-                    closed[of + 1] += 1
-                    closed[place + 1] -= 1
+        # Differences between neighbouring units of the wave, for bytes and for records that must not be cut.
+        more, closed = [0] * (len(places) + 1), [0] * (len(places) + 1)
+        numbers = {place: number for number, place in enumerate(places)}
+        for number, place in enumerate(places):
+            for part, of in self.parts_of(place):
+                if of in numbers:
+                    begin = numbers[of] + 1
+                    is_copied = (part.file, part.record) in self._copied
+                    for found, value in ((more, part.length_bytes), (closed, int(is_copied))):
+                        found[begin] += value
+                        found[number + 1] -= value
         summed = zip(accumulate(more[:-1]), accumulate(closed[:-1]), strict=True)
         return [None if cuts else length for length, cuts in summed]
-
-    def parts_before(self, place: int, first: int) -> list[RecordPart]:
-        """The parts of records that units before place `first` write, and that the unit at `place` has slots for."""
-        return [part for part, of in self._parts_of(place) if of < first]
 
     def _records_of(self, chunk: Chunk) -> list[int]:
         """The records of a large file for which a chunk has a slot."""
@@ -91,7 +99,7 @@ class CrcParts:
         template = self._files[chunk.file].template
         return [record for _, record in template.slots_in(chunk.offset, chunk.offset + chunk.length_bytes)]
 
-    def _parts_of(self, place: int) -> Iterator[tuple[RecordPart, int]]:
+    def parts_of(self, place: int) -> Iterator[tuple[RecordPart, int]]:
         """The parts of records for which a unit has slots, with the earlier places whose units write them."""
         for chunk in self._units[place].chunks:
             for record in self._records_of(chunk):

@@ -79,6 +79,7 @@ class RunMember(EpochMember):
         """Segments that this worker wrote in this epoch."""
         self._done_bytes = self._done_units = 0
         self._flushed_at = clock.monotonic()
+        self._flush_is_due = False
         self._flushing = threading.Lock()
         self._runs = self._takeovers = self._splits = 0
 
@@ -107,7 +108,7 @@ class RunMember(EpochMember):
                 return
             if now - self._beat_at >= self._timing.beat_s:
                 self.beat()
-            if now - self._flushed_at >= self._timing.flush_s:
+            if self._flush_is_due or now - self._flushed_at >= self._timing.flush_s:
                 self.flush()
             if now - self._looked_at >= self._timing.slow_poll_s:
                 self._offer(self.look())
@@ -270,10 +271,15 @@ class RunMember(EpochMember):
         if held.add(index, record):
             self.flush()
 
+    def flush_soon(self) -> None:
+        """Let the next tick write the records of finished items, so that the caller need not wait for the store."""
+        self._flush_is_due = True
+
     def flush(self) -> None:
         """Write the records of finished items, those of units after their data is durable."""
         if not self._flushing.acquire(blocking=False):
             return
+        self._flush_is_due = False
         try:
             segments = [s for held in list(self._held.values()) if (s := held.segment()) is not None]
             self._flushed_at = self._clock.monotonic()

@@ -3,7 +3,7 @@
 A file with a CRC slot is finished by the unit that writes the slot, after all units that write the record's bytes. A
 run is cut where no record is open, or where so few bytes of open records lie before the cut that the worker behind it
 sums them once more. If the units between a record's begin and its slot are too many for one run, the unit with the slot
-is left for the last wave, which begins when all other runs are done.
+is left for the last wave, which begins when all other runs are done. What other units need of it is summed again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from reshard_engine.tensors.layout import TargetFile
 
 MAX_RUNS = 512
 """Number of runs of a large job: a claim and at least one segment are written for each of them."""
+RUN_BYTES = 16 << 20
+"""A run of so many bytes is long enough: the claim takes a tenth of its time or less. Runs are longer only in jobs that
+would have more than `MAX_RUNS` of them, and shorter in jobs that would have less than `GROUPS`."""
 GROUPS = 128
 """Units that belong together stay in one run, unless they are more than this fraction of the job."""
 SMALL_GROUPS = 8
 """So many units that belong together stay in one run in any case, unless they are more than this fraction of the job:
 in a job of few units, the last wave would otherwise hold a large part of it."""
 SUMMED_AGAIN = 4
-"""A run is at least so many times as long as the bytes that the worker of the next run sums once more."""
+"""A run of the first wave is at least so many times as long as the bytes that the next one's worker sums once more."""
 CALL_BYTES = 1 << 20
 """A file of its own costs as much time as so many bytes: a network's latency times its bandwidth."""
 
@@ -92,12 +95,35 @@ class RunWaves(ABC, Generic[ItemT]):
 class Waves(RunWaves[Unit]):
     """The runs of a plan, without its commit units, in two waves."""
 
-    parts: tuple[CrcParts, ...]
-    """For each wave, what the CRC slots of its units need of one another."""
+    parts: CrcParts
+    """What the CRC slots of the plan's units, without commit units, need of one another."""
 
-    def parts_before(self, unit: int, run: Run) -> list[RecordPart]:
-        """The parts of records that units before a run write, and that a unit of it (its index) has CRC slots for."""
-        return self.parts[run.wave].parts_before(self._place[unit], run.first)
+    def parts_before(self, unit: int, run: Run | None) -> list[RecordPart]:
+        """The parts of records that a unit (its index) has CRC slots for, and whose units others execute.
+
+        Those of earlier waves are left out: their records are known when the run begins. All parts count for a unit
+        that is executed again, outside its run.
+        """
+        parts = self.parts.parts_of(self._places[unit])
+        if run is None:
+            return [part for part, _ in parts]
+        own = (run.wave, run.first), (run.wave, run.end)
+        return [p for p, of in parts if self._spot[of] >= (run.wave, 0) and not own[0] <= self._spot[of] < own[1]]
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """The place of each unit among all of them, by its index."""
+        ordered = sorted(unit.index for units in self.units for unit in units)
+        return {index: place for place, index in enumerate(ordered)}
+
+    @cached_property
+    def _spot(self) -> dict[int, tuple[int, int]]:
+        """The wave of each unit and its place there, by its place among all of them."""
+        return {
+            self._places[unit.index]: (wave, number)
+            for wave, units in enumerate(self.units)
+            for number, unit in enumerate(units)
+        }
 
     def needed_by(self, run: Run) -> list[int]:
         """The places of the units of the first wave that write files of which a run of the last wave writes a part."""
@@ -114,10 +140,6 @@ class Waves(RunWaves[Unit]):
             for chunk in unit.chunks:
                 found.setdefault(chunk.file, []).append(place)
         return found
-
-    @cached_property
-    def _place(self) -> dict[int, int]:
-        return {unit.index: place for units in self.units for place, unit in enumerate(units)}
 
     def cost_of(self, item: Unit) -> int:
         """The bytes that a unit writes, and more for each of its files."""
@@ -136,32 +158,37 @@ def cut_into_runs(plan: Plan, files: Sequence[TargetFile], *, most: int = MAX_RU
     """
     units = [u for u in plan.units if not u.commit]
     total = sum(u.length_bytes for u in units)
-    run_bytes = max(1, -(-total // most))
+    run_bytes = max(1, -(-total // most), min(RUN_BYTES, total // GROUPS))
     largest = max((u.length_bytes for u in units), default=0)
     group_bytes = max(run_bytes, total // GROUPS, min(SMALL_GROUPS * largest, total // SMALL_GROUPS))
-    copied = copied_records(plan)
-    needs = CrcParts(units, files).first_needed()
+    parts = CrcParts(units, files, copied_records(plan))
     starts = _starts(units)
     last: set[int] = set()
-    for place, first in enumerate(needs):
-        between = starts[place] + units[place].length_bytes - starts[first]
-        # A record of which the last wave writes a part is complete only then.
-        if first < place and (between > group_bytes or not last.isdisjoint(range(first, place))):
+    for place, first in enumerate(parts.first_needed()):
+        if first == place:
+            continue
+        if starts[place] + units[place].length_bytes - starts[first] > group_bytes:
             last.add(place)
-    waves = (
-        tuple(u for place, u in enumerate(units) if place not in last),
-        tuple(u for place, u in enumerate(units) if place in last),
-    )
-    parts = tuple(CrcParts(wave, files, copied) for wave in waves)
+        elif not last.isdisjoint(range(first, place)):
+            # A record of which the last wave writes a part is complete only then, if the part is large.
+            again = parts.again(place, last)
+            if again is None or again > largest:
+                last.add(place)
+    waves = [p for p in range(len(units)) if p not in last], sorted(last)
     # A worker sums at most as much once more as one unit writes.
-    before = [[n if n is not None and n <= largest else None for n in wave.open_bytes()] for wave in parts]
+    before = [[n if n is not None and n <= largest else None for n in parts.open_bytes(places)] for places in waves]
+    # The last wave is so short that the time counts for which workers without a run wait for the others.
     runs = tuple(
-        runs_of(wave, [u.length_bytes for u in units], before[wave], run_bytes) for wave, units in enumerate(waves)
+        runs_of(wave, [units[p].length_bytes for p in places], before[wave], run_bytes, again=(SUMMED_AGAIN, 1)[wave])
+        for wave, places in enumerate(waves)
     )
-    return Waves(waves, runs, tuple(tuple(n is not None for n in wave) for wave in before), parts)
+    cuts = tuple(tuple(n is not None for n in wave) for wave in before)
+    return Waves(tuple(tuple(units[p] for p in places) for places in waves), runs, cuts, parts)
 
 
-def runs_of(wave: int, sizes: Sequence[int], before: Sequence[int | None], run_bytes: int) -> tuple[Run, ...]:
+def runs_of(
+    wave: int, sizes: Sequence[int], before: Sequence[int | None], run_bytes: int, *, again: int = SUMMED_AGAIN
+) -> tuple[Run, ...]:
     """Cut a wave into runs of at least `run_bytes`, except the last one.
 
     Args:
@@ -169,13 +196,14 @@ def runs_of(wave: int, sizes: Sequence[int], before: Sequence[int | None], run_b
         sizes: The bytes of each item.
         before: For each item, the bytes that a run which begins there sums once more; None if none may begin there.
         run_bytes: Length of a run that is long enough.
+        again: A run is at least so many times as long as what the next one sums once more.
     """
     runs: list[Run] = []
     first = held = 0
     for place, size in enumerate(sizes, 1):
         held += size
-        again = before[place] if place < len(sizes) else 0
-        if place == len(sizes) or (again is not None and held >= max(run_bytes, SUMMED_AGAIN * again)):
+        summed = before[place] if place < len(sizes) else 0
+        if place == len(sizes) or (summed is not None and held >= max(run_bytes, again * summed)):
             runs.append(Run(wave, first, place))
             first, held = place, 0
     return tuple(runs)

@@ -109,7 +109,7 @@ class DistributedWorker(RunMember):
         return self._of_unit
 
     def put_record(self, record: UnitRecord) -> None:
-        """Take the record of a finished unit. It is written with others, soon or at the end of its run.
+        """Take the record of a finished unit. It is written with others, soon after the end of its run at the latest.
 
         Raises:
             EpochLostError: The epoch is not the newest one.
@@ -123,7 +123,7 @@ class DistributedWorker(RunMember):
         self._done_bytes += sum(c.chunk.length_bytes for c in record.chunks)
         self._done_units += 1
         if held.add(record.unit, record) and self._sync is None:
-            self.flush()
+            self.flush_soon()
 
     def _put_committed(self, record: UnitRecord) -> None:
         """Write the record of a unit that belongs to no run: the elected worker writes the commit files."""

@@ -241,8 +241,7 @@ class _SharedConversion:
         units = worker.units(waves, executor.records, absorb, lambda: executor.failed)
 
         def parts_before(unit: Unit) -> Sequence[RecordPart]:
-            run = worker.run_of(unit)
-            return () if run is None else waves.parts_before(unit.index, run)
+            return waves.parts_before(unit.index, worker.run_of(unit))
 
         executor.run(units, conversion.threads, phase="running", parts_before=parts_before)
         return executor, set(resumed), facts.warnings
