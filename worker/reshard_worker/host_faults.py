@@ -6,12 +6,12 @@ Another worker tries such a job. A worker on which several jobs in a row fail in
 from __future__ import annotations
 
 import logging
-import threading
 
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import ReshardError
 from reshard_jobs.nodes import Nodes
+from reshard_worker.periodic import PeriodicThread
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +107,7 @@ class Presence:
     def __init__(self, nodes: Nodes, worker: str, *, interval_s: float) -> None:
         self._nodes = nodes
         self._worker = worker
-        self._interval_s = interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+        self._thread = PeriodicThread(self._say, interval_s=interval_s, name="presence")
 
     def start(self) -> None:
         """Say it now, and then again and again."""
@@ -117,18 +115,14 @@ class Presence:
 
     def stop(self) -> None:
         """Say that the worker has ended."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5.0)
+        self._thread.stop()
         try:
             self._nodes.leave(self._worker)
         except DBAPIError as error:
             logger.warning("the end of this worker could not be recorded: %s", error)
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._nodes.seen(self._worker)
-            except DBAPIError as error:
-                logger.warning("the database does not answer: %s", error)
-            self._stop.wait(self._interval_s)
+    def _say(self) -> None:
+        try:
+            self._nodes.seen(self._worker)
+        except DBAPIError as error:
+            logger.warning("the database does not answer: %s", error)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import ReshardError
 from reshard_jobs.reaper import Reaper
+from reshard_worker.periodic import PeriodicThread
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,8 @@ class ReaperThread:
     ) -> None:
         self._make_reaper = make_reaper
         self._reaper: Reaper | None = None
-        self._interval_s = interval_s
         self._ring = ring
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
+        self._thread = PeriodicThread(self._sweep, interval_s=interval_s, name="reaper")
 
     def start(self) -> None:
         """Begin to sweep."""
@@ -39,15 +37,7 @@ class ReaperThread:
 
     def stop(self) -> None:
         """End after the sweep that runs now."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5.0)
-
-    def _run(self) -> None:
-        while True:
-            self._sweep()
-            if self._stop.wait(self._interval_s):
-                return
+        self._thread.stop()
 
     def _sweep(self) -> None:
         try:
