@@ -19,10 +19,10 @@ from sqlalchemy.orm import Session
 
 from reshard.errors import RequestError, printable
 from reshard_jobs.database import Database
-from reshard_jobs.tables import MAX_ID_CHARS, IdempotencyRow, db_now
+from reshard_jobs.tables import JOB_ID, IdempotencyRow, db_now
 
 HOLD_S = 30.0
-_OWN_ID = re.compile(f"(?!job_)[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
+_OWN_ID = re.compile(f"(?!job_){JOB_ID}")
 JOB_KEY = "\x1fjob/"
 """The beginning of the keys that stand for job ids. A key that a caller sends has only printable characters."""
 MAX_KEY_CHARS = 255

@@ -13,11 +13,11 @@ from typing import Any
 
 from reshard.errors import RequestError
 from reshard.models import JobState
-from reshard_jobs.tables import MAX_ID_CHARS
+from reshard_jobs.tables import JOB_ID
 
 MAX_PAGE_SIZE = 200
 _END_OF_TIME = 1e11
-_JOB_ID = re.compile(f"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}")
+_JOB_ID = re.compile(JOB_ID)
 
 
 @dataclass(frozen=True, slots=True)

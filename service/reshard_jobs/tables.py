@@ -39,6 +39,8 @@ UPGRADES = {
 """The statements that make the columns of the next version from a version's. Missing tables are created before."""
 MAX_ID_CHARS = 40
 """Longest id of a job: PostgreSQL refuses longer ones."""
+JOB_ID = f"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}"
+"""The pattern of job ids: those of the service, and those that callers choose."""
 MAX_SEQ = (1 << 31) - 1
 """Largest sequence number of an event: the largest value of the column in every database."""
 

@@ -111,10 +111,11 @@ class CrcParts:
 
     def _overlapping(self, file: int, begin: int, end: int) -> Iterator[_WrittenChunk]:
         chunks = self._chunks[file]
-        for chunk in chunks[bisect_right(self._ends[file], begin) :]:
-            if chunk.begin >= end:
-                return
-            yield chunk
+        # A slice would copy the rest of a file's chunks for each of its records.
+        number = bisect_right(self._ends[file], begin)
+        while number < len(chunks) and chunks[number].begin < end:
+            yield chunks[number]
+            number += 1
 
 
 def _large_chunks(units: Sequence[Unit], files: Sequence[TargetFile]) -> Mapping[int, list[_WrittenChunk]]:

@@ -218,13 +218,7 @@ class Executor:
             offset = part.begin - self._files[part.file].template.records[part.record][0]
             if self._board.knows(part.file, part.record, offset, part.length_bytes):
                 continue
-            reader = TensorReader(
-                self._checkpoint,
-                self._kernel,
-                saturate=self._on_overflow is OverflowPolicy.SATURATE,
-                pool=None if self._local else self._calls,
-                counts=ReadCounts(),  # the unit that writes the part counts what it reads and loses
-            )
+            reader = self._reader(ReadCounts())  # the unit that writes the part counts what it reads and loses
             crc, unit = 0, Unit(-1, (Chunk(part.file, part.begin, part.length_bytes),), commit=False)
             for step in steps_of(unit, self._files, self._most_bytes):
                 memory = self._memory.at_least(step[-1].at + step[-1].length_bytes)
@@ -232,6 +226,11 @@ class Executor:
                 for item in step:
                     crc = crc32(memory[item.at : item.at + item.length_bytes].data, crc)
             self._board.put(part.file, part.record, [(offset, part.length_bytes, crc)])
+
+    def _reader(self, counts: ReadCounts) -> TensorReader:
+        saturate = self._on_overflow is OverflowPolicy.SATURATE
+        pool = None if self._local else self._calls
+        return TensorReader(self._checkpoint, self._kernel, saturate=saturate, pool=pool, counts=counts)
 
     def _run_unit(self, unit: Unit, phase: str) -> None:
         copied = self._copier.resolve(unit) if self._copier is not None else None
@@ -241,9 +240,8 @@ class Executor:
             self._finish(copied, phase)
             return
         proven = () if copied is None else self._put_up(copied)  # the store refused to copy it
-        counts, saturate = ReadCounts(), self._on_overflow is OverflowPolicy.SATURATE
-        pool = None if self._local else self._calls
-        reader = TensorReader(self._checkpoint, self._kernel, saturate=saturate, pool=pool, counts=counts)
+        counts = ReadCounts()
+        reader = self._reader(counts)
         crcs = RecordCrcs(self._board, proven=copied is not None)
         digests = BlockDigests(self._checkpoint.shard_map, reader)
         try:
