@@ -166,7 +166,10 @@ CODES: Mapping[str, CodeEntry] = {
     "service.port_in_use": CodeEntry(409, ExitCode.CONFLICT, "Another process listens on the port."),
     "service.protocol": CodeEntry(502, ExitCode.FAILED, "The service's answer violates its schema."),
     "service.wrong_host": CodeEntry(503, ExitCode.CONFLICT, "The job database belongs to another host."),
-    "service.schema_version": CodeEntry(503, ExitCode.FAILED, "The job database has another schema version."),
+    "service.schema_behind": CodeEntry(503, ExitCode.FAILED, "The job database needs an upgrade."),
+    "service.schema_version": CodeEntry(
+        503, ExitCode.FAILED, "A later release has upgraded the job database, or no release of reshard made it."
+    ),
     "internal.error": CodeEntry(500, ExitCode.FAILED, "A bug in reshard; please report it."),
 }
 

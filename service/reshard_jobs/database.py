@@ -1,4 +1,4 @@
-"""The job database: one connection pool, its transactions, its schema and the host it is bound to."""
+"""The job database: one connection pool, its transactions and the host that it is bound to."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import Connection, Engine, create_engine, event, func, insert, select, update
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy import func, insert, inspect, select
 from sqlalchemy.exc import (
-    ArgumentError,
     DBAPIError,
-    IntegrityError,
     InterfaceError,
     OperationalError,
     TimeoutError as PoolTimeout,
 )
 from sqlalchemy.orm import Session
-from sqlalchemy.pool import ConnectionPoolEntry
 
 from reshard.errors import JobError, ReshardError
-from reshard_jobs.tables import SCHEMA, UPGRADES, Base, JobRow, MetaRow
-
-_LOCK_ID = 0x7265_7368
-"""Advisory lock under which PostgreSQL tables are created; any constant will do."""
+from reshard_jobs.connections import URL_FIX, engine_of, for_reading, is_sqlite
+from reshard_jobs.schema import prepare
+from reshard_jobs.tables import JobRow, MetaRow
 
 
 def host_identity() -> str:
@@ -51,25 +46,29 @@ class Database:
     Args:
         url: `sqlite:///path` (one host) or `postgresql://...` (any number of hosts).
         host: Identity of this host; a SQLite file is bound to the first host that opens it.
+        upgrade: True to upgrade PostgreSQL's tables, too, if they are of an earlier release.
+
+    Attributes:
+        found: The state of the tables before.
 
     Raises:
-        JobError: `service.wrong_host`, `service.schema_version`, or `service.unavailable` (retry is safe).
+        JobError: `service.wrong_host`, `service.schema_behind`, `service.schema_version`, or `service.unavailable`
+            (retry is safe).
     """
 
-    def __init__(self, url: str, *, host: str | None = None) -> None:
+    def __init__(self, url: str, *, host: str | None = None, upgrade: bool = False) -> None:
+        self._engine = engine_of(url)
+        self.is_sqlite = is_sqlite(self._engine)
         try:
-            parsed = make_url(url)
-        except ArgumentError as error:
-            raise JobError("service.unavailable", "the job database URL is malformed", fix=_URL_FIX) from error
-        if parsed.drivername in {"postgres", "postgresql"}:
-            parsed = parsed.set(drivername="postgresql+psycopg")
-        self.is_sqlite = parsed.get_backend_name() == "sqlite"
-        self._engine = _sqlite_engine(parsed) if self.is_sqlite else create_engine(parsed, pool_pre_ping=True)
-        try:
-            self._prepare(host or host_identity())
+            if self.is_sqlite:
+                # Before an upgrade: another host's programs may be of another release.
+                self._bind(host or host_identity(), only_look=True)
+            self.found = prepare(self._engine, upgrade=upgrade)
+            if self.is_sqlite:
+                self._bind(host or host_identity())
         except OperationalError as error:
             self._engine.dispose()
-            raise JobError("service.unavailable", "the job database cannot be opened", fix=_URL_FIX) from error
+            raise JobError("service.unavailable", "the job database cannot be opened", fix=URL_FIX) from error
         except ReshardError:
             self._engine.dispose()
             raise
@@ -77,8 +76,7 @@ class Database:
     @contextmanager
     def read(self) -> Generator[Session]:
         """Open a transaction that writes nothing and blocks no writer."""
-        engine = self._engine.execution_options(sqlite_begin="BEGIN DEFERRED")
-        with Session(engine, expire_on_commit=False) as session, session.begin():
+        with Session(for_reading(self._engine), expire_on_commit=False) as session, session.begin():
             yield session
 
     @contextmanager
@@ -101,67 +99,17 @@ class Database:
         """Close the pool's connections."""
         self._engine.dispose()
 
-    def _prepare(self, host: str) -> None:
-        with self._engine.begin() as connection:
-            if not self.is_sqlite:
-                # Two processes that create tables at once would collide in PostgreSQL's catalogue.
-                connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_LOCK_ID})")
-            Base.metadata.create_all(connection)
-            version = _fact(connection, "schema_version", str(SCHEMA))
-            while version in UPGRADES:
-                for statement in UPGRADES[version]:
-                    connection.exec_driver_sql(statement)
-                version = str(int(version) + 1)
-                values = {"value": version}
-                connection.execute(update(MetaRow).where(MetaRow.name == "schema_version").values(**values))
-            if version != str(SCHEMA):
-                raise JobError(
-                    "service.schema_version",
-                    f"the job database has schema version {version}, but this program needs {SCHEMA}",
-                    fix="run the same version of reshard everywhere, or start with a new database",
-                )
-            if self.is_sqlite and (bound := _fact(connection, "host", host)) != host:
-                raise JobError(
-                    "service.wrong_host",
-                    f"the SQLite job database is bound to host {bound!r}, but this host is {host!r}",
-                    fix="use RESHARD_DATABASE_URL=postgresql://... for several hosts; "
-                    f"if this host replaces that one: export RESHARD_HOST_ID='{bound}'",
-                )
-
-
-_URL_FIX = "check RESHARD_DATABASE_URL: sqlite:////path/jobs.db or postgresql://user@host/database"
-
-
-def _fact(connection: Connection, name: str, value: str) -> str:
-    """The stored value of a fact. The value of the first writer is kept."""
-    found = connection.execute(select(MetaRow.value).where(MetaRow.name == name)).scalar_one_or_none()
-    if found is not None:
-        return found
-    try:
-        with connection.begin_nested():
-            connection.execute(insert(MetaRow).values(name=name, value=value))
-    except IntegrityError:
-        return connection.execute(select(MetaRow.value).where(MetaRow.name == name)).scalar_one()
-    return value
-
-
-def _sqlite_engine(url: URL) -> Engine:
-    if url.database and url.database != ":memory:":
-        Path(url.database).absolute().parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(url, connect_args={"timeout": 20.0, "check_same_thread": False})
-
-    def on_connect(connection: object, _entry: ConnectionPoolEntry) -> None:
-        # The driver must not begin transactions by itself: it would begin them DEFERRED, and a
-        # deferred transaction that turns into a writer fails with "database is locked" at once.
-        connection.isolation_level = None  # pyright: ignore[reportAttributeAccessIssue]
-        cursor = connection.cursor()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
-        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=20000"):
-            cursor.execute(f"PRAGMA {pragma}")  # pyright: ignore[reportUnknownMemberType]
-        cursor.close()  # pyright: ignore[reportUnknownMemberType]
-
-    def on_begin(connection: Connection) -> None:
-        connection.exec_driver_sql(connection.get_execution_options().get("sqlite_begin", "BEGIN IMMEDIATE"))
-
-    event.listen(engine, "connect", on_connect)
-    event.listen(engine, "begin", on_begin)
-    return engine
+    def _bind(self, host: str, *, only_look: bool = False) -> None:
+        with (for_reading(self._engine) if only_look else self._engine).begin() as connection:
+            if only_look and not inspect(connection).has_table(MetaRow.__tablename__):
+                return
+            bound = connection.execute(select(MetaRow.value).where(MetaRow.name == "host")).scalar_one_or_none()
+            if bound is None and not only_look:
+                connection.execute(insert(MetaRow).values(name="host", value=host))
+        if bound not in (None, host):
+            raise JobError(
+                "service.wrong_host",
+                f"the SQLite job database is bound to host {bound!r}, but this host is {host!r}",
+                fix="use RESHARD_DATABASE_URL=postgresql://... for several hosts; "
+                f"if this host replaces that one: export RESHARD_HOST_ID='{bound}'",
+            )

@@ -1,8 +1,7 @@
 """Tables of the job database, and the database's own clock.
 
 All times are seconds since the epoch by the clock of the *database*: clocks of workers and API hosts are never
-compared. Possible later additions: tenants need a column and a part of two keys; webhooks need a table of their own.
-Each of them needs a new `SCHEMA` version, and an entry in `UPGRADES`.
+compared. A change needs a revision of `reshard_jobs.migrations`.
 """
 
 from __future__ import annotations
@@ -14,29 +13,8 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
 
-SCHEMA = 3
 ANY_PLAN = "*"
 """The recorded plan of attempts whose plan is not known: whatever is unfinished in the target is theirs."""
-UPGRADES = {
-    "1": (
-        "ALTER TABLE jobs ADD COLUMN priority INTEGER NOT NULL DEFAULT 0",
-        "ALTER TABLE jobs ADD COLUMN max_workers INTEGER NOT NULL DEFAULT 0",
-        "ALTER TABLE jobs ADD COLUMN takes_workers INTEGER NOT NULL DEFAULT 0",
-        "ALTER TABLE job_events ADD COLUMN worker TEXT",
-    ),
-    "2": (
-        "ALTER TABLE jobs ADD COLUMN retries INTEGER NOT NULL DEFAULT 0",
-        "ALTER TABLE jobs ADD COLUMN discard_at DOUBLE PRECISION",
-        "ALTER TABLE jobs ADD COLUMN discard_asked INTEGER NOT NULL DEFAULT 0",
-        "ALTER TABLE jobs ADD COLUMN discard_tries INTEGER NOT NULL DEFAULT 0",
-        "CREATE INDEX jobs_by_discard ON jobs (discard_at)",
-        "CREATE INDEX idempotency_keys_by_job ON idempotency_keys (job_id)",
-        # Nobody has recorded the plans of attempts that began before.
-        """INSERT INTO job_plans (job_id, digest) SELECT id, '*' FROM jobs
-        WHERE attempt > 0 AND kind = 'convert' AND state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')""",
-    ),
-}
-"""The statements that make the columns of the next version from a version's. Missing tables are created before."""
 MAX_ID_CHARS = 40
 """Longest id of a job: PostgreSQL refuses longer ones."""
 JOB_ID = f"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}"
@@ -109,7 +87,7 @@ class JobRow(Base):
     worker: Mapped[str | None] = mapped_column(String(200), default=None)
     lease_until: Mapped[float | None] = mapped_column(Float(53), default=None)
     not_before: Mapped[float] = mapped_column(Float(53), default=0.0)
-    # Unused. It stays until the next SCHEMA version, because databases of release 0.1.0 require a value.
+    # Unused. It stays as long as programs of revision 0003 may run, which write it.
     rung_at: Mapped[float] = mapped_column(Float(53), default=0.0)
     cancel_requested: Mapped[int] = mapped_column(Integer, default=0)
     progress: Mapped[str | None] = mapped_column(Text, default=None)

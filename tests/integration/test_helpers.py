@@ -7,7 +7,6 @@ import time
 from collections.abc import Generator
 
 import pytest
-from sqlalchemy import create_engine, text
 
 from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat, WorkShare
 from reshard_jobs.database import Database
@@ -15,7 +14,6 @@ from reshard_jobs.helpers import HelperClaim, Helpers
 from reshard_jobs.leases import JobClaim, Leases
 from reshard_jobs.reaper import Reaper
 from reshard_jobs.store import JobStore
-from reshard_jobs.tables import SCHEMA, UPGRADES
 
 LEASE_S = 4.0
 """Long beside a busy machine's pauses: only one test waits for its end."""
@@ -208,38 +206,3 @@ def test_the_job_tells_who_did_what(jobs: Jobs) -> None:
     assert [e.seq for e in events] == list(range(1, len(events) + 1))
     shares = jobs.store.total_shares()
     assert (shares.runs, shares.takeovers, shares.units) == (5, 1, 5)
-
-
-def test_a_database_of_the_release_before_is_upgraded(database_url: str) -> None:
-    database = Database(database_url)
-    job = JobStore(database).create(request("/out"))
-    database.close()
-    # Make it what release 0.1 wrote.
-    driver = database_url.replace("postgresql://", "postgresql+psycopg://")
-    engine = create_engine(driver)
-    with engine.begin() as connection:
-        connection.execute(text("DROP TABLE job_workers"))
-        for table in ("job_plans", "job_refusals", "workers"):
-            connection.execute(text(f"DROP TABLE {table}"))
-        added = [statement.split() for version in UPGRADES.values() for statement in version]
-        for words in added:
-            if words[:2] == ["CREATE", "INDEX"]:
-                connection.execute(text(f"DROP INDEX {words[2]}"))
-        for words in added:
-            if words[0] == "ALTER":
-                connection.execute(text(f"ALTER TABLE {words[2]} DROP COLUMN {words[5]}"))
-        connection.execute(text("UPDATE reshard_meta SET value = '1' WHERE name = 'schema_version'"))
-    for _ in range(2):
-        database = Database(database_url)
-        found = JobStore(database).get(job.id)
-        database.close()
-        assert (found.id, found.state, found.priority, found.max_workers) == (job.id, JobState.QUEUED, 0, 0)
-    database = Database(database_url)
-    claim = Leases(database, lease_s=LEASE_S).claim(job.id, worker="w")
-    assert claim is not None
-    assert [w.worker for w in JobStore(database).get(job.id).workers] == ["w"]
-    database.close()
-    with engine.begin() as connection:
-        version = connection.execute(text("SELECT value FROM reshard_meta WHERE name = 'schema_version'")).scalar_one()
-        assert version == str(SCHEMA)
-    engine.dispose()

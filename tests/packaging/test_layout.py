@@ -26,7 +26,7 @@ def test_a_source_root_is_no_package(root: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "names"), [("reshard.engine", {"local"}), ("reshard.commands", {"gc", "serve", "worker"})]
+    ("group", "names"), [("reshard.engine", {"local"}), ("reshard.commands", {"db", "gc", "serve", "worker"})]
 )
 def test_entry_points_resolve(group: str, names: set[str]) -> None:
     found = entry_points(group=group)

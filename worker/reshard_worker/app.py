@@ -73,15 +73,21 @@ app.conf.update(
 
 
 @worker_init.connect
-def _read_settings(**_kwargs: Any) -> None:
-    """Stop a worker whose settings are wrong; Celery would only log an exception."""
+def _check_start(**_kwargs: Any) -> None:
+    """Stop a worker whose settings are wrong, or that may not run on the job database; Celery would only log it."""
     from reshard.errors import ReshardError
+    from reshard_jobs.database import Database
     from reshard_worker.settings import WorkerSettings
 
     try:
+        settings = WorkerSettings.from_env()
         # The journal keeps finished work over a stop, so a worker need not wait for the end of a job.
-        app.conf.worker_soft_shutdown_timeout = WorkerSettings.from_env().shutdown_grace_s
+        app.conf.worker_soft_shutdown_timeout = settings.shutdown_grace_s
+        Database(settings.jobs.database_url).close()
     except ReshardError as error:
+        if error.retryable:
+            logger.warning("the job database does not answer yet: %s", error)
+            return
         raise SystemExit(f"{error}\nfix: {error.fix}") from error
 
 

@@ -1,0 +1,1 @@
+"""The revisions of the job database, one module each."""

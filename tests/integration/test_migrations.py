@@ -1,0 +1,196 @@
+"""The revisions of the job database: made, adopted, upgraded by one of many, refused with both numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Engine, MetaData, text
+
+from reshard.errors import JobError
+from reshard.models import ConvertRequest, JobState
+from reshard_jobs import schema
+from reshard_jobs.connections import engine_of
+from reshard_jobs.database import Database
+from reshard_jobs.leases import Leases
+from reshard_jobs.schema import HEAD, VERSION_TABLE, revisions, upgrade_sql
+from reshard_jobs.store import JobStore
+from reshard_jobs.tables import Base
+from servers.postgres import PostgresServer
+
+
+def request(target: str) -> ConvertRequest:
+    return ConvertRequest.model_validate({"source": {"url": "/in"}, "target": target, "to": "universal"})
+
+
+@pytest.fixture
+def engine(database_url: str) -> Generator[Engine]:
+    found = engine_of(database_url)
+    yield found
+    found.dispose()
+
+
+def run(engine: Engine, *statements: str) -> None:
+    with engine.begin() as connection:
+        for statement in statements:
+            connection.execute(text(statement))
+
+
+def fact(engine: Engine, statement: str) -> object:
+    with engine.begin() as connection:
+        return connection.execute(text(statement)).scalar_one()
+
+
+def differences(engine: Engine) -> list[object]:
+    with engine.begin() as connection:
+        options = {"compare_server_default": True, "version_table": VERSION_TABLE}
+        return list(compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata))
+
+
+def as_before_alembic(engine: Engine) -> None:
+    """Make a database of this release one of release 0.1, which had no table of Alembic."""
+    run(engine, f"DROP TABLE {VERSION_TABLE}", "UPDATE reshard_meta SET value = '3' WHERE name = 'schema_version'")
+
+
+def test_the_revisions_make_the_tables_of_the_code(database_url: str, engine: Engine) -> None:
+    Database(database_url).close()
+    assert differences(engine) == []
+    run(engine, "ALTER TABLE jobs ADD COLUMN forgotten INTEGER")
+    assert differences(engine) != []
+
+
+def test_the_head_of_the_code_is_the_head_of_the_revisions() -> None:
+    script = ScriptDirectory.from_config(schema._config())
+    assert script.get_heads() == [HEAD]
+    numbers = [number for number, _, _ in revisions()]
+    assert numbers == [f"{place:04}" for place in range(1, len(numbers) + 1)]
+    assert all(oldest <= number for number, oldest, _ in revisions())
+
+
+def test_an_old_database_is_adopted(database_url: str, engine: Engine) -> None:
+    database = Database(database_url)
+    job = JobStore(database).create(request("/out"))
+    database.close()
+    as_before_alembic(engine)
+    if not database.is_sqlite:
+        with pytest.raises(JobError, match=rf"revision 0003, but this program needs {HEAD}") as caught:
+            Database(database_url)
+        assert caught.value.code == "service.schema_behind"
+        assert "reshard db upgrade" in caught.value.fix
+        Database(database_url, upgrade=True).close()
+    database = Database(database_url)
+    assert JobStore(database).get(job.id).state is JobState.QUEUED
+    assert Leases(database, lease_s=60).claim(job.id, worker="w") is not None
+    database.close()
+    assert fact(engine, f"SELECT version_num FROM {VERSION_TABLE}") == HEAD
+    assert differences(engine) == []
+
+
+def test_of_many_processes_one_makes_the_tables(database_url: str, engine: Engine) -> None:
+    code = "import sys\nfrom reshard_jobs.database import Database\nDatabase(sys.argv[1]).close()\n"
+    for _ in range(2):
+        started = [subprocess.Popen([sys.executable, "-c", code, database_url]) for _ in range(6)]
+        assert [process.wait(60) for process in started] == [0] * 6
+        if database_url.startswith("sqlite"):
+            # The second time they find an old database.
+            as_before_alembic(engine)
+    assert differences(engine) == []
+
+
+def test_a_later_release_says_who_may_run(database_url: str, engine: Engine) -> None:
+    Database(database_url).close()
+    run(engine, f"UPDATE {VERSION_TABLE} SET version_num = '9001'")
+    # What the later revision added harms nobody.
+    Database(database_url).close()
+    run(engine, "UPDATE reshard_meta SET value = '9000' WHERE name = 'schema_version'")
+    for upgrade in (False, True):
+        with pytest.raises(JobError, match=f"9001.*9000.*{HEAD}") as caught:
+            Database(database_url, upgrade=upgrade)
+        assert caught.value.code == "service.schema_version"
+
+
+def test_tables_of_others_are_refused(database_url: str, engine: Engine) -> None:
+    run(engine, "CREATE TABLE reshard_meta (name VARCHAR(64) PRIMARY KEY, value TEXT NOT NULL)")
+    with pytest.raises(JobError) as caught:
+        Database(database_url)
+    assert caught.value.code == "service.schema_version"
+
+
+def test_a_database_is_shared_with_another_program_of_alembic(database_url: str, engine: Engine) -> None:
+    run(engine, "CREATE TABLE alembic_version (version_num VARCHAR(32))", "CREATE TABLE runs (id INTEGER)")
+    run(engine, "INSERT INTO alembic_version VALUES ('theirs')")
+    Database(database_url).close()
+    assert fact(engine, "SELECT version_num FROM alembic_version") == "theirs"
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+def test_the_printed_statements_do_the_same(postgres: PostgresServer, old: bool) -> None:
+    url = postgres.new_database()
+    engine = engine_of(url)
+    if old:
+        Database(url).close()
+        as_before_alembic(engine)
+    statements = upgrade_sql(engine)
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.exec_driver_sql(statements.replace("%", "%%"))
+    assert differences(engine) == []
+    Database(url).close()
+    assert upgrade_sql(engine) == ""
+    engine.dispose()
+
+
+def test_an_upgrade_does_not_stand_in_the_way_of_workers(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schema, "_LOCK_TRIES", 2)
+    monkeypatch.setattr(schema, "_LOCK_WAIT_S", 1)
+    monkeypatch.setattr(schema, "_LOCK_PAUSE_S", 0.1)
+    url = postgres.new_database()
+    engine = engine_of(url)
+    run(engine, "CREATE TABLE reshard_meta (name VARCHAR(64) PRIMARY KEY, value TEXT NOT NULL)")
+    run(
+        engine,
+        "INSERT INTO reshard_meta VALUES ('schema_version', '1')",
+        "CREATE TABLE jobs (id VARCHAR(40) PRIMARY KEY)",
+    )
+    with engine.begin() as dump:
+        dump.execute(text("SELECT * FROM jobs"))
+        with pytest.raises(JobError, match="locked by others in 2 tries") as caught:
+            Database(url, upgrade=True)
+    assert caught.value.code == "service.unavailable"
+    assert MetaData().tables == {}
+    assert not fact(engine, f"SELECT count(*) FROM pg_class WHERE relname = '{VERSION_TABLE}'")
+    engine.dispose()
+
+
+def test_the_commands(
+    database_url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str]
+) -> None:
+    monkeypatch.setenv("RESHARD_DATABASE_URL", database_url)
+    assert json.loads(cli("db", "current", "--json"))["database"] is None
+    assert "had no tables" in cli("db", "upgrade")
+    as_before_alembic(engine)
+    assert json.loads(cli("db", "current", "--json"))["usable"] is False
+    assert "it had 0003" in cli("db", "upgrade")
+    assert "has it already" in cli("db", "upgrade")
+    assert json.loads(cli("db", "current", "--json")) == {
+        "schema_version": 1, "database": HEAD, "program": HEAD, "oldest_program": "0003", "usable": True
+    }  # fmt: skip
+    assert cli("db", "history").count("\n") == int(HEAD)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    from reshard.cli.main import run as run_cli
+
+    def call(*arguments: str) -> str:
+        assert run_cli(list(arguments)) == 0
+        return capsys.readouterr().out
+
+    return call
