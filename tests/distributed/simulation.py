@@ -6,7 +6,7 @@ aborted or completed upload takes no parts). ETags differ at each sending, as un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -33,13 +33,28 @@ from reshard_engine.distributed.runs import Run, Waves
 from reshard_engine.distributed.segments import from_segment, upload_id_in
 from reshard_engine.distributed.worker import DistributedWorker
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
-from reshard_engine.plan.model import Chunk, Unit
+from reshard_engine.plan.model import Chunk, RecordPart, Unit
 
 _T = TypeVar("_T")
 
-NO_PARTS = CrcParts((), ())
-"""No unit has a CRC slot."""
 TIMING = Timing(beat_s=2.0, lease_s=10.0, poll_s=0.2, slow_poll_s=1.0, flush_s=1.5)
+
+
+class _PartsOfFiles(CrcParts):
+    """The last unit of a file in the last wave needs the bytes of all others of the file."""
+
+    def __init__(self, units: Sequence[Unit], last: Sequence[Unit]) -> None:
+        super().__init__((), ())
+        self._every = units
+        self._late = {unit.index for unit in last}
+
+    def parts_of(self, place: int) -> Iterator[tuple[RecordPart, int]]:
+        if self._every[place].index not in self._late:
+            return
+        file = self._every[place].chunks[0].file
+        for other, unit in enumerate(self._every[:place]):
+            if unit.chunks[0].file == file:
+                yield RecordPart(file, 0, unit.chunks[0].offset, unit.chunks[0].length_bytes), other
 
 
 @dataclass
@@ -145,7 +160,8 @@ class World:
             for wave, units in enumerate((first, last))
         ]
         cuts = [tuple(self.random.random() < 0.8 for _ in units) for units in (first, last)]
-        return Waves((tuple(first), tuple(last)), (runs[0], runs[1]), (cuts[0], cuts[1]), NO_PARTS), file_of
+        parts = _PartsOfFiles(sorted(first + last, key=lambda u: u.index), last)
+        return Waves((tuple(first), tuple(last)), (runs[0], runs[1]), (cuts[0], cuts[1]), parts), file_of
 
     def _plan_checks(self) -> dict[str, CheckWaves]:
         """The checks that are opened under each name: some conversions have none."""

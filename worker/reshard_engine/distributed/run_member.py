@@ -162,7 +162,7 @@ class RunMember(EpochMember):
                 runs = self.epoch.runs(wanted.planned, view)
                 if all(view.is_done(r.name) for r in runs):
                     return None
-                if self._free(runs, view):
+                if self._free(wanted.waves, runs, view):
                     continue
                 if not wanted.lingers:
                     return None
@@ -177,12 +177,13 @@ class RunMember(EpochMember):
                 with suppress(ReshardError):
                     self._store.delete([self.epoch.name(f"idle-{self._name}")])
 
-    def _free(self, runs: Sequence[Run], view: EpochView) -> list[Run]:
-        """The runs that nobody has claimed; if there are none, those that are not done and whose owner is dead."""
-        unclaimed = [r for r in runs if view.fences.get(r.name, 0) == 0]
+    def _free(self, waves: RunWaves[Any], runs: Sequence[Run], view: EpochView) -> list[Run]:
+        """The runs that can begin and that nobody has claimed; if there are none, those whose owner is dead."""
+        can_begin = waves.ready(runs, view.is_done)
+        unclaimed = [r for r in runs if view.fences.get(r.name, 0) == 0 and can_begin(r)]
         if unclaimed:
             return unclaimed  # no claim need be read
-        begun = [r for r in runs if not view.is_done(r.name)]
+        begun = [r for r in runs if view.fences.get(r.name, 0) and not view.is_done(r.name)]
         self.epoch.read_claims([(r.name, view.fences[r.name]) for r in begun], threads=self.reading_threads)
         return [r for r in begun if self._is_free(r, view)]
 
@@ -197,7 +198,7 @@ class RunMember(EpochMember):
 
     def _ordered(self, wanted: Wanted[Any]) -> list[Run]:
         """The free runs, the best one first."""
-        free = self._free(self.epoch.runs(wanted.planned, self._view), self._view)
+        free = self._free(wanted.waves, self.epoch.runs(wanted.planned, self._view), self._view)
         return in_order(free, wanted.waves, *self._position, own=wanted.own)
 
     def _claim_one(self, wanted: Wanted[ItemT]) -> HeldRun[ItemT] | None:

@@ -9,7 +9,8 @@ is left for the last wave, which begins when all other runs are done. What other
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -31,6 +32,8 @@ SMALL_GROUPS = 8
 in a job of few units, the last wave would otherwise hold a large part of it."""
 SUMMED_AGAIN = 4
 """A run of the first wave is at least so many times as long as the bytes that the next one's worker sums once more."""
+SHRINKING_RUNS = 32
+"""Runs become shorter, down to a quarter, when a wave has less left than so many: the last ones end together."""
 CALL_BYTES = 1 << 20
 """A file of its own costs as much time as so many bytes: a network's latency times its bandwidth."""
 
@@ -87,8 +90,24 @@ class RunWaves(ABC, Generic[ItemT]):
     @cached_property
     def places(self) -> dict[str, int]:
         """The place of each planned run among those of its wave, by its name, when the most expensive one is first."""
-        ordered = [sorted(runs, key=lambda r: (-self.cost(r), r.first)) for runs in self.runs]
-        return {run.name: place for runs in ordered for place, run in enumerate(runs)}
+        return {run.name: place for runs in self.runs for place, run in enumerate(self._costly_first(runs))}
+
+    def preference(self, run: Run) -> int:
+        """Runs with a lower number are claimed before others."""
+        return run.wave
+
+    def ready(self, runs: Sequence[Run], is_done: Callable[[str], bool]) -> Callable[[Run], bool]:
+        """A function that is True for a run whose work can begin.
+
+        Args:
+            runs: All runs as they are now.
+            is_done: True for the name of a run whose records are written.
+        """
+        del runs, is_done
+        return lambda _: True
+
+    def _costly_first(self, runs: Sequence[Run]) -> list[Run]:
+        return sorted(runs, key=lambda r: (-self.cost(r), r.first))
 
 
 @dataclass(frozen=True)
@@ -125,21 +144,50 @@ class Waves(RunWaves[Unit]):
             for number, unit in enumerate(units)
         }
 
-    def needed_by(self, run: Run) -> list[int]:
-        """The places of the units of the first wave that write files of which a run of the last wave writes a part."""
-        if run.wave == 0:
-            return []
-        files = {chunk.file for unit in self.units_of(run) for chunk in unit.chunks}
-        return sorted({place for file in files for place in self._writers.get(file, ())})
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """The place of each planned run, by its name. Those of the last wave are first, and begin when they can."""
+        return {run.name: n for n, run in enumerate(r for runs in self.runs[::-1] for r in self._costly_first(runs))}
+
+    def preference(self, run: Run) -> int:
+        """No wave is preferred: `places` has the order of both."""
+        del run
+        return 0
+
+    def ready(self, runs: Sequence[Run], is_done: Callable[[str], bool]) -> Callable[[Run], bool]:
+        """A run of the last wave can begin when the runs are done that write what it needs."""
+        starts = [run.first for run in self.runs[0]]
+        undone = {bisect_right(starts, r.first) - 1 for r in runs if r.wave == 0 and not is_done(r.name)}
+        if not undone:
+            return lambda _: True
+        return lambda run: (
+            run.wave == 0 or all(undone.isdisjoint(self._awaited[number]) for number in range(run.first, run.end))
+        )
 
     @cached_property
-    def _writers(self) -> dict[int, list[int]]:
-        """The places of the units of the first wave that write each file."""
-        found: dict[int, list[int]] = {}
-        for place, unit in enumerate(self.units[0]):
-            for chunk in unit.chunks:
-                found.setdefault(chunk.file, []).append(place)
-        return found
+    def _awaited(self) -> list[frozenset[int]]:
+        """For each unit of the last wave, the numbers of the planned runs that write what it needs."""
+        starts = [run.first for run in self.runs[0]]
+        return [frozenset(bisect_right(starts, place) - 1 for place in of) for of in self._needed]
+
+    def needed_by(self, run: Run) -> list[int]:
+        """The places of the units of the first wave whose records a run of the last wave needs."""
+        if run.wave == 0:
+            return []
+        return sorted({place for number in range(run.first, run.end) for place in self._needed[number]})
+
+    @cached_property
+    def _needed(self) -> list[frozenset[int]]:
+        """For each unit of the last wave, the places of the units of the first wave that it needs records of."""
+        return [
+            frozenset(
+                number
+                for _, of in self.parts.parts_of(self._places[unit.index])
+                for wave, number in (self._spot[of],)
+                if wave == 0
+            )
+            for unit in self.units[1]
+        ]
 
     def cost_of(self, item: Unit) -> int:
         """The bytes that a unit writes, and more for each of its files."""
@@ -177,19 +225,19 @@ def cut_into_runs(plan: Plan, files: Sequence[TargetFile], *, most: int = MAX_RU
     waves = [p for p in range(len(units)) if p not in last], sorted(last)
     # A worker sums at most as much once more as one unit writes.
     before = [[n if n is not None and n <= largest else None for n in parts.open_bytes(places)] for places in waves]
-    # The last wave is so short that the time counts for which workers without a run wait for the others.
+    # A run of the last wave is as short as can be: at the end, workers without a run wait for the others.
     runs = tuple(
-        runs_of(wave, [units[p].length_bytes for p in places], before[wave], run_bytes, again=(SUMMED_AGAIN, 1)[wave])
-        for wave, places in enumerate(waves)
+        runs_of(wave, [units[p].length_bytes for p in places], before[wave], *limits)
+        for wave, (places, limits) in enumerate(zip(waves, ((run_bytes, SUMMED_AGAIN), (1, 1)), strict=True))
     )
     cuts = tuple(tuple(n is not None for n in wave) for wave in before)
     return Waves(tuple(tuple(units[p] for p in places) for places in waves), runs, cuts, parts)
 
 
 def runs_of(
-    wave: int, sizes: Sequence[int], before: Sequence[int | None], run_bytes: int, *, again: int = SUMMED_AGAIN
+    wave: int, sizes: Sequence[int], before: Sequence[int | None], run_bytes: int, again: int = SUMMED_AGAIN
 ) -> tuple[Run, ...]:
-    """Cut a wave into runs of at least `run_bytes`, except the last one.
+    """Cut a wave into runs of at least `run_bytes`, except the last ones.
 
     Args:
         wave: The number of the wave.
@@ -200,12 +248,14 @@ def runs_of(
     """
     runs: list[Run] = []
     first = held = 0
+    left = sum(sizes)
     for place, size in enumerate(sizes, 1):
         held += size
+        long_enough = max(run_bytes // 4, min(run_bytes, left // SHRINKING_RUNS))
         summed = before[place] if place < len(sizes) else 0
-        if place == len(sizes) or (summed is not None and held >= max(run_bytes, again * summed)):
+        if place == len(sizes) or (summed is not None and held >= max(long_enough, again * summed)):
             runs.append(Run(wave, first, place))
-            first, held = place, 0
+            first, left, held = place, left - held, 0
     return tuple(runs)
 
 
@@ -236,7 +286,7 @@ def in_order(
         distance = (place - number) % count
         made = (own or {}).get(run.wave)
         mine = made is not None and any(item.index in made for item in waves.units_of(run))
-        return run.wave, mine, distance, place if distance == 0 else -place
+        return waves.preference(run), mine, distance, place if distance == 0 else -place
 
     return sorted(free, key=key)
 

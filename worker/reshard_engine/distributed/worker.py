@@ -79,24 +79,20 @@ class DistributedWorker(RunMember):
             EpochLostError: The epoch is not the newest one.
             ReshardError: The conversion cannot succeed, or the store failed.
         """
-        for planned in waves.runs:
-            if failed():
-                return
-            if not planned:
-                continue
-            wanted = Wanted(waves, planned, lambda names: absorb(self._read(names)), failed)
-            while (held := self._next_run(wanted)) is not None:
-                needed = waves.needed_by(held.run)
-                if needed:
-                    # The slots of the last wave hold CRCs of bytes that any worker may have written.
-                    absorb(self._records_at(needed, waves))
-                    # Those that the records of their runs do not cover are executed again.
-                    yield from (u for u in (waves.units[0][place] for place in needed) if u.index not in done)
-                self._current = held
-                while (unit := held.next_unit(done)) is not None:
-                    self._of_unit[unit.index] = held
-                    yield unit
-                self._end_run(held)
+        planned = [run for runs in waves.runs for run in runs]
+        wanted = Wanted(waves, planned, lambda names: absorb(self._read(names)), failed)
+        while (held := self._next_run(wanted)) is not None:
+            needed = waves.needed_by(held.run)
+            if needed:
+                # The slots of the last wave hold CRCs of bytes that any worker may have written.
+                absorb(self._records_at(needed, waves))
+                # Those that the records of their runs do not cover are executed again.
+                yield from (u for u in (waves.units[0][place] for place in needed) if u.index not in done)
+            self._current = held
+            while (unit := held.next_unit(done)) is not None:
+                self._of_unit[unit.index] = held
+                yield unit
+            self._end_run(held)
 
     def run_of(self, unit: Unit) -> Run | None:
         """The run in which this worker began a unit; None if it belongs to no run of this worker."""
