@@ -24,7 +24,7 @@ COMMA  := ,
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test quick quick-all full laws chaos fuzz gpu golden bench bench-device bench-queue bench-store bench-workers demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-queue bench-store bench-workers demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -71,6 +71,9 @@ chaos: $(READY) ## faults at every operation in every mode, 300 random kills of 
 
 fuzz: $(READY) ## coverage-guided fuzzing of everything that reads what others wrote (10 minutes on two cores)
 	@$(BIN)/python tests/adversarial/fuzz/run.py $(ARGS)
+
+contract: $(READY) ## whatever a caller may send to the API, as each kind of caller (10 minutes; RESHARD_CONTRACT_S says how long)
+	@$(PYTEST) -s -m full tests/contract $(ARGS)
 
 gpu: $(READY) ## the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)

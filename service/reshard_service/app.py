@@ -18,7 +18,7 @@ from reshard_jobs.store import JobStore
 from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login, workers_api
 from reshard_service.access import AccessControl, WrongTokens
 from reshard_service.context import ServiceContext
-from reshard_service.documented import OF_ALL, OF_MEMBERS
+from reshard_service.documented import OF_ALL, OF_MEMBERS, document_exactly
 from reshard_service.doorbell import make_doorbell
 from reshard_service.event_feed import EventFeed
 from reshard_service.inspection_pool import Prober
@@ -84,6 +84,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         app.include_router(module.router, dependencies=needed, responses=OF_MEMBERS)
     app.include_router(login.router)
     routers = (health_api.probes, *(module.router for module in members), login.router)
+    document_exactly(app)
     install_handlers(app, [*app.routes, *(route for router in routers for route in router.routes)])
     # The last one that is added sees a request first: it is counted, then let in, and only then read.
     app.add_middleware(ReadBody, max_bytes=settings.max_body_bytes, limit_s=settings.body_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
+
+from fastapi import FastAPI
 
 from reshard_service.problems import MEDIA_TYPE
 
@@ -22,6 +24,54 @@ _MEANINGS = {
     504: "It takes longer than a request may.",
     507: "The target's store is full.",
 }
+
+
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+EVENTS = {
+    "text/event-stream": {
+        # OpenAPI 3.2's word for the schema of each event; FastAPI uses it in documents of version 3.1, too.
+        "itemSchema": {
+            "type": "object",
+            "required": ["data", "event", "id"],
+            "properties": {
+                "data": {
+                    "type": "string",
+                    "contentMediaType": "application/json",
+                    "contentSchema": {"$ref": "#/components/schemas/JobEvent"},
+                },
+                "event": {"type": "string", "enum": ["state", "progress", "worker"]},
+                "id": {"type": "string", "pattern": "^[0-9]+$"},
+            },
+        }
+    }
+}
+"""The content of an event stream: events with a JSON object as data, and pings, which are comments."""
+
+
+def document_exactly(app: FastAPI) -> None:
+    """Let `/openapi.json` state bounds of integers as integers.
+
+    FastAPI makes floats of them, and `4.611686018427388e+18` is above the bound that is enforced.
+    """
+    as_made = app.openapi
+
+    def exact() -> dict[str, Any]:
+        app.openapi_schema = app.openapi_schema or _exact(as_made())
+        return app.openapi_schema
+
+    app.openapi = exact
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_exact(item) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    found = cast("dict[str, Any]", value)
+    return {
+        name: int(item) if name in _BOUNDS and isinstance(item, float) and item.is_integer() else _exact(item)
+        for name, item in found.items()
+    }
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:

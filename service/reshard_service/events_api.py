@@ -15,7 +15,7 @@ from reshard.errors import RequestError
 from reshard.models import JobEventPage
 from reshard_jobs.tables import MAX_SEQ
 from reshard_service.context import Context
-from reshard_service.documented import problems
+from reshard_service.documented import EVENTS, problems
 from reshard_service.event_feed import EventFeed, page_after
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -25,7 +25,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
     "/{job_id}/events",
     response_model=JobEventPage,
     responses={
-        200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}},
+        200: {"content": EVENTS},
         204: {"description": "The job has ended, and no event follows."},
         **problems(404),
     },

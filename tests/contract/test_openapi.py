@@ -1,0 +1,93 @@
+"""The API keeps what its `/openapi.json` says, for whatever a caller sends: schemathesis against a real service.
+
+The service has PostgreSQL, Redis' place is taken by an embedded executor, and its engine follows scripts, so that jobs
+succeed, fail and wait within milliseconds. CI gives each principal half a minute with one seed. The long form takes
+ten minutes and a seed of its own: `pytest tests/contract -m full`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from servers.postgres import PostgresServer
+from servers.stack import Stack
+
+HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
+TOKEN = "operators-token"
+SECONDS = 30
+FULL_SECONDS = int(os.environ.get("RESHARD_CONTRACT_S", "600"))
+SEED = 18
+
+
+@dataclass(frozen=True)
+class Principal:
+    """A caller: who it is, and the headers that say so."""
+
+    name: str
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    without_checks: tuple[str, ...] = ()
+    """Checks that cannot hold for this caller."""
+
+
+PRINCIPALS = (
+    Principal("operator", {"Authorization": f"Bearer {TOKEN}"}),
+    # Each of its calls is refused, so no valid one is accepted.
+    Principal("nobody", without_checks=("positive_data_acceptance",)),
+)
+
+
+@dataclass(frozen=True)
+class Service:
+    url: str
+    root: Path
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, postgres: PostgresServer) -> Generator[Service]:
+    directory = tmp_path_factory.mktemp("contract")
+    settings = {"RESHARD_ANONYMOUS": "", "RESHARD_TOKEN": TOKEN, "RESHARD_ROOTS": str(directory)}
+    stack = Stack(directory / "logs", postgres.new_database(), extra=settings)
+    with stack.api() as url, stack.worker():
+        yield Service(url, directory)
+
+
+def fuzz(service: Service, principal: Principal, directory: Path, *, seconds: int, seed: int) -> str:
+    """Let schemathesis call the service as a principal; returns what it said. It must find nothing."""
+    argv = [
+        *(sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"),
+        *(f"{service.url}/openapi.json", "--checks", "all", "--max-time", str(seconds), "--seed", str(seed)),
+        *("--generation-database", "none", "--request-timeout", "30", "--no-color", "--continue-on-failure"),
+    ]
+    for name, value in principal.headers.items():
+        argv += ["--header", f"{name}: {value}"]
+    if principal.without_checks:
+        argv += ["--exclude-checks", ",".join(principal.without_checks)]
+    env = {**os.environ, "SCHEMATHESIS_HOOKS": str(HOOKS), "CONTRACT_ROOT": str(service.root), "PYTHONWARNINGS": ""}
+    # Its cache lands in the working directory.
+    done = subprocess.run(argv, cwd=directory, env=env, capture_output=True, text=True, timeout=seconds + 240)
+    log = (service.root / "logs" / "api.log").read_text(errors="replace")
+    assert done.returncode == 0, f"{done.stdout[-12_000:]}\n{done.stderr[-4_000:]}\n{log[-4_000:]}"
+    assert "Traceback" not in log, log[-8_000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("principal", PRINCIPALS, ids=lambda principal: principal.name)
+def test_the_api_keeps_its_schema(service: Service, principal: Principal, tmp_path: Path) -> None:
+    said = fuzz(service, principal, tmp_path, seconds=SECONDS, seed=SEED)
+    assert int(re.findall(r"(\d+) generated", said)[-1]) > 100, said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(FULL_SECONDS + 600)
+@pytest.mark.parametrize("principal", PRINCIPALS, ids=lambda principal: principal.name)
+def test_the_api_keeps_its_schema_for_long(service: Service, principal: Principal, tmp_path: Path) -> None:
+    seed = int(os.environ.get("RESHARD_SEED", "0")) or os.getpid()
+    sys.stdout.write(fuzz(service, principal, tmp_path, seconds=FULL_SECONDS // len(PRINCIPALS), seed=seed))
