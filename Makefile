@@ -73,7 +73,7 @@ fuzz: $(READY) ## coverage-guided fuzzing of everything that reads what others w
 	@$(BIN)/python tests/adversarial/fuzz/run.py $(ARGS)
 
 contract: $(READY) ## whatever a caller may send to the API, as each kind of caller (10 minutes; RESHARD_CONTRACT_S says how long)
-	@$(PYTEST) -s -m full tests/contract $(ARGS)
+	@$(PYTEST) -s -o faulthandler_timeout=0 -m full tests/contract $(ARGS)
 
 gpu: $(READY) ## the tests that need a CUDA device
 	@$(PYTEST) -m gpu $(ARGS)

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session, aliased
 from reshard.models import ConvertRequest, JobState
 from reshard_jobs.database import Database
 from reshard_jobs.helpers import free_of_helpers
+from reshard_jobs.records import tenant_of
 from reshard_jobs.states import ACTIVE, TERMINAL
 from reshard_jobs.tables import ANY_PLAN, JobRow, PlanRow, db_now
 
@@ -39,6 +40,8 @@ class DiscardClaim:
     asked: bool
     """True if someone wants the files to go, even if they look as if a conversion still used them."""
     succeeded: bool
+    attempt: int = 0
+    tenant: str = "default"
 
 
 class Discards:
@@ -100,6 +103,8 @@ class Discards:
                 plans=None if ANY_PLAN in plans else plans,
                 asked=bool(row.discard_asked),
                 succeeded=row.state == JobState.SUCCEEDED.value,
+                attempt=row.attempt,
+                tenant=tenant_of(row),
             )
 
     def heartbeat(self, claim: DiscardClaim) -> bool:

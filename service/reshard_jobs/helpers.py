@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from reshard.models import ConvertRequest, JobKind, JobState, WorkShare
 from reshard_jobs.database import Database
-from reshard_jobs.records import worker_of
+from reshard_jobs.records import tenant_of, worker_of
 from reshard_jobs.refusals import refused_by
 from reshard_jobs.states import ACTIVE
 from reshard_jobs.tables import JobRow, WorkerRow, db_now
@@ -33,6 +33,8 @@ class HelperClaim:
     token: str
     request: ConvertRequest
     max_workers: int
+    attempt: int = 0
+    tenant: str = "default"
 
 
 class Helpers:
@@ -89,7 +91,9 @@ class Helpers:
             ).one()
             change(session, job_id, "worker", entry=worker_of(place).model_dump_json())
             request = ConvertRequest.model_validate_json(row.request)
-            return HelperClaim(job_id, token, request, row.max_workers or self._max_workers)
+            return HelperClaim(
+                job_id, token, request, row.max_workers or self._max_workers, row.attempt, tenant_of(row)
+            )
 
     def heartbeat(self, claim: HelperClaim) -> bool:
         """Renew the place; False if the helper must stop: the job has ended, or is to be cancelled."""

@@ -19,6 +19,7 @@ from reshard.models import ConvertRequest, JobKind, JobState, Problem, Progress,
 from reshard_jobs.database import Database
 from reshard_jobs.discards import FIRST_PAUSE_S, being_discarded, forget_plans
 from reshard_jobs.helpers import free_of_helpers
+from reshard_jobs.records import tenant_of
 from reshard_jobs.refusals import others_may_try, refuse, refused_by
 from reshard_jobs.states import ACTIVE, TERMINAL, sources_of, state_of
 from reshard_jobs.tables import ANY_PLAN, JobRow, PlanRow, WorkerRow, db_now
@@ -55,6 +56,7 @@ class JobClaim:
     worker: str = ""
     abandoned: tuple[str, ...] = ()
     """Plans that this job and ended jobs of this database may have left in the target."""
+    tenant: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Leases:
                 max_workers=row.max_workers,
                 worker=worker[:200],
                 abandoned=_abandoned(session, row),
+                tenant=tenant_of(row),
             )
 
     def claim_next(self, *, worker: str) -> JobClaim | None:

@@ -62,6 +62,11 @@ def job_of(row: JobRow, labels: Mapping[str, str], workers: Sequence[WorkerRow] 
     )
 
 
+def tenant_of(row: JobRow) -> str:
+    """The tenant of a job."""
+    return str(getattr(row, "tenant", "default"))
+
+
 def event_of(row: EventRow) -> JobEvent:
     """One entry of the event log."""
     return JobEvent(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_settings import (
@@ -17,6 +17,7 @@ from pydantic_settings import (
 
 from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, printable
+from reshard_jobs.logs import FORMAT_VARIABLE
 from reshard_jobs.maxima import MOST_THREADS, Maxima, maxima_of_this_machine
 from reshard_jobs.roots import Roots
 
@@ -89,6 +90,7 @@ class JobSettings(EnvironmentSettings):
         keep_events_s: Seconds for which the progress of an ended job is kept in its event log.
         keep_keys_s: Seconds for which an idempotency key finds its job.
         max_memory_bytes: Largest memory limit that a request may name; None for the memory of the worker's machine.
+        log_format: Format of the log lines of the API, the workers and their engine processes.
         max_threads: Most threads that a request may name; None for a number by the worker's machine.
     """
 
@@ -104,6 +106,7 @@ class JobSettings(EnvironmentSettings):
     keep_jobs_s: Seconds = Field(default=30 * 86_400.0, validation_alias="RESHARD_KEEP_JOBS_S")
     keep_events_s: Seconds = Field(default=7 * 86_400.0, validation_alias="RESHARD_KEEP_EVENTS_S")
     keep_keys_s: Seconds = Field(default=7 * 86_400.0, validation_alias="RESHARD_KEEP_KEYS_S")
+    log_format: Literal["text", "json"] = Field(default="text", validation_alias=FORMAT_VARIABLE, title="json or text")
     max_memory_bytes: Annotated[int | None, BeforeValidator(size)] = Field(
         default=None, ge=1, validation_alias="RESHARD_MAX_MEMORY_BYTES", title="a size such as 8GiB"
     )

@@ -12,6 +12,7 @@ from fastapi.security import HTTPBearer
 from reshard.errors import RequestError
 from reshard_jobs.database import Database
 from reshard_jobs.idempotency import IdempotencyKeys
+from reshard_jobs.logs import as_json, configure_logs
 from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
@@ -50,6 +51,9 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
                 fix="export RESHARD_TOKEN=$(openssl rand -hex 32) RESHARD_ROOTS=s3://bucket/prefix,/data "
                 "first; RESHARD_ANONYMOUS=true serves everybody who can connect",
             )
+        # `uvicorn` has configured its own lines, as text.
+        if as_json():
+            configure_logs()
     wrong_tokens = WrongTokens()
     database = Database(settings.jobs.database_url)
     store, nodes = JobStore(database), Nodes(database, lease_s=settings.jobs.lease_s)

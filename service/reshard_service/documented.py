@@ -56,8 +56,9 @@ def document_exactly(app: FastAPI) -> None:
     as_made = app.openapi
 
     def exact() -> dict[str, Any]:
-        app.openapi_schema = app.openapi_schema or _exact(as_made())
-        return app.openapi_schema
+        if app.openapi_schema is None:
+            app.openapi_schema = _exact(as_made())
+        return cast("dict[str, Any]", app.openapi_schema)
 
     app.openapi = exact
 

@@ -20,6 +20,7 @@ from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec
 from reshard_engine.storage.confinement import confine
 from reshard_engine.warm_process import next_command
+from reshard_jobs.logs import configure_logs
 
 _RESERVE_BYTES = 64 << 20
 """Bytes kept free for the answer of a probe that ran into its limit: the frames of the error still hold the memory."""
@@ -39,6 +40,7 @@ def look(op: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Answer requests; the exit status of a child is 0 whenever an answer was written."""
+    configure_logs()
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     asked = json.loads(next_command(sys.stdin.buffer, lambda: _write(answers, b"\n")))

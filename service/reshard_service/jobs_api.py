@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from contextlib import suppress
 from functools import partial
@@ -15,11 +16,13 @@ from starlette.concurrency import run_in_threadpool
 from reshard.errors import JobError, RequestError, ReshardError
 from reshard.models import ConvertRequest, ConvertResult, Job, JobList, JobState, PlanSummary, SubmitRequest
 from reshard_jobs.idempotency import fingerprint
+from reshard_jobs.logs import log_as
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter
 from reshard_service.admission import admit
 from reshard_service.context import Context, ServiceContext
 from reshard_service.documented import problems
 
+logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 MAX_WAIT_S = 60.0
@@ -98,6 +101,8 @@ async def _create(context: ServiceContext, body: SubmitRequest, key: str | None,
         if hold is not None:
             await run_in_threadpool(context.keys.abandon, hold)
         raise
+    with log_as(job=job.id, tenant="default"):
+        logger.info("job %s: accepted", job.id)
     await run_in_threadpool(context.doorbell.ring)
     return job
 

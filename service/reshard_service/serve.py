@@ -16,6 +16,7 @@ import uvicorn
 
 from reshard.errors import JobError, RequestError, printable
 from reshard.service_token import is_loopback
+from reshard_jobs.logs import LEVEL_VARIABLE, as_json, configure_logs
 from reshard_service.app import create_app
 from reshard_service.executor import ExecutorProcess
 from reshard_service.impatient import impatient
@@ -55,7 +56,8 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
     settings = ServiceSettings.from_env()
     if not is_loopback(host):
         _require_protection(host, settings)
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    os.environ[LEVEL_VARIABLE] = log_level
+    configure_logs(log_level)
     # The port is bound first, so that a refused start has not opened a database.
     with closing(listening(host, port)) as listener, ExitStack() as stack:
         bound = int(listener.getsockname()[1])
@@ -78,6 +80,7 @@ def _serve(
         port=port,
         http=impatient(settings.head_s),
         log_level=log_level,
+        log_config=None,
         # Event streams and long polls end with the service and do not delay its stop.
         timeout_graceful_shutdown=3,
         server_header=False,
@@ -138,6 +141,9 @@ def _announce(settings: ServiceSettings, host: str, port: int, token_file: Path 
     where = f"[{host}]" if ":" in host else host
     roots = ", ".join(settings.jobs.roots.urls) or "everything this user can reach (set RESHARD_ROOTS to limit it)"
     executor = "Celery workers" if settings.jobs.broker_url else "one embedded executor"
+    if as_json():
+        logger.info("reshard serves on http://%s:%d, jobs run in %s, jobs may name %s", where, port, executor, roots)
+        return
     sys.stderr.write(
         f"reshard serves on http://{where}:{port}\n  jobs run in: {executor}\n  jobs may name: {roots}\n"
         f"  use it: export RESHARD_URL=http://{where}:{port}\n"

@@ -6,6 +6,7 @@ test instead of those of containers, and PostgreSQL on a socket.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ import psycopg
 import pytest
 from psycopg.sql import SQL, Identifier, Literal
 
-from house.images import DOCKERFILE, command_of, compose, example_settings
+from house.images import DOCKERFILE, command_of, compose, environment_of, example_settings
 from house.repository import ROOT
 from servers.process import ServerProcess, free_port
 from servers.redis import redis_binary
@@ -35,6 +36,12 @@ CHECKPOINT = ROOT / "tests" / "data" / "zero2_tiny"
 SEAWEEDFS = ROOT / "deploy" / "images" / "seaweedfs.Dockerfile"
 BIN = Path(sys.executable).parent
 TWIN = 10_000
+SECRETS = {
+    "POSTGRES_PASSWORD": "planted-password-1",
+    "REDIS_PASSWORD": "planted-password-2",
+    "RESHARD_TOKEN": "planted-token",
+    "AWS_SECRET_ACCESS_KEY": "planted-secret-key",
+}
 
 
 @dataclass
@@ -58,7 +65,9 @@ class Topology:
         if "RESHARD_DATABASE_URL" in own:
             own["RESHARD_DATABASE_URL"] = self.database_url
         path = f"{BIN}:{Path(redis_binary()).parent}:{inherited['PATH']}"
-        return {**inherited, **own, "PATH": path}
+        # What the image says, beside its own PATH.
+        image = {name: v for name, v in environment_of(DOCKERFILE, "cpu").items() if name.startswith("RESHARD_")}
+        return {**inherited, **image, **own, "PATH": path}
 
     def start(self, service: str, argv: list[str]) -> ServerProcess:
         where = self.directory / service
@@ -125,7 +134,7 @@ def prepare_postgres(topology: Topology, directory: Path, stack: ExitStack) -> N
 
 @pytest.fixture
 def topology(tmp_path: Path, server_directory: Path) -> Generator[Topology]:
-    settings = {**example_settings(), "POSTGRES_PASSWORD": "other1", "REDIS_PASSWORD": "other2"}
+    settings = {**example_settings(), **SECRETS}
     ports = {"redis": free_port(), "seaweedfs": free_port(twin_offset=TWIN), "api": free_port()}
     found = Topology(tmp_path, compose(settings), ports)
     with ExitStack() as stack:
@@ -163,6 +172,11 @@ def test_a_job_through_the_topology_of_the_compose_file(topology: Topology) -> N
     deadline = time.monotonic() + 60
     while not topology.healthy("worker"):
         assert time.monotonic() < deadline, "the worker's health check fails"
+    for service in ("api", "worker"):
+        log = (topology.directory / f"{service}.log").read_text()
+        lines = [json.loads(line) for line in log.splitlines()]
+        assert any("attempt" in line for line in lines) == (service == "worker")
+        assert [secret for secret in SECRETS.values() if secret in log] == []
 
 
 def _keys(environment: dict[str, str]) -> dict[str, str]:

@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import JobError, class_of
+from reshard.errors import JobError, RequestError, class_of
+from reshard.installed_formats import target_names
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
@@ -62,6 +63,9 @@ class ScriptedEngine:
     def plan(self, request: ConvertRequest) -> PlanSummary:
         script = _script(request.source)
         _look(script)
+        if request.to not in target_names():
+            # As the real one does: the API leaves the check to it, because an engine may know more targets.
+            raise RequestError("request.invalid", f"{request.to} is no target that is known", fix="change it")
         time.sleep(float(script.get("plan_s", 0)))
         units = int(script.get("units", 4))
         return PlanSummary(

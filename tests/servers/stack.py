@@ -67,21 +67,25 @@ class Stack:
             process.wait_until(lambda: _answers(url))
             yield url
 
-    def start_worker(self, more: Mapping[str, str] | None = None, *, cwd: Path | None = None) -> ServerProcess:
+    def start_worker(
+        self, more: Mapping[str, str] | None = None, *, cwd: Path | None = None, log_level: str = "INFO"
+    ) -> ServerProcess:
         """A worker of the stack's driver: Celery with a broker, the embedded executor without."""
         if not self.broker_url:
             argv = [sys.executable, "-m", "reshard_worker.embedded"]
             return ServerProcess(argv, env=self.env(more), log=self.directory / "embedded.log", cwd=cwd)
-        argv = [sys.executable, "-c", "from reshard_worker.launch import worker; worker()"]
+        argv = [sys.executable, "-c", f"from reshard_worker.launch import worker; worker(log_level={log_level!r})"]
         log = self.directory / f"celery-{time.monotonic_ns()}.log"
         process = ServerProcess(argv, env=self.env(more), log=log, cwd=cwd)
         process.wait_until(lambda: " ready." in log.read_text(errors="replace"))
         return process
 
     @contextmanager
-    def worker(self, more: Mapping[str, str] | None = None, *, cwd: Path | None = None) -> Generator[ServerProcess]:
+    def worker(
+        self, more: Mapping[str, str] | None = None, *, cwd: Path | None = None, log_level: str = "INFO"
+    ) -> Generator[ServerProcess]:
         """A worker for the length of the block."""
-        process = self.start_worker(more, cwd=cwd)
+        process = self.start_worker(more, cwd=cwd, log_level=log_level)
         try:
             yield process
         finally:

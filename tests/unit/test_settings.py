@@ -45,6 +45,7 @@ def test_only_from_env_reads_the_environment(
     monkeypatch.setenv("RESHARD_ROOTS", "/data")
     monkeypatch.setenv("RESHARD_VERIFY", "full")
     monkeypatch.setenv("RESHARD_WARM_ENGINE", "0")
+    monkeypatch.setenv("RESHARD_LOG_FORMAT", "json")
     monkeypatch.setenv("RESHARD_LEASE_S", "20")
     monkeypatch.setenv("RESHARD_ANONYMOUS", "true")
     built, read = kind(), kind.from_env()

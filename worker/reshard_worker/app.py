@@ -20,10 +20,19 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery
-from celery.signals import worker_init, worker_process_init, worker_process_shutdown, worker_ready, worker_shutdown
+from celery.signals import (
+    setup_logging,
+    worker_before_create_process,
+    worker_init,
+    worker_process_init,
+    worker_process_shutdown,
+    worker_ready,
+    worker_shutdown,
+)
 
 from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
+from reshard_jobs.logs import as_json, configure_logs
 from reshard_worker.doorbell_transport import install
 
 if TYPE_CHECKING:
@@ -49,6 +58,9 @@ _PROCESS_KIB = 512 << 10
 may find no job, and a process that only supervises engine processes needs no replacement for that."""
 
 install()
+if as_json():
+    # Celery warns before it sends `setup_logging`.
+    configure_logs()
 app = Celery("reshard", broker=os.environ.get("RESHARD_BROKER_URL") or None)
 app.conf.update(
     # Messages are acknowledged early: the lease, not the broker, detects that a job was lost.
@@ -70,6 +82,18 @@ app.conf.update(
     worker_hijack_root_logger=True,
     broker_transport_options={"visibility_timeout": 86400, "health_check_interval": 25, "socket_keepalive": True},
 )
+
+
+@setup_logging.connect
+def _configure_logs(loglevel: int | None = None, **_kwargs: Any) -> None:
+    """Write Celery's lines as all others are written, in the worker and in its pool process."""
+    configure_logs(loglevel)
+
+
+@worker_before_create_process.connect
+def _configure_logs_of_pool_process(**_kwargs: Any) -> None:
+    # By this variable a pool process would write its first lines in a format of its own.
+    os.environ.pop("_MP_FORK_LOGLEVEL_", None)
 
 
 @worker_init.connect

@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 
+from reshard_jobs.logs import log_context
 from reshard_worker.protocol import GO, STAYS_VARIABLE, Command, Failure, Idle, Message, Result, parse_message
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class RunnerProcess:
         )
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._ended = False
+        self._context = copy_context()
         self._last: Message | None = Idle()
         self.spoke = False
         """True if the runner has sent a message about its command."""
@@ -50,6 +53,7 @@ class RunnerProcess:
         """Let a new or idle runner do this work."""
         self._last = None
         self.spoke = False
+        self._context = copy_context()
         self._write(command.line())
 
     def next_message(self, timeout_s: float) -> Message | None:
@@ -135,7 +139,7 @@ class RunnerProcess:
                 try:
                     self._messages.put(parse_message(line))
                 except ValueError:
-                    logger.warning("runner %d sent a line that is no message", self._process.pid)
+                    self._context.run(logger.warning, "runner %d sent a line that is no message", self._process.pid)
         self._messages.put(None)
 
 
@@ -162,7 +166,7 @@ class Runners:
         """Give a command to a runner. What does not answer within the block is killed at its end."""
         child = self._waiting() or RunnerProcess(self._argv, stays=self._warm)
         try:
-            child.give(command)
+            child.give(command.model_copy(update={"log": log_context()}))
             yield child
         except BaseException:
             child.kill()

@@ -10,6 +10,7 @@ from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import JobError, ReshardError, from_problem
 from reshard_jobs.discards import DiscardClaim, Discards
+from reshard_jobs.logs import log_as
 from reshard_worker.child import Runners
 from reshard_worker.commands import engine_command
 from reshard_worker.protocol import Command, Failure, Result
@@ -58,15 +59,16 @@ class EndedDiscards:
         claim = self._discards.claim_next()
         if claim is None:
             return None
-        try:
-            problem = self._run(claim)
-        except (SystemExit, KeyboardInterrupt):
-            self._discards.give_back(claim)
-            raise
-        if problem is None:
-            logger.info("job %s: nothing of it is left beside its target", claim.job_id)
-        else:
-            logger.warning("job %s: its files could not be removed, and stay for now: %s", claim.job_id, problem)
+        with log_as(job=claim.job_id, attempt=claim.attempt, tenant=claim.tenant):
+            try:
+                problem = self._run(claim)
+            except (SystemExit, KeyboardInterrupt):
+                self._discards.give_back(claim)
+                raise
+            if problem is None:
+                logger.info("job %s: nothing of it is left beside its target", claim.job_id)
+            else:
+                logger.warning("job %s: its files could not be removed, and stay for now: %s", claim.job_id, problem)
         return claim.job_id, problem
 
     def _run(self, claim: DiscardClaim) -> ReshardError | None:

@@ -18,6 +18,7 @@ from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.database import Database
 from reshard_jobs.discards import Discards
 from reshard_jobs.leases import Leases
+from reshard_jobs.logs import configure_logs
 from reshard_jobs.nodes import Nodes
 from reshard_jobs.reaper import Reaper
 from reshard_jobs.retention import Retention
@@ -71,7 +72,7 @@ def serve_jobs(settings: WorkerSettings) -> None:
 
 def main() -> int:
     """Serve until SIGTERM or SIGINT, or until the parent dies."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs()
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     die_with_parent(signal.SIGTERM)

@@ -49,6 +49,8 @@ class Command(_Line):
     """A discard fails if one of the plans was written to in the last `idle_s` seconds."""
     keep_unfinished: bool = False
     """True for a discard that keeps an unfinished conversion which has the claim on the target."""
+    log: dict[str, str | int] = {}
+    """The fields that the lines of this command's process carry."""
 
 
 class ProgressMessage(_Line):

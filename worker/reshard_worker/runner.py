@@ -20,6 +20,7 @@ from reshard.models import Problem, Progress
 from reshard_engine.lifetime import die_with_parent
 from reshard_engine.storage.confinement import confine
 from reshard_engine.warm_process import next_command
+from reshard_jobs.logs import configure_logs, log_process_as
 from reshard_worker.host_faults import HOST
 from reshard_worker.memory_limit import limit_memory, open_reserve
 from reshard_worker.protocol import (
@@ -110,6 +111,7 @@ def run(command: Command, engine: Engine, reporter: Reporter, stop: list[int]) -
 
 def main() -> int:
     """Run one command; the exit status is 0 if the outcome was delivered."""
+    configure_logs()
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: stop.append(number))
     # The supervisor handles a Ctrl-C in its terminal.
@@ -130,6 +132,7 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
     """Run a command and return its outcome; every exception becomes a `Failure`."""
     try:
         command = Command.model_validate_json(line)
+        log_process_as(command.log)
         limit_memory(command.memory_bytes)
         confine(command.roots)
         return run(command, load_engine(), reporter, stop)

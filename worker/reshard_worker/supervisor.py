@@ -15,6 +15,7 @@ from reshard.models import JobKind
 from reshard_jobs.discards import Discards
 from reshard_jobs.helpers import HelperClaim, Helpers
 from reshard_jobs.leases import JobClaim, Leases
+from reshard_jobs.logs import log_as
 from reshard_worker.child import RunnerProcess, Runners
 from reshard_worker.commands import engine_command
 from reshard_worker.discarding import EndedDiscards, run_discard
@@ -99,11 +100,15 @@ class Supervisor:
         self._discarded = False
         claim = self._leases.claim_next(worker=self._name)
         if claim is not None:
-            return self._see_through(claim)
+            with log_as(job=claim.job_id, attempt=claim.attempt, tenant=claim.tenant):
+                return self._see_through(claim)
         if self._discard_next():
             return Outcome.DISCARDED
         place = self._helpers.join_next(worker=self._name) if self._helpers is not None else None
-        return None if place is None else self._help(place)
+        if place is None:
+            return None
+        with log_as(job=place.job_id, attempt=place.attempt, tenant=place.tenant):
+            return self._help(place)
 
     def work_waits(self) -> bool:
         """True if this worker would get a job if it asked now."""

@@ -5,6 +5,7 @@ It knows nothing of what an item of a run is.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from reshard_engine.distributed.held_run import HeldRun
 from reshard_engine.distributed.members import Beat, Counters, Members, Timing
 from reshard_engine.distributed.runs import ItemT, Run, RunWaves, in_order, is_share_of
 from reshard_engine.distributed.segments import Record, SegmentGoneError, read_texts, to_segment
+
+logger = logging.getLogger(__name__)
 
 _MOST_CONFLICTS = 3
 """Number of claims that other workers were faster with, after which this one looks again."""
@@ -228,6 +231,7 @@ class RunMember(EpochMember):
             self._know(run.name, fence)
             self._runs += 1
             held = self._held[run.name, fence] = HeldRun(run, fence, wanted.waves)
+            logger.info("run %s is this worker's now, with fence %d", run.name, fence, extra={"run": run.name})
             if fence > 1:
                 self._takeovers += 1
                 wanted.absorb([name for of, name in self.look().segments.get(run.name, []) if of < fence])
