@@ -88,6 +88,25 @@ def test_an_epoch_whose_first_heartbeat_failed_is_removed() -> None:
     assert list(store.names()) == []
 
 
+def test_a_worker_that_enters_no_epoch_removes_none() -> None:
+    """Seed 16048 of the simulation: another worker had begun an epoch with the number that this one gave up."""
+    script = {3: Fault.ERROR_BEFORE}
+    memory, steps = MemoryStore(), Steps(script)
+    worker = a_worker(ObjectCoordination(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
+    with pytest.raises(StorageError):
+        worker.enter()
+    worker.leave()
+    store = ObjectCoordination(memory, "bucket/journal/workers")
+    other = begin(store, "abc-2-000000000002")
+    assert other.epoch.number == 1
+    before = list(store.names())
+    script[len(steps.done) + 1] = Fault.ERROR_BEFORE
+    with pytest.raises(StorageError):
+        worker.enter()
+    worker.leave()
+    assert list(store.names()) == before
+
+
 def test_a_segment_that_was_written_too_late_is_removed_although_its_acknowledgement_was_lost() -> None:
     """Seed 2801 of the simulation: the worker did not look at the epoch again after the failed call."""
     script = {0: Fault.ERROR_BEFORE}  # operations count from 1

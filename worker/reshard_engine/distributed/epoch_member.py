@@ -95,6 +95,7 @@ class EpochMember(ABC):
         Raises:
             ReshardError: The epoch failed, and its workers still say so.
         """
+        self._forget()
         while True:
             self._check()
             names = self._store.names()
@@ -120,13 +121,21 @@ class EpochMember(ABC):
             ):
                 return True
 
+    def _forget(self) -> None:
+        """Forget the last epoch.
+
+        If this worker enters no other one, `leave` must not remove texts of it: its number may have begun again.
+        """
+        self._ended, self._written, self._fences, self._view = None, [], {}, EpochView()
+        self._began = self._ready = self._declared = False
+        self._begin()
+
     def _join(self, epoch: Epoch, *, began: bool = False) -> bool:
         """Become a member of an epoch, which this worker may have begun; False if a newer one has begun meanwhile."""
-        self.epoch, self._ended, self._written = epoch, None, []
+        self._forget()
+        self.epoch = epoch
         self._began = began  # known before the heartbeat, which may fail: `leave` removes an epoch without workers
-        self._ready = self._left = self._is_over = self._declared = self.failed_for_all = False
-        self._fences = {}
-        self._begin()
+        self._left = self._is_over = self.failed_for_all = False
         self.beat()
         try:
             self.look()
