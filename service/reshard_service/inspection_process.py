@@ -75,4 +75,5 @@ def _write(answers: BinaryIO, line: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # An orderly end would touch, and so copy, most pages that this process shares with its parent: a third of its time.
+    os._exit(main())
