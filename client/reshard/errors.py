@@ -77,6 +77,7 @@ CODES: Mapping[str, CodeEntry] = {
     "request.unauthorized": CodeEntry(401, ExitCode.AUTH, "The token is missing or not valid."),
     "request.too_many_tokens": CodeEntry(429, ExitCode.AUTH, "Too many wrong tokens came from one address."),
     "request.wrong_host": CodeEntry(421, ExitCode.AUTH, "The service is not served under the name in the URL."),
+    "request.address_forbidden": CodeEntry(403, ExitCode.AUTH, "The service sends no webhooks to this address."),
     "request.not_found": CodeEntry(404, ExitCode.SOURCE, "The service has no such resource."),
     "request.engine_missing": CodeEntry(422, ExitCode.USAGE, "Conversions on this machine need the `worker` extra."),
     "request.bad_format": CodeEntry(422, ExitCode.USAGE, "A format of another package cannot be used."),

@@ -69,10 +69,11 @@ class EnvironmentSettings(BaseSettings):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
-            meant = next((f.title for f in cls.model_fields.values() if f.validation_alias == name), None)
-            raise RequestError(
-                "request.invalid", f"{name} is {printable(first['input'])!r}", fix=f"set {name} to {meant}"
-            ) from None
+            field = next((f for f in cls.model_fields.values() if f.validation_alias == name), None)
+            meant = field.title if field is not None else None
+            # The value of a secret is shown to nobody.
+            said = repr(printable(first["input"])) if field is None or field.repr else "not valid"
+            raise RequestError("request.invalid", f"{name} is {said}", fix=f"set {name} to {meant}") from None
 
 
 class JobSettings(EnvironmentSettings):

@@ -8,6 +8,7 @@ from sqlalchemy import ColumnElement, insert, update
 from sqlalchemy.orm import Session
 
 from reshard.models import JobState
+from reshard_jobs.outbox import announce
 from reshard_jobs.states import sources_of
 from reshard_jobs.tables import EventRow, JobRow, db_now
 
@@ -57,7 +58,9 @@ def change(
 
 
 def log(session: Session, row: JobRow, kind: Literal["state", "progress", "worker"], worker: str | None = None) -> None:
-    """Append the job as it is now to its event log."""
+    """Append the job as it is now to its event log, and a change of its state to the outbox of webhooks."""
+    if kind == "state":
+        announce(session, row)
     session.execute(
         insert(EventRow).values(
             job_id=row.id,

@@ -8,15 +8,17 @@ from importlib.metadata import version
 
 from fastapi import Depends, FastAPI, Security
 from fastapi.security import HTTPBearer
+from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import RequestError
 from reshard_jobs.database import Database
+from reshard_jobs.deliveries import Deliveries
 from reshard_jobs.idempotency import IdempotencyKeys
 from reshard_jobs.logs import as_json, configure_logs
 from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
-from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login, workers_api
+from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login, webhooks_api, workers_api
 from reshard_service.access import AccessControl, WrongTokens
 from reshard_service.context import ServiceContext
 from reshard_service.documented import OF_ALL, OF_MEMBERS, document_exactly
@@ -28,6 +30,9 @@ from reshard_service.middleware import CountRequests, ReadBody
 from reshard_service.plain_text import require_plain_text
 from reshard_service.problems import install_handlers
 from reshard_service.settings import ServiceSettings
+from reshard_service.webhook_deliverer import WebhookDeliverer
+from reshard_service.webhook_secrets import Sealer
+from reshard_service.webhook_sender import WebhookSender
 
 _BEARER = Security(HTTPBearer(auto_error=False, description="The service's token. `AccessControl` checks it."))
 
@@ -70,10 +75,15 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         wrong_tokens=wrong_tokens,
     )
 
+    sender = WebhookSender(settings, Sealer(settings.webhook_keys))
+    deliverer = WebhookDeliverer(Deliveries(database), sender, keep_s=settings.keep_deliveries_s)
+
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
         await context.prober.prepare()
+        deliverer.start()
         yield
+        await run_in_threadpool(deliverer.stop)
         await context.feed.close()
         await context.prober.close()
         database.close()
@@ -82,7 +92,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     app = FastAPI(title="Reshard", version=version("reshard"), docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.context = context
     app.include_router(health_api.probes, responses=OF_ALL)
-    members = (jobs_api, events_api, workers_api, engine_api, health_api, dashboard)
+    members = (jobs_api, events_api, workers_api, engine_api, webhooks_api, health_api, dashboard)
     for module in members:
         needed = [_BEARER, Depends(require_plain_text)]
         app.include_router(module.router, dependencies=needed, responses=OF_MEMBERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import sys
 from collections.abc import Mapping
@@ -12,10 +13,30 @@ from pydantic_settings import NoDecode
 
 from reshard_jobs.maxima import Maxima
 from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds
+from reshard_service.webhook_address import Network
+from reshard_service.webhook_secrets import Sealer
+
+
+def _networks(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return tuple(ipaddress.ip_network(text) for text in _listed(value))
+
+
+def _keys(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    keys = _listed(value)
+    Sealer(keys)
+    return keys
 
 
 def _hosts(value: object) -> object:
-    return tuple(filter(None, (host.strip() for host in value.split(",")))) if isinstance(value, str) else value
+    return _listed(value) if isinstance(value, str) else value
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 class ServiceSettings(EnvironmentSettings):
@@ -36,6 +57,10 @@ class ServiceSettings(EnvironmentSettings):
         max_body_bytes: Largest request body.
         head_s: Seconds in which the head of a request must arrive (`reshard serve` only).
         body_s: Seconds in which a request body must arrive.
+        webhook_networks: Networks that webhooks may be sent to though they are not public.
+        webhook_http: True if webhooks may be sent without TLS.
+        webhook_keys: Keys that seal the secrets of webhooks, the newest first; empty to seal nothing.
+        keep_deliveries_s: Seconds for which ended deliveries of webhooks are kept.
     """
 
     jobs: JobSettings = JobSettings()
@@ -54,6 +79,17 @@ class ServiceSettings(EnvironmentSettings):
     max_body_bytes: int = 1 << 20
     head_s: Seconds = Field(default=10.0, validation_alias="RESHARD_HEAD_S")
     body_s: Seconds = Field(default=30.0, validation_alias="RESHARD_BODY_S")
+    webhook_networks: Annotated[tuple[Network, ...], NoDecode, BeforeValidator(_networks)] = Field(
+        default=(), validation_alias="RESHARD_WEBHOOK_NETWORKS", title="networks such as 10.0.0.0/8,fd00::/8"
+    )
+    webhook_http: bool = Field(default=False, validation_alias="RESHARD_WEBHOOK_HTTP", title="true or false")
+    webhook_keys: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_keys)] = Field(
+        default=(),
+        repr=False,
+        validation_alias="RESHARD_WEBHOOK_KEYS",
+        title="keys of 32 bytes in base64, separated by commas: openssl rand -base64 32 | tr +/ -_",
+    )
+    keep_deliveries_s: Seconds = Field(default=14 * 86_400.0, validation_alias="RESHARD_KEEP_DELIVERIES_S")
 
     @property
     def maxima(self) -> Maxima:

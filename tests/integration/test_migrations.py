@@ -14,19 +14,16 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, MetaData, text
 
 from reshard.errors import JobError
-from reshard.models import ConvertRequest, JobState
 from reshard_jobs import schema
 from reshard_jobs.connections import engine_of
 from reshard_jobs.database import Database
 from reshard_jobs.leases import Leases
+from reshard_jobs.pages import JobFilter
 from reshard_jobs.schema import HEAD, VERSION_TABLE, revisions, upgrade_sql
 from reshard_jobs.store import JobStore
 from reshard_jobs.tables import Base
+from servers.frozen import HOST, thaw
 from servers.postgres import PostgresServer
-
-
-def request(target: str) -> ConvertRequest:
-    return ConvertRequest.model_validate({"source": {"url": "/in"}, "target": target, "to": "universal"})
 
 
 @pytest.fixture
@@ -53,9 +50,10 @@ def differences(engine: Engine) -> list[object]:
         return list(compare_metadata(MigrationContext.configure(connection, opts=options), Base.metadata))
 
 
-def as_before_alembic(engine: Engine) -> None:
-    """Make a database of this release one of release 0.1, which had no table of Alembic."""
-    run(engine, f"DROP TABLE {VERSION_TABLE}", "UPDATE reshard_meta SET value = '3' WHERE name = 'schema_version'")
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in HOST.items():
+        monkeypatch.setenv(name, value)
 
 
 def test_the_revisions_make_the_tables_of_the_code(database_url: str, engine: Engine) -> None:
@@ -74,32 +72,28 @@ def test_the_head_of_the_code_is_the_head_of_the_revisions() -> None:
 
 
 def test_an_old_database_is_adopted(database_url: str, engine: Engine) -> None:
-    database = Database(database_url)
-    job = JobStore(database).create(request("/out"))
-    database.close()
-    as_before_alembic(engine)
-    if not database.is_sqlite:
+    thaw(3, database_url)
+    if database_url.startswith("postgresql"):
         with pytest.raises(JobError, match=rf"revision 0003, but this program needs {HEAD}") as caught:
             Database(database_url)
         assert caught.value.code == "service.schema_behind"
         assert "reshard db upgrade" in caught.value.fix
         Database(database_url, upgrade=True).close()
     database = Database(database_url)
-    assert JobStore(database).get(job.id).state is JobState.QUEUED
+    (job,) = JobStore(database).list(JobFilter(labels={"case": "queued"})).jobs
     assert Leases(database, lease_s=60).claim(job.id, worker="w") is not None
     database.close()
     assert fact(engine, f"SELECT version_num FROM {VERSION_TABLE}") == HEAD
     assert differences(engine) == []
 
 
-def test_of_many_processes_one_makes_the_tables(database_url: str, engine: Engine) -> None:
-    code = "import sys\nfrom reshard_jobs.database import Database\nDatabase(sys.argv[1]).close()\n"
-    for _ in range(2):
-        started = [subprocess.Popen([sys.executable, "-c", code, database_url]) for _ in range(6)]
-        assert [process.wait(60) for process in started] == [0] * 6
-        if database_url.startswith("sqlite"):
-            # The second time they find an old database.
-            as_before_alembic(engine)
+@pytest.mark.parametrize("schema", [0, 1])
+def test_of_many_processes_one_makes_the_tables(schema: int, database_url: str, engine: Engine) -> None:
+    if schema:
+        thaw(schema, database_url)
+    code = "import sys\nfrom reshard_jobs.database import Database\nDatabase(sys.argv[1], upgrade=True).close()\n"
+    started = [subprocess.Popen([sys.executable, "-c", code, database_url]) for _ in range(6)]
+    assert [process.wait(60) for process in started] == [0] * 6
     assert differences(engine) == []
 
 
@@ -134,8 +128,7 @@ def test_the_printed_statements_do_the_same(postgres: PostgresServer, old: bool)
     url = postgres.new_database()
     engine = engine_of(url)
     if old:
-        Database(url).close()
-        as_before_alembic(engine)
+        thaw(2, url)
     statements = upgrade_sql(engine)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         connection.exec_driver_sql(statements.replace("%", "%%"))
@@ -169,13 +162,10 @@ def test_an_upgrade_does_not_stand_in_the_way_of_workers(
     engine.dispose()
 
 
-def test_the_commands(
-    database_url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str]
-) -> None:
+def test_the_commands(database_url: str, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., str]) -> None:
     monkeypatch.setenv("RESHARD_DATABASE_URL", database_url)
     assert json.loads(cli("db", "current", "--json"))["database"] is None
-    assert "had no tables" in cli("db", "upgrade")
-    as_before_alembic(engine)
+    thaw(3, database_url)
     assert json.loads(cli("db", "current", "--json"))["usable"] is False
     assert "it had 0003" in cli("db", "upgrade")
     assert "has it already" in cli("db", "upgrade")

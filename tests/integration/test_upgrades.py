@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import time
@@ -14,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from sqlalchemy import text
 
@@ -27,13 +24,12 @@ from reshard_jobs.retention import Retention
 from reshard_jobs.schema import HEAD, VERSION_TABLE
 from reshard_jobs.store import JobStore
 from servers.fixtures import new_stack
+from servers.frozen import HOST, thaw
 from servers.scripted import scripted, units_done
 from servers.stack import Stack, client_of, end_tree, runners_of
 
-FROZEN = ROOT / "tests" / "data" / "job_databases"
 RELEASE_BEFORE = "ae00029"
 """The last commit before there were revisions of Alembic."""
-HOST = {"RESHARD_HOST_ID": "frozen"}
 FOREVER = {"RESHARD_KEEP_JOBS_S": "1e9", "RESHARD_KEEP_EVENTS_S": "1e9", "RESHARD_KEEP_FAILED_S": "1e9"}
 """The frozen jobs grow old."""
 
@@ -49,22 +45,9 @@ class Thawed:
     """A database of an earlier schema, with its places moved below a directory."""
 
     def __init__(self, schema: int, url: str, directory: Path) -> None:
-        self.url, self.directory = url, directory
-        kind = url.partition(":")[0]
-        statements = self._moved(FROZEN / f"schema{schema}.{kind}.sql")
-        if kind == "sqlite":
-            connection = sqlite3.connect(url.removeprefix("sqlite:///"))
-            connection.executescript(statements)
-            connection.close()
-        else:
-            with psycopg.connect(url, autocommit=True) as server:
-                server.execute(statements.encode())
-        lines = self._moved(FROZEN / f"schema{schema}.{kind}.jsonl").splitlines()
-        self.told: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.url = url
+        self.told = thaw(schema, url, directory)
         shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny", directory / "source")
-
-    def _moved(self, path: Path) -> str:
-        return path.read_text().replace("/frozen", str(self.directory))
 
     def upgrade(self) -> None:
         environment = {**os.environ, **HOST, "RESHARD_DATABASE_URL": self.url}

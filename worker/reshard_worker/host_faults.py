@@ -11,7 +11,7 @@ from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import ReshardError
 from reshard_jobs.nodes import Nodes
-from reshard_worker.periodic import PeriodicThread
+from reshard_jobs.periodic import PeriodicThread
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import ReshardError
+from reshard_jobs.periodic import PeriodicThread
 from reshard_jobs.reaper import Reaper
-from reshard_worker.periodic import PeriodicThread
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from alembic import context
@@ -13,6 +14,10 @@ from sqlalchemy import Connection, delete, insert
 
 from reshard_jobs.schema import SCHEMA_FACT, VERSION_TABLE
 from reshard_jobs.tables import Base, MetaRow
+
+# Modules whose tables are a part of the metadata.
+for _tables in ("reshard_jobs.webhook_tables",):
+    import_module(_tables)
 
 
 def _is_ours(_item: object, name: str | None, kind: str, *_more: object) -> bool:

@@ -1,0 +1,191 @@
+"""Deliveries of webhooks: claimed with a lease, tried for about a day, kept for a while after their end."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, delete, or_, select, update
+from sqlalchemy.orm import aliased
+
+from reshard.errors import RequestError, printable
+from reshard.webhook_models import Delivery, DeliveryState
+from reshard_jobs.database import Database
+from reshard_jobs.records import time_of
+from reshard_jobs.tables import db_now
+from reshard_jobs.webhook_tables import DeliveryRow, WebhookRow
+
+PAUSES_S = (5.0, 60.0, 300.0, 1200.0, 3600.0, 7200.0, 14_400.0, 21_600.0, 28_800.0)
+"""Pauses after the tries: 21 hours together. A delivery is dead when the try after the last of them has failed."""
+_JITTER = 0.2
+_CANDIDATES = 16
+_BATCH = 500
+_PENDING = DeliveryState.PENDING.value
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryClaim:
+    """A delivery that this process sends now."""
+
+    id: str
+    owner: str
+    webhook_id: str
+    url: str
+    payload: str
+    secrets: tuple[str, ...]
+    """The sealed secrets that sign it, the newest first."""
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of one try."""
+
+    status: int | None = None
+    error: str | None = None
+    """None if the endpoint has taken it."""
+    gone: bool = False
+    """True if the endpoint wants no more."""
+    retry_after_s: float = 0.0
+
+
+class Deliveries:
+    """The outbox of a job database.
+
+    Args:
+        database: The job database.
+        lease_s: Seconds after which a delivery whose sender is silent is sent by another one.
+    """
+
+    def __init__(self, database: Database, *, lease_s: float = 60.0) -> None:
+        self._database = database
+        self._lease_s = lease_s
+
+    def claim_next(self) -> DeliveryClaim | None:
+        """Claim the delivery that has been due for longest; None if none is due.
+
+        An endpoint gets one delivery at a time, so that one that hangs keeps one sender at most.
+        """
+        query = select(DeliveryRow.id).where(*_due()).order_by(DeliveryRow.next_at, DeliveryRow.id).limit(_CANDIDATES)
+        with self._database.read() as session:
+            candidates = session.scalars(query).all()
+        return next((c for found in candidates if (c := self._claim(found)) is not None), None)
+
+    def _claim(self, delivery_id: str) -> DeliveryClaim | None:
+        owner = secrets.token_hex(16)
+        with self._database.write() as session:
+            claimed = (
+                update(DeliveryRow)
+                .where(DeliveryRow.id == delivery_id, *_due())
+                .values(owner=owner, lease_until=db_now() + self._lease_s)
+                .returning(DeliveryRow)
+                .execution_options(synchronize_session=False)
+            )
+            row = session.scalars(claimed).one_or_none()
+            if row is None:
+                return None
+            now = session.execute(select(db_now())).scalar_one()
+            hook = session.get_one(WebhookRow, row.webhook_id)
+            signing = [hook.secret]
+            if hook.previous_secret is not None and hook.previous_until is not None and hook.previous_until > now:
+                signing.append(hook.previous_secret)
+            return DeliveryClaim(row.id, owner, hook.id, hook.url, row.payload, tuple(signing), row.tries)
+
+    def record(self, claim: DeliveryClaim, outcome: Outcome) -> bool:
+        """Record the end of a try. False if the lease was lost, and another one sends it."""
+        values: dict[str, object] = {"owner": None, "lease_until": None, "tries": claim.tries + 1}
+        values |= {"last_status": outcome.status, "last_error": outcome.error}
+        if outcome.error is None:
+            values |= {"state": DeliveryState.DELIVERED.value, "ended_at": db_now()}
+        elif outcome.gone or claim.tries >= len(PAUSES_S):
+            values |= {"state": DeliveryState.DEAD.value, "ended_at": db_now()}
+        else:
+            pause_s = PAUSES_S[claim.tries] * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - not a secret
+            values["next_at"] = db_now() + max(pause_s, min(outcome.retry_after_s, PAUSES_S[-1]))
+        with self._database.write() as session:
+            if outcome.gone:
+                session.execute(
+                    update(WebhookRow)
+                    .where(WebhookRow.id == claim.webhook_id, WebhookRow.disabled_at.is_(None))
+                    .values(disabled_at=db_now())
+                )
+            statement = update(DeliveryRow).where(
+                DeliveryRow.id == claim.id, DeliveryRow.owner == claim.owner, DeliveryRow.state == _PENDING
+            )
+            return session.scalars(statement.values(**values).returning(DeliveryRow.id)).one_or_none() is not None
+
+    def list(self, webhook_id: str, *, state: DeliveryState | None = None, limit: int = 50) -> list[Delivery]:
+        """List the deliveries of an endpoint, the newest first."""
+        query = select(DeliveryRow).where(DeliveryRow.webhook_id == webhook_id)
+        if state is not None:
+            query = query.where(DeliveryRow.state == state.value)
+        with self._database.read() as session:
+            rows = session.scalars(query.order_by(DeliveryRow.created_at.desc(), DeliveryRow.id).limit(limit))
+            return [_shown(row) for row in rows]
+
+    def redeliver(self, webhook_id: str, delivery_id: str | None = None) -> int:
+        """Send a delivery again, or all dead ones of an endpoint, with their ids; returns their number.
+
+        Raises:
+            RequestError: `request.not_found`: the endpoint has no such delivery.
+        """
+        mine = [DeliveryRow.webhook_id == webhook_id]
+        if delivery_id is None:
+            mine.append(DeliveryRow.state == DeliveryState.DEAD.value)
+        else:
+            mine.append(DeliveryRow.id == delivery_id)
+        again = {
+            "state": _PENDING,
+            "next_at": db_now(),
+            "tries": 0,
+            "ended_at": None,
+            "owner": None,
+            "lease_until": None,
+        }
+        with self._database.write() as session:
+            statement = update(DeliveryRow).where(*mine).values(**again).returning(DeliveryRow.id)
+            count = len(session.scalars(statement).all())
+        if delivery_id is not None and not count:
+            raise RequestError(
+                "request.not_found",
+                f"there is no delivery {printable(delivery_id, max_chars=64)!r}",
+                fix="reshard webhooks deliveries ID",
+            )
+        return count
+
+    def forget(self, *, keep_s: float) -> None:
+        """Remove a batch of deliveries that ended more than `keep_s` seconds ago, or whose endpoint is gone."""
+        endpoint = select(WebhookRow.id).where(WebhookRow.id == DeliveryRow.webhook_id).exists()
+        old = or_(DeliveryRow.ended_at < db_now() - keep_s, ~endpoint)
+        with self._database.write() as session:
+            chosen = select(DeliveryRow.id).where(old).limit(_BATCH)
+            statement = delete(DeliveryRow).where(DeliveryRow.id.in_(chosen))
+            session.execute(statement.execution_options(synchronize_session=False))
+
+
+def _due() -> tuple[ColumnElement[bool], ...]:
+    other = aliased(DeliveryRow)
+    sent_now = select(other.id).where(other.webhook_id == DeliveryRow.webhook_id, other.state == _PENDING)
+    sent_now = sent_now.where(other.lease_until >= db_now())
+    enabled = select(WebhookRow.id).where(WebhookRow.id == DeliveryRow.webhook_id, WebhookRow.disabled_at.is_(None))
+    return (DeliveryRow.state == _PENDING, DeliveryRow.next_at <= db_now(), enabled.exists(), ~sent_now.exists())
+
+
+def _shown(row: DeliveryRow) -> Delivery:
+    pending = row.state == _PENDING
+    return Delivery.model_validate(
+        {
+            "id": row.id,
+            "webhook_id": row.webhook_id,
+            "job_id": row.job_id,
+            "event": row.event,
+            "state": row.state,
+            "tries": row.tries,
+            "created_at": time_of(row.created_at),
+            "next_at": time_of(row.next_at) if pending else None,
+            "ended_at": None if row.ended_at is None else time_of(row.ended_at),
+            "last_status": row.last_status,
+            "last_error": row.last_error,
+        }
+    )
