@@ -77,7 +77,7 @@ class ConvertOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request. Every call of this API is safe to repeat: submissions carry an idempotency key."""
+    """One request. It is safe to repeat, unless it is to be sent once: submissions carry an idempotency key."""
 
     method: str
     path: str
@@ -86,6 +86,8 @@ class Call:
     body: Any = None
     wait_s: float = 0.0
     """Seconds for which the service may hold the answer back on purpose (long poll)."""
+    once: bool = False
+    """True to send it once, whatever happens: the answer has a secret that only this try knows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from reshard.models import (
     WorkerNodeList,
 )
 from reshard.service_token import ServiceAuth
+from reshard.webhooks import Webhooks
 
 _LONG_POLL_S = 25.0
 _SILENCE_S = 45.0
@@ -240,6 +241,11 @@ class Client:
         """
         return self._ask(_wire.retry_call(job_id), Job)
 
+    @property
+    def webhooks(self) -> Webhooks:
+        """The endpoints that the service calls when jobs end."""
+        return Webhooks(self._send)
+
     def workers(self) -> tuple[WorkerNode, ...]:
         """The live workers of the service, by name."""
         return self._ask(Call("GET", "/v1/workers"), WorkerNodeList).workers
@@ -297,7 +303,8 @@ class Client:
         return _wire.parse(self._send(call), model)
 
     def _send(self, call: Call) -> Answer:
-        for tries in range(self._retries + 1):
+        retries = 0 if call.once else self._retries
+        for tries in range(retries + 1):
             answer = None
             try:
                 response = self._http.request(
@@ -309,10 +316,10 @@ class Client:
                     timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + call.wait_s),
                 )
                 answer = _answer(response, response.content)
-                if not _wire.passing(answer) or tries == self._retries:
+                if not _wire.passing(answer) or tries == retries:
                     return answer
             except httpx.TransportError as error:
-                if tries == self._retries:
+                if tries == retries:
                     raise _away(self.url, error) from error
             time.sleep(_wire.pause_s(tries, random.random(), answer))  # noqa: S311 - jitter
         raise AssertionError("the last try returns or raises")

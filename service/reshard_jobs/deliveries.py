@@ -88,8 +88,8 @@ class Deliveries:
             now = session.execute(select(db_now())).scalar_one()
             hook = session.get_one(WebhookRow, row.webhook_id)
             signing = [hook.secret]
-            if hook.previous_secret is not None and hook.previous_until is not None and hook.previous_until > now:
-                signing.append(hook.previous_secret)
+            if (hook.previous_until or 0.0) > now:
+                signing += (hook.previous_secret or "").split()
             return DeliveryClaim(row.id, owner, hook.id, hook.url, row.payload, tuple(signing), row.tries)
 
     def record(self, claim: DeliveryClaim, outcome: Outcome) -> bool:
@@ -169,7 +169,14 @@ def _due() -> tuple[ColumnElement[bool], ...]:
     sent_now = select(other.id).where(other.webhook_id == DeliveryRow.webhook_id, other.state == _PENDING)
     sent_now = sent_now.where(other.lease_until >= db_now())
     enabled = select(WebhookRow.id).where(WebhookRow.id == DeliveryRow.webhook_id, WebhookRow.disabled_at.is_(None))
-    return (DeliveryRow.state == _PENDING, DeliveryRow.next_at <= db_now(), enabled.exists(), ~sent_now.exists())
+    return (
+        DeliveryRow.state == _PENDING,
+        DeliveryRow.next_at <= db_now(),
+        # A claim that waited for another one sees the row anew, and what it selects from other rows as before.
+        or_(DeliveryRow.lease_until.is_(None), DeliveryRow.lease_until < db_now()),
+        enabled.exists(),
+        ~sent_now.exists(),
+    )
 
 
 def _shown(row: DeliveryRow) -> Delivery:

@@ -21,6 +21,7 @@ class WebhookRow(Base):
     description: Mapped[str] = mapped_column(String(200), default="")
     # As `reshard_service.webhook_secrets` seals them.
     secret: Mapped[str] = mapped_column(Text)
+    # Those before the last rotations, separated by blanks.
     previous_secret: Mapped[str | None] = mapped_column(Text, default=None)
     previous_until: Mapped[float | None] = mapped_column(Float(53), default=None)
     created_at: Mapped[float] = mapped_column(Float(53))

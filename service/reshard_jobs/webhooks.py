@@ -17,6 +17,8 @@ from reshard_jobs.webhook_tables import DeliveryRow, WebhookRow
 
 MOST_WEBHOOKS = 20
 """Number of endpoints of a tenant: each end of a job writes a delivery for each of them."""
+MOST_PREVIOUS = 3
+"""Number of secrets before the last rotations that still sign."""
 
 
 class Webhooks:
@@ -81,8 +83,14 @@ class Webhooks:
         Raises:
             RequestError: `request.not_found`.
         """
-        before = {"previous_secret": WebhookRow.secret, "previous_until": db_now() + keep_s}
-        return self._change(webhook_id, secret=secret, **before)
+        with self._database.write() as session:
+            row = self._require(session, webhook_id)
+            now = session.execute(select(db_now())).scalar_one()
+            # A rotation whose answer was lost must not take the secret away that the receiver has.
+            valid = (row.previous_secret or "").split() if (row.previous_until or 0.0) > now else []
+            row.previous_secret = " ".join([row.secret, *valid][:MOST_PREVIOUS])
+            row.secret, row.previous_until = secret, now + keep_s
+            return _shown(row)
 
     def enable(self, webhook_id: str) -> Webhook:
         """Send to an endpoint again that has answered 410.

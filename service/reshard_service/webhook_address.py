@@ -7,6 +7,7 @@ differently in between. TLS still checks the certificate against the name.
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 import ssl
 import time
@@ -21,6 +22,8 @@ from reshard.errors import RequestError, printable
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9a-fA-F:.]+")
+"""A name in ASCII, or an address."""
 _UNICAST = ipaddress.ip_network("2000::/3")
 # Public by their form, but of the host's cloud or network: metadata of Oracle, the wire server of Azure, IPv6 that is
 # carried within IPv4.
@@ -59,7 +62,10 @@ def accepted_url(url: str, *, http: bool, allowed: Sequence[Network]) -> str:
     except (httpx.InvalidURL, UnicodeError) as error:
         raise _no_endpoint(url) from error
     schemes = ("https", "http") if http else ("https",)
-    if parsed.scheme not in schemes or not parsed.host or parsed.userinfo or parsed.fragment or port == 0:
+    host = parsed.raw_host.decode("ascii")
+    if parsed.scheme not in schemes or parsed.userinfo or parsed.fragment or not _HOST.fullmatch(host):
+        raise _no_endpoint(url)
+    if port is not None and not 0 < port < 1 << 16:
         raise _no_endpoint(url)
     try:
         literal = ipaddress.ip_address(parsed.host)

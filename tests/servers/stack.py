@@ -56,6 +56,12 @@ class Stack:
     @contextmanager
     def api(self, more: Mapping[str, str] | None = None) -> Generator[str]:
         """The API in a uvicorn of its own; yields its URL."""
+        with self.api_process(more) as (url, _):
+            yield url
+
+    @contextmanager
+    def api_process(self, more: Mapping[str, str] | None = None) -> Generator[tuple[str, ServerProcess]]:
+        """The API and its process."""
         port = free_port()
         factory = "servers.scripted:create_app" if self.scripted else "reshard_service.app:create_app"
         argv = [
@@ -65,7 +71,7 @@ class Stack:
         url = f"http://127.0.0.1:{port}"
         with running(argv, env=self.env(more), log=self.directory / "api.log") as process:
             process.wait_until(lambda: _answers(url))
-            yield url
+            yield url, process
 
     def start_worker(
         self, more: Mapping[str, str] | None = None, *, cwd: Path | None = None, log_level: str = "INFO"

@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from reshard.cli import cleaning, compare, database, deepspeed_scripts, ensuring, local, remote, slimming
+from reshard.cli import cleaning, compare, database, deepspeed_scripts, ensuring, local, remote, slimming, webhooks
 from reshard.cli.overview import Overview
 from reshard.cli.watching import DetachedError
 from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
@@ -33,6 +33,7 @@ deepspeed_scripts.register(app)
 slimming.register(app)
 cleaning.register(app)
 remote.register(app)
+webhooks.register(app)
 database.register(app)
 
 # Newer versions of typer contain a copy of click, older ones import click; this finds the base class in both.

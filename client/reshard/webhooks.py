@@ -1,0 +1,93 @@
+"""The webhooks of a service, as `Client.webhooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from pydantic import BaseModel, ValidationError
+
+from reshard._wire import Answer, Call, error_of, invalid, parse
+from reshard.webhook_models import (
+    ENDINGS,
+    Delivery,
+    DeliveryList,
+    DeliveryState,
+    Redelivered,
+    RedeliverRequest,
+    RotateRequest,
+    Webhook,
+    WebhookList,
+    WebhookRequest,
+)
+
+_PATH = "/v1/webhooks"
+
+
+class Webhooks:
+    """Endpoints that the service calls when jobs end.
+
+    Args:
+        send: Sends one call.
+    """
+
+    def __init__(self, send: Callable[[Call], Answer]) -> None:
+        self._send = send
+
+    def create(self, url: str, *, events: Sequence[str] = ENDINGS, description: str = "") -> Webhook:
+        """Add an endpoint. Its `secret` is in the answer, and is not shown again.
+
+        Raises:
+            RequestError: `request.address_forbidden`, `request.invalid`, `request.above_maximum`.
+        """
+        try:
+            body = WebhookRequest.model_validate({"url": url, "events": events, "description": description})
+        except ValidationError as error:
+            raise invalid(error) from error
+        # A lost answer has a secret that nobody knows: the caller sees it, and removes the endpoint.
+        return parse(self._send(Call("POST", _PATH, body=_dump(body), once=True)), Webhook)
+
+    def list(self) -> tuple[Webhook, ...]:
+        """List the endpoints, the oldest first."""
+        return parse(self._send(Call("GET", _PATH)), WebhookList).webhooks
+
+    def get(self, webhook_id: str) -> Webhook:
+        """Get an endpoint."""
+        return parse(self._send(Call("GET", _path(webhook_id))), Webhook)
+
+    def remove(self, webhook_id: str) -> None:
+        """Remove an endpoint and its deliveries."""
+        answer = self._send(Call("DELETE", _path(webhook_id)))
+        if answer.status >= 400:
+            raise error_of(answer)
+
+    def rotate(self, webhook_id: str, *, keep_s: float = 86_400.0) -> Webhook:
+        """Make a new secret; for `keep_s` seconds calls are signed with the one before, too."""
+        body = RotateRequest(keep_s=keep_s)
+        return parse(self._send(Call("POST", f"{_path(webhook_id)}/rotate", body=_dump(body), once=True)), Webhook)
+
+    def enable(self, webhook_id: str) -> Webhook:
+        """Send to an endpoint again that has answered 410."""
+        return parse(self._send(Call("POST", f"{_path(webhook_id)}/enable")), Webhook)
+
+    def deliveries(
+        self, webhook_id: str, *, state: DeliveryState | None = None, limit: int = 50
+    ) -> tuple[Delivery, ...]:
+        """List the deliveries of an endpoint, the newest first."""
+        params = [("limit", str(limit)), *([("state", state.value)] if state is not None else [])]
+        answer = self._send(Call("GET", f"{_path(webhook_id)}/deliveries", tuple(params)))
+        return parse(answer, DeliveryList).deliveries
+
+    def redeliver(self, webhook_id: str, delivery_id: str | None = None) -> int:
+        """Send a delivery again, or all dead ones; returns their number."""
+        body = RedeliverRequest(delivery=delivery_id)
+        return parse(self._send(Call("POST", f"{_path(webhook_id)}/redeliver", body=_dump(body))), Redelivered).count
+
+
+def _path(webhook_id: str) -> str:
+    return f"{_PATH}/{quote(webhook_id, safe='')}"
+
+
+def _dump(body: BaseModel) -> Any:
+    return body.model_dump(mode="json")

@@ -1,0 +1,509 @@
+"""Webhooks from the change of a job to a receiver that fails, hangs, redirects and cuts: never zero times."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import json
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from sqlalchemy import text
+from standardwebhooks import Webhook as Verifier, WebhookVerificationError
+
+from reshard.errors import RequestError, SourceError
+from reshard.models import ConvertRequest, JobKind, JobState, SourceSpec, TargetFormat
+from reshard.webhook_models import DeliveryState
+from reshard_jobs.database import Database
+from reshard_jobs.deliveries import PAUSES_S, Deliveries, DeliveryClaim, Outcome
+from reshard_jobs.leases import Leases
+from reshard_jobs.reaper import Reaper
+from reshard_jobs.store import JobStore
+from reshard_jobs.transitions import move
+from reshard_jobs.webhooks import MOST_WEBHOOKS, Webhooks
+from reshard_service import webhook_sender
+from reshard_service.settings import ServiceSettings
+from reshard_service.webhook_deliverer import WebhookDeliverer
+from reshard_service.webhook_secrets import Sealer, new_secret
+from reshard_service.webhook_sender import WebhookSender
+from servers.process import ServerProcess
+from servers.scripted import scripted
+from servers.stack import Stack, client_of
+
+LOCAL = {"RESHARD_WEBHOOK_NETWORKS": "127.0.0.0/8", "RESHARD_WEBHOOK_HTTP": "true"}
+ALLOWED = ServiceSettings(webhook_networks=(ipaddress.ip_network("127.0.0.0/8"),), webhook_http=True)
+LONG = 60.0
+
+
+def wait_until(ready: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+class Receiver:
+    """The receiver's process and what it has got."""
+
+    def __init__(self, directory: Path, *certificate: str) -> None:
+        self._log = directory / "received.jsonl"
+        out = directory / "receiver.log"
+        script = Path(__file__).parent.parent / "servers" / "receiver.py"
+        argv = [sys.executable, str(script), str(self._log), *certificate]
+        self.process = ServerProcess(argv, env={}, log=out)
+        self.process.wait_until(lambda: out.read_text().strip().isdigit())
+        self.port = int(out.read_text())
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.port}/{name}"
+
+    def got(self, name: str | None = None) -> list[dict[str, Any]]:
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        found = [json.loads(line) for line in lines]
+        return [one for one in found if name is None or one["path"] == f"/{name}"]
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Generator[Receiver]:
+    found = Receiver(tmp_path)
+    yield found
+    found.process.kill()
+
+
+class Hooked:
+    """A job database with endpoints."""
+
+    def __init__(self, url: str) -> None:
+        self.database = Database(url)
+        self.store = JobStore(self.database)
+        self.leases = Leases(self.database, lease_s=LONG)
+        self.hooks = Webhooks(self.database)
+        self.outbox = Deliveries(self.database)
+        self.secrets: dict[str, str] = {}
+
+    def hook(self, url: str = "https://hooks.example.org/", *events: str) -> str:
+        secret = new_secret()
+        events = events or ("job.succeeded", "job.failed", "job.cancelled")
+        made = self.hooks.create(url, events=events, description="", secret=Sealer(()).seal(secret))
+        self.secrets[made.id] = secret
+        return made.id
+
+    def job(self, name: str = "out", **more: Any) -> str:
+        request = ConvertRequest(source=SourceSpec(url="/in"), target=f"/{name}", to=TargetFormat.UNIVERSAL)
+        return self.store.create(request, **more).id
+
+    def failed_job(self) -> str:
+        claim = self.leases.claim(self.job(f"out{time.monotonic_ns()}"), worker="w")
+        assert claim is not None
+        assert self.leases.fail(claim, SourceError("checkpoint.incomplete", "rank 1 of /secret is missing"))
+        return claim.job_id
+
+    def events(self, hook: str) -> list[tuple[str, str]]:
+        return [(found.job_id, found.event) for found in reversed(self.outbox.list(hook))]
+
+    def claim(self) -> DeliveryClaim:
+        claim = self.outbox.claim_next()
+        assert claim is not None
+        return claim
+
+    def run(self, *statements: str) -> None:
+        with self.database.write() as session:
+            for statement in statements:
+                session.execute(text(statement))
+
+    def make_due(self) -> None:
+        self.run("UPDATE webhook_deliveries SET next_at = 0")
+
+
+@pytest.fixture
+def hooked(database_url: str) -> Generator[Hooked]:
+    found = Hooked(database_url)
+    yield found
+    found.database.close()
+
+
+@pytest.fixture
+def local(sqlite_url: str) -> Generator[Hooked]:
+    found = Hooked(sqlite_url)
+    yield found
+    found.database.close()
+
+
+def test_each_end_of_a_job_is_told_to_who_wants_it(hooked: Hooked) -> None:
+    every = hooked.hook("https://a.example/", "job.started", "job.succeeded", "job.failed", "job.cancelled")
+    failures = hooked.hook("https://b.example/", "job.failed")
+    failed = hooked.failed_job()
+    cancelled = hooked.job("cancelled")
+    hooked.store.cancel(cancelled)
+    hooked.store.retry(failed)
+    claim = hooked.leases.claim(failed, worker="w")
+    assert claim is not None
+    assert hooked.leases.succeed(claim, claim.request, plan_digest="d")
+    # The reaper ends jobs, too.
+    lost = hooked.leases.claim(hooked.job("lost", max_attempts=1), worker="w")
+    assert lost is not None
+    hooked.run(f"UPDATE jobs SET lease_until = 1 WHERE id = '{lost.job_id}'")
+    Reaper(hooked.database, lease_s=LONG).sweep()
+    Reaper(hooked.database, lease_s=LONG).sweep()
+    hooked.run(f"UPDATE jobs SET lease_until = 1 WHERE id = '{lost.job_id}' AND state <> 'FAILED'")
+    Reaper(hooked.database, lease_s=LONG).sweep()
+    assert hooked.events(every) == [
+        (failed, "job.started"), (failed, "job.failed"), (cancelled, "job.cancelled"), (failed, "job.succeeded"),
+        (lost.job_id, "job.started"), (lost.job_id, "job.failed"),
+    ]  # fmt: skip
+    assert hooked.events(failures) == [(failed, "job.failed"), (lost.job_id, "job.failed")]
+
+
+def test_the_payload_is_small_and_says_no_texts(hooked: Hooked) -> None:
+    hooked.hook()
+    job_id = hooked.failed_job()
+    payload = json.loads(hooked.claim().payload)
+    assert payload["type"] == "job.failed"
+    assert payload["data"]["error"] == "checkpoint.incomplete"
+    assert payload["data"]["finished_at"] is not None
+    assert {"id": job_id, "state": "FAILED", "attempt": 1, "kind": "convert"}.items() <= payload["data"].items()
+    assert "secret" not in json.dumps(payload)
+
+
+def test_an_event_is_written_with_the_change_or_not_at_all(hooked: Hooked) -> None:
+    hook = hooked.hook()
+    claim = hooked.leases.claim(hooked.job(), worker="w")
+    assert claim is not None
+    lost = type(claim)(**{n: getattr(claim, n) for n in claim.__slots__} | {"owner": "another"})
+    assert not hooked.leases.succeed(lost, claim.request, plan_digest="d")
+    assert hooked.events(hook) == []
+    with suppress(ZeroDivisionError), hooked.database.write() as session:
+        assert move(session, claim.job_id, JobState.FAILED) is not None
+        raise ZeroDivisionError
+    assert hooked.events(hook) == []
+    assert hooked.store.get(claim.job_id).state is JobState.PLANNING
+
+
+def test_a_service_without_endpoints_writes_nothing(hooked: Hooked) -> None:
+    hooked.failed_job()
+    hooked.hook()
+    assert hooked.outbox.claim_next() is None
+    plan = hooked.store.create(hooked.store.get(hooked.job()).request, kind=JobKind.PLAN)
+    hooked.store.cancel(plan.id)
+    assert json.loads(hooked.claim().payload)["data"]["kind"] == "plan"
+
+
+def test_no_two_processes_send_one_delivery(hooked: Hooked) -> None:
+    for number in range(4):
+        hooked.hook(f"https://h{number}.example/")
+    hooked.failed_job()
+    found: list[DeliveryClaim] = []
+    lock = threading.Lock()
+
+    def send() -> None:
+        while (claim := hooked.outbox.claim_next()) is not None:
+            with lock:
+                found.append(claim)
+
+    threads = [threading.Thread(target=send) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({claim.id for claim in found}) == len(found) == 4
+    # The sender was killed: its lease ends, and another one sends the same.
+    hooked.run("UPDATE webhook_deliveries SET lease_until = 1")
+    again = hooked.claim()
+    assert again.id in {claim.id for claim in found}
+    (before,) = (claim for claim in found if claim.id == again.id)
+    assert not hooked.outbox.record(before, Outcome(204))
+    assert hooked.outbox.record(again, Outcome(204))
+
+
+def test_an_endpoint_gets_one_delivery_at_a_time(hooked: Hooked) -> None:
+    hook = hooked.hook()
+    for _ in range(3):
+        hooked.failed_job()
+    first = hooked.claim()
+    assert hooked.outbox.claim_next() is None
+    assert hooked.outbox.record(first, Outcome(204))
+    assert hooked.claim().id != first.id
+    states = [found.state for found in hooked.outbox.list(hook)]
+    assert sorted(states) == sorted([DeliveryState.DELIVERED, DeliveryState.PENDING, DeliveryState.PENDING])
+
+
+def test_a_delivery_is_tried_for_about_a_day_and_then_dead(hooked: Hooked) -> None:
+    assert 20 * 3600 < sum(PAUSES_S) < 25 * 3600
+    hook = hooked.hook()
+    hooked.failed_job()
+    ids = set()
+    for pause_s in PAUSES_S:
+        claim = hooked.claim()
+        ids.add(claim.id)
+        now = time.time()
+        assert hooked.outbox.record(claim, Outcome(500, "the endpoint answered 500"))
+        (found,) = hooked.outbox.list(hook)
+        assert found.next_at is not None
+        assert 0.79 * pause_s - 5 < found.next_at.timestamp() - now < 1.21 * pause_s + 5
+        assert hooked.outbox.claim_next() is None
+        hooked.make_due()
+    assert hooked.outbox.record(hooked.claim(), Outcome(None, "no answer within 15 s"))
+    (dead,) = hooked.outbox.list(hook, state=DeliveryState.DEAD)
+    assert (dead.tries, dead.last_status, dead.last_error) == (len(PAUSES_S) + 1, None, "no answer within 15 s")
+    assert hooked.outbox.claim_next() is None
+    assert hooked.outbox.redeliver(hook) == 1
+    again = hooked.claim()
+    assert {again.id} == ids
+    assert again.tries == 0
+    assert hooked.outbox.record(again, Outcome(200))
+    assert hooked.outbox.redeliver(hook) == 0
+    assert hooked.outbox.redeliver(hook, again.id) == 1
+    with pytest.raises(RequestError, match="no delivery"):
+        hooked.outbox.redeliver(hooked.hook(), again.id)
+
+
+def test_an_endpoint_that_is_gone_gets_nothing_more(hooked: Hooked) -> None:
+    hook = hooked.hook()
+    hooked.failed_job()
+    hooked.failed_job()
+    assert hooked.outbox.record(hooked.claim(), Outcome(410, "gone", gone=True))
+    assert hooked.hooks.get(hook).disabled_at is not None
+    assert hooked.outbox.claim_next() is None
+    hooked.failed_job()
+    assert len(hooked.events(hook)) == 2
+    hooked.hooks.enable(hook)
+    assert hooked.claim().webhook_id == hook
+
+
+def test_ended_deliveries_are_forgotten(hooked: Hooked) -> None:
+    hook, removed = hooked.hook(), hooked.hook()
+    hooked.failed_job()
+    for _ in range(2):
+        hooked.outbox.record(hooked.claim(), Outcome(204))
+    hooked.failed_job()
+    hooked.outbox.forget(keep_s=3600)
+    assert len(hooked.outbox.list(hook)) == 2
+    # The endpoint went away while a job ended.
+    hooked.run(
+        f"DELETE FROM webhooks WHERE id = '{removed}'", "UPDATE webhook_deliveries SET ended_at = ended_at - 7200"
+    )
+    hooked.outbox.forget(keep_s=3600)
+    assert [found.state for found in hooked.outbox.list(hook)] == [DeliveryState.PENDING]
+    assert hooked.outbox.list(removed) == []
+    hooked.hooks.remove(hook)
+    assert hooked.outbox.list(hook) == []
+
+
+def test_endpoints_are_limited(hooked: Hooked) -> None:
+    for _ in range(MOST_WEBHOOKS):
+        hooked.hook()
+    with pytest.raises(RequestError) as caught:
+        hooked.hook()
+    assert caught.value.code == "request.above_maximum"
+
+
+OUTCOMES = {
+    "ok": (204, None),
+    "fail": (500, "the endpoint answered 500"),
+    "moved": (302, "the endpoint answered 302"),
+    "gone": (410, "the endpoint is gone (410): it is disabled"),
+    "busy": (429, "the endpoint answered 429"),
+    "flood": (200, None),
+    "hang": (None, "no answer within 1 s"),
+    "drip": (None, "no answer within 1 s"),
+    "cut": (None, "RemoteProtocolError"),
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_the_answer_is_judged(name: str, local: Hooked, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook_sender, "LIMIT_S", 1.0)
+    # A proxy would connect to addresses that nobody has judged.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    local.hook(receiver.url(name))
+    local.failed_job()
+    began = time.monotonic()
+    outcome = WebhookSender(ALLOWED, Sealer(())).send(local.claim())
+    assert time.monotonic() - began < 3
+    status, error = OUTCOMES[name]
+    assert outcome.status == status
+    assert outcome.error == error or (error is not None and (outcome.error or "").startswith(error))
+    assert outcome.gone == (name == "gone")
+    assert outcome.retry_after_s == (77 if name == "busy" else 0)
+    # No redirect was followed.
+    assert [one["path"] for one in receiver.got()] == [f"/{name}"]
+
+
+def test_nothing_is_sent_where_the_operator_does_not_allow_it(local: Hooked, receiver: Receiver) -> None:
+    hook = local.hook(receiver.url("ok"))
+    local.hook(f"http://localhost:{receiver.port}/ok")
+    local.failed_job()
+    claims = [local.claim(), local.claim()]
+    for settings in (ServiceSettings(webhook_http=True), ServiceSettings(webhook_networks=ALLOWED.webhook_networks)):
+        outcomes = [WebhookSender(settings, Sealer(())).send(claim) for claim in claims]
+        assert all(outcome.error is not None and outcome.status is None for outcome in outcomes)
+    assert receiver.got() == []
+    # An endpoint that refuses connections, and a name that does not exist.
+    for url in ("http://127.0.0.1:1/", "http://nowhere.invalid/"):
+        sent = WebhookSender(ALLOWED, Sealer(())).send(
+            DeliveryClaim("msg_1", "o", hook, url, "{}", claims[0].secrets, 0)
+        )
+        assert (sent.error or "").startswith("ConnectError")
+
+
+def test_a_rotation_signs_with_both_secrets(local: Hooked, receiver: Receiver) -> None:
+    hook = local.hook(receiver.url("ok"))
+    before, after = local.secrets[hook], [new_secret(), new_secret()]
+    for secret in after:
+        local.hooks.rotate(hook, Sealer(()).seal(secret), keep_s=3600)
+    sender = WebhookSender(ALLOWED, Sealer(()))
+
+    def verified() -> list[bool]:
+        local.failed_job()
+        claim = local.claim()
+        assert local.outbox.record(claim, sender.send(claim))
+        sent = receiver.got()[-1]
+        return [verifies(secret, sent) for secret in (before, *after)]
+
+    assert verified() == [True, True, True]
+    local.run("UPDATE webhooks SET previous_until = 1")
+    assert verified() == [False, False, True]
+
+
+def verifies(secret: str, sent: dict[str, Any]) -> bool:
+    try:
+        Verifier(secret).verify(sent["body"], sent["headers"])
+    except WebhookVerificationError:
+        return False
+    return True
+
+
+def certificate(directory: Path, name: str) -> tuple[str, str]:
+    """A certificate for a name, signed by itself, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    now = dt.datetime.now(dt.UTC)
+    made = (
+        x509.CertificateBuilder().subject_name(subject).issuer_name(subject).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now).not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    paths = directory / f"{name}.pem", directory / f"{name}.key"
+    paths[0].write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    form = serialization.PrivateFormat.TraditionalOpenSSL
+    paths[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+    return str(paths[0]), str(paths[1])
+
+
+def test_a_certificate_is_checked_against_the_name(
+    local: Hooked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pem, key = certificate(tmp_path, "hooks.example.org")
+    monkeypatch.setenv("SSL_CERT_FILE", pem)
+    resolved = socket.getaddrinfo
+
+    def names(host: Any, *args: Any, **more: Any) -> Any:
+        return resolved("127.0.0.1" if str(host).endswith("example.org") else host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", names)
+    found = Receiver(tmp_path, pem, key)
+    try:
+        sender = WebhookSender(ALLOWED, Sealer(()))
+        for name in ("hooks.example.org", "other.example.org"):
+            local.hook(f"https://{name}:{found.port}/ok")
+        local.failed_job()
+        outcomes = [sender.send(local.claim()), sender.send(local.claim())]
+    finally:
+        found.process.kill()
+    assert outcomes[0] == Outcome(204)
+    assert "certificate verify failed" in (outcomes[1].error or "")
+    assert [one["headers"]["host"] for one in found.got()] == [f"hooks.example.org:{found.port}"]
+
+
+def test_an_endpoint_that_hangs_delays_no_other(local: Hooked, receiver: Receiver) -> None:
+    for _ in range(3):
+        local.hook(receiver.url("hang"))
+    good = local.hook(receiver.url("ok"))
+    flaky = local.hook(receiver.url("flaky-1"))
+    jobs = [local.failed_job() for _ in range(5)]
+    deliverer = WebhookDeliverer(local.outbox, WebhookSender(ALLOWED, Sealer(())), keep_s=3600)
+    deliverer.start()
+    try:
+        wait_until(lambda: len(receiver.got("ok")) == 5, timeout_s=14)
+        wait_until(lambda: len(local.outbox.list(flaky, state=DeliveryState.DELIVERED)) == 4, timeout_s=14)
+        local.make_due()
+        wait_until(lambda: len(local.outbox.list(flaky, state=DeliveryState.DELIVERED)) == 5, timeout_s=14)
+        wait_until(lambda: len(local.outbox.list(good, state=DeliveryState.DELIVERED)) == 5, timeout_s=14)
+    finally:
+        began = time.monotonic()
+        deliverer.stop()
+        assert time.monotonic() - began < 9
+    told = [json.loads(one["body"])["data"]["id"] for one in receiver.got("ok")]
+    assert told == jobs
+    assert all(verifies(local.secrets[good], one) for one in receiver.got("ok"))
+
+
+def test_a_service_tells_the_end_of_jobs(stack: Stack, receiver: Receiver, tmp_path: Path) -> None:
+    stack.extra |= LOCAL
+    with stack.api() as url, client_of(url) as client, stack.worker():
+        for wrong in ("http://127.0.0.1:1/#x", "https://10.0.0.1/", "ftp://127.0.0.1/"):
+            with pytest.raises(RequestError):
+                client.webhooks.create(wrong)
+        with pytest.raises(RequestError, match="none of"):
+            client.webhooks.create(receiver.url("ok"), events=("job.lost",))
+        hook = client.webhooks.create(receiver.url("ok"), events=("job.started", "job.succeeded"), description="mine")
+        assert hook.secret is not None
+        (listed,) = client.webhooks.list()
+        assert listed == hook.model_copy(update={"secret": None}) == client.webhooks.get(hook.id)
+        job = client.submit(scripted(units=2), str(tmp_path / "out"), to="universal")
+        assert client.wait(job.id, timeout_s=40).state is JobState.SUCCEEDED
+        wait_until(lambda: len(receiver.got("ok")) == 2)
+        sent = receiver.got("ok")
+        assert [json.loads(one["body"])["type"] for one in sent] == ["job.started", "job.succeeded"]
+        assert all(verifies(hook.secret, one) for one in sent)
+        assert json.loads(sent[1]["body"])["data"]["id"] == job.id
+        wait_until(lambda: all(d.state is DeliveryState.DELIVERED for d in client.webhooks.deliveries(hook.id)))
+        (newest, _) = client.webhooks.deliveries(hook.id)
+        assert newest.id == sent[1]["headers"]["webhook-id"]
+        assert client.webhooks.redeliver(hook.id, newest.id) == 1
+        wait_until(lambda: len(receiver.got("ok")) == 3)
+        assert receiver.got("ok")[2]["headers"]["webhook-id"] == newest.id
+        rotated = client.webhooks.rotate(hook.id)
+        assert rotated.secret not in (None, hook.secret)
+        assert rotated.previous_secret_until is not None
+        client.webhooks.remove(hook.id)
+        for call in (client.webhooks.remove, client.webhooks.get, client.webhooks.deliveries, client.webhooks.enable):
+            with pytest.raises(RequestError, match=r"request\.not_found"):
+                call(hook.id)
+
+
+def test_a_deliverer_that_is_killed_loses_nothing(stack: Stack, receiver: Receiver, tmp_path: Path) -> None:
+    stack.extra |= LOCAL
+    with stack.api_process() as (url, process), client_of(url) as client:
+        hook = client.webhooks.create(receiver.url("slow-once"))
+        job = client.submit(scripted(units=2), str(tmp_path / "out"), to="universal")
+        client.cancel(job.id)
+        # It is sent, and its end is not recorded.
+        wait_until(lambda: len(receiver.got("slow-once")) == 1)
+        process.stop(signal.SIGKILL)
+    database = Database(stack.database_url)
+    (left,) = Deliveries(database).list(hook.id)
+    assert left.state is DeliveryState.PENDING
+    with database.write() as session:
+        session.execute(text("UPDATE webhook_deliveries SET lease_until = 1"))
+    database.close()
+    with stack.api() as url, client_of(url) as client:
+        wait_until(lambda: client.webhooks.deliveries(hook.id)[0].state is DeliveryState.DELIVERED)
+    sent = receiver.got("slow-once")
+    assert len(sent) == 2
+    assert {one["headers"]["webhook-id"] for one in sent} == {left.id}
+    assert hook.secret is not None
+    assert all(verifies(hook.secret, one) for one in sent)
