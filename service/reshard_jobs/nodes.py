@@ -59,6 +59,12 @@ class Nodes:
             gone = {"seen_at": db_now() - self.lease_s - 1.0}
             session.execute(update(NodeRow).where(NodeRow.name == worker[:200]).values(**gone))
 
+    def engine_ended(self, worker: str, peak_bytes: int) -> None:
+        """Record the most memory that a worker's engine took."""
+        with self._database.write() as session:
+            values = {"engine_peak_bytes": peak_bytes}
+            session.execute(update(NodeRow).where(NodeRow.name == worker[:200]).values(**values))
+
     def good(self, worker: str) -> None:
         """Record that a job ended on a worker in a way that speaks for its host. A quarantine is over."""
         values = {"good_at": db_now(), "quarantined_until": 0.0, "quarantines": 0, "problem": None}

@@ -25,6 +25,7 @@ from reshard_jobs.refusals import last_refused_at, others_may_try, somebody_live
 from reshard_jobs.retention import Retention
 from reshard_jobs.states import ACTIVE
 from reshard_jobs.tables import JobRow, MetaRow, WorkerRow, db_now
+from reshard_jobs.totals import ATTEMPTS, add_totals
 from reshard_jobs.transitions import move
 
 _BATCH = 500
@@ -82,6 +83,8 @@ class Reaper:
             if not self._database.is_sqlite and self._gap_s(session) > self._longest_gap_s:
                 self._renew_all(session)
             requeued, failed = self._requeue_lost(session)
+            if requeued or failed:
+                add_totals(session, {(ATTEMPTS, "lost"): len(requeued) + len(failed)})
             failed += self._fail_untried(session)
             cancelled = self._end_orphaned_cancels(session)
             self._end_lost_helpers(session)

@@ -95,6 +95,8 @@ class JobRow(Base):
     error: Mapped[str | None] = mapped_column(Text, default=None)
     result: Mapped[str | None] = mapped_column(Text, default=None)
     last_seq: Mapped[int] = mapped_column(Integer, default=0)
+    # W3C's name of the span to which the job belongs; null if it has no trace.
+    traceparent: Mapped[str | None] = mapped_column(String(64), default=None)
     created_at: Mapped[float] = mapped_column(Float(53))
     started_at: Mapped[float | None] = mapped_column(Float(53), default=None)
     finished_at: Mapped[float | None] = mapped_column(Float(53), default=None)
@@ -105,6 +107,16 @@ class JobRow(Base):
         Index("jobs_by_target", "target"),
         Index("jobs_by_discard", "discard_at"),
     )
+
+
+class TotalRow(Base):
+    """A number that only grows, by name and label. It outlives the jobs that it counts."""
+
+    __tablename__ = "totals"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    label: Mapped[str] = mapped_column(String(64), primary_key=True)
+    value: Mapped[int] = mapped_column(BigInteger)
 
 
 class PlanRow(Base):
@@ -144,6 +156,8 @@ class NodeRow(Base):
     quarantines: Mapped[int] = mapped_column(Integer, default=0)
     # The problem of the job that led to the last quarantine, as JSON.
     problem: Mapped[str | None] = mapped_column(Text, default=None)
+    # The most memory that its last engine process took; 0 if it is not known.
+    engine_peak_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
 
     __table_args__ = (Index("workers_by_seen", "seen_at"),)
 

@@ -20,6 +20,7 @@ from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
 from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login, webhooks_api, workers_api
 from reshard_service.access import AccessControl, WrongTokens
+from reshard_service.activity_metrics import ActivityCollector
 from reshard_service.context import ServiceContext
 from reshard_service.documented import OF_ALL, OF_MEMBERS, document_exactly
 from reshard_service.doorbell import make_doorbell
@@ -71,7 +72,9 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         prober=Prober(settings),
         doorbell=make_doorbell(settings.jobs.broker_url),
         feed=EventFeed(store, poll_s=settings.poll_s),
-        metrics=Metrics(store, nodes, JobStatistics(database)),
+        metrics=Metrics(
+            store, nodes, JobStatistics(database), ActivityCollector(database, lease_s=settings.jobs.lease_s)
+        ),
         wrong_tokens=wrong_tokens,
     )
 

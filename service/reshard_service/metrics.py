@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
+from reshard_service.activity_metrics import ActivityCollector
 from reshard_service.queue_metrics import QueueCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -56,10 +57,11 @@ class JobCollector(Collector):
 class Metrics:
     """The metrics of one application, in a registry of their own."""
 
-    def __init__(self, store: JobStore, nodes: Nodes, statistics: JobStatistics) -> None:
+    def __init__(self, store: JobStore, nodes: Nodes, statistics: JobStatistics, happenings: ActivityCollector) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(JobCollector(store, nodes))
         self._registry.register(QueueCollector(statistics))
+        self._registry.register(happenings)
         self._requests = Counter(
             "reshard_http_requests_total", "HTTP requests.", ["method", "route", "status"], registry=self._registry
         )

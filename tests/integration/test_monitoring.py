@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,16 @@ from sqlalchemy import update
 
 from house.repository import ROOT
 from reshard.models import ConvertRequest, JobState, SourceSpec, TargetFormat
+from reshard_jobs.activity import MOST_TENANTS, OTHERS, few_tenants
 from reshard_jobs.database import Database
 from reshard_jobs.statistics import LATELY_S, JobStatistics
 from reshard_jobs.store import JobStore
 from reshard_jobs.tables import JobRow, db_now
+from reshard_jobs.totals import Totals
+from reshard_service.activity_metrics import ENDS
+from reshard_worker.supervisor import Outcome
 from servers.scripted import scripted
-from servers.stack import Stack
+from servers.stack import Stack, client_of, end_tree
 
 MONITORING = ROOT / "deploy" / "monitoring"
 SCRAPED = {"up": {"job", "instance"}}
@@ -119,3 +125,75 @@ def test_statistics_of_jobs(database_url: str) -> None:
     assert statistics.ended_lately() == {JobState.SUCCEEDED: 2, JobState.FAILED: 1, JobState.CANCELLED: 0}
     assert statistics.retried_lately() == 1
     database.close()
+
+
+def samples(url: str, name: str, label: str) -> dict[str, float]:
+    """The samples of a family by one label."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=20).text)
+    return {s.labels[label]: s.value for family in families for s in family.samples if s.name == name}
+
+
+@pytest.mark.timeout(120)
+def test_what_workers_did_is_counted(stack: Stack, tmp_path: Path) -> None:
+    with stack.api() as url, client_of(url) as client:
+        assert set(samples(url, "reshard_attempts_total", "end")) == set(ENDS) >= set(Outcome) - {"helped", "discarded"}
+        assert set(samples(url, "reshard_attempts_total", "end").values()) == {0.0}
+        with stack.worker() as worker:
+            good = client.submit(scripted(units=2), str(tmp_path / "good"), to="universal")
+            assert client.wait(good.id, timeout_s=30).state is JobState.SUCCEEDED
+            away = scripted(units=2, fail="storage.unavailable", times=1)
+            again = client.submit(away, str(tmp_path / "again"), to="universal")
+            assert client.wait(again.id, timeout_s=30).state is JobState.SUCCEEDED
+            wrong = client.submit(scripted(fail="source.not_found"), str(tmp_path / "bad"), to="universal")
+            assert client.wait(wrong.id, timeout_s=30).state is JobState.FAILED
+            peak = re.search(
+                r"^reshard_engine_peak_memory_bytes (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE
+            )
+            assert peak is not None
+            assert 10 << 20 < float(peak[1]) < 2 << 30
+            long = client.submit(scripted(units=200, unit_s=0.1), str(tmp_path / "long"), to="universal")
+            wait_for(lambda: sum(samples(url, "reshard_tenant_job_bytes_done", "state").values()) > 0)
+            assert samples(url, "reshard_tenant_jobs", "tenant") == {"default": 1.0}
+            assert samples(url, "reshard_tenant_job_bytes", "state") == {"RUNNING": 200_000.0}
+            end_tree(worker)
+        with stack.worker():
+            # Its lease expires, and another worker takes it.
+            wait_for(lambda: samples(url, "reshard_attempts_total", "end")["lost"] == 1)
+            client.cancel(long.id)
+            assert client.wait(long.id, timeout_s=30).state is JobState.CANCELLED
+            wait_for(lambda: samples(url, "reshard_attempts_total", "end")["cancelled"] == 1)
+        ends = {end: count for end, count in samples(url, "reshard_attempts_total", "end").items() if count}
+        assert ends == {"succeeded": 2, "retried": 1, "failed": 1, "lost": 1, "cancelled": 1}
+        errors = {code: n for code, n in samples(url, "reshard_store_errors_total", "code").items() if n}
+        assert errors == {"storage.unavailable": 1}
+        assert samples(url, "reshard_tenant_write_bytes_total", "tenant") == {"default": 4000.0}
+
+
+def wait_for(ready: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_many_tenants_are_few_labels() -> None:
+    counts = {(f"tenant{n}", "QUEUED"): n + 1 for n in range(MOST_TENANTS + 10)}
+    few = few_tenants(counts)
+    assert len(few) == MOST_TENANTS + 1
+    assert few[OTHERS, "QUEUED"] == sum(range(1, 11))
+    assert sum(few.values()) == sum(counts.values())
+
+
+def test_totals_add_up_from_many_threads(database_url: str) -> None:
+    databases = [Database(database_url) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda d=d: [Totals(d).add({("a", "x"): 1, ("b", "y"): 2}) for _ in range(20)])
+        for d in databases
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Totals(databases[0]).read() == {"a": {"x": 80}, "b": {"y": 160}}
+    for database in databases:
+        database.close()

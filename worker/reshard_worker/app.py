@@ -124,6 +124,7 @@ def _tools() -> tuple[Supervisor, Leases, Helpers, Discards]:
     from reshard_worker.host_faults import HostWatch
     from reshard_worker.settings import WorkerSettings, worker_name
     from reshard_worker.supervisor import Supervisor
+    from reshard_worker.tally import Tally
 
     settings = WorkerSettings.from_env()
     jobs, nodes = settings.jobs, _nodes()
@@ -141,6 +142,7 @@ def _tools() -> tuple[Supervisor, Leases, Helpers, Discards]:
         helpers=helpers,
         discards=discards,
         host=HostWatch(nodes, name, pause_s=settings.quarantine_s),
+        tally=Tally(database, nodes, name),
     )
     return supervisor, leases, helpers, discards
 

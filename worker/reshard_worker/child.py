@@ -47,12 +47,15 @@ class RunnerProcess:
         self._last: Message | None = Idle()
         self.spoke = False
         """True if the runner has sent a message about its command."""
+        self.peak_memory_bytes = 0
+        """The most memory that the process of the last command took; 0 if it is not known."""
         threading.Thread(target=self._read, name="runner-messages", daemon=True).start()
 
     def give(self, command: Command) -> None:
         """Let a new or idle runner do this work."""
         self._last = None
         self.spoke = False
+        self.peak_memory_bytes = 0
         self._context = copy_context()
         self._write(command.line())
 
@@ -65,6 +68,8 @@ class RunnerProcess:
         if message is None:
             self._ended = True
         self._last = message
+        if isinstance(message, Result | Failure):
+            self.peak_memory_bytes = message.peak_memory_bytes
         self.spoke = self.spoke or message is not None
         return message
 

@@ -27,6 +27,7 @@ from reshard_worker.host_faults import HostWatch, Presence
 from reshard_worker.reaping import ReaperThread
 from reshard_worker.settings import WorkerSettings, worker_name
 from reshard_worker.supervisor import Supervisor
+from reshard_worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def serve_jobs(settings: WorkerSettings) -> None:
         runners=runners,
         discards=Discards(database, lease_s=jobs.lease_s),
         host=HostWatch(nodes, name, pause_s=settings.quarantine_s),
+        tally=Tally(database, nodes, name),
     )
     reaping.start()
     presence.start()

@@ -80,6 +80,8 @@ class Result(_Line):
     converted: ConvertResult | None = None
     planned: PlanSummary | None = None
     helped: WorkShare | None = None
+    peak_memory_bytes: int = 0
+    """The most memory that the engine's process took; 0 if it is not known."""
 
 
 class Failure(_Line):
@@ -87,6 +89,7 @@ class Failure(_Line):
 
     event: Literal["problem"] = "problem"
     problem: Problem
+    peak_memory_bytes: int = 0
 
 
 class Idle(_Line):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -124,7 +125,9 @@ def main() -> int:
     reporter = Reporter(commands, messages)
     stays = bool(os.environ.get(STAYS_VARIABLE))
     line = next_command(commands, lambda: reporter.send(Idle().line()), stop) if stays else commands.readline()
-    reporter.send(_outcome(line, reporter, stop).line())
+    outcome = _outcome(line, reporter, stop)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    reporter.send(outcome.model_copy(update={"peak_memory_bytes": peak}).line())
     return 0
 
 

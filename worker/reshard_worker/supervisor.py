@@ -11,7 +11,7 @@ from enum import StrEnum
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import JobError, ReshardError, SourceError, from_problem
-from reshard.models import JobKind
+from reshard.models import ConvertResult, JobKind
 from reshard_jobs.discards import Discards
 from reshard_jobs.helpers import HelperClaim, Helpers
 from reshard_jobs.leases import JobClaim, Leases
@@ -24,6 +24,7 @@ from reshard_worker.host_faults import HOST, HostWatch, may_be_the_hosts, speaks
 from reshard_worker.lease_heartbeat import LeaseHeartbeat
 from reshard_worker.protocol import Command, CommitRequest, Failure, Message, PlanRequest, ProgressMessage, Result
 from reshard_worker.settings import WorkerSettings
+from reshard_worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,10 @@ class Supervisor:
         runners: The engine processes; by default a new one for each job.
         discards: Discards of the job database; None if this worker makes none.
         host: The watch over this worker's host; None for a worker that others do not know of.
+        tally: What adds to the totals for metrics; None for a worker that counts nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each collaborator beside the first three may be left out
         self,
         leases: Leases,
         settings: WorkerSettings,
@@ -75,6 +77,7 @@ class Supervisor:
         helpers: Helpers | None = None,
         discards: Discards | None = None,
         host: HostWatch | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._leases = leases
         self._helpers = helpers
@@ -83,6 +86,7 @@ class Supervisor:
         self._on_claim = on_claim
         self._runners = runners or Runners(settings.runner_command)
         self._host = host
+        self._tally = tally
         self._ended = None
         if discards is not None:
             self._ended = EndedDiscards(discards, settings, self._runners)
@@ -122,6 +126,7 @@ class Supervisor:
             return False
         self._discarded = True
         job_id, problem = found
+        self._count("", problem=problem)
         if problem is not None and self._host is not None and may_be_the_hosts(problem):
             self._host.refused(job_id, problem, record=True)
         return True
@@ -132,6 +137,7 @@ class Supervisor:
         if self._on_claim is not None:
             self._on_claim()
         problem = HelperRun(self._leases, self._helpers, claim, self._settings, self._runners).run()
+        self._count("", problem=problem)
         if problem is not None and self._host is not None and may_be_the_hosts(problem):
             self._host.refused(claim.job_id, problem, record=True)
         logger.info("job %s: this worker has helped", claim.job_id)
@@ -148,7 +154,10 @@ class Supervisor:
             # The runner has been killed by its `with` block. The journal keeps the work that it finished.
             watch.persist(lambda: self._leases.release(claim), waits=False)
             logger.info("job %s: given back, this worker stops", claim.job_id)
+            self._count("given back")
             raise
+        if outcome is not Outcome.SUCCEEDED:
+            self._count(outcome)
         logger.info("job %s: attempt %d %s", claim.job_id, claim.attempt, outcome)
         return outcome
 
@@ -193,6 +202,8 @@ class Supervisor:
             # A runner that closed its output ends by itself. Killing it at once would lose its exit status.
             status = child.wait(self._settings.term_grace_s) if child.ended else None
             status = child.kill() if status is None and not child.answered else status
+        if self._tally is not None:
+            self._tally.engine(child.peak_memory_bytes)
         return end if end is not None or stopped else _died(status or 0, silent=not child.spoke)
 
     def _follow(self, child: RunnerProcess, claim: JobClaim, watch: LeaseHeartbeat) -> Result | ReshardError | None:
@@ -297,9 +308,25 @@ class Supervisor:
         done = watch.persist(lambda: self._leases.succeed(claim, outcome, plan_digest=digest, share=share))
         if self._host is not None:
             self._host.good()
+        if done:
+            self._count(Outcome.SUCCEEDED, claim.tenant, converted=end.converted)
         return Outcome.SUCCEEDED if done else Outcome.FENCED
 
+    def _count(
+        self,
+        how: str,
+        tenant: str = "",
+        *,
+        converted: ConvertResult | None = None,
+        problem: ReshardError | None = None,
+    ) -> None:
+        if self._tally is not None:
+            self._tally.problem(problem)
+            self._tally.ended(how, tenant, converted)
+
     def _failed(self, claim: JobClaim, watch: LeaseHeartbeat, problem: ReshardError) -> Outcome:
+        if self._tally is not None:
+            self._tally.problem(problem)
         if problem.code == "job.cancelled":
             # The job was not cancelled: another process stopped the runner.
             problem = JobError("job.lost", "the engine process was stopped from outside")
