@@ -24,7 +24,7 @@ COMMA  := ,
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check docs-check docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-queue bench-store bench-workers demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles docs-check docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-queue bench-store bench-workers demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -95,6 +95,9 @@ boundaries: $(READY) ## who may import whom
 compose-check: $(READY) ## docker-compose.yml against the compose specification
 	@$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker-compose.yml
 
+dockerfiles: $(READY) ## hadolint: the images' Dockerfiles
+	@$(BIN)/hadolint deploy/images/Dockerfile deploy/images/seaweedfs.Dockerfile
+
 docs-check: $(READY) ## generated pages are current
 	@$(BIN)/python scripts/make_docs.py --check
 
@@ -119,7 +122,7 @@ bench-queue: $(READY) ## 500 small jobs over two Celery workers, and one beside 
 bench-workers: $(READY) ## one conversion on 1, 2, 4 and 8 workers behind a slow store, the protocol's price, a very large plan
 	@$(BIN)/python bench/workers.py $(ARGS)
 
-check: lint type boundaries compose-check docs-check ## every check that is not a test
+check: lint type boundaries compose-check dockerfiles docs-check ## every check that is not a test
 
 ci: ## what CI runs
 	@.ci/run

@@ -23,7 +23,7 @@ from typing import Any, TextIO, cast
 FORMAT_VARIABLE = "RESHARD_LOG_FORMAT"
 LEVEL_VARIABLE = "RESHARD_LOG_LEVEL"
 """The level of the processes that a service or a worker starts; set by them."""
-FIELDS = ("job", "attempt", "run", "tenant", "trace_id")
+FIELDS = ("job", "attempt", "run", "tenant")
 """The fields of a line that say to which work it belongs."""
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -95,8 +95,6 @@ class JobRow(Base):
     error: Mapped[str | None] = mapped_column(Text, default=None)
     result: Mapped[str | None] = mapped_column(Text, default=None)
     last_seq: Mapped[int] = mapped_column(Integer, default=0)
-    # W3C's name of the span to which the job belongs; null if it has no trace.
-    traceparent: Mapped[str | None] = mapped_column(String(64), default=None)
     created_at: Mapped[float] = mapped_column(Float(53))
     started_at: Mapped[float | None] = mapped_column(Float(53), default=None)
     finished_at: Mapped[float | None] = mapped_column(Float(53), default=None)

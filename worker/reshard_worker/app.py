@@ -17,9 +17,9 @@ import signal
 import threading
 import time
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from celery import Celery
+from celery import Celery, bootsteps
 from celery.signals import (
     setup_logging,
     worker_before_create_process,
@@ -33,6 +33,7 @@ from celery.signals import (
 from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
 from reshard_jobs.logs import as_json, configure_logs
+from reshard_worker.alive import JOB, LOOP, LOOP_S
 from reshard_worker.doorbell_transport import install
 
 if TYPE_CHECKING:
@@ -84,6 +85,24 @@ app.conf.update(
 )
 
 
+class SignOfLife(bootsteps.StartStopStep):
+    """The part of Celery's consumer that shows that its loop runs; it stops and starts with the broker's connection."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, parent: Any) -> None:
+        """Begin to give signs. Celery forgets the timers of a loop that ends."""
+        LOOP.give("runs")
+        parent.timer.call_repeatedly(LOOP_S, LOOP.give)
+
+    def stop(self, parent: Any) -> None:
+        """Say that the loop waits for the broker, or that the worker stops: both take their time."""
+        LOOP.give("away")
+
+
+cast("Any", app.steps)["consumer"].add(SignOfLife)
+
+
 @setup_logging.connect
 def _configure_logs(loglevel: int | None = None, **_kwargs: Any) -> None:
     """Write Celery's lines as all others are written, in the worker and in its pool process."""
@@ -103,6 +122,7 @@ def _check_start(**_kwargs: Any) -> None:
     from reshard_jobs.database import Database
     from reshard_worker.settings import WorkerSettings
 
+    LOOP.give("away")
     try:
         settings = WorkerSettings.from_env()
         # The journal keeps finished work over a stop, so a worker need not wait for the end of a job.
@@ -179,9 +199,11 @@ def work() -> str:
     supervisor = _tools()[0]
     outcome = None
     try:
+        JOB.give("runs")
         outcome = supervisor.run_next()
         return outcome or "nothing to do"
     finally:
+        JOB.end()
         # Ring also when this worker is told to stop: another worker can run the job that it requeues.
         if _pass_on() and outcome is None and not supervisor.work_waits():
             # What waits is not for this worker. It leaves the next messages to others for a moment.
@@ -245,6 +267,8 @@ def _stop_reaper(**_kwargs: Any) -> None:
 def _die_with_worker(**_kwargs: Any) -> None:
     # A pool process whose worker was killed with -9 would run on, and no stop would reach it.
     die_with_parent(signal.SIGKILL)
+    # Of a pool process that was killed with its job.
+    JOB.end()
     # The engine's process begins to import now, and the first job need not wait for it.
     _runners().prepare()
     threading.Thread(target=_show_presence, name="presence-start", daemon=True).start()

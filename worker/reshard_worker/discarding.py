@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from reshard.errors import JobError, ReshardError, from_problem
 from reshard_jobs.discards import DiscardClaim, Discards
 from reshard_jobs.logs import log_as
+from reshard_worker.alive import JOB
 from reshard_worker.child import Runners
 from reshard_worker.commands import engine_command
 from reshard_worker.protocol import Command, Failure, Result
@@ -102,6 +103,7 @@ class _Lease:
 
     def is_held(self) -> bool:
         """True if the claim holds. It is renewed when that is due."""
+        JOB.give()
         now = time.monotonic()
         if now - self._asked_at < self._heartbeat_s:
             return True

@@ -11,6 +11,7 @@ from reshard.errors import ReshardError, from_problem
 from reshard.models import WorkShare
 from reshard_jobs.helpers import HelperClaim, Helpers
 from reshard_jobs.leases import Leases
+from reshard_worker.alive import JOB
 from reshard_worker.child import RunnerProcess, Runners
 from reshard_worker.commands import engine_command
 from reshard_worker.protocol import Failure, Result
@@ -99,6 +100,7 @@ class HelperRun:
 
     def _goes_on(self) -> bool:
         """True if the job still runs and no other job waits. If the database does not answer, the helper goes on."""
+        JOB.give()
         now = time.monotonic()
         try:
             if now - self._beat_at >= self._settings.jobs.heartbeat_s:

@@ -11,6 +11,7 @@ from typing import NoReturn
 from reshard.errors import RequestError
 from reshard_jobs.doorbell import DOORBELL_QUEUE
 from reshard_jobs.logs import LEVEL_VARIABLE, as_json
+from reshard_worker.alive import VARIABLE as ALIVE_VARIABLE, prepare
 from reshard_worker.settings import WorkerSettings
 
 
@@ -47,6 +48,7 @@ def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = 
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     environment[LEVEL_VARIABLE] = log_level
     node = name or (f"gpu{gpu}" if gpu is not None else f"worker{os.getpid()}")
+    environment[ALIVE_VARIABLE] = prepare(node)
     argv = [
         *(sys.executable, "-m", "celery", *(["--quiet"] if as_json() else []), "-A", "reshard_worker.app", "worker"),
         *("--pool", "prefork", "--concurrency", "1", "--queues", DOORBELL_QUEUE),

@@ -11,6 +11,7 @@ from sqlalchemy.exc import DBAPIError
 from reshard.models import Progress
 from reshard_jobs.database import is_away
 from reshard_jobs.leases import JobClaim, Leases, LeaseStatus
+from reshard_worker.alive import JOB
 from reshard_worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class LeaseHeartbeat:
 
     def tick(self) -> LeaseStatus:
         """Do the work that is due: record progress, renew the lease, read the cancel flag."""
+        JOB.give()
         now = time.monotonic()
         if self._unsent is not None:
             entering = self._unsent.phase != self._phase
@@ -67,6 +69,7 @@ class LeaseHeartbeat:
 
     def beat(self) -> LeaseStatus:
         """Renew the lease now, and record progress that was not recorded yet."""
+        JOB.give()
         now = time.monotonic()
         progress = self._unsent
         pulse = self._ask(lambda: self._leases.heartbeat(self._claim, progress), now, renews=True)
@@ -88,6 +91,7 @@ class LeaseHeartbeat:
             waits: False to give up when the lease must have expired.
         """
         while True:
+            JOB.give()
             try:
                 return write()
             except DBAPIError as error:

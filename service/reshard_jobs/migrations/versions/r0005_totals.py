@@ -1,4 +1,4 @@
-"""What operators see: totals that outlive jobs, the memory of engines, and the trace to which a job belongs."""
+"""Numbers for operators: totals that outlive jobs, and the memory of engines."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ oldest_program = "0003"
 
 
 def upgrade() -> None:
-    """Add the table and the columns."""
+    """Add the table and the column."""
     op.create_table(
         "totals",
         sa.Column("name", sa.String(64), primary_key=True),
         sa.Column("label", sa.String(64), primary_key=True),
         sa.Column("value", sa.BigInteger(), nullable=False),
     )
-    op.add_column("jobs", sa.Column("traceparent", sa.String(64)))
     op.add_column("workers", sa.Column("engine_peak_bytes", sa.BigInteger(), nullable=False, server_default="0"))

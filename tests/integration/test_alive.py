@@ -1,0 +1,103 @@
+"""The probe of a worker: it tells one that works, or waits for its broker, from one that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from reshard.models import JobState
+from servers.redis import redis_server
+from servers.scripted import scripted
+from servers.stack import Stack, client_of, pause, resume
+
+LIMIT_S = 8.0
+
+
+def probe(tmp: Path, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    (name,) = [path.stem.removeprefix("worker-") for path in tmp.glob("reshard-*/*.loop")]
+    argv = [sys.executable, "-m", "reshard_worker.alive", "--name", name, "--limit", str(limit_s)]
+    return subprocess.run(argv, env={**os.environ, "TMPDIR": str(tmp)}, capture_output=True, text=True, timeout=20)
+
+
+def wait_until(ready: Callable[[], bool], *, timeout_s: float = 40.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not ready():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.3)
+
+
+@pytest.mark.timeout(240)
+def test_a_worker_that_hangs_is_told_from_one_that_works(
+    make_stack: Callable[[str], Stack], tmp_path: Path, server_directory: Path
+) -> None:
+    stack = make_stack("celery")
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    stack.extra = {"TMPDIR": str(tmp), "RESHARD_LEASE_S": "60"}
+    with redis_server(server_directory / "alive") as broker:
+        stack.broker_url = broker
+        with stack.api() as url, client_of(url) as client, stack.worker() as worker:
+            assert probe(tmp).returncode == 0
+            job = client.submit(scripted(units=400, unit_s=0.1), str(tmp_path / "out"), to="universal")
+            wait_until(lambda: client.get(job.id).state is JobState.RUNNING)
+            time.sleep(LIMIT_S + 1)
+            assert probe(tmp).returncode == 0, "it works"
+            (pool,) = [
+                child
+                for child in psutil.Process(worker.pid).children()
+                if any("spawn_main" in word or "billiard.spawn" in word for word in child.cmdline())
+            ]
+            pause([pool], database_url=stack.database_url)
+            wait_until(lambda: probe(tmp).returncode == 1)
+            assert "supervisor of its job" in probe(tmp).stdout
+            resume([pool])
+            wait_until(lambda: probe(tmp).returncode == 0)
+            main = psutil.Process(worker.pid)
+            main.send_signal(signal.SIGSTOP)
+            wait_until(lambda: probe(tmp).returncode == 1)
+            assert "its loop has not run" in probe(tmp).stdout
+            main.send_signal(signal.SIGCONT)
+            wait_until(lambda: probe(tmp).returncode == 0)
+            client.cancel(job.id)
+            assert client.wait(job.id, timeout_s=30).state is JobState.CANCELLED
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_without_its_broker_is_alive(
+    make_stack: Callable[[str], Stack], tmp_path: Path, server_directory: Path
+) -> None:
+    stack = make_stack("celery")
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    stack.extra = {"TMPDIR": str(tmp)}
+    server = redis_server(server_directory / "away")
+    stack.broker_url = server.__enter__()
+    with stack.worker():
+        assert probe(tmp).returncode == 0
+        server.__exit__(None, None, None)
+        time.sleep(6)
+        for _ in range(5):
+            assert probe(tmp, limit_s=4.0).returncode == 0
+            time.sleep(1)
+
+
+def test_no_worker_is_no_live_worker(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "reshard_worker.alive", "--name", "nobody"]
+    done = subprocess.run(argv, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no worker has written" in done.stdout
+
+
+def test_the_probe_is_cheap() -> None:
+    argv = [sys.executable, "-X", "importtime", "-m", "reshard_worker.alive", "--name", "nobody"]
+    said = subprocess.run(argv, capture_output=True, text=True).stderr
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in said.splitlines()}
+    assert not loaded & {"torch", "celery", "pydantic", "sqlalchemy", "numpy", "typer", "reshard_jobs"}, loaded
