@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm's own engine: valid for Kubernetes, equal in substance to the kustomize files, no root."""
+"""The Helm chart, rendered by Helm's own engine: valid for Kubernetes, equal in substance to the kustomize files."""
 
 from __future__ import annotations
 
