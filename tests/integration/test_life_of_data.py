@@ -164,6 +164,26 @@ def test_cancel_of_a_failed_job_gives_its_files_up(place: Place, sources: tuple[
     place.is_right(sources[0])
 
 
+def test_a_target_beside_it_with_the_same_plan_does_not_keep_the_files_of_a_failed_job(
+    place: Place, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have one plan, and the pointer beside them is that of the one that succeeded."""
+    monkeypatch.setenv("FAIL_AFTER_UNITS", "0")
+    whole = {"part_bytes": 64 << 20}  # an object store has no part of a file, so whole objects are left
+    place.healed.touch()
+    place.submit(sources[0], "sibling", **whole)
+    assert place.worker.run_next() is Outcome.SUCCEEDED
+    before = sorted(place.look())
+    place.healed.unlink()
+    job = place.submit(sources[0], **whole)
+    assert place.worker.run_next() is Outcome.FAILED
+    assert len(place.look()) > len(before)
+    place.store.cancel(job.id)
+    assert place.worker.run_next() is Outcome.DISCARDED
+    assert sorted(place.look()) == before
+    place.is_right(sources[0], "sibling")
+
+
 def test_the_files_of_a_failed_job_go_when_their_time_is_over(place: Place, sources: tuple[Path, Path]) -> None:
     place.keep_failed_s = 1.0
     place.__post_init__()

@@ -111,7 +111,7 @@ class Leftovers:
     def collect(self) -> None:
         """Remove all objects that the conversion with the claim wrote, commit files first, unless it is finished.
 
-        A conversion is finished when its pointer is written or, if it has no pointer, when its manifest is written.
+        A conversion is finished when its manifest is written, and its pointer, if it has one.
         """
         claim = self._control.claimed_by()
         if claim is None:
@@ -189,8 +189,9 @@ class Leftovers:
         self._control.release(digest)
 
     def _is_finished(self, plan: Mapping[str, Any], digest: str) -> bool:
-        last = join(self._parent, plan["pointer"]) if plan.get("pointer") else self._manifest
-        return self.is_written_by(last, digest)
+        # A pointer alone proves nothing: the same plan may have written it for another target in the same directory.
+        pointer = join(self._parent, plan["pointer"]) if plan.get("pointer") else self._manifest
+        return self.is_written_by(self._manifest, digest) and self.is_written_by(pointer, digest)
 
     def _collect_journals(self, journals: Sequence[str], *, packs: bool = True) -> None:
         # Without a claim, no conversion is running. A process that was paused and went on too late wrote the journals.
