@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, Engine, String, column, inspect, select, table
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from reshard.errors import JobError, printable
 from reshard_jobs.connections import for_reading, is_sqlite
@@ -99,9 +99,9 @@ def prepare(engine: Engine, *, upgrade: bool = False) -> Standing:
     `upgrade` changes tables that exist, because workers of other hosts may be older.
 
     Raises:
-        JobError: `service.schema_behind`: the database needs an upgrade. `service.schema_version`: a later release has
-            upgraded it, and programs of this one may not run on it. `service.unavailable`: its tables are in use for
-            longer than an upgrade waits.
+        JobError: `service.schema_behind`: the database needs an upgrade, or its upgrade failed.
+            `service.schema_version`: a later release has upgraded it, and programs of this one may not run on it.
+            `service.unavailable`: its tables are in use for longer than an upgrade waits.
     """
     with for_reading(engine).begin() as connection:
         before = standing_of(connection)
@@ -184,7 +184,17 @@ def _prepare(engine: Engine, *, upgrade: bool) -> Standing:
         if not is_sqlite(engine):
             # Whoever waits for a table holds up all who come later, and so the workers.
             connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_WAIT_S}s'")
-        _upgrade(connection, before)
+        try:
+            _upgrade(connection, before)
+        except DBAPIError as error:
+            if error.connection_invalidated or _waits_for_lock(error):
+                raise
+            raise JobError(
+                "service.schema_behind",
+                f"the upgrade from revision {before.revision or 'none'} to {HEAD} failed, and nothing is changed: "
+                f"{printable(str(error.orig).strip().partition(chr(10))[0])}",
+                fix="remove what stands in the way, or connect as the owner of the tables; then: reshard db upgrade",
+            ) from error
         return before
 
 
@@ -212,5 +222,5 @@ def _config(output: io.StringIO | None = None) -> Config:
     return config
 
 
-def _waits_for_lock(error: OperationalError) -> bool:
+def _waits_for_lock(error: DBAPIError) -> bool:
     return getattr(error.orig, "sqlstate", None) == "55P03"

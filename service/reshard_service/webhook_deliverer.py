@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 
 from reshard_jobs.deliveries import Deliveries, DeliveryClaim
 from reshard_jobs.periodic import PeriodicThread
@@ -62,7 +62,7 @@ class WebhookDeliverer:
                 thread = threading.Thread(target=self._send, args=(claim,), name="webhook", daemon=True)
                 self._sending.add(thread)
                 thread.start()
-        except DBAPIError as error:
+        except (DBAPIError, PoolTimeout) as error:
             logger.warning("the outbox of webhooks cannot be read: %s", error)
 
     def _claim(self) -> DeliveryClaim | None:
@@ -80,7 +80,7 @@ class WebhookDeliverer:
             if outcome.error is not None:
                 logger.info("webhook %s, try %d: %s", claim.id, claim.tries + 1, outcome.error)
             self._deliveries.record(claim, outcome)
-        except DBAPIError as error:
+        except (DBAPIError, PoolTimeout) as error:
             logger.warning("the end of delivery %s is not recorded, so it is sent again: %s", claim.id, error)
         finally:
             self._free.release()

@@ -87,6 +87,19 @@ def test_an_old_database_is_adopted(database_url: str, engine: Engine) -> None:
     assert differences(engine) == []
 
 
+def test_an_upgrade_that_fails_changes_nothing(database_url: str, engine: Engine) -> None:
+    thaw(1, database_url)
+    # Somebody else's.
+    run(engine, "CREATE TABLE webhook_deliveries (id INTEGER)")
+    with pytest.raises(JobError, match=r"webhook_deliveries.* already exists") as caught:
+        Database(database_url, upgrade=True)
+    assert caught.value.code == "service.schema_behind"
+    assert fact(engine, "SELECT value FROM reshard_meta WHERE name = 'schema_version'") == "1"
+    run(engine, "DROP TABLE webhook_deliveries")
+    Database(database_url, upgrade=True).close()
+    assert differences(engine) == []
+
+
 @pytest.mark.parametrize("schema", [0, 1])
 def test_of_many_processes_one_makes_the_tables(schema: int, database_url: str, engine: Engine) -> None:
     if schema:

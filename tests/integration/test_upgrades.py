@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import text
 
 from house.repository import ROOT
+from house.tiers import rest_full
 from reshard.models import Job, JobState
 from reshard_jobs.connections import engine_of
 from reshard_jobs.database import Database
@@ -55,9 +56,9 @@ class Thawed:
         subprocess.run(command, check=True, env=environment, capture_output=True)
 
 
-@pytest.fixture(params=[1, 2, 3], ids="schema{}".format)
-def thawed(request: pytest.FixtureRequest, database_url: str, tmp_path: Path) -> Thawed:
-    return Thawed(request.param, database_url, tmp_path)
+@pytest.fixture
+def thawed(schema: int, database_url: str, tmp_path: Path) -> Thawed:
+    return Thawed(schema, database_url, tmp_path)
 
 
 def holds(told: object, now: object) -> bool:
@@ -69,6 +70,7 @@ def holds(told: object, now: object) -> bool:
     return told == now
 
 
+@pytest.mark.parametrize("schema", [1, 2, 3])
 def test_every_job_reads_as_before(thawed: Thawed) -> None:
     thawed.upgrade()
     database = Database(thawed.url, host="frozen")
@@ -98,6 +100,7 @@ def case_of(job: Mapping[str, Any]) -> str:
     return job["labels"]["case"]
 
 
+@pytest.mark.parametrize("schema", rest_full([1, 2, 3], 3))
 def test_every_job_goes_on(thawed: Thawed, tmp_path: Path) -> None:
     thawed.upgrade()
     stack = Stack(tmp_path / "logs", thawed.url, scripted=False, extra={**HOST, **FOREVER})
