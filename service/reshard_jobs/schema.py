@@ -38,6 +38,8 @@ _LOCK_WAIT_S = 3
 _LOCK_TRIES = 8
 _LOCK_PAUSE_S = 2.0
 _STAMP = select(column("version_num", String())).select_from(table(VERSION_TABLE))
+# Its lines are for those who write revisions, and some are written when it is imported.
+logging.getLogger("alembic").setLevel(logging.WARNING)
 # Alembic keeps the environment of a running migration in a variable of its module.
 _one_at_a_time = threading.Lock()
 
@@ -215,8 +217,6 @@ def _upgrade(connection: Connection, before: Standing) -> None:
 def _config(output: io.StringIO | None = None) -> Config:
     from alembic.config import Config
 
-    # Its lines are for those who write revisions.
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     config = Config(output_buffer=output) if output is not None else Config()
     config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
     return config

@@ -110,6 +110,13 @@ def test_of_many_processes_one_makes_the_tables(schema: int, database_url: str, 
     assert differences(engine) == []
 
 
+def test_a_new_database_is_made_without_a_word(sqlite_url: str) -> None:
+    code = "import logging, sys\nfrom reshard_jobs.database import Database\nlogging.basicConfig(level=logging.INFO)\n"
+    command = [sys.executable, "-c", f"{code}Database(sys.argv[1]).close()", sqlite_url]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout + done.stderr == ""
+
+
 def test_a_later_release_says_who_may_run(database_url: str, engine: Engine) -> None:
     Database(database_url).close()
     run(engine, f"UPDATE {VERSION_TABLE} SET version_num = '9001'")

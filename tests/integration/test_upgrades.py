@@ -210,6 +210,22 @@ def test_a_rolling_restart_loses_nothing(stacks: tuple[Stack, Stack], tmp_path: 
             end_tree(new_worker)
 
 
+def test_programs_do_not_start_on_an_older_database(make_stack: Callable[[str], Stack], tmp_path: Path) -> None:
+    stack = make_stack("celery")
+    thaw(3, stack.database_url)
+    app = ("-m", "uvicorn", "reshard_service.app:create_app", "--factory", "--port", "0")
+    for argv in (("-c", "from reshard_worker.launch import worker; worker()"), ("-m", "reshard_worker.embedded"), app):
+        done = subprocess.run(
+            [sys.executable, *argv], env=stack.env(), cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode != 0, argv
+        said = done.stdout + done.stderr
+        assert f"the job database has revision 0003, but this program needs {HEAD}" in said, argv
+    upgraded(stack)
+    with stack.api() as url, client_of(url) as client:
+        assert len(client.list(page_size=200).jobs) == 20
+
+
 EXPANSION = (
     "ALTER TABLE jobs ADD COLUMN later INTEGER NOT NULL DEFAULT 0",
     "ALTER TABLE jobs ADD COLUMN later_still TEXT",
