@@ -5,7 +5,7 @@
 
 `store`: SeaweedFS on loopback, and before it one proxy for each worker process, which lets each call wait `--delay-ms`
 and carries `--bandwidth` MB/s in each direction. Each worker has `--threads` threads, so that it waits for its network
-and not for the processor: what is divided is waiting. `plain` is a conversion without the protocol. Each worker imports
+and not for the processor: what is divided is waiting. `plain`, 0 workers, has no protocol. Each worker imports
 the engine, says that it is ready, and begins on a sign, because on two cores eight interpreters start one after
 another. `start_s` is that time, `job_s` runs from the sign to the end of the last worker, plans included; `run_s` is
 the longest phase in which a worker of the job executed units, and `commit_s` is what the elected worker took after it:
@@ -42,7 +42,7 @@ from seaweed import seaweed
 from slow_store import SlowStore, slow_stores
 
 _BUCKET = "bench"
-_WORKERS = (1, 2, 4, 8)
+_WORKERS = (0, 1, 2, 4, 8)
 _TARGETS: dict[str, dict[str, Any]] = {
     "universal": {"to": "universal"},
     "zero": {"to": "zero", "options": {"deepspeed": {"dp": 3}}},
@@ -215,7 +215,7 @@ def store_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             print(f"source: {_upload(client, directory / 'run', 'run') / 1e6:.0f} MB", flush=True)
             for _ in range(arguments.rounds):
                 for target in targets:
-                    for count in (0, *arguments.workers):
+                    for count in arguments.workers:
                         found.setdefault((target, count), []).append(_one(settings, target, count, arguments))
     return [_row(target, count, found) for target, count in found]
 
@@ -311,7 +311,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=("store", "local", "plan", "all"), default="all")
     parser.add_argument("--targets", default=",".join(_TARGETS))
-    parser.add_argument("--workers", type=lambda text: tuple(map(int, text.split(","))), default=_WORKERS)
+    parser.add_argument(
+        "--workers", type=lambda text: tuple(map(int, text.split(","))), default=_WORKERS, help="0: plain"
+    )
     parser.add_argument("--megabytes", type=int, default=400, help="master and moments of the store's checkpoint")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--verify", choices=("default", "full"), default="default")

@@ -21,8 +21,9 @@ from reshard_jobs.logs import FORMAT_VARIABLE
 from reshard_jobs.maxima import MOST_THREADS, Maxima, maxima_of_this_machine
 from reshard_jobs.roots import Roots
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False, title="a number of seconds above 0")]
-"""A number of seconds. The title of a field describes its valid values: the error's `fix` ends with it."""
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False, title="a number of seconds above 0 and below 1e9")]
+"""A number of seconds: less than 32 years, because it is added to the present. The title of a field describes its valid
+values: the error's `fix` ends with it."""
 
 
 def _roots(value: object) -> object:

@@ -58,9 +58,9 @@ def test_only_from_env_reads_the_environment(
 @pytest.mark.parametrize(
     ("name", "text", "fix"),
     [
-        *((name, text, f"set {name} to a number of seconds above 0")
+        *((name, text, f"set {name} to a number of seconds above 0 and below 1e9")
           for name in ("RESHARD_LEASE_S", "RESHARD_RETRY_DELAY_S", "RESHARD_SHUTDOWN_GRACE_S")
-          for text in ("x", "0", "-1", "inf", "nan")),
+          for text in ("x", "0", "-1", "1e12", "inf", "nan")),
         ("RESHARD_VERIFY", "some", "set RESHARD_VERIFY to default or full"),
     ],
 )  # fmt: skip
