@@ -140,3 +140,16 @@ class ServerCopyPolicy(StrEnum):
 
     AUTO = "auto"
     NEVER = "never"
+
+
+class TokenScope(StrEnum):
+    """The rights that a token of a service may have, within its tenant. None of them includes another."""
+
+    SUBMIT = "submit"
+    """Submit and retry jobs, plan conversions, inspect checkpoints."""
+    READ = "read"
+    """Read jobs, their events and results."""
+    CANCEL = "cancel"
+    """Cancel jobs, and give up the files of failed ones."""
+    ADMIN = "admin"
+    """Manage tokens and read the audit log; of the tenant `default`: of all tenants, and manage tenants."""

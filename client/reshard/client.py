@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from reshard import _wire
 from reshard._sse import ServerEvent, parse_events
 from reshard._wire import Answer, Call, ConvertOptions, ModelT
+from reshard.admin import AdminClient
 from reshard.errors import JobError, RequestError, ReshardError, from_problem
 from reshard.models import (
     ConvertRequest,
@@ -85,6 +86,11 @@ class Client:
     def close(self) -> None:
         """Close the connection pool."""
         self._http.close()
+
+    @property
+    def admin(self) -> AdminClient:
+        """The calls of administrators: tokens, tenants, the audit log."""
+        return AdminClient(self._send)
 
     def inspect(self, url: str, *, tag: str | None = None, profile: str | None = None) -> Inspection:
         """Describe a checkpoint that the service can read, from its metadata."""

@@ -75,6 +75,13 @@ CODES: Mapping[str, CodeEntry] = {
     ),
     "request.job_exists": CodeEntry(409, ExitCode.CONFLICT, "A job with this id, made by another request, exists."),
     "request.unauthorized": CodeEntry(401, ExitCode.AUTH, "The token is missing or not valid."),
+    "request.forbidden": CodeEntry(403, ExitCode.AUTH, "The token has no right to do this."),
+    "request.quota_jobs": CodeEntry(429, ExitCode.RETRYABLE, "The tenant has too many waiting jobs.", True),
+    "request.quota_bytes": CodeEntry(
+        429, ExitCode.REFUSED, "The tenant's conversions of the last 24 hours write too many bytes."
+    ),
+    "request.tenant_exists": CodeEntry(409, ExitCode.CONFLICT, "A tenant with this name exists."),
+    "request.tenant_busy": CodeEntry(409, ExitCode.CONFLICT, "The tenant has jobs whose files a worker must remove."),
     "request.too_many_tokens": CodeEntry(429, ExitCode.AUTH, "Too many wrong tokens came from one address."),
     "request.wrong_host": CodeEntry(421, ExitCode.AUTH, "The service is not served under the name in the URL."),
     "request.address_forbidden": CodeEntry(403, ExitCode.AUTH, "The service sends no webhooks to this address."),

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sqlalchemy import func, insert, inspect, select
+from sqlalchemy import Select, func, insert, inspect, select
 from sqlalchemy.exc import (
     DBAPIError,
     InterfaceError,
@@ -21,6 +21,9 @@ from reshard.errors import JobError, ReshardError
 from reshard_jobs.connections import URL_FIX, engine_of, for_reading, is_sqlite
 from reshard_jobs.schema import prepare
 from reshard_jobs.tables import JobRow, MetaRow
+
+_TENANT_SEED = 1
+"""Seed of the hashes of tenants' locks; those of targets have 0."""
 
 
 def host_identity() -> str:
@@ -94,6 +97,12 @@ class Database:
         if not self.is_sqlite:
             target = select(JobRow.target).where(JobRow.id == job_id).scalar_subquery()
             session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(target, 0))))
+
+    def lock_tenant(self, session: Session, tenant: Select[str]) -> None:
+        """Keep others from claims for a tenant, which a query may find, until the end of the transaction."""
+        if not self.is_sqlite:
+            name = tenant.scalar_subquery()
+            session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(name, _TENANT_SEED))))
 
     def close(self) -> None:
         """Close the pool's connections."""

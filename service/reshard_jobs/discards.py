@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session, aliased
 from reshard.models import ConvertRequest, JobState
 from reshard_jobs.database import Database
 from reshard_jobs.helpers import free_of_helpers
+from reshard_jobs.limits import TenantLimits, limits_of
 from reshard_jobs.records import tenant_of
 from reshard_jobs.states import ACTIVE, TERMINAL
 from reshard_jobs.tables import ANY_PLAN, JobRow, PlanRow, db_now
@@ -35,6 +36,7 @@ class DiscardClaim:
     job_id: str
     owner: str
     request: ConvertRequest
+    limits: TenantLimits
     plans: tuple[str, ...] | None
     """The plans whose files are removed; None for whatever is unfinished in the target."""
     asked: bool
@@ -100,6 +102,7 @@ class Discards:
                 job_id=job_id,
                 owner=owner,
                 request=ConvertRequest.model_validate_json(row.request),
+                limits=limits_of(session, row.tenant),
                 plans=None if ANY_PLAN in plans else plans,
                 asked=bool(row.discard_asked),
                 succeeded=row.state == JobState.SUCCEEDED.value,

@@ -14,6 +14,8 @@ from sqlalchemy.orm import Session
 
 from reshard.models import ConvertRequest, JobKind, JobState, WorkShare
 from reshard_jobs.database import Database
+from reshard_jobs.limits import TenantLimits, limits_of
+from reshard_jobs.quotas import has_room_for_helpers, limited_tenant_of, turns, with_turns
 from reshard_jobs.records import tenant_of, worker_of
 from reshard_jobs.refusals import refused_by
 from reshard_jobs.states import ACTIVE
@@ -32,6 +34,7 @@ class HelperClaim:
     job_id: str
     token: str
     request: ConvertRequest
+    limits: TenantLimits
     max_workers: int
     attempt: int = 0
     tenant: str = "default"
@@ -57,10 +60,11 @@ class Helpers:
             return help_wanted(session, self._max_workers)
 
     def join_next(self, *, worker: str) -> HelperClaim | None:
-        """Join the job that needs help most: by priority, then by the number of its helpers, then by age."""
-        order = (JobRow.priority.desc(), _present().asc(), JobRow.created_at, JobRow.id)
+        """Join the job that needs help most: by priority, its tenant's turn, the number of its helpers, and age."""
+        turn = turns()
+        order = (JobRow.priority.desc(), turn.share, _present().asc(), JobRow.created_at, JobRow.id)
         open_to = (_takes_helper(self._max_workers), ~refused_by(worker))
-        query = select(JobRow.id).where(*open_to).order_by(*order).limit(_CANDIDATES)
+        query = with_turns(select(JobRow.id), turn).where(*open_to).order_by(*order).limit(_CANDIDATES)
         with self._database.read() as session:
             candidates = session.scalars(query).all()
         return next((c for job_id in candidates if (c := self._join(job_id, worker)) is not None), None)
@@ -68,6 +72,7 @@ class Helpers:
     def _join(self, job_id: str, worker: str) -> HelperClaim | None:
         token = secrets.token_hex(16)
         with self._database.write() as session:
+            self._database.lock_tenant(session, limited_tenant_of(job_id))
             # The lock on the job makes two helpers that join at once count one another.
             locked = select(JobRow).where(JobRow.id == job_id).with_for_update()
             if session.scalars(locked).one_or_none() is None:
@@ -92,7 +97,13 @@ class Helpers:
             change(session, job_id, "worker", entry=worker_of(place).model_dump_json())
             request = ConvertRequest.model_validate_json(row.request)
             return HelperClaim(
-                job_id, token, request, row.max_workers or self._max_workers, row.attempt, tenant_of(row)
+                job_id=job_id,
+                token=token,
+                request=request,
+                limits=limits_of(session, row.tenant),
+                max_workers=row.max_workers or self._max_workers,
+                attempt=row.attempt,
+                tenant=tenant_of(row),
             )
 
     def heartbeat(self, claim: HelperClaim) -> bool:
@@ -174,6 +185,7 @@ def _takes_helper(max_workers: int) -> ColumnElement[bool]:
         JobRow.takes_workers == 1,
         JobRow.cancel_requested == 0,
         or_(JobRow.lease_until.is_(None), JobRow.lease_until >= db_now()),
+        has_room_for_helpers(JobRow),
         _present() + 1 < most,
         failed < _MOST_FAILED,
     )

@@ -13,13 +13,13 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import ColumnElement, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from reshard.errors import RequestError, printable
 from reshard_jobs.database import Database
-from reshard_jobs.tables import JOB_ID, IdempotencyRow, db_now
+from reshard_jobs.tables import DEFAULT_TENANT, JOB_ID, PUBLIC_ID, IdempotencyRow, JobRow, db_now
 
 HOLD_S = 30.0
 _OWN_ID = re.compile(f"(?!job_){JOB_ID}")
@@ -30,8 +30,9 @@ MAX_KEY_CHARS = 255
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """A held key, which its request may bind to a job."""
+    """A held key of a tenant, which its request may bind to a job."""
 
+    tenant: str
     key: str
     holder: str
 
@@ -42,10 +43,11 @@ def fingerprint(body: Any) -> str:
 
 
 class IdempotencyKeys:
-    """The keys of a job database."""
+    """The keys of one tenant of a job database."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, tenant: str = DEFAULT_TENANT) -> None:
         self._database = database
+        self._tenant = tenant
 
     def begin(self, key: str, body_fingerprint: str) -> Hold | str:
         """Hold a new key, or find the id of the job that it is bound to.
@@ -85,18 +87,18 @@ class IdempotencyKeys:
             raise
 
     def _begin(self, key: str, body_fingerprint: str) -> Hold | str:
-        hold = Hold(key, secrets.token_hex(16))
+        hold = Hold(self._tenant, key, secrets.token_hex(16))
         values = {"fingerprint": body_fingerprint, "holder": hold.holder, "held_until": db_now() + HOLD_S}
         with self._database.write() as session:
             try:
                 with session.begin_nested():
-                    session.execute(insert(IdempotencyRow).values(key=key, **values))
+                    session.execute(insert(IdempotencyRow).values(tenant=self._tenant, key=key, **values))
             except IntegrityError:
                 return self._join(session, hold, values)
         return hold
 
     def _join(self, session: Session, hold: Hold, values: dict[str, Any]) -> Hold | str:
-        row = session.scalars(select(IdempotencyRow).where(IdempotencyRow.key == hold.key)).one_or_none()
+        row = session.scalars(select(IdempotencyRow).where(*_of(hold))).one_or_none()
         if row is not None and row.fingerprint != values["fingerprint"]:
             raise RequestError(
                 "request.idempotency_mismatch",
@@ -104,12 +106,10 @@ class IdempotencyKeys:
                 fix="use a new key for a new request",
             )
         if row is not None and row.job_id is not None:
-            return row.job_id
+            return session.scalars(select(PUBLIC_ID).where(JobRow.id == row.job_id)).one()
         taken = session.scalars(
             update(IdempotencyRow)
-            .where(
-                IdempotencyRow.key == hold.key, IdempotencyRow.job_id.is_(None), IdempotencyRow.held_until < db_now()
-            )
+            .where(*_of(hold), IdempotencyRow.job_id.is_(None), IdempotencyRow.held_until < db_now())
             .values(**values)
             .returning(IdempotencyRow.key)
             .execution_options(synchronize_session=False)
@@ -123,14 +123,12 @@ class IdempotencyKeys:
         with self._database.write() as session:
             session.execute(
                 delete(IdempotencyRow).where(
-                    IdempotencyRow.key == hold.key,
-                    IdempotencyRow.holder == hold.holder,
-                    IdempotencyRow.job_id.is_(None),
+                    *_of(hold), IdempotencyRow.holder == hold.holder, IdempotencyRow.job_id.is_(None)
                 )
             )
 
 
-def bind(session: Session, hold: Hold, job_id: str) -> None:
+def bind(session: Session, hold: Hold, job_key: str) -> None:
     """Bind a held key to the job that this transaction creates.
 
     Raises:
@@ -138,13 +136,17 @@ def bind(session: Session, hold: Hold, job_id: str) -> None:
     """
     bound = session.scalars(
         update(IdempotencyRow)
-        .where(IdempotencyRow.key == hold.key, IdempotencyRow.holder == hold.holder, IdempotencyRow.job_id.is_(None))
-        .values(job_id=job_id)
+        .where(*_of(hold), IdempotencyRow.holder == hold.holder, IdempotencyRow.job_id.is_(None))
+        .values(job_id=job_key)
         .returning(IdempotencyRow.key)
         .execution_options(synchronize_session=False)
     ).one_or_none()
     if bound is None:
         raise conflict()
+
+
+def _of(hold: Hold) -> tuple[ColumnElement[bool], ...]:
+    return (IdempotencyRow.tenant == hold.tenant, IdempotencyRow.key == hold.key)
 
 
 def job_exists(job_id: str) -> RequestError:

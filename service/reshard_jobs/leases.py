@@ -19,6 +19,8 @@ from reshard.models import ConvertRequest, JobKind, JobState, Problem, Progress,
 from reshard_jobs.database import Database
 from reshard_jobs.discards import FIRST_PAUSE_S, being_discarded, forget_plans
 from reshard_jobs.helpers import free_of_helpers
+from reshard_jobs.limits import TenantLimits, limits_of
+from reshard_jobs.quotas import has_room, limited_tenant_of, turns, with_turns
 from reshard_jobs.records import tenant_of
 from reshard_jobs.refusals import others_may_try, refuse, refused_by
 from reshard_jobs.states import ACTIVE, TERMINAL, sources_of, state_of
@@ -49,6 +51,7 @@ class JobClaim:
     attempt: int
     kind: JobKind
     request: ConvertRequest
+    limits: TenantLimits
     cleanup: bool
     """True if the job is to be cancelled and has no live owner: remove the files of its attempts and run nothing."""
     max_workers: int = 0
@@ -96,6 +99,7 @@ class Leases:
         }
         with self._database.write() as session:
             self._database.lock_target_of(session, job_id)
+            self._database.lock_tenant(session, limited_tenant_of(job_id))
             started = func.coalesce(JobRow.started_at, db_now())
             can = _runnable(worker)
             row = move(session, job_id, JobState.PLANNING, *can, progress=None, started_at=started, **values)
@@ -113,6 +117,7 @@ class Leases:
                 attempt=row.attempt,
                 kind=JobKind(row.kind),
                 request=ConvertRequest.model_validate_json(row.request),
+                limits=limits_of(session, row.tenant),
                 cleanup=cleanup,
                 max_workers=row.max_workers,
                 worker=worker[:200],
@@ -121,9 +126,14 @@ class Leases:
             )
 
     def claim_next(self, *, worker: str) -> JobClaim | None:
-        """Claim the available job with the highest priority, of these the oldest; None if no job is available."""
-        order = (JobRow.priority.desc(), JobRow.created_at, JobRow.id)
-        query = select(JobRow.id).where(_claimable(worker)).order_by(*order).limit(_NEXT_CANDIDATES)
+        """Claim the available job whose turn it is; None if no job is available.
+
+        The job has the highest priority. Of these, it is one of the tenant with the fewest workers by its weight, and
+        of that tenant's jobs the oldest.
+        """
+        turn = turns()
+        order = (JobRow.priority.desc(), turn.share, JobRow.created_at, JobRow.id)
+        query = with_turns(select(JobRow.id), turn).where(_claimable(worker)).order_by(*order).limit(_NEXT_CANDIDATES)
         while True:
             with self._database.read() as session:
                 candidates = session.scalars(query).all()
@@ -334,6 +344,7 @@ def _runnable(worker: str | None = None) -> tuple[ColumnElement[bool], ...]:
         JobRow.not_before <= db_now(),
         JobRow.cancel_requested == 0,
         JobRow.attempt - JobRow.releases < JobRow.max_attempts,
+        has_room(JobRow),
         _target_is_free((*ACTIVE, JobState.CANCELLING)),
         *(() if worker is None else (~refused_by(worker),)),
     )

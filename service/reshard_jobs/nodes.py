@@ -13,7 +13,7 @@ from reshard_jobs.database import Database
 from reshard_jobs.leases import problem_json
 from reshard_jobs.records import time_of
 from reshard_jobs.refusals import begin_quarantine, refuse, streak
-from reshard_jobs.tables import NodeRow, WorkerRow, db_now
+from reshard_jobs.tables import PUBLIC_ID, JobRow, NodeRow, WorkerRow, db_now
 
 _STREAK = 3
 """Number of different jobs in a row that a worker must fail before it doubts its host."""
@@ -103,14 +103,23 @@ class Nodes:
         with self._database.read() as session:
             return max(0.0, session.execute(query).scalar_one_or_none() or 0.0)
 
-    def live(self) -> list[WorkerNode]:
-        """The workers that were seen lately, by name, each with the job that it runs or helps."""
+    def live(self, tenant: str | None = None) -> list[WorkerNode]:
+        """The workers that were seen lately, by name, each with the job that it runs or helps.
+
+        With a tenant, only those that work for it, and nothing that other tenants' jobs have told of them.
+        """
         query = select(NodeRow, NodeRow.quarantined_until > db_now()).where(NodeRow.seen_at >= db_now() - self.lease_s)
         with self._database.read() as session:
             rows = session.execute(query.order_by(NodeRow.name)).all()
-            at_work = select(WorkerRow.worker, WorkerRow.job_id).where(WorkerRow.left_at.is_(None))
+            at_work = select(WorkerRow.worker, PUBLIC_ID).join(JobRow, JobRow.id == WorkerRow.job_id)
+            at_work = at_work.where(
+                WorkerRow.left_at.is_(None), *(() if tenant is None else (JobRow.tenant == tenant,))
+            )
             jobs: dict[str, str] = {row[0]: row[1] for row in session.execute(at_work)}
-        return [_node_of(row, jobs.get(row.name), quarantined=bool(held)) for row, held in rows]
+        if tenant is None:
+            return [_node_of(row, jobs.get(row.name), quarantined=bool(held)) for row, held in rows]
+        mine = (_node_of(row, jobs[row.name], quarantined=False) for row, _ in rows if row.name in jobs)
+        return [node.model_copy(update={"problem": None}) for node in mine]
 
 
 def _node_of(row: NodeRow, job_id: str | None, *, quarantined: bool) -> WorkerNode:

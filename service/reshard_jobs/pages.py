@@ -1,4 +1,4 @@
-"""Opaque page tokens. A token holds the last job of a page and a digest of the listing's filter."""
+"""Opaque page tokens. A token holds the last job of a page and a digest of the listing's tenant and filter."""
 
 from __future__ import annotations
 
@@ -27,39 +27,40 @@ class JobFilter:
     states: tuple[JobState, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def digest(self) -> str:
-        """The digest of this filter, which a page token contains."""
-        text = json.dumps([sorted(self.states), sorted(self.labels.items())])
+    def digest(self, tenant: str) -> str:
+        """The digest of this filter of a tenant's jobs, which a page token contains."""
+        text = json.dumps([tenant, sorted(self.states), sorted(self.labels.items())])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def make_token(chosen: JobFilter, created_at: float, job_id: str) -> str:
+def make_token(chosen: JobFilter, tenant: str, created_at: float, key: str) -> str:
     """Make the token of the page after this job."""
-    return base64.urlsafe_b64encode(json.dumps([chosen.digest(), created_at, job_id]).encode()).decode().rstrip("=")
+    fields = [chosen.digest(tenant), created_at, key]
+    return base64.urlsafe_b64encode(json.dumps(fields).encode()).decode().rstrip("=")
 
 
-def read_token(chosen: JobFilter, token: str) -> tuple[float, str]:
-    """Read the creation time (seconds since the epoch) and the id of the job after which a page begins.
+def read_token(chosen: JobFilter, tenant: str, token: str) -> tuple[float, str]:
+    """Read the creation time (seconds since the epoch) and the key of the job after which a page begins.
 
     Raises:
-        RequestError: `request.invalid`: the token is malformed, or belongs to another filter.
+        RequestError: `request.invalid`: the token is malformed, or belongs to another filter or tenant.
     """
     try:
         fields: Any = json.loads(base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True))
     except (binascii.Error, ValueError, RecursionError) as error:
         raise _bad_token() from error
     match fields:
-        case [str(digest), float(created_at), str(job_id)] if digest == chosen.digest() and _may_be_ours(
-            created_at, job_id
+        case [str(digest), float(created_at), str(key)] if digest == chosen.digest(tenant) and _may_be_ours(
+            created_at, key
         ):
-            return created_at, job_id
+            return created_at, key
         case _:
             raise _bad_token()
 
 
-def _may_be_ours(created_at: float, job_id: str) -> bool:
+def _may_be_ours(created_at: float, key: str) -> bool:
     # A database refuses to compare values that it cannot store. That error would look like a failure of the database.
-    return 0 <= created_at < _END_OF_TIME and _JOB_ID.fullmatch(job_id) is not None
+    return 0 <= created_at < _END_OF_TIME and _JOB_ID.fullmatch(key) is not None
 
 
 def _bad_token() -> RequestError:

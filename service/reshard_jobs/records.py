@@ -32,11 +32,11 @@ def job_of(row: JobRow, labels: Mapping[str, str], workers: Sequence[WorkerRow] 
     """The job as the API shows it. The error of an attempt is shown only when it has become the job's error."""
     state = JobState(row.state)
     kind = JobKind(row.kind)
-    path = f"/v1/jobs/{row.id}"
+    path = f"/v1/jobs/{row.public_id}"
     links = {name: f"{path}/{name}" for name in ("events", "cancel", "retry", "result")}
     result = row.result if state is JobState.SUCCEEDED else None
     return Job(
-        id=row.id,
+        id=row.public_id,
         kind=kind,
         state=state,
         done=state.terminal,
@@ -64,14 +64,14 @@ def job_of(row: JobRow, labels: Mapping[str, str], workers: Sequence[WorkerRow] 
 
 def tenant_of(row: JobRow) -> str:
     """The tenant of a job."""
-    return str(getattr(row, "tenant", "default"))
+    return row.tenant
 
 
-def event_of(row: EventRow) -> JobEvent:
-    """One entry of the event log."""
+def event_of(row: EventRow, job_id: str) -> JobEvent:
+    """One entry of the event log of a job, which its tenant knows by `job_id`."""
     return JobEvent(
         seq=row.seq,
-        job_id=row.job_id,
+        job_id=job_id,
         at=time_of(row.at),
         kind=_KINDS[row.kind],
         state=JobState(row.state),

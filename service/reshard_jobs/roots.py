@@ -40,6 +40,8 @@ class Roots:
     """The allowed URL prefixes; without any, everything is allowed (a single user on a loopback address)."""
 
     urls: tuple[str, ...] = ()
+    nothing: bool = False
+    """True if nothing is allowed at all: a tenant's roots and those of the service have nothing in common."""
 
     @classmethod
     def parse(cls, text: str) -> Roots:
@@ -60,19 +62,22 @@ class Roots:
             RequestError: `request.root_forbidden`, or `request.invalid` for an ambiguous URL.
         """
         place = normalized_url(url)
+        if self.nothing:
+            raise _forbidden(url)
         if self.urls and not any(is_within(place, normalized_url(root)) for root in self.urls):
             raise _forbidden(url)
         return place
 
-    def allowed_request(self, request: ConvertRequest) -> ConvertRequest:
-        """The request with normalised URLs, if all of them are allowed.
+    def allowed_request(self, request: ConvertRequest, *, write: Roots | None = None) -> ConvertRequest:
+        """The request with normalised URLs, if all of them are allowed. `write`: the roots of targets, if others.
 
         Raises:
             RequestError: As `allowed`.
         """
         source = request.source.model_copy(update={"url": self.allowed(request.source.url)})
-        target = self.allowed(request.target)
-        if target in {normalized_url(root) for root in self.urls}:
+        writable = write or self
+        target = writable.allowed(request.target)
+        if target in {normalized_url(root) for root in writable.urls}:
             # A conversion also writes beside its target: `latest_universal`, its journal.
             raise _forbidden(request.target)
         beside = None if request.model_files is None else self.allowed(request.model_files)

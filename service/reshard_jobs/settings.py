@@ -91,6 +91,7 @@ class JobSettings(EnvironmentSettings):
         keep_jobs_s: Seconds for which the record of an ended job is kept.
         keep_events_s: Seconds for which the progress of an ended job is kept in its event log.
         keep_keys_s: Seconds for which an idempotency key finds its job.
+        keep_audit_s: Seconds for which an entry of the audit log is kept.
         max_memory_bytes: Largest memory limit that a request may name; None for the memory of the worker's machine.
         log_format: Format of the log lines of the API, the workers and their engine processes.
         max_threads: Most threads that a request may name; None for a number by the worker's machine.
@@ -108,6 +109,7 @@ class JobSettings(EnvironmentSettings):
     keep_jobs_s: Seconds = Field(default=30 * 86_400.0, validation_alias="RESHARD_KEEP_JOBS_S")
     keep_events_s: Seconds = Field(default=7 * 86_400.0, validation_alias="RESHARD_KEEP_EVENTS_S")
     keep_keys_s: Seconds = Field(default=7 * 86_400.0, validation_alias="RESHARD_KEEP_KEYS_S")
+    keep_audit_s: Seconds = Field(default=366 * 86_400.0, validation_alias="RESHARD_KEEP_AUDIT_S")
     log_format: Literal["text", "json"] = Field(default="text", validation_alias=FORMAT_VARIABLE, title="json or text")
     max_memory_bytes: Annotated[int | None, BeforeValidator(size)] = Field(
         default=None, ge=1, validation_alias="RESHARD_MAX_MEMORY_BYTES", title="a size such as 8GiB"

@@ -1,12 +1,12 @@
-"""Numbers about the queue and about jobs that ended lately, for metrics."""
+"""Numbers about the jobs of all tenants, for metrics."""
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, case, func, select
+from sqlalchemy import ColumnElement, case, func, select, text
 
-from reshard.models import JobState
+from reshard.models import JobState, WorkShare
 from reshard_jobs.database import Database
-from reshard_jobs.tables import JobRow, db_now
+from reshard_jobs.tables import JobRow, WorkerRow, db_now
 
 LATELY_S = 3600
 """Jobs that ended within so many seconds have ended lately."""
@@ -45,6 +45,37 @@ class JobStatistics:
         query = select(func.count()).select_from(JobRow).where(*_lately(), JobRow.attempt - JobRow.releases > 1)
         with self._database.read() as session:
             return session.scalars(query).one()
+
+    def count_by_state(self) -> dict[JobState, int]:
+        """The number of jobs in each state, including states without jobs."""
+        with self._database.read() as session:
+            rows = session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).all()
+        found = {JobState(state): count for state, count in rows}
+        return {state: found.get(state, 0) for state in JobState}
+
+    def total_shares(self) -> WorkShare:
+        """The sums of what all workers of all jobs reported."""
+        names = list(WorkShare.model_fields)
+        with self._database.read() as session:
+            sums = session.execute(select(*(func.sum(getattr(WorkerRow, name)) for name in names))).one()
+        return WorkShare(**{name: int(found or 0) for name, found in zip(names, sums, strict=True)})
+
+    def workers_at_work(self) -> dict[str, int]:
+        """The number of owners and of helpers that have not left."""
+        query = select(WorkerRow.role, func.count()).where(WorkerRow.left_at.is_(None)).group_by(WorkerRow.role)
+        with self._database.read() as session:
+            found: dict[str, int] = {row[0]: row[1] for row in session.execute(query)}
+        return {role: found.get(role, 0) for role in ("owner", "helper")}
+
+    def count_leftovers(self) -> int:
+        """The number of ended jobs whose attempts may have left files that are not removed yet."""
+        with self._database.read() as session:
+            return session.execute(select(func.count()).where(JobRow.discard_at.is_not(None))).scalar_one()
+
+    def ping(self) -> None:
+        """Raise SQLAlchemy's error if the database does not answer."""
+        with self._database.read() as session:
+            session.execute(text("SELECT 1"))
 
 
 def _lately() -> tuple[ColumnElement[bool], ColumnElement[bool]]:

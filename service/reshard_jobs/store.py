@@ -1,4 +1,4 @@
-"""The API's access to jobs: create, look up, list, cancel, read events."""
+"""The API's access to the jobs of one tenant: create, look up, list, cancel, retry."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import and_, func, insert, or_, select, text
+from sqlalchemy import Select, and_, insert, or_, select
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, RequestError, printable
-from reshard.models import ConvertRequest, Job, JobEvent, JobKind, JobList, JobState, WorkShare
+from reshard.models import ConvertRequest, Job, JobKind, JobList, JobState
+from reshard_jobs.audit import record
 from reshard_jobs.database import Database
 from reshard_jobs.discards import being_discarded
 from reshard_jobs.idempotency import Hold, bind, job_exists
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter, make_token, read_token
-from reshard_jobs.records import event_of, job_of
+from reshard_jobs.principals import Principal
+from reshard_jobs.quotas import refuse_above_quota
+from reshard_jobs.records import job_of
 from reshard_jobs.refusals import forget_refusals
 from reshard_jobs.roots import normalized_url
-from reshard_jobs.tables import EventRow, JobRow, LabelRow, WorkerRow, db_now
+from reshard_jobs.tables import DEFAULT_TENANT, PUBLIC_ID, JobRow, LabelRow, WorkerRow, db_now
 from reshard_jobs.transitions import log, move
-
-MAX_EVENTS_PER_READ = 500
-_JOBS_PER_LOOK = 500
-_JOBS_PER_READ = 50
 
 
 class JobStore:
-    """The jobs of a job database, without their ownership (see `Leases`)."""
+    """The jobs of one tenant, without their ownership (see `Leases`). Ids are those by which the tenant knows its jobs.
 
-    def __init__(self, database: Database) -> None:
+    Args:
+        database: The job database.
+        tenant: The tenant. No method reads or changes anything of another one.
+        by: The caller, for the audit log.
+    """
+
+    def __init__(self, database: Database, tenant: str = DEFAULT_TENANT, *, by: Principal | None = None) -> None:
         self._database = database
+        self._tenant = tenant
+        self._by = by
 
-    def create(
+    def create(  # noqa: PLR0913 - the fields of a job
         self,
         request: ConvertRequest,
         *,
@@ -42,6 +49,7 @@ class JobStore:
         max_attempts: int = 3,
         max_workers: int = 0,
         priority: int = 0,
+        planned_bytes: int = 0,
         hold: Hold | None = None,
         job_id: str | None = None,
     ) -> Job:
@@ -50,17 +58,20 @@ class JobStore:
         Raises:
             RequestError: `request.idempotency_conflict`: the key was lost to another request;
                 `request.job_exists`: there is a job with this id;
+                `request.quota_jobs`, `request.quota_bytes`: the tenant has too many jobs already;
                 `request.invalid`: the target is ambiguous.
         """
-        if job_id is None:
-            job_id = f"job_{base64.b32encode(secrets.token_bytes(15)).decode().lower()}"
+        key = f"job_{base64.b32encode(secrets.token_bytes(15)).decode().lower()}"
         with self._database.write() as session:
-            if session.get(JobRow, job_id) is not None:
+            if job_id is not None and session.scalars(self._known_as(job_id)).one_or_none() is not None:
                 raise job_exists(job_id)
+            refuse_above_quota(session, self._tenant, planned_bytes)
             row = session.scalars(
                 insert(JobRow)
                 .values(
-                    id=job_id,
+                    id=key,
+                    tenant=self._tenant,
+                    given_id=job_id,
                     kind=kind.value,
                     state=JobState.QUEUED.value,
                     request=request.model_dump_json(),
@@ -68,6 +79,7 @@ class JobStore:
                     max_attempts=max_attempts,
                     max_workers=max_workers,
                     priority=priority,
+                    planned_bytes=planned_bytes,
                     created_at=db_now(),
                     last_seq=1,
                 )
@@ -75,10 +87,11 @@ class JobStore:
             ).one()
             names = dict(labels or {})
             if names:
-                session.execute(insert(LabelRow), [{"job_id": job_id, "name": k, "value": v} for k, v in names.items()])
+                session.execute(insert(LabelRow), [{"job_id": key, "name": k, "value": v} for k, v in names.items()])
             log(session, row, "state")
+            record(session, self._by, "job.submit", row.public_id)
             if hold is not None:
-                bind(session, hold, job_id)
+                bind(session, hold, key)
             return job_of(row, names)
 
     def get(self, job_id: str) -> Job:
@@ -92,10 +105,19 @@ class JobStore:
     def look(self, job_id: str) -> tuple[Job, int]:
         """Get a job and the sequence number of its last event."""
         with self._database.read() as session:
-            row = _require(session, job_id)
-            query = select(WorkerRow).where(WorkerRow.job_id == job_id).order_by(WorkerRow.joined_at)
+            row = self._require(session, job_id)
+            query = select(WorkerRow).where(WorkerRow.job_id == row.id).order_by(WorkerRow.joined_at)
             workers = session.scalars(query).all()
-            return job_of(row, _labels(session, [job_id]).get(job_id, {}), workers), row.last_seq
+            return job_of(row, _labels(session, [row.id]).get(row.id, {}), workers), row.last_seq
+
+    def key_of(self, job_id: str) -> str:
+        """The key by which workers and event logs know a job.
+
+        Raises:
+            RequestError: `request.not_found`.
+        """
+        with self._database.read() as session:
+            return self._require(session, job_id).id
 
     def list(self, chosen: JobFilter | None = None, *, page_size: int = 50, page_token: str = "") -> JobList:
         """Get one page of jobs, newest first. New jobs do not shift later pages.
@@ -104,22 +126,23 @@ class JobStore:
             RequestError: `request.invalid`: the token does not belong to this listing.
         """
         chosen = chosen or JobFilter()
-        query = select(JobRow).order_by(JobRow.created_at.desc(), JobRow.id.desc())
+        mine = JobRow.tenant == self._tenant
+        query = select(JobRow).where(mine).order_by(JobRow.created_at.desc(), JobRow.id.desc())
         if chosen.states:
             query = query.where(JobRow.state.in_([state.value for state in chosen.states]))
         for name, value in chosen.labels.items():
             matching = select(LabelRow.job_id).where(LabelRow.name == name, LabelRow.value == value)
             query = query.where(JobRow.id.in_(matching))
         if page_token:
-            created_at, job_id = read_token(chosen, page_token)
+            created_at, key = read_token(chosen, self._tenant, page_token)
             older = JobRow.created_at < created_at
-            query = query.where(or_(older, and_(JobRow.created_at == created_at, JobRow.id < job_id)))
+            query = query.where(or_(older, and_(JobRow.created_at == created_at, JobRow.id < key)))
         size = max(1, min(page_size, MAX_PAGE_SIZE))
         with self._database.read() as session:
             rows = session.scalars(query.limit(size + 1)).all()
             shown = rows[:size]
             labels = _labels(session, [row.id for row in shown])
-        more = make_token(chosen, shown[-1].created_at, shown[-1].id) if len(rows) > size else ""
+        more = make_token(chosen, self._tenant, shown[-1].created_at, shown[-1].id) if len(rows) > size else ""
         return JobList(jobs=tuple(job_of(row, labels.get(row.id, {})) for row in shown), next_page_token=more)
 
     def cancel(self, job_id: str) -> Job:
@@ -133,10 +156,11 @@ class JobStore:
             JobError: `job.finished`: it SUCCEEDED before.
         """
         with self._database.write() as session:
+            key = self._require(session, job_id).id
             row = (
                 move(
                     session,
-                    job_id,
+                    key,
                     JobState.CANCELLED,
                     JobRow.state == JobState.QUEUED.value,
                     JobRow.attempt == 0,
@@ -145,21 +169,22 @@ class JobStore:
                 )
                 or move(
                     session,
-                    job_id,
+                    key,
                     JobState.CANCELLING,
                     JobRow.state == JobState.QUEUED.value,
                     cancel_requested=1,
                     lease_until=db_now(),
                 )
-                or move(session, job_id, JobState.CANCELLING, cancel_requested=1)
-                or _require(session, job_id)
+                or move(session, key, JobState.CANCELLING, cancel_requested=1)
+                or self._require(session, job_id)
             )
             if row.state == JobState.SUCCEEDED.value:
                 raise JobError("job.finished", f"job {job_id} is already {row.state}", details={"state": row.state})
             if JobState(row.state).terminal and row.discard_at is not None:
                 row.discard_at = min(row.discard_at, session.execute(select(db_now())).scalar_one())
                 row.discard_asked, row.discard_tries = 1, 0
-            return job_of(row, _labels(session, [job_id]).get(job_id, {}))
+            record(session, self._by, "job.cancel", job_id)
+            return job_of(row, _labels(session, [row.id]).get(row.id, {}))
 
     def retry(self, job_id: str) -> Job:
         """Send a job that FAILED back to the queue, with all its attempts; it goes on where it stopped.
@@ -186,78 +211,25 @@ class JobStore:
         }
         failed = JobRow.state == JobState.FAILED.value
         with self._database.write() as session:
-            row = move(session, job_id, JobState.QUEUED, failed, ~being_discarded(JobRow), **again)
+            key = self._require(session, job_id).id
+            row = move(session, key, JobState.QUEUED, failed, ~being_discarded(JobRow), **again)
             if row is None:
-                row = _require(session, job_id)
+                row = self._require(session, job_id)
                 _refuse_retry(row)
-            forget_refusals(session, job_id)
-            return job_of(row, _labels(session, [job_id]).get(job_id, {}))
+            forget_refusals(session, key)
+            record(session, self._by, "job.retry", job_id)
+            return job_of(row, _labels(session, [row.id]).get(row.id, {}))
 
-    def events(self, job_id: str, *, after_seq: int = 0) -> list[JobEvent]:
-        """Get the events after a sequence number, in order; at most `MAX_EVENTS_PER_READ`.
+    def _known_as(self, job_id: str) -> Select[JobRow]:
+        return select(JobRow).where(JobRow.tenant == self._tenant, PUBLIC_ID.in_([job_id]))
 
-        Raises:
-            RequestError: `request.not_found`.
-        """
-        query = select(EventRow).where(EventRow.job_id == job_id, EventRow.seq > after_seq).order_by(EventRow.seq)
-        with self._database.read() as session:
-            rows = session.scalars(query.limit(MAX_EVENTS_PER_READ)).all()
-            if not rows:
-                _require(session, job_id)
-        return [event_of(row) for row in rows]
-
-    def news(self, known: Mapping[str, int]) -> dict[str, list[JobEvent] | None]:
-        """Get the events of many jobs, of each those after a sequence number; None for a job that does not exist.
-
-        Jobs without such events are left out. Of very many events, the rest follows at the next call.
-        """
-        ids = list(known)
-        last: dict[str, int] = {}
-        found: dict[str, list[JobEvent]] = {}
-        with self._database.read() as session:
-            for start in range(0, len(ids), _JOBS_PER_LOOK):
-                chosen = JobRow.id.in_(ids[start : start + _JOBS_PER_LOOK])
-                last |= {row[0]: row[1] for row in session.execute(select(JobRow.id, JobRow.last_seq).where(chosen))}
-            changed = [job_id for job_id, seq in last.items() if seq > known[job_id]]
-            for start in range(0, len(changed), _JOBS_PER_READ):
-                some = changed[start : start + _JOBS_PER_READ]
-                newer = or_(*(and_(EventRow.job_id == job_id, EventRow.seq > known[job_id]) for job_id in some))
-                query = select(EventRow).where(newer).order_by(EventRow.job_id, EventRow.seq)
-                for row in session.scalars(query.limit(MAX_EVENTS_PER_READ)):
-                    found.setdefault(row.job_id, []).append(event_of(row))
-        gone: dict[str, list[JobEvent] | None] = dict.fromkeys(known.keys() - last.keys())
-        return gone | found
-
-    def count_by_state(self) -> dict[JobState, int]:
-        """The number of jobs in each state, including states without jobs."""
-        with self._database.read() as session:
-            rows = session.execute(select(JobRow.state, func.count()).group_by(JobRow.state)).all()
-        found = {JobState(state): count for state, count in rows}
-        return {state: found.get(state, 0) for state in JobState}
-
-    def total_shares(self) -> WorkShare:
-        """The sums of what all workers of all jobs reported."""
-        names = list(WorkShare.model_fields)
-        with self._database.read() as session:
-            sums = session.execute(select(*(func.sum(getattr(WorkerRow, name)) for name in names))).one()
-        return WorkShare(**{name: int(found or 0) for name, found in zip(names, sums, strict=True)})
-
-    def workers_at_work(self) -> dict[str, int]:
-        """The number of owners and of helpers that have not left."""
-        query = select(WorkerRow.role, func.count()).where(WorkerRow.left_at.is_(None)).group_by(WorkerRow.role)
-        with self._database.read() as session:
-            found: dict[str, int] = {row[0]: row[1] for row in session.execute(query)}
-        return {role: found.get(role, 0) for role in ("owner", "helper")}
-
-    def count_leftovers(self) -> int:
-        """The number of ended jobs whose attempts may have left files that are not removed yet."""
-        with self._database.read() as session:
-            return session.execute(select(func.count()).where(JobRow.discard_at.is_not(None))).scalar_one()
-
-    def ping(self) -> None:
-        """Raise SQLAlchemy's error if the database does not answer."""
-        with self._database.read() as session:
-            session.execute(text("SELECT 1"))
+    def _require(self, session: Session, job_id: str) -> JobRow:
+        row = session.scalars(self._known_as(job_id).execution_options(populate_existing=True)).one_or_none()
+        if row is None:
+            raise RequestError(
+                "request.not_found", f"there is no job {printable(job_id, max_chars=64)!r}", fix="reshard jobs list"
+            )
+        return row
 
 
 def _refuse_retry(row: JobRow) -> None:
@@ -265,25 +237,16 @@ def _refuse_retry(row: JobRow) -> None:
     details = {"state": row.state}
     if row.state == JobState.SUCCEEDED.value:
         fix = "reshard jobs show ID shows its result"
-        raise JobError("job.finished", f"job {row.id} has SUCCEEDED", fix=fix, details=details)
+        raise JobError("job.finished", f"job {row.public_id} has SUCCEEDED", fix=fix, details=details)
     if row.state in (JobState.CANCELLED.value, JobState.CANCELLING.value):
         fix = "submit it again: its files are removed"
-        raise JobError("job.cancelled", f"job {row.id} was cancelled", fix=fix, details=details)
+        raise JobError("job.cancelled", f"job {row.public_id} was cancelled", fix=fix, details=details)
     if row.state == JobState.FAILED.value:
         fix = "run the same command again in a few seconds: the job then begins anew"
-        raise JobError("job.not_finished", f"files of job {row.id} are being removed", fix=fix, details=details)
+        raise JobError("job.not_finished", f"files of job {row.public_id} are being removed", fix=fix, details=details)
     if row.retries == 0:
         fix = "nothing is to be done: it goes on by itself; reshard jobs watch ID follows it"
-        raise JobError("job.not_finished", f"job {row.id} is {row.state}, not FAILED", fix=fix, details=details)
-
-
-def _require(session: Session, job_id: str) -> JobRow:
-    row = session.get(JobRow, job_id)
-    if row is None:
-        raise RequestError(
-            "request.not_found", f"there is no job {printable(job_id, max_chars=64)!r}", fix="reshard jobs list"
-        )
-    return row
+        raise JobError("job.not_finished", f"job {row.public_id} is {row.state}, not FAILED", fix=fix, details=details)
 
 
 def _labels(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:

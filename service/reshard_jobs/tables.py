@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, String, Text
+from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, SQLColumnExpression, String, Text, func, text
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
 
 ANY_PLAN = "*"
 """The recorded plan of attempts whose plan is not known: whatever is unfinished in the target is theirs."""
+DEFAULT_TENANT = "default"
+"""The operator's tenant. It has all jobs of a service without other tenants."""
+MAX_TENANT_CHARS = 64
 MAX_ID_CHARS = 40
 """Longest id of a job: PostgreSQL refuses longer ones."""
 JOB_ID = f"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_ID_CHARS - 1}}}"
@@ -60,7 +63,13 @@ class JobRow(Base):
 
     __tablename__ = "jobs"
 
+    # Unique in the whole database. Workers, leases and other tables know a job by it.
     id: Mapped[str] = mapped_column(String(MAX_ID_CHARS), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(MAX_TENANT_CHARS), default=DEFAULT_TENANT, server_default=DEFAULT_TENANT)
+    # The id that the caller chose, unique within the tenant; null if the caller knows the job by `id`.
+    given_id: Mapped[str | None] = mapped_column(String(MAX_ID_CHARS), default=None)
+    # Bytes that the conversion writes, as it was planned at submission; 0 if that took too long.
+    planned_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
     kind: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     request: Mapped[str] = mapped_column(Text)
@@ -104,7 +113,19 @@ class JobRow(Base):
         Index("jobs_by_state", "state", "created_at"),
         Index("jobs_by_target", "target"),
         Index("jobs_by_discard", "discard_at"),
+        Index("jobs_of_tenant", "tenant", "created_at", "id"),
+        Index("jobs_of_tenant_by_state", "state", "tenant", "created_at"),
     )
+
+    @property
+    def public_id(self) -> str:
+        """The id by which the job's tenant knows it."""
+        return self.given_id or self.id
+
+
+PUBLIC_ID: SQLColumnExpression[str] = func.coalesce(JobRow.given_id, JobRow.id)
+"""The id by which the job's tenant knows it, as an expression of SQL."""
+Index("jobs_by_public_id", JobRow.tenant, PUBLIC_ID, unique=True)
 
 
 class TotalRow(Base):
@@ -164,6 +185,15 @@ class WorkerRow(Base):
     """One worker of one job, as long as the job is kept. A helper has a lease of its own; an owner has the job's."""
 
     __tablename__ = "job_workers"
+    __table_args__ = (
+        # Few of many rows: those of workers that have not left.
+        Index(
+            "job_workers_present",
+            "job_id",
+            sqlite_where=text("left_at IS NULL"),
+            postgresql_where=text("left_at IS NULL"),
+        ),
+    )
 
     job_id: Mapped[str] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
     # The owner's fence, or a random text.
@@ -213,10 +243,13 @@ class EventRow(Base):
 
 
 class IdempotencyRow(Base):
-    """One idempotency key. It is held while `job_id` is null, and then bound to that job."""
+    """One idempotency key of a tenant. It is held while `job_id` is null, and then bound to that job."""
 
     __tablename__ = "idempotency_keys"
 
+    tenant: Mapped[str] = mapped_column(
+        String(MAX_TENANT_CHARS), primary_key=True, default=DEFAULT_TENANT, server_default=DEFAULT_TENANT
+    )
     key: Mapped[str] = mapped_column(String(255), primary_key=True)
     fingerprint: Mapped[str] = mapped_column(String(64))
     holder: Mapped[str] = mapped_column(String(64))

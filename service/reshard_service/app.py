@@ -6,36 +6,49 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
-from fastapi import Depends, FastAPI, Security
-from fastapi.security import HTTPBearer
+from fastapi import Depends, FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import RequestError
+from reshard_jobs.audit import AuditLog
 from reshard_jobs.database import Database
 from reshard_jobs.deliveries import Deliveries
-from reshard_jobs.idempotency import IdempotencyKeys
+from reshard_jobs.event_log import EventLog
 from reshard_jobs.logs import as_json, configure_logs
 from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
-from reshard_jobs.store import JobStore
-from reshard_service import dashboard, engine_api, events_api, health_api, jobs_api, login, webhooks_api, workers_api
+from reshard_jobs.tenants import Tenants
+from reshard_jobs.tokens import Tokens
+from reshard_service import (
+    audit_api,
+    dashboard,
+    engine_api,
+    events_api,
+    health_api,
+    jobs_api,
+    login,
+    tenants_api,
+    tokens_api,
+    webhooks_api,
+    workers_api,
+)
 from reshard_service.access import AccessControl, WrongTokens
 from reshard_service.activity_metrics import ActivityCollector
 from reshard_service.context import ServiceContext
 from reshard_service.documented import OF_ALL, OF_MEMBERS, document_exactly
 from reshard_service.doorbell import make_doorbell
 from reshard_service.event_feed import EventFeed
+from reshard_service.identity import Identity
 from reshard_service.inspection_pool import Prober
 from reshard_service.metrics import Metrics
 from reshard_service.middleware import CountRequests, ReadBody
+from reshard_service.oidc import OidcTokens
 from reshard_service.plain_text import require_plain_text
 from reshard_service.problems import install_handlers
 from reshard_service.settings import ServiceSettings
 from reshard_service.webhook_deliverer import WebhookDeliverer
 from reshard_service.webhook_secrets import Sealer
 from reshard_service.webhook_sender import WebhookSender
-
-_BEARER = Security(HTTPBearer(auto_error=False, description="The service's token. `AccessControl` checks it."))
 
 
 def create_app(settings: ServiceSettings | None = None) -> FastAPI:
@@ -62,19 +75,24 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
             configure_logs()
     wrong_tokens = WrongTokens()
     database = Database(settings.jobs.database_url)
-    store, nodes = JobStore(database), Nodes(database, lease_s=settings.jobs.lease_s)
+    nodes, statistics = Nodes(database, lease_s=settings.jobs.lease_s), JobStatistics(database)
+    events, tokens = EventLog(database), Tokens(database)
+    tenants = Tenants(database)
+    identity = Identity(settings, tokens, OidcTokens(settings, tenants) if settings.oidc_issuer else None)
     context = ServiceContext(
         settings=settings,
         database=database,
-        store=store,
         nodes=nodes,
-        keys=IdempotencyKeys(database),
+        statistics=statistics,
+        events=events,
+        tokens=tokens,
+        tenants=tenants,
+        audit=AuditLog(database),
+        identity=identity,
         prober=Prober(settings),
         doorbell=make_doorbell(settings.jobs.broker_url),
-        feed=EventFeed(store, poll_s=settings.poll_s),
-        metrics=Metrics(
-            store, nodes, JobStatistics(database), ActivityCollector(database, lease_s=settings.jobs.lease_s)
-        ),
+        feed=EventFeed(events, poll_s=settings.poll_s),
+        metrics=Metrics(nodes, statistics, ActivityCollector(database, lease_s=settings.jobs.lease_s)),
         wrong_tokens=wrong_tokens,
     )
 
@@ -95,16 +113,18 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     app = FastAPI(title="Reshard", version=version("reshard"), docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.context = context
     app.include_router(health_api.probes, responses=OF_ALL)
-    members = (jobs_api, events_api, workers_api, engine_api, webhooks_api, health_api, dashboard)
+    identity_api = (tokens_api, tenants_api, audit_api)
+    members = (jobs_api, events_api, workers_api, engine_api, webhooks_api, *identity_api, health_api, dashboard)
     for module in members:
-        needed = [_BEARER, Depends(require_plain_text)]
-        app.include_router(module.router, dependencies=needed, responses=OF_MEMBERS)
+        app.include_router(module.router, dependencies=[Depends(require_plain_text)], responses=OF_MEMBERS)
     app.include_router(login.router)
     routers = (health_api.probes, *(module.router for module in members), login.router)
     document_exactly(app)
-    install_handlers(app, [*app.routes, *(route for router in routers for route in router.routes)])
+    install_handlers(
+        app, audit_api.note_refusal, [*app.routes, *(route for router in routers for route in router.routes)]
+    )
     # The last one that is added sees a request first: it is counted, then let in, and only then read.
     app.add_middleware(ReadBody, max_bytes=settings.max_body_bytes, limit_s=settings.body_s)
-    app.add_middleware(AccessControl, settings=settings, wrong=wrong_tokens)
+    app.add_middleware(AccessControl, settings=settings, identity=identity, wrong=wrong_tokens)
     app.add_middleware(CountRequests, metrics=context.metrics)
     return app

@@ -9,6 +9,7 @@ from fastapi.responses import HTMLResponse
 
 from reshard.errors import printable
 from reshard.models import Job
+from reshard_service.callers import Reader
 from reshard_service.context import Context
 
 router = APIRouter(include_in_schema=False)
@@ -27,9 +28,9 @@ PAGE_HEADERS = {
 
 
 @router.get("/")
-def dashboard(context: Context) -> HTMLResponse:
+def dashboard(context: Context, caller: Reader) -> HTMLResponse:
     """Show the newest jobs."""
-    return HTMLResponse(render(context.store.list(page_size=50).jobs), headers=PAGE_HEADERS)
+    return HTMLResponse(render(context.jobs_of(caller).list(page_size=50).jobs), headers=PAGE_HEADERS)
 
 
 def render(jobs: tuple[Job, ...]) -> str:

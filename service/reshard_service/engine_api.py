@@ -8,6 +8,7 @@ from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import JobError
 from reshard.models import ConvertRequest, Inspection, Job, JobKind, PlanSummary, SourceSpec
+from reshard_service.callers import Submitter
 from reshard_service.context import Context
 from reshard_service.documented import OF_SOURCES, problems
 from reshard_service.inspection_pool import ProbeTimeout
@@ -21,27 +22,30 @@ router = APIRouter(prefix="/v1", tags=["checkpoints"])
     response_model=PlanSummary,
     responses={202: {"model": Job, "description": "A planning-only job."}, **OF_SOURCES},
 )
-async def plan(body: ConvertRequest, context: Context) -> Response:
+async def plan(body: ConvertRequest, context: Context, caller: Submitter) -> Response:
     """Plan a conversion. Answers 202 with a planning-only job if planning takes longer than a request may."""
     body = context.settings.maxima.allowed_request(body)
-    request = await run_in_threadpool(context.settings.jobs.roots.allowed_request, body)
+    roots = context.settings.jobs.roots
+    limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
+    request = await run_in_threadpool(limits.allowed_request, body, roots)
     try:
-        summary = await context.prober.plan(request, limit_s=context.settings.admission_s)
+        summary = await context.prober.plan(request, roots=limits.roots(roots), limit_s=context.settings.admission_s)
     except ProbeTimeout:
-        job = await run_in_threadpool(lambda: context.store.create(body, kind=JobKind.PLAN))
+        job = await run_in_threadpool(lambda: context.jobs_of(caller).create(body, kind=JobKind.PLAN))
         await run_in_threadpool(context.doorbell.ring)
         return accepted(job)
     return JSONResponse(summary.model_dump(mode="json"))
 
 
 @router.post("/inspections", response_model=Inspection, responses={**OF_SOURCES, **problems(504)})
-async def inspect(body: SourceSpec, context: Context) -> Response:
+async def inspect(body: SourceSpec, context: Context, caller: Submitter) -> Response:
     """Describe a checkpoint without reading tensor data."""
-    place = await run_in_threadpool(context.settings.jobs.roots.allowed, body.url)
-    source = body.model_copy(update={"url": place})
+    roots = context.settings.jobs.roots
+    limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
+    source = await run_in_threadpool(limits.allowed_source, body, roots)
     limit_s = context.settings.inspection_s
     try:
-        found = await context.prober.inspect(source, limit_s=limit_s)
+        found = await context.prober.inspect(source, roots=limits.roots(roots), limit_s=limit_s)
     except ProbeTimeout as error:
         raise JobError(
             "job.wait_timeout",

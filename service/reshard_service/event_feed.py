@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 from starlette.concurrency import run_in_threadpool
 
 from reshard.models import JobEvent, JobEventPage
-from reshard_jobs.store import JobStore
+from reshard_jobs.event_log import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,9 @@ class _Watched:
 class Watch:
     """One watcher of one job."""
 
-    def __init__(self, store: JobStore, job_id: str, job: _Watched) -> None:
-        self._store = store
-        self._job_id = job_id
+    def __init__(self, log: EventLog, key: str, job: _Watched) -> None:
+        self._log = log
+        self._key = key
         self._job = job
 
     async def after(self, seq: int) -> JobEventPage:
@@ -56,27 +56,27 @@ class Watch:
         newer = tuple(event for event in job.recent if event.seq > seq)
         if newer and newer[0].seq == seq + 1:
             return JobEventPage(events=newer, done=newer[-1].ends_job)
-        return await run_in_threadpool(page_after, self._store, self._job_id, seq)
+        return await run_in_threadpool(self._log.after, self._key, seq)
 
 
 class EventFeed:
     """Polls the job database while somebody watches a job.
 
     Args:
-        store: The jobs.
+        log: The event logs of the jobs, which are named by their keys.
         poll_s: Seconds between two polls.
     """
 
-    def __init__(self, store: JobStore, *, poll_s: float) -> None:
-        self._store = store
+    def __init__(self, log: EventLog, *, poll_s: float) -> None:
+        self._log = log
         self._poll_s = poll_s
         self._jobs: dict[str, _Watched] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def watch(self, job_id: str, seq: int) -> Generator[Watch]:
+    def watch(self, key: str, seq: int) -> Generator[Watch]:
         """Watch a job, of which the caller knows the events up to a sequence number."""
-        job = self._jobs.setdefault(job_id, _Watched(seq))
+        job = self._jobs.setdefault(key, _Watched(seq))
         if job.seq < seq:
             # What is kept must have no holes.
             job.recent.clear()
@@ -85,11 +85,11 @@ class EventFeed:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         try:
-            yield Watch(self._store, job_id, job)
+            yield Watch(self._log, key, job)
         finally:
             job.watchers -= 1
             if not job.watchers:
-                self._jobs.pop(job_id, None)
+                self._jobs.pop(key, None)
 
     async def close(self) -> None:
         """Stop polling."""
@@ -101,30 +101,14 @@ class EventFeed:
     async def _run(self) -> None:
         while self._jobs:
             await asyncio.sleep(self._poll_s)
-            known = {job_id: job.seq for job_id, job in self._jobs.items()}
+            known = {key: job.seq for key, job in self._jobs.items()}
             try:
-                news = await run_in_threadpool(self._store.news, known)
+                news = await run_in_threadpool(self._log.news, known)
             except (DBAPIError, PoolTimeout) as error:
                 logger.warning("the events of watched jobs could not be read: %s", error)
                 continue
-            for job_id, events in news.items():
-                job = self._jobs.get(job_id)
+            for key, events in news.items():
+                job = self._jobs.get(key)
                 # A watcher that came meanwhile may know more.
-                if job is not None and (events is None or job.seq == known[job_id]):
+                if job is not None and (events is None or job.seq == known[key]):
                     job.tell(events or [], gone=events is None)
-
-
-def page_after(store: JobStore, job_id: str, seq: int) -> JobEventPage:
-    """The events after a sequence number, from the job database.
-
-    Raises:
-        RequestError: `request.not_found`.
-    """
-    found = store.events(job_id, after_seq=seq)
-    if found:
-        # A job that FAILED may have been sent back to the queue, and then its log goes on.
-        done = found[-1].ends_job and store.look(job_id)[1] == found[-1].seq
-        return JobEventPage(events=tuple(found), done=done)
-    job, last_seq = store.look(job_id)
-    # An event may have been added between the two reads: the page is the last one only if the log is not longer.
-    return JobEventPage(events=(), done=job.done and last_seq <= seq)

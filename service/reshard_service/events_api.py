@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -13,12 +14,16 @@ from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import RequestError
 from reshard.models import JobEventPage
+from reshard_jobs.principals import Principal
 from reshard_jobs.tables import MAX_SEQ
-from reshard_service.context import Context
+from reshard_service.callers import Reader
+from reshard_service.context import Context, ServiceContext
 from reshard_service.documented import EVENTS, problems
-from reshard_service.event_feed import EventFeed, page_after
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+_RECHECK_S = 5.0
+"""Seconds for which a stream goes on after its token was revoked, and until the job's next event."""
 
 
 @router.get(
@@ -32,15 +37,18 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 )
 async def events(
     job_id: str,
+    *,
     request: Request,
     context: Context,
+    caller: Reader,
     after_seq: Annotated[int, Query(ge=0, le=MAX_SEQ)] = 0,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Send the events after `Last-Event-ID` or `after_seq` as a stream, or (`Accept: application/json`) as a page."""
     if last_event_id is not None:
         after_seq = max(after_seq, _sequence(last_event_id))
-    page = await run_in_threadpool(page_after, context.store, job_id, after_seq)
+    key = await run_in_threadpool(context.jobs_of(caller).key_of, job_id)
+    page = await run_in_threadpool(context.events.after, key, after_seq)
     accept = request.headers.get("accept", "")
     if "application/json" in accept and "text/event-stream" not in accept:
         return JSONResponse(page.model_dump(mode="json"), headers={"Cache-Control": "no-cache"})
@@ -48,14 +56,17 @@ async def events(
         # No event will follow. The status 204 tells an EventSource to stop reconnecting.
         return Response(status_code=204)
     return EventSourceResponse(
-        _stream(context.feed, job_id, after_seq, page),
+        _stream(context, caller, key, after_seq, page),
         ping=context.settings.ping_s,
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
 
 
-async def _stream(feed: EventFeed, job_id: str, seq: int, page: JobEventPage) -> AsyncIterator[ServerSentEvent]:
-    with feed.watch(job_id, page.events[-1].seq if page.events else seq) as watch:
+async def _stream(
+    context: ServiceContext, caller: Principal, key: str, seq: int, page: JobEventPage
+) -> AsyncIterator[ServerSentEvent]:
+    checked_at = time.monotonic()
+    with context.feed.watch(key, page.events[-1].seq if page.events else seq) as watch:
         while True:
             for event in page.events:
                 seq = event.seq
@@ -63,6 +74,10 @@ async def _stream(feed: EventFeed, job_id: str, seq: int, page: JobEventPage) ->
             if page.done:
                 return
             page = await watch.after(seq)
+            if time.monotonic() - checked_at > _RECHECK_S:
+                if not await context.identity.still_valid(caller):
+                    return
+                checked_at = time.monotonic()
 
 
 def _sequence(text: str) -> int:

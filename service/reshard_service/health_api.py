@@ -6,7 +6,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
 from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 
+from reshard.choices import TokenScope
 from reshard.errors import JobError
+from reshard_service.callers import Reader
 from reshard_service.context import Context
 from reshard_service.documented import problems
 from reshard_service.metrics import CONTENT_TYPE
@@ -32,14 +34,15 @@ def readyz(context: Context) -> dict[str, str]:
     """
     broker = "ok" if context.doorbell.ping() else "away"
     try:
-        context.store.ping()
+        context.statistics.ping()
     except (DBAPIError, PoolTimeout):
         away = {"database": "away", "broker": broker}
         raise JobError("service.unavailable", "the service is not ready", fix="try again", details=away) from None
     return {"status": "ok" if broker == "ok" else "degraded", "database": "ok", "broker": broker}
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
-def metrics(context: Context) -> Response:
-    """Prometheus metrics."""
+@router.get("/metrics", response_class=PlainTextResponse, responses=problems(403))
+def metrics(context: Context, caller: Reader) -> Response:
+    """Prometheus metrics of all tenants, for the operator's tenant only."""
+    caller.require_default(TokenScope.READ)
     return Response(context.metrics.render(), media_type=CONTENT_TYPE)

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from reshard.errors import JobError, from_problem
 from reshard.models import ConvertRequest, Inspection, PlanSummary, SourceSpec
+from reshard_jobs.roots import Roots
 from reshard_service.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
@@ -45,24 +46,24 @@ class Prober:
         while self._kept:
             await _end(self._kept.pop())
 
-    async def inspect(self, source: SourceSpec, *, limit_s: float) -> Inspection:
-        """Describe the checkpoint.
+    async def inspect(self, source: SourceSpec, *, roots: Roots, limit_s: float) -> Inspection:
+        """Describe the checkpoint. The probe opens nothing outside of the roots.
 
         Raises:
             ReshardError: Any error of the engine.
             ProbeTimeout: It took longer than `limit_s`.
         """
-        return Inspection.model_validate(await self._ask("inspect", source, limit_s))
+        return Inspection.model_validate(await self._ask("inspect", source, roots, limit_s))
 
-    async def plan(self, request: ConvertRequest, *, limit_s: float) -> PlanSummary:
+    async def plan(self, request: ConvertRequest, *, roots: Roots, limit_s: float) -> PlanSummary:
         """Plan the conversion. Raises the same errors as `inspect`."""
-        return PlanSummary.model_validate(await self._ask("plan", request, limit_s))
+        return PlanSummary.model_validate(await self._ask("plan", request, roots, limit_s))
 
-    async def _ask(self, op: Literal["inspect", "plan"], body: BaseModel, limit_s: float) -> Any:
+    async def _ask(self, op: Literal["inspect", "plan"], body: BaseModel, roots: Roots, limit_s: float) -> Any:
         try:
             # The wait for a free slot counts, too, so that a busy service does not keep its callers longer.
             async with asyncio.timeout(limit_s), self._slots:
-                output, status = await self._run(op, body, limit_s)
+                output, status = await self._run(op, body, roots, limit_s)
         except TimeoutError as error:
             raise ProbeTimeout from error
         if status == -signal.SIGXCPU:
@@ -81,10 +82,10 @@ class Prober:
             raise from_problem(answer["problem"])
         return answer["result"]
 
-    async def _run(self, op: str, body: BaseModel, limit_s: float) -> tuple[bytes, int]:
+    async def _run(self, op: str, body: BaseModel, roots: Roots, limit_s: float) -> tuple[bytes, int]:
         limits = {"memory_bytes": self._settings.probe_memory_bytes, "cpu_s": math.ceil(limit_s) + 1}
-        roots = self._settings.jobs.roots.urls
-        line = json.dumps({"op": op, **limits, "roots": roots, "body": body.model_dump(mode="json")}).encode() + b"\n"
+        asked = {"op": op, **limits, "roots": roots.urls, "body": body.model_dump(mode="json")}
+        line = json.dumps(asked).encode() + b"\n"
         kept = bool(self._kept)
         output, status = await self._exchange(await self._ready(), line)
         if not output and kept and status not in (-signal.SIGXCPU, 0):

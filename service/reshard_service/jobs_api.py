@@ -18,7 +18,10 @@ from reshard.models import ConvertRequest, ConvertResult, Job, JobList, JobState
 from reshard_jobs.idempotency import fingerprint
 from reshard_jobs.logs import log_as
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter
+from reshard_jobs.principals import Principal
+from reshard_jobs.store import JobStore
 from reshard_service.admission import admit
+from reshard_service.callers import Canceller, Reader, Submitter
 from reshard_service.context import Context, ServiceContext
 from reshard_service.documented import problems
 
@@ -36,13 +39,14 @@ _PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
 async def submit(
     body: SubmitRequest,
     context: Context,
+    caller: Submitter,
     idempotency_key: Annotated[str | None, Header()] = None,
     prefer: Annotated[str, Header()] = "",
 ) -> Response:
     """Accept a conversion. With an `Idempotency-Key`, the same request again finds the same job."""
-    job = await _create(context, body, idempotency_key)
+    job = await _create(context, caller, body, idempotency_key)
     if match := _PREFER_WAIT.search(prefer):
-        job, _ = await _wait(context, job.id, float(match[1]), None)
+        job, _ = await _wait(context, context.jobs_of(caller), job.id, float(match[1]), None)
     return accepted(job)
 
 
@@ -52,14 +56,16 @@ async def submit(
     response_model=Job,
     responses={200: {"model": Job, "description": "The job has ended."}, **problems(403, 409)},
 )
-async def put(job_id: str, body: SubmitRequest, context: Context, prefer: Annotated[str, Header()] = "") -> Response:
+async def put(
+    job_id: str, body: SubmitRequest, context: Context, caller: Submitter, prefer: Annotated[str, Header()] = ""
+) -> Response:
     """Accept a conversion under an id that the caller chooses.
 
     The same request again finds the same job: 200 if it has ended, 202 if not. Another request with this id is 409.
     """
-    job = await _create(context, body, None, job_id)
+    job = await _create(context, caller, body, None, job_id)
     if match := _PREFER_WAIT.search(prefer):
-        job, _ = await _wait(context, job.id, float(match[1]), None)
+        job, _ = await _wait(context, context.jobs_of(caller), job.id, float(match[1]), None)
     return JSONResponse(job.model_dump(mode="json")) if job.done else accepted(job)
 
 
@@ -70,36 +76,41 @@ def accepted(job: Job) -> Response:
     return JSONResponse(job.model_dump(mode="json"), status_code=202, headers=headers)
 
 
-async def _create(context: ServiceContext, body: SubmitRequest, key: str | None, job_id: str | None = None) -> Job:
-    hold = None
+async def _create(
+    context: ServiceContext, caller: Principal, body: SubmitRequest, key: str | None, job_id: str | None = None
+) -> Job:
+    hold, store, keys = None, context.jobs_of(caller), context.keys_of(caller)
     if job_id is not None or key is not None:
         digest = fingerprint(body.model_dump(mode="json"))
-        begin = (
-            partial(context.keys.begin_job, job_id) if job_id is not None else partial(context.keys.begin, key or "")
-        )
+        begin = partial(keys.begin_job, job_id) if job_id is not None else partial(keys.begin, key or "")
         found = await run_in_threadpool(begin, digest)
         if isinstance(found, str):
-            return await run_in_threadpool(context.store.get, found)
+            return await run_in_threadpool(store.get, found)
         hold = found
     settings = context.settings
     try:
         asked = ConvertRequest.model_validate(body.model_dump(exclude=_OWN_FIELDS))
         request = settings.maxima.allowed_request(asked)
-        await admit(request, roots=settings.jobs.roots, prober=context.prober, limit_s=settings.admission_s)
+        limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
+        limits.require_priority(body.priority)
+        planned_bytes = await admit(
+            request, limits=limits, roots=settings.jobs.roots, prober=context.prober, limit_s=settings.admission_s
+        )
         job = await run_in_threadpool(
-            lambda: context.store.create(
+            lambda: store.create(
                 request,
                 labels=body.labels,
                 max_attempts=body.max_attempts,
                 max_workers=body.max_workers,
                 priority=body.priority,
+                planned_bytes=planned_bytes,
                 hold=hold,
                 job_id=job_id,
             )
         )
     except ReshardError:
         if hold is not None:
-            await run_in_threadpool(context.keys.abandon, hold)
+            await run_in_threadpool(keys.abandon, hold)
         raise
     with log_as(job=job.id, tenant="default"):
         logger.info("job %s: accepted", job.id)
@@ -109,7 +120,9 @@ async def _create(context: ServiceContext, body: SubmitRequest, key: str | None,
 
 @router.get("", response_model=JobList)
 def list_jobs(
+    *,
     context: Context,
+    caller: Reader,
     state: Annotated[list[JobState] | None, Query()] = None,
     label: Annotated[list[str] | None, Query()] = None,
     page_size: Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE)] = 50,
@@ -122,7 +135,9 @@ def list_jobs(
         if not equals:
             raise RequestError("request.invalid", "a label filter has no `=`", fix="use label=name=value")
         labels[name] = value
-    return context.store.list(JobFilter(tuple(state or ()), labels), page_size=page_size, page_token=page_token)
+    return context.jobs_of(caller).list(
+        JobFilter(tuple(state or ()), labels), page_size=page_size, page_token=page_token
+    )
 
 
 @router.get(
@@ -133,11 +148,12 @@ def list_jobs(
 async def get_job(
     job_id: str,
     context: Context,
+    caller: Reader,
     wait: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0.0,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
     """Get a job. With `wait`, answers when it ends, when it changes (with `If-None-Match`), or after `wait` seconds."""
-    job, tag = await _wait(context, job_id, wait, if_none_match)
+    job, tag = await _wait(context, context.jobs_of(caller), job_id, wait, if_none_match)
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
     if not job.done:
         headers["Retry-After"] = RETRY_AFTER_S
@@ -146,18 +162,21 @@ async def get_job(
     return JSONResponse(job.model_dump(mode="json"), headers=headers)
 
 
-async def _wait(context: ServiceContext, job_id: str, wait_s: float, known_tag: str | None) -> tuple[Job, str]:
-    job, seq = await run_in_threadpool(context.store.look, job_id)
+async def _wait(
+    context: ServiceContext, store: JobStore, job_id: str, wait_s: float, known_tag: str | None
+) -> tuple[Job, str]:
+    job, seq = await run_in_threadpool(store.look, job_id)
     tag = _tag_of(seq)
     if job.done or wait_s <= 0 or (known_tag is not None and tag != known_tag):
         return job, tag
-    with suppress(TimeoutError), context.feed.watch(job_id, seq) as watch:
+    key = await run_in_threadpool(store.key_of, job_id)
+    with suppress(TimeoutError), context.feed.watch(key, seq) as watch:
         async with asyncio.timeout(min(wait_s, MAX_WAIT_S)):
             page = await watch.after(seq)
             while known_tag is None and not page.done:
                 seq = page.events[-1].seq if page.events else seq
                 page = await watch.after(seq)
-    job, seq = await run_in_threadpool(context.store.look, job_id)
+    job, seq = await run_in_threadpool(store.look, job_id)
     return job, _tag_of(seq)
 
 
@@ -166,9 +185,9 @@ def _tag_of(seq: int) -> str:
 
 
 @router.post("/{job_id}/cancel", status_code=202, response_model=Job, responses=problems(404, 409))
-async def cancel(job_id: str, context: Context) -> Response:
+async def cancel(job_id: str, context: Context, caller: Canceller) -> Response:
     """Cancel a job, or give up the files of one that FAILED. Repeating is harmless. Answers 409 if it has SUCCEEDED."""
-    job = await run_in_threadpool(context.store.cancel, job_id)
+    job = await run_in_threadpool(context.jobs_of(caller).cancel, job_id)
     if job.state is JobState.CANCELLING or job.leftovers_until is not None:
         # The owner polls for cancels. If there is no owner, a worker must be woken to clean up.
         await run_in_threadpool(context.doorbell.ring)
@@ -176,18 +195,18 @@ async def cancel(job_id: str, context: Context) -> Response:
 
 
 @router.post("/{job_id}/retry", status_code=202, response_model=Job, responses=problems(404, 409))
-async def retry(job_id: str, context: Context) -> Response:
+async def retry(job_id: str, context: Context, caller: Submitter) -> Response:
     """Send a job that FAILED back to the queue; it goes on where it stopped. Repeating is harmless."""
-    job = await run_in_threadpool(context.store.retry, job_id)
+    job = await run_in_threadpool(context.jobs_of(caller).retry, job_id)
     if job.state is JobState.QUEUED:
         await run_in_threadpool(context.doorbell.ring)
     return accepted(job)
 
 
 @router.get("/{job_id}/result", response_model=ConvertResult | PlanSummary, responses=problems(404, 409))
-def result(job_id: str, context: Context) -> ConvertResult | PlanSummary:
+def result(job_id: str, context: Context, caller: Reader) -> ConvertResult | PlanSummary:
     """Get the result of a job. Answers 409 while it runs and if it has none: `details.error` says why it failed."""
-    return outcome_of(context.store.get(job_id))
+    return outcome_of(context.jobs_of(caller).get(job_id))
 
 
 def outcome_of(job: Job) -> ConvertResult | PlanSummary:

@@ -7,9 +7,10 @@ from urllib.parse import parse_qs
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, RedirectResponse, Response
 
-from reshard_service.access import COOKIE, LOGIN, is_token, session_of
+from reshard_service.access import LOGIN
 from reshard_service.context import Context
 from reshard_service.dashboard import PAGE_HEADERS, page
+from reshard_service.identity import COOKIE
 
 router = APIRouter(include_in_schema=False)
 _FORM = (
@@ -36,12 +37,16 @@ def form() -> HTMLResponse:
 async def log_in(request: Request, context: Context) -> Response:
     """Give a browser with the right token its cookie."""
     fields = parse_qs((await request.body()).decode("utf-8", "replace"), max_num_fields=8)
-    token = context.settings.token
     given = fields.get("token", [""])[0].strip()
-    if not token or is_token(given.encode(), token):
+    cookie = await context.identity.cookie_for(given)
+    if cookie is not None:
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
-            COOKIE, session_of(token), httponly=True, samesite="strict", secure=request.url.scheme == "https"
+            COOKIE,
+            cookie,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
         )
         return answer
     refused = context.wrong_tokens.refusal(request.client.host if request.client else "")

@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
-from reshard_jobs.store import JobStore
 from reshard_service.activity_metrics import ActivityCollector
 from reshard_service.queue_metrics import QueueCollector
 
@@ -21,18 +20,18 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class JobCollector(Collector):
     """Counts jobs and their workers in the database at each scrape, because no single process knows all."""
 
-    def __init__(self, store: JobStore, nodes: Nodes) -> None:
-        self._store = store
+    def __init__(self, statistics: JobStatistics, nodes: Nodes) -> None:
+        self._statistics = statistics
         self._nodes = nodes
 
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         """Jobs by state, workers by role, and the sums of what workers of shared conversions did."""
         gauge = GaugeMetricFamily("reshard_jobs", "Jobs by state.", labels=["state"])
-        for state, count in self._store.count_by_state().items():
+        for state, count in self._statistics.count_by_state().items():
             gauge.add_metric([state.value], count)
         yield gauge
         workers = GaugeMetricFamily("reshard_job_workers", "Workers that run a job now, by role.", labels=["role"])
-        for role, count in self._store.workers_at_work().items():
+        for role, count in self._statistics.workers_at_work().items():
             workers.add_metric([role], count)
         yield workers
         live = GaugeMetricFamily("reshard_workers", "Live workers by what they do.", labels=["state"])
@@ -40,9 +39,9 @@ class JobCollector(Collector):
         for name in ("idle", "working", "quarantined"):
             live.add_metric([name], found[name])
         yield live
-        left = self._store.count_leftovers()
+        left = self._statistics.count_leftovers()
         yield GaugeMetricFamily("reshard_jobs_with_leftovers", "Ended jobs with files to remove.", value=left)
-        shares = self._store.total_shares()
+        shares = self._statistics.total_shares()
         for name, text, count in (
             ("runs", "Runs of units that workers of shared conversions claimed.", shares.runs),
             ("takeovers", "Runs that were taken over from a worker that had died.", shares.takeovers),
@@ -57,9 +56,9 @@ class JobCollector(Collector):
 class Metrics:
     """The metrics of one application, in a registry of their own."""
 
-    def __init__(self, store: JobStore, nodes: Nodes, statistics: JobStatistics, happenings: ActivityCollector) -> None:
+    def __init__(self, nodes: Nodes, statistics: JobStatistics, happenings: ActivityCollector) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(JobCollector(store, nodes))
+        self._registry.register(JobCollector(statistics, nodes))
         self._registry.register(QueueCollector(statistics))
         self._registry.register(happenings)
         self._requests = Counter(

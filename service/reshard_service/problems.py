@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -30,16 +30,27 @@ def problem_response(error: ReshardError, *, status: int | None = None) -> JSONR
     headers: dict[str, str] = {}
     if error.retryable or error.code == "request.idempotency_conflict":
         headers["Retry-After"] = "1"
+    if isinstance(wait_s := error.details.get("retry_after_s"), int):
+        headers["Retry-After"] = str(wait_s)
     if error.code == "request.unauthorized":
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(problem, status_code=problem["status"], headers=headers, media_type=MEDIA_TYPE)
 
 
-def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Map every exception of the application to a problem. `routes` are all routes that it serves."""
+def install_handlers(
+    app: FastAPI, on_refusal: Callable[[Request, ReshardError], None], routes: Sequence[BaseRoute]
+) -> None:
+    """Map every exception of the application to a problem.
 
-    def on_reshard(_request: Request, error: Exception) -> JSONResponse:
+    Args:
+        app: The application.
+        on_refusal: Called with each typed error of a route.
+        routes: All routes that it serves.
+    """
+
+    def on_reshard(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, ReshardError)
+        on_refusal(request, error)
         return problem_response(error)
 
     def on_invalid(_request: Request, error: Exception) -> JSONResponse:
@@ -57,8 +68,7 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
         return answer
 
     def on_database(_request: Request, error: Exception) -> JSONResponse:
-        logger.error("the job database failed", exc_info=error)
-        return problem_response(_of_database(error))
+        return problem_of_database(error)
 
     def on_bug(_request: Request, error: Exception) -> JSONResponse:
         logger.error("unexpected error", exc_info=error)
@@ -70,6 +80,12 @@ def install_handlers(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     app.add_exception_handler(DBAPIError, on_database)
     app.add_exception_handler(PoolTimeout, on_database)
     app.add_exception_handler(Exception, on_bug)
+
+
+def problem_of_database(error: Exception) -> JSONResponse:
+    """The response to a request whose SQL statement failed."""
+    logger.error("the job database failed", exc_info=error)
+    return problem_response(_of_database(error))
 
 
 def _methods_of(routes: Sequence[BaseRoute], request: Request) -> list[str]:

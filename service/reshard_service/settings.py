@@ -11,6 +11,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
+from reshard.errors import RequestError
 from reshard_jobs.maxima import Maxima
 from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds
 from reshard_service.webhook_address import Network
@@ -31,6 +32,11 @@ def _keys(value: object) -> object:
     return keys
 
 
+_SAFE_URL = r"^$|^https://\S+$|^http://(?:localhost|127\.0\.0\.1|\[::1\])[:/]\S*$"
+"""Whoever changes an answer of the issuer on its way makes tokens."""
+_HTTPS = "a URL with https"
+
+
 def _hosts(value: object) -> object:
     return _listed(value) if isinstance(value, str) else value
 
@@ -47,6 +53,11 @@ class ServiceSettings(EnvironmentSettings):
         token: Bearer token that every call must carry; empty for none.
         allowed_hosts: Names and addresses that requests may name in `Host`; empty for any.
         anonymous: True to serve without a token.
+        oidc_issuer: URL of the OIDC issuer whose tokens are taken; empty for none.
+        oidc_audience: The audience that such a token must name.
+        oidc_jwks_url: URL of the issuer's keys; empty to ask the issuer.
+        oidc_tenant_claim: The claim that names the tenant.
+        oidc_scope_claim: The claim that names the scopes, as `reshard:read`.
         probe_command: Command line of the limited process that looks at checkpoints.
         admission_s: How long a submission may look at its source before it is accepted unseen.
         inspection_s: How long `POST /v1/inspections` may take.
@@ -69,6 +80,11 @@ class ServiceSettings(EnvironmentSettings):
         default=(), validation_alias="RESHARD_ALLOWED_HOSTS"
     )
     anonymous: bool = Field(default=False, validation_alias="RESHARD_ANONYMOUS", title="true or false")
+    oidc_issuer: str = Field(default="", validation_alias="RESHARD_OIDC_ISSUER", pattern=_SAFE_URL, title=_HTTPS)
+    oidc_audience: str = Field(default="", validation_alias="RESHARD_OIDC_AUDIENCE")
+    oidc_jwks_url: str = Field(default="", validation_alias="RESHARD_OIDC_JWKS_URL", pattern=_SAFE_URL, title=_HTTPS)
+    oidc_tenant_claim: str = Field(default="tenant", validation_alias="RESHARD_OIDC_TENANT_CLAIM")
+    oidc_scope_claim: str = Field(default="scope", validation_alias="RESHARD_OIDC_SCOPE_CLAIM")
     probe_command: tuple[str, ...] = (sys.executable, "-m", "reshard_service.inspection_process")
     admission_s: Seconds = Field(default=5.0, validation_alias="RESHARD_ADMISSION_S")
     inspection_s: Seconds = Field(default=30.0, validation_alias="RESHARD_INSPECTION_S")
@@ -99,7 +115,7 @@ class ServiceSettings(EnvironmentSettings):
     @property
     def unprotected(self) -> tuple[str, ...]:
         """The variables that a service needs where strangers can reach it, and that are not set."""
-        needed = (("RESHARD_TOKEN", self.token), ("RESHARD_ROOTS", self.jobs.roots.urls))
+        needed = (("RESHARD_TOKEN", self.token or self.oidc_issuer), ("RESHARD_ROOTS", self.jobs.roots.urls))
         return tuple(name for name, value in needed if not value)
 
     @classmethod
@@ -109,4 +125,12 @@ class ServiceSettings(EnvironmentSettings):
         Raises:
             RequestError: A variable is not what it should be.
         """
-        return cls.from_variables(env, jobs=JobSettings.from_env(env), probes=max(2, os.cpu_count() or 2))
+        found = cls.from_variables(env, jobs=JobSettings.from_env(env), probes=max(2, os.cpu_count() or 2))
+        if found.oidc_issuer and not found.oidc_audience:
+            raise RequestError(
+                "request.invalid",
+                "RESHARD_OIDC_ISSUER is set, and RESHARD_OIDC_AUDIENCE is not",
+                fix="set RESHARD_OIDC_AUDIENCE to the issuer's name for this service: without it, tokens for "
+                "other services would be taken",
+            )
+        return found

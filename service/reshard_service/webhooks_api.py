@@ -18,6 +18,7 @@ from reshard.webhook_models import (
 )
 from reshard_jobs.deliveries import Deliveries
 from reshard_jobs.webhooks import Webhooks
+from reshard_service.callers import Administrator, Reader
 from reshard_service.context import Context
 from reshard_service.documented import problems
 from reshard_service.webhook_address import accepted_url
@@ -27,66 +28,69 @@ router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
 
 
 @router.post("", status_code=201, response_model=Webhook, responses=problems(403))
-def create(body: WebhookRequest, context: Context) -> Webhook:
+def create(body: WebhookRequest, context: Context, caller: Administrator) -> Webhook:
     """Add an endpoint. The answer has the secret of its signatures, which is not shown again."""
     settings = context.settings
     url = accepted_url(body.url, http=settings.webhook_http, allowed=settings.webhook_networks)
     secret = new_secret()
     sealed = Sealer(settings.webhook_keys).seal(secret)
     events = tuple(dict.fromkeys(body.events))
-    made = Webhooks(context.database).create(url, events=events, description=body.description, secret=sealed)
+    made = Webhooks(context.database, caller.tenant).create(
+        url, events=events, description=body.description, secret=sealed
+    )
     return made.model_copy(update={"secret": secret})
 
 
 @router.get("", response_model=WebhookList)
-def list_webhooks(context: Context) -> WebhookList:
+def list_webhooks(context: Context, caller: Reader) -> WebhookList:
     """List the endpoints, the oldest first."""
-    return WebhookList(webhooks=tuple(Webhooks(context.database).list()))
+    return WebhookList(webhooks=tuple(Webhooks(context.database, caller.tenant).list()))
 
 
 @router.get("/{webhook_id}", response_model=Webhook, responses=problems(404))
-def get(webhook_id: str, context: Context) -> Webhook:
+def get(webhook_id: str, context: Context, caller: Reader) -> Webhook:
     """Get an endpoint."""
-    return Webhooks(context.database).get(webhook_id)
+    return Webhooks(context.database, caller.tenant).get(webhook_id)
 
 
 @router.delete("/{webhook_id}", status_code=204, responses=problems(404))
-def remove(webhook_id: str, context: Context) -> Response:
+def remove(webhook_id: str, context: Context, caller: Administrator) -> Response:
     """Remove an endpoint and its deliveries."""
-    Webhooks(context.database).remove(webhook_id)
+    Webhooks(context.database, caller.tenant).remove(webhook_id)
     return Response(status_code=204)
 
 
 @router.post("/{webhook_id}/rotate", response_model=Webhook, responses=problems(404))
-def rotate(webhook_id: str, body: RotateRequest, context: Context) -> Webhook:
+def rotate(webhook_id: str, body: RotateRequest, context: Context, caller: Administrator) -> Webhook:
     """Make a new secret. For `keep_s` seconds each call is signed with the one before, too."""
     secret = new_secret()
     sealed = Sealer(context.settings.webhook_keys).seal(secret)
-    found = Webhooks(context.database).rotate(webhook_id, sealed, keep_s=body.keep_s)
+    found = Webhooks(context.database, caller.tenant).rotate(webhook_id, sealed, keep_s=body.keep_s)
     return found.model_copy(update={"secret": secret})
 
 
 @router.post("/{webhook_id}/enable", response_model=Webhook, responses=problems(404))
-def enable(webhook_id: str, context: Context) -> Webhook:
+def enable(webhook_id: str, context: Context, caller: Administrator) -> Webhook:
     """Send to an endpoint again that has answered 410."""
-    return Webhooks(context.database).enable(webhook_id)
+    return Webhooks(context.database, caller.tenant).enable(webhook_id)
 
 
 @router.get("/{webhook_id}/deliveries", response_model=DeliveryList, responses=problems(404))
 def deliveries(
     webhook_id: str,
     context: Context,
+    caller: Reader,
     state: DeliveryState | None = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> DeliveryList:
     """List the deliveries of an endpoint, the newest first."""
-    Webhooks(context.database).get(webhook_id)
+    Webhooks(context.database, caller.tenant).get(webhook_id)
     found = Deliveries(context.database).list(webhook_id, state=state, limit=limit)
     return DeliveryList(deliveries=tuple(found))
 
 
 @router.post("/{webhook_id}/redeliver", response_model=Redelivered, responses=problems(404))
-def redeliver(webhook_id: str, body: RedeliverRequest, context: Context) -> Redelivered:
+def redeliver(webhook_id: str, body: RedeliverRequest, context: Context, caller: Administrator) -> Redelivered:
     """Send a delivery again, or all that are dead."""
-    Webhooks(context.database).get(webhook_id)
+    Webhooks(context.database, caller.tenant).get(webhook_id)
     return Redelivered(count=Deliveries(context.database).redeliver(webhook_id, body.delivery))

@@ -225,7 +225,7 @@ def test_a_browser_logs_in_and_its_cookie_only_reads(closed: str) -> None:
 def test_the_schema_says_that_a_token_is_needed(closed: str) -> None:
     schema = json.loads(httpx.get(f"{closed}/openapi.json").text)
     assert schema["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
-    assert schema["paths"]["/v1/jobs"]["post"]["security"] == [{"HTTPBearer": []}]
+    assert schema["paths"]["/v1/jobs"]["post"]["security"] == [{"HTTPBearer": ["submit"]}]
     assert "security" not in schema["paths"]["/healthz"]["get"]
 
 

@@ -21,6 +21,7 @@ from celery import Celery
 from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK
+from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
 from reshard_service.celery_doorbell import CeleryDoorbell
 from servers.postgres import PostgresServer
@@ -44,6 +45,7 @@ class Service:
     def __post_init__(self) -> None:
         self._database = Database(self.stack.database_url)
         self.store = JobStore(self._database)
+        self.statistics = JobStatistics(self._database)
         self.doorbell = CeleryDoorbell(self.stack.broker_url)
         self.broker = redis_client.Redis.from_url(self.stack.broker_url)
         self.broker.flushdb()
@@ -105,7 +107,7 @@ def flood(service: Service, count: int) -> dict[str, float]:
     """Submit many jobs at once, then one more behind them: messages and waits."""
     jobs = [service.submit(f"out{number}", units=1) for number in range(count)]
     most = 0
-    while service.store.count_by_state()[JobState.SUCCEEDED] < count:
+    while service.statistics.count_by_state()[JobState.SUCCEEDED] < count:
         most = max(most, service.waiting())
         time.sleep(0.05)
     ended = [service.store.get(job.id) for job in jobs]

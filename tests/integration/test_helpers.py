@@ -10,9 +10,11 @@ import pytest
 
 from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat, WorkShare
 from reshard_jobs.database import Database
+from reshard_jobs.event_log import EventLog
 from reshard_jobs.helpers import HelperClaim, Helpers
 from reshard_jobs.leases import JobClaim, Leases
 from reshard_jobs.reaper import Reaper
+from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
 
 LEASE_S = 4.0
@@ -34,6 +36,8 @@ def running(*, takes_workers: bool = True) -> Progress:
 class Jobs:
     def __init__(self, database: Database) -> None:
         self.store = JobStore(database)
+        self.log = EventLog(database)
+        self.statistics = JobStatistics(database)
         self.leases = Leases(database, lease_s=LEASE_S)
         self.helpers = Helpers(database, lease_s=LEASE_S, max_workers=MAX_WORKERS)
         self.reaper = Reaper(database, lease_s=LEASE_S, max_workers=MAX_WORKERS)
@@ -199,10 +203,10 @@ def test_the_job_tells_who_did_what(jobs: Jobs) -> None:
     assert owner.share == WorkShare(runs=3, takeovers=1)
     assert helper.share == WorkShare(runs=2, units=5, write_bytes=99)
     assert owner.left_at is not None
-    events = jobs.store.events(claim.job_id)
+    events = jobs.log.after(claim.job_id, 0).events
     told = [e.worker for e in events if e.kind == "worker"]
     assert [w is not None and w.left_at is not None for w in told] == [False, True]
     assert [e.state for e in events if e.kind == "state"][-1] is JobState.SUCCEEDED
     assert [e.seq for e in events] == list(range(1, len(events) + 1))
-    shares = jobs.store.total_shares()
+    shares = jobs.statistics.total_shares()
     assert (shares.runs, shares.takeovers, shares.units) == (5, 1, 5)

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from reshard.models import ConvertRequest, SubmitRequest
 from reshard_jobs.pages import JobFilter
 from reshard_jobs.settings import JobSettings
+from reshard_jobs.store import JobStore
 from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
 
@@ -45,8 +46,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:The 'alias' attribute")
 def api(database_url: str) -> Generator[TestClient]:
     """The application in this process; its probes take every submission."""
     probe = (sys.executable, "-I", "-S", "-c", PROBE)
-    app = create_app(ServiceSettings(jobs=JobSettings(database_url=database_url), probe_command=probe))
-    with TestClient(app, raise_server_exceptions=False) as client:
+    settings = ServiceSettings(jobs=JobSettings(database_url=database_url), probe_command=probe, token="operator")
+    headers = {"Authorization": "Bearer operator"}
+    with TestClient(create_app(settings), headers=headers, raise_server_exceptions=False) as client:
         yield client
 
 
@@ -68,7 +70,7 @@ def refused(answer: httpx.Response, code: str = "request.invalid") -> None:
 
 
 def token_of(*fields: Any, chosen: JobFilter | None = None) -> str:
-    text = json.dumps([(chosen or JobFilter()).digest(), *fields])
+    text = json.dumps([(chosen or JobFilter()).digest("default"), *fields])
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 
@@ -243,6 +245,7 @@ def test_no_value_at_any_place_is_our_fault(api: TestClient) -> None:
                 "request.unknown_scheme",
                 "request.above_maximum",
                 "request.job_exists",
+                "request.tenant_exists",
                 "job.cancelled",
                 "source.not_found",
             }, answer.text
@@ -306,7 +309,7 @@ def test_only_a_database_that_is_away_is_worth_another_try(
         raise error
 
     app = create_app(ServiceSettings(jobs=JobSettings(database_url=sqlite_url)))
-    monkeypatch.setattr(app.state.context.store, "get", fail)
+    monkeypatch.setattr(JobStore, "get", fail)
     with TestClient(app, raise_server_exceptions=False) as api:
         problem = api.get("/v1/jobs/job_x/result").json()
     assert (problem["code"], problem["retryable"]) == (code, code == "service.unavailable")

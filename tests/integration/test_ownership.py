@@ -12,6 +12,7 @@ import pytest
 from reshard.errors import JobError, RequestError, StorageError
 from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
+from reshard_jobs.event_log import EventLog
 from reshard_jobs.idempotency import Hold, IdempotencyKeys
 from reshard_jobs.leases import JobClaim, Leases
 from reshard_jobs.pages import JobFilter
@@ -32,6 +33,7 @@ class Jobs:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.store = JobStore(database)
+        self.events = EventLog(database)
         self.leases = Leases(database, lease_s=LEASE_S)
         self.reaper = Reaper(database, lease_s=LEASE_S)
         self.keys = IdempotencyKeys(database)
@@ -54,7 +56,7 @@ class Jobs:
         return Sweep(requeued, failed, cancelled, found[-1].work_waits)
 
     def log(self, job_id: str) -> list[tuple[str, str]]:
-        events = self.store.events(job_id)
+        events = self.events.after(job_id, 0).events
         assert [event.seq for event in events] == list(range(1, len(events) + 1))
         return [(event.kind, event.state.value) for event in events]
 
@@ -442,7 +444,7 @@ def test_pages_are_stable_while_jobs_arrive(jobs: Jobs) -> None:
 
 
 def test_unknown_jobs_are_not_found(jobs: Jobs) -> None:
-    for call in (jobs.store.get, jobs.store.events, jobs.store.cancel):
+    for call in (jobs.store.get, jobs.store.key_of, jobs.store.cancel):
         with pytest.raises(RequestError, match=r"request\.not_found"):
             call("job_none")
     assert jobs.leases.claim("job_none", worker="w") is None

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from reshard.models import ConvertRequest, VerifyLevel
 from reshard.shared_work import SharedWork
+from reshard_jobs.limits import SERVICE, TenantLimits
 from reshard_worker.memory_limit import engine_memory_bytes
 from reshard_worker.protocol import Command
 from reshard_worker.settings import WorkerSettings
@@ -17,6 +18,7 @@ def engine_command(
     request: ConvertRequest,
     settings: WorkerSettings,
     *,
+    limits: TenantLimits = SERVICE,
     workers: int = 1,
     **values: Any,
 ) -> Command:
@@ -26,14 +28,15 @@ def engine_command(
         op: The operation.
         request: The request of the job.
         settings: The worker's settings.
+        limits: The limits of the job's tenant.
         workers: The number of workers that may run the job at once.
         values: Other fields of the command.
 
     Raises:
-        RequestError: A URL is outside this worker's own roots, or the request asks for more than this worker's maxima.
-            It checks both independently of the API.
+        RequestError: A URL is outside the roots of this worker or of the tenant, or the request asks for more than
+            this worker's maxima. It checks both independently of the API.
     """
-    judged = settings.jobs.roots.allowed_request(request)
+    judged = limits.allowed_request(request, settings.jobs.roots)
     maxima = settings.jobs.maxima(runs_jobs=True)
     # A job that was refused for its size is cleaned up nevertheless.
     judged = judged if op == "discard" else maxima.with_threads(maxima.allowed_request(judged))
@@ -49,5 +52,5 @@ def engine_command(
             least_bytes=settings.share_bytes,
         )
     memory_bytes = engine_memory_bytes(judged, settings.engine_memory_bytes)
-    roots = settings.jobs.roots.urls
+    roots = limits.roots(settings.jobs.roots).urls
     return Command(op=op, request=judged, work=work, roots=roots, memory_bytes=memory_bytes, **values)

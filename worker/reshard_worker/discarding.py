@@ -78,6 +78,7 @@ class EndedDiscards:
                 "discard",
                 claim.request,
                 self._settings,
+                limits=claim.limits,
                 plans=claim.plans,
                 idle_s=0.0 if claim.asked else min(_IDLE_S, self._settings.jobs.keep_failed_s),
                 keep_unfinished=claim.succeeded,

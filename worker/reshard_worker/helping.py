@@ -63,7 +63,8 @@ class HelperRun:
         Raises:
             RequestError: A URL is outside this worker's own roots.
         """
-        command = engine_command("help", self._claim.request, self._settings, workers=self._claim.max_workers)
+        claim = self._claim
+        command = engine_command("help", claim.request, self._settings, limits=claim.limits, workers=claim.max_workers)
         with self._runners.run(command) as child:
             try:
                 while not child.ended and self._goes_on():

@@ -166,7 +166,9 @@ class Supervisor:
             op = "plan" if claim.kind is JobKind.PLAN else "convert"
             workers = claim.max_workers or self._settings.max_workers if self._helpers is not None else 1
             abandoned = claim.abandoned
-            command = engine_command(op, claim.request, self._settings, workers=workers, abandoned=abandoned)
+            command = engine_command(
+                op, claim.request, self._settings, limits=claim.limits, workers=workers, abandoned=abandoned
+            )
         except ReshardError as error:
             return self._failed(claim, watch, error)
         while True:
@@ -292,7 +294,7 @@ class Supervisor:
         """Remove what conversions of the job's recorded plans left; returns the problem, if there is one."""
         try:
             plans = self._leases.plans_of(claim.job_id)
-            command = engine_command("discard", claim.request, self._settings, plans=plans)
+            command = engine_command("discard", claim.request, self._settings, limits=claim.limits, plans=plans)
         except ReshardError as error:
             return error
         limit_s = self._settings.discard_limit_s

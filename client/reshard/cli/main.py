@@ -12,7 +12,18 @@ from typing import Any
 
 import typer
 
-from reshard.cli import cleaning, compare, database, deepspeed_scripts, ensuring, local, remote, slimming, webhooks
+from reshard.cli import (
+    cleaning,
+    compare,
+    database,
+    deepspeed_scripts,
+    ensuring,
+    identity,
+    local,
+    remote,
+    slimming,
+    webhooks,
+)
 from reshard.cli.overview import Overview
 from reshard.cli.watching import DetachedError
 from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
@@ -34,6 +45,7 @@ slimming.register(app)
 cleaning.register(app)
 remote.register(app)
 webhooks.register(app)
+identity.register(app)
 database.register(app)
 
 # Newer versions of typer contain a copy of click, older ones import click; this finds the base class in both.

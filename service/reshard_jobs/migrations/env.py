@@ -12,8 +12,9 @@ from alembic import context
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, delete, insert
 
+from reshard_jobs.identity_tables import TenantRow
 from reshard_jobs.schema import SCHEMA_FACT, VERSION_TABLE
-from reshard_jobs.tables import Base, MetaRow
+from reshard_jobs.tables import MetaRow
 
 # Modules whose tables are a part of the metadata.
 for _tables in ("reshard_jobs.webhook_tables",):
@@ -22,12 +23,12 @@ for _tables in ("reshard_jobs.webhook_tables",):
 
 def _is_ours(_item: object, name: str | None, kind: str, *_more: object) -> bool:
     """True for tables of ours: others may share the database."""
-    return kind != "table" or name in Base.metadata.tables
+    return kind != "table" or name in TenantRow.metadata.tables
 
 
 def _run(**target: Any) -> None:
     context.configure(
-        target_metadata=Base.metadata,
+        target_metadata=TenantRow.metadata,
         version_table=VERSION_TABLE,
         include_object=_is_ours,
         compare_server_default=True,

@@ -69,7 +69,7 @@ def profile_named(name: str | None) -> S3Profile:
     if name not in table:
         raise RequestError(
             "request.unknown_profile",
-            f"no storage profile is called {printable(name)!r}; configured: {', '.join(sorted(table)) or 'none'}",
+            f"no storage profile is called {printable(name)!r}",
             fix=f"add it to the TOML file that {PROFILES_VARIABLE} names, or leave the profile out",
         )
     entry = table[name]

@@ -1,0 +1,284 @@
+"""The commands of administrators of a service: `tokens`, `tenants`, `audit`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from reshard.choices import TokenScope
+from reshard.cli.remote import JsonFlag
+from reshard.errors import RequestError, printable
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from pydantic import BaseModel
+
+    from reshard.client import Client
+    from reshard.identity_models import Tenant, TenantSettings, Token
+
+tokens = typer.Typer(help="Tokens of a service (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
+tenants = typer.Typer(help="Tenants of a service, for its operator (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_NONE = "none"
+TenantFlag = Annotated[
+    str | None, typer.Option("--tenant", help="The tenant; only the operator may name another than their own.")
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant's name: a-z, 0-9 and '-'.")]
+ReadRoots = Annotated[
+    list[str] | None, typer.Option("--read-root", help="URL that jobs may read below; may be repeated; none for any.")
+]
+WriteRoots = Annotated[
+    list[str] | None, typer.Option("--write-root", help="URL that jobs may write below; may be repeated; none for any.")
+]
+Profiles = Annotated[
+    list[str] | None, typer.Option("--profile", help="Storage profile of the tenant; may be repeated; none for any.")
+]
+MaxQueued = Annotated[str | None, typer.Option(metavar="N|none", help="The most jobs that may wait.")]
+MaxRunning = Annotated[str | None, typer.Option(metavar="N|none", help="The most jobs that run at once.")]
+MaxWorkers = Annotated[str | None, typer.Option(metavar="N|none", help="The most workers at once, helpers included.")]
+MaxPriority = Annotated[str | None, typer.Option(metavar="N|none", help="The highest priority of a job.")]
+BytesPerDay = Annotated[
+    str | None, typer.Option(metavar="SIZE|none", help="The most bytes of the conversions of 24 hours, such as 10TiB.")
+]
+Weight = Annotated[int | None, typer.Option(min=1, max=1000, help="Share of the workers, relative to others.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to the app."""
+    app.add_typer(tokens, name="tokens")
+    app.add_typer(tenants, name="tenants")
+    app.command()(audit)
+
+
+def _client() -> Client:
+    from reshard.client import Client
+
+    return Client()
+
+
+@tokens.command("create")
+def create_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name for people: who uses the token.")],
+    *,
+    scope: Annotated[list[TokenScope], typer.Option(help="A right of the token; may be repeated.")],
+    tenant: TenantFlag = None,
+    expires: Annotated[str, typer.Option(metavar="TIME", help="When it expires: 12h, 90d, or never.")] = "90d",
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a token and print it. Nobody can show it again."""
+    with _client() as client:
+        made = client.admin.create_token(name, scope, tenant=tenant, expires_in_s=_seconds(expires))
+    _say(_json(made) if as_json else made.secret)
+
+
+@tokens.command("list")
+def list_tokens(*, tenant: TenantFlag = None, as_json: JsonFlag = False) -> None:
+    """List tokens, newest first, also those that have expired or were revoked."""
+    with _client() as client:
+        found = client.admin.tokens(tenant)
+    if as_json:
+        _say(json.dumps({"schema_version": 1, "tokens": [token.model_dump(mode="json") for token in found]}))
+        return
+    header = ("ID", "SCOPES", "EXPIRES", "LAST USED", "NAME")
+    for line in _table([header, *(_token_row(token) for token in found)]):
+        _say(line)
+
+
+@tokens.command("revoke")
+def revoke_token(
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="The token's id.")], *, as_json: JsonFlag = False
+) -> None:
+    """Revoke a token. Revoking twice is harmless."""
+    with _client() as client:
+        token = client.admin.revoke_token(token_id)
+    _say(_json(token) if as_json else f"{token.id} revoked")
+
+
+@tenants.command("create")
+def create_tenant(
+    name: Name,
+    *,
+    read_root: ReadRoots = None,
+    write_root: WriteRoots = None,
+    profile: Profiles = None,
+    max_queued: MaxQueued = None,
+    max_running: MaxRunning = None,
+    max_workers: MaxWorkers = None,
+    max_priority: MaxPriority = None,
+    bytes_per_day: BytesPerDay = None,
+    weight: Weight = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a tenant. A setting that is not given is the service's own."""
+    numbers = {"max_queued": max_queued, "max_running": max_running, "max_workers": max_workers}
+    numbers |= {"max_priority": max_priority, "bytes_per_day": bytes_per_day}
+    lists = {"read_roots": read_root, "write_roots": write_root, "profiles": profile}
+    with _client() as client:
+        made = client.admin.create_tenant(name, _settings(None, lists, numbers, weight))
+    _say(_json(made) if as_json else made.name)
+
+
+@tenants.command("set")
+def set_tenant(
+    name: Name,
+    *,
+    read_root: ReadRoots = None,
+    write_root: WriteRoots = None,
+    profile: Profiles = None,
+    max_queued: MaxQueued = None,
+    max_running: MaxRunning = None,
+    max_workers: MaxWorkers = None,
+    max_priority: MaxPriority = None,
+    bytes_per_day: BytesPerDay = None,
+    weight: Weight = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Change settings of a tenant; the others stay. `none` makes a setting the service's own again."""
+    numbers = {"max_queued": max_queued, "max_running": max_running, "max_workers": max_workers}
+    numbers |= {"max_priority": max_priority, "bytes_per_day": bytes_per_day}
+    lists = {"read_roots": read_root, "write_roots": write_root, "profiles": profile}
+    with _client() as client:
+        before = next((tenant for tenant in client.admin.tenants() if tenant.name == name), None)
+        if before is None:
+            raise RequestError(
+                "request.not_found", f"there is no tenant {printable(name, max_chars=64)!r}", fix="reshard tenants list"
+            )
+        changed = client.admin.set_tenant(name, _settings(before, lists, numbers, weight))
+    _say(_json(changed) if as_json else changed.name)
+
+
+@tenants.command("list")
+def list_tenants(*, as_json: JsonFlag = False) -> None:
+    """List the tenants, by name."""
+    with _client() as client:
+        found = client.admin.tenants()
+    if as_json:
+        _say(json.dumps({"schema_version": 1, "tenants": [tenant.model_dump(mode="json") for tenant in found]}))
+        return
+    header = ("NAME", "QUEUED", "RUNNING", "WORKERS", "BYTES A DAY", "WEIGHT", "MAY WRITE BELOW")
+    for line in _table([header, *(_tenant_row(tenant) for tenant in found)]):
+        _say(line)
+
+
+@tenants.command("remove")
+def remove_tenant(name: Name, *, as_json: JsonFlag = False) -> None:
+    """Remove a tenant with its tokens and the records of its jobs, once all of these have ended."""
+    with _client() as client:
+        tenant = client.admin.remove_tenant(name)
+    _say(_json(tenant) if as_json else f"{tenant.name} removed")
+
+
+def audit(
+    *,
+    tenant: TenantFlag = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most this many entries, newest first.")] = 100,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the audit log of a service: who did what, and who was refused as an administrator."""
+    entries: list[Any] = []
+    before: int | None = None
+    with _client() as client:
+        while len(entries) < limit:
+            page = client.admin.audit(tenant, before=before, limit=min(500, limit - len(entries)))
+            entries.extend(page.entries)
+            before = page.next_before
+            if before is None:
+                break
+    if as_json:
+        _say(json.dumps({"schema_version": 1, "entries": [entry.model_dump(mode="json") for entry in entries]}))
+        return
+    header = ("TIME", "TENANT", "ACTOR", "ADDRESS", "ACTION", "OUTCOME", "OBJECT")
+    rows = [
+        (_time(e.at), e.tenant, printable(e.actor), e.address, e.action, e.outcome, printable(e.object))
+        for e in entries
+    ]
+    for line in _table([header, *rows]):
+        _say(line)
+
+
+def _settings(
+    before: Tenant | None, lists: dict[str, list[str] | None], numbers: dict[str, str | None], weight: int | None
+) -> TenantSettings:
+    from pydantic import ValidationError
+
+    from reshard._wire import invalid
+    from reshard.identity_models import TenantSettings
+
+    values: dict[str, Any] = before.model_dump(exclude={"name", "created_at"}) if before is not None else {}
+    values |= {name: None if given == [_NONE] else given for name, given in lists.items() if given}
+    values |= {name: _number(name, given) for name, given in numbers.items() if given is not None}
+    values |= {"weight": weight} if weight is not None else {}
+    try:
+        return TenantSettings.model_validate(values)
+    except ValidationError as error:
+        raise invalid(error, {}) from error
+
+
+def _number(name: str, text: str) -> int | None:
+    from reshard.cli.sizes import parse_size
+
+    if text == _NONE:
+        return None
+    if name == "bytes_per_day":
+        return parse_size(text)
+    if re.fullmatch(r"-?\d{1,9}", text, re.ASCII) is None:
+        raise RequestError(
+            "request.invalid",
+            f"--{name.replace('_', '-')} {printable(text, max_chars=64)} is no number",
+            fix="name a whole number, or none",
+        )
+    return int(text)
+
+
+def _seconds(text: str) -> int | None:
+    if text == "never":
+        return None
+    match = re.fullmatch(r"(\d{1,9})([smhd])", text, re.ASCII)
+    if match is None:
+        raise RequestError(
+            "request.invalid",
+            f"--expires {printable(text, max_chars=64)} is no time",
+            fix="name a number with a unit, such as 12h or 90d, or never",
+        )
+    return int(match[1]) * _UNITS_S[match[2]]
+
+
+def _token_row(token: Token) -> tuple[str, ...]:
+    expires = "revoked" if token.revoked_at else _time(token.expires_at) if token.expires_at else "never"
+    used = _time(token.last_used_at) if token.last_used_at else "never"
+    return (token.id, ",".join(token.scopes), expires, used, printable(token.name))
+
+
+def _tenant_row(tenant: Tenant) -> tuple[str, ...]:
+    from reshard.errors import format_size
+
+    limits = (tenant.max_queued, tenant.max_running, tenant.max_workers)
+    size = "-" if tenant.bytes_per_day is None else format_size(tenant.bytes_per_day)
+    places = "-" if tenant.write_roots is None else ", ".join(map(printable, tenant.write_roots)) or "nothing"
+    return (tenant.name, *("-" if n is None else str(n) for n in limits), size, str(tenant.weight), places)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+
+
+def _time(moment: datetime) -> str:
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _json(model: BaseModel) -> str:
+    return json.dumps({"schema_version": 1, **model.model_dump(mode="json")})
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()

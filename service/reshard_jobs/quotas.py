@@ -1,0 +1,149 @@
+"""Quotas of tenants: how many jobs wait and run, how many workers run them, how many bytes they write in a day.
+
+A submission above a quota is refused. Jobs above the quotas of running jobs and of workers wait.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, Subquery, and_, func, or_, select
+from sqlalchemy.orm import Session, aliased
+
+from reshard.errors import RequestError, format_size
+from reshard.models import JobState
+from reshard_jobs.identity_tables import TenantRow
+from reshard_jobs.states import ACTIVE
+from reshard_jobs.tables import JobRow, WorkerRow, db_now
+
+DAY_S = 86_400.0
+_QUEUE_AGAIN_S = 10
+_ACTIVE = [state.value for state in ACTIVE]
+
+
+def refuse_above_quota(session: Session, tenant: str, planned_bytes: int) -> None:
+    """Refuse one more waiting job of a tenant. Its row is locked, so that submissions at once count one another.
+
+    Raises:
+        RequestError: `request.quota_jobs`, `request.quota_bytes`.
+    """
+    limited = or_(TenantRow.max_queued.is_not(None), TenantRow.bytes_per_day.is_not(None))
+    row = session.scalars(select(TenantRow).where(TenantRow.name == tenant, limited).with_for_update()).one_or_none()
+    if row is None:
+        return
+    if row.max_queued is not None:
+        _refuse_queue(session, tenant, row.max_queued)
+    if row.bytes_per_day is not None:
+        _refuse_bytes(session, tenant, row.bytes_per_day, planned_bytes)
+
+
+def _refuse_queue(session: Session, tenant: str, most: int) -> None:
+    waiting = (JobRow.tenant == tenant, JobRow.state == JobState.QUEUED.value)
+    count = session.execute(select(func.count()).select_from(JobRow).where(*waiting)).scalar_one()
+    if count >= most:
+        raise RequestError(
+            "request.quota_jobs",
+            f"{count} jobs of this tenant wait, and its quota is {most}",
+            fix="wait until some have begun, or cancel some: reshard jobs list --state QUEUED",
+            details={"waiting": count, "quota": most, "retry_after_s": _QUEUE_AGAIN_S},
+        )
+
+
+def _refuse_bytes(session: Session, tenant: str, most: int, planned: int) -> None:
+    recent = (
+        JobRow.tenant == tenant,
+        JobRow.created_at > db_now() - DAY_S,
+        JobRow.planned_bytes > 0,
+        # A job that was cancelled before it began has written nothing.
+        or_(JobRow.attempt > 0, JobRow.state != JobState.CANCELLED.value),
+    )
+    used = int(session.execute(select(func.coalesce(func.sum(JobRow.planned_bytes), 0)).where(*recent)).scalar_one())
+    if used + planned <= most and used < most:
+        return
+    details: dict[str, Any] = {"used": used, "planned": planned, "quota": most}
+    if planned <= most:
+        # The oldest jobs leave the window first.
+        rest = used
+        query = select(JobRow.planned_bytes, JobRow.created_at - db_now() + DAY_S).where(*recent)
+        for size, left_s in session.execute(query.order_by(JobRow.created_at)):
+            rest -= size
+            if rest + planned <= most and rest < most:
+                details["retry_after_s"] = max(1, math.ceil(left_s))
+                break
+    raise RequestError(
+        "request.quota_bytes",
+        f"the conversions of this tenant that were submitted within 24 hours write {format_size(used)}, this one "
+        f"{format_size(planned)}, and the quota is {format_size(most)}",
+        fix="submit it again when `details.retry_after_s` has passed, or ask the operator to raise the quota",
+        details=details,
+    )
+
+
+def has_room(job: type[JobRow]) -> ColumnElement[bool]:
+    """The condition that the tenant of a job may have one more running job, and one more worker."""
+    running, other = aliased(JobRow), aliased(JobRow)
+    active = select(func.count()).select_from(running)
+    active = active.where(running.state.in_(_ACTIVE), running.tenant == TenantRow.name).correlate(TenantRow)
+    full = or_(
+        and_(
+            TenantRow.max_running.is_not(None), active.correlate(TenantRow).scalar_subquery() >= TenantRow.max_running
+        ),
+        _workers_full(other),
+    )
+    return job.tenant.not_in(select(TenantRow.name).where(full))
+
+
+def has_room_for_helpers(job: type[JobRow]) -> ColumnElement[bool]:
+    """The condition that the tenant of a job may have one more worker."""
+    return job.tenant.not_in(select(TenantRow.name).where(_workers_full(aliased(JobRow))))
+
+
+def _workers_full(other: type[JobRow]) -> ColumnElement[bool]:
+    present = (
+        select(func.count())
+        .select_from(WorkerRow)
+        .join(other, other.id == WorkerRow.job_id)
+        .where(WorkerRow.left_at.is_(None), other.tenant == TenantRow.name)
+        .correlate(TenantRow)
+        .scalar_subquery()
+    )
+    return and_(TenantRow.max_workers.is_not(None), present >= TenantRow.max_workers)
+
+
+def limited_tenant_of(job_id: str) -> Select[str]:
+    """The tenant of a job if its running jobs or workers are limited."""
+    limited = or_(TenantRow.max_running.is_not(None), TenantRow.max_workers.is_not(None))
+    query = select(TenantRow.name).join(JobRow, JobRow.tenant == TenantRow.name)
+    return query.where(JobRow.id == job_id, limited)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The order in which tenants get workers, for a query of jobs.
+
+    Attributes:
+        load: A subquery with the number of workers that work for each tenant.
+        share: The number of the tenant's workers by its weight. The tenant with the least comes first.
+    """
+
+    load: Subquery
+    share: ColumnElement[float]
+
+
+def turns() -> Turn:
+    """The turns of tenants. The query of jobs joins them with `with_turns`."""
+    other = aliased(JobRow)
+    count = func.count().label("workers")
+    present = select(other.tenant.label("tenant"), count).select_from(WorkerRow)
+    present = present.join(other, other.id == WorkerRow.job_id).where(WorkerRow.left_at.is_(None))
+    load = present.group_by(other.tenant).subquery()
+    share = func.coalesce(load.c.workers, 0) * 1.0 / func.coalesce(TenantRow.weight, 1)
+    return Turn(load, share)
+
+
+def with_turns(query: Select[str], turn: Turn) -> Select[str]:
+    """A query of jobs, joined with the turns of their tenants."""
+    joined = query.outerjoin(turn.load, turn.load.c.tenant == JobRow.tenant)
+    return joined.outerjoin(TenantRow, TenantRow.name == JobRow.tenant)
