@@ -21,6 +21,7 @@ from reshard_jobs.schema import SCHEMA_FACT
 from reshard_jobs.states import TERMINAL
 from reshard_jobs.tables import DEFAULT_TENANT, IdempotencyRow, JobRow, MetaRow, db_now
 from reshard_jobs.tokens import require_tenant
+from reshard_jobs.webhook_tables import DeliveryRow, WebhookRow
 
 _WITHOUT_TENANTS = ("1", "2", "3", "4", "5")
 _FIRST_WITH_TENANTS = "6"
@@ -106,7 +107,10 @@ class Tenants:
                     f"jobs of the tenant {name!r} have not ended, or have files that a worker must remove first",
                     fix="cancel its jobs with a token of the tenant, and wait until a worker has removed their files",
                 )
-            for table in (JobRow, IdempotencyRow):
+            hooks = select(WebhookRow.id).where(WebhookRow.tenant == name)
+            deliveries = delete(DeliveryRow).where(DeliveryRow.webhook_id.in_(hooks))
+            session.execute(deliveries.execution_options(synchronize_session=False))
+            for table in (JobRow, IdempotencyRow, WebhookRow):
                 session.execute(delete(table).where(table.tenant == name).execution_options(synchronize_session=False))
             session.delete(row)
             record(session, by, "tenant.remove", name, tenant=name)

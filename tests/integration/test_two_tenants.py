@@ -180,6 +180,18 @@ ATTEMPTS: dict[str, Attempt] = {
     "target profile of the other": _submit("target_profile", "profile", 422),
     "plan with a profile of the other": _submit("profile", "profile", 422, "/v1/plans"),
     "inspect with a profile of the other": _submit("profile", "profile", 422, "/v1/inspections"),
+    # Webhooks.
+    **{
+        f"{name} of a webhook": _job(method, path, "webhook", **more)
+        for name, method, path, more in (
+            ("url", "GET", "/v1/webhooks/ID", {}),
+            ("removal", "DELETE", "/v1/webhooks/ID", {}),
+            ("new secret", "POST", "/v1/webhooks/ID/rotate", {"json": {}}),
+            ("reactivation", "POST", "/v1/webhooks/ID/enable", {}),
+            ("deliveries", "GET", "/v1/webhooks/ID/deliveries", {}),
+            ("repetition", "POST", "/v1/webhooks/ID/redeliver", {"json": {}}),
+        )
+    },
     # Tokens and tenants.
     "revoke a token of the other": Attempt(404, lambda s, names: s.ask("DELETE", f"/v1/tokens/{names['token']}")),
     "list tokens of the other": Attempt(403, lambda s, names: s.ask("GET", f"/v1/tokens?tenant={names['tenant']}")),
@@ -246,6 +258,9 @@ def make_service(url: str, database_url: str, root: Path) -> Service:
     assert page
     assert label_page
     digest = base64.b32encode(hashlib.sha256(service.anna.encode()).digest()).decode().lower()
+    hook = {"url": "https://receiver.example/hook", "events": ["job.failed"]}
+    webhook = service.ask("POST", "/v1/webhooks", token=service.anna, json=hook)
+    assert webhook.status_code == 201, webhook.text
     service.things = {
         "queued": queued,
         "own": "nightly-1",
@@ -266,6 +281,7 @@ def make_service(url: str, database_url: str, root: Path) -> Service:
         "profile": "p-anna",
         "token": anna_id,
         "tenant": "anna",
+        "webhook": webhook.json()["id"],
         "hash": f"reshard_{anna_id}_{digest[:52]}",
         "revoked": revoked,
         "expired": expired,
@@ -290,6 +306,7 @@ def make_service(url: str, database_url: str, root: Path) -> Service:
         "profile": "p-nobo",
         "token": ABSENT_TOKEN,
         "tenant": "carl",
+        "webhook": "wh_" + "w" * 24,
         "hash": f"reshard_{ABSENT_TOKEN}_{'b' * 52}",
         "revoked": f"reshard_{ABSENT_TOKEN}_{'c' * 52}",
         "expired": f"reshard_{ABSENT_TOKEN}_{'d' * 52}",
@@ -361,8 +378,8 @@ def test_the_other_tenants_things_look_like_nothing(service: Service, name: str)
 
 def test_listings_show_nothing_of_the_other_tenant(service: Service) -> None:
     pages = [service.ask("GET", path, headers={"Accept": "*/*"}) for path in ("/v1/jobs?page_size=200", "/")]
-    pages += [service.ask("GET", path) for path in ("/v1/workers", "/v1/tokens")]
-    secret = [service.things[name] for name in ("queued", "done", "failed", "token", "file")]
+    pages += [service.ask("GET", path) for path in ("/v1/workers", "/v1/tokens", "/v1/webhooks")]
+    secret = [service.things[name] for name in ("queued", "done", "failed", "token", "file", "webhook")]
     for page in pages:
         assert page.status_code == 200
         assert not [text for text in secret if text in page.text], page.url

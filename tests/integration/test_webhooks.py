@@ -453,8 +453,8 @@ def test_an_endpoint_that_hangs_delays_no_other(local: Hooked, receiver: Receive
 
 
 def test_a_service_tells_the_end_of_jobs(stack: Stack, receiver: Receiver, tmp_path: Path) -> None:
-    stack.extra |= LOCAL
-    with stack.api() as url, client_of(url) as client, stack.worker():
+    stack.extra |= {**LOCAL, "RESHARD_TOKEN": "operator"}
+    with stack.api() as url, client_of(url, "operator") as client, stack.worker():
         for wrong in ("http://127.0.0.1:1/#x", "https://10.0.0.1/", "ftp://127.0.0.1/"):
             with pytest.raises(RequestError):
                 client.webhooks.create(wrong)
@@ -487,8 +487,8 @@ def test_a_service_tells_the_end_of_jobs(stack: Stack, receiver: Receiver, tmp_p
 
 
 def test_a_deliverer_that_is_killed_loses_nothing(stack: Stack, receiver: Receiver, tmp_path: Path) -> None:
-    stack.extra |= LOCAL
-    with stack.api_process() as (url, process), client_of(url) as client:
+    stack.extra |= {**LOCAL, "RESHARD_TOKEN": "operator"}
+    with stack.api_process() as (url, process), client_of(url, "operator") as client:
         hook = client.webhooks.create(receiver.url("slow-once"))
         job = client.submit(scripted(units=2), str(tmp_path / "out"), to="universal")
         client.cancel(job.id)
@@ -501,7 +501,7 @@ def test_a_deliverer_that_is_killed_loses_nothing(stack: Stack, receiver: Receiv
     with database.write() as session:
         session.execute(text("UPDATE webhook_deliveries SET lease_until = 1"))
     database.close()
-    with stack.api() as url, client_of(url) as client:
+    with stack.api() as url, client_of(url, "operator") as client:
         wait_until(lambda: client.webhooks.deliveries(hook.id)[0].state is DeliveryState.DELIVERED)
     sent = receiver.got("slow-once")
     assert len(sent) == 2
