@@ -43,6 +43,9 @@ def test_only_from_env_reads_the_environment(
     for name in ("cancel_poll_s", "CANCEL_POLL_S", "RESHARD_CANCEL_POLL_S", "probes", "RESHARD_JOBS", "jobs"):
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("RESHARD_ROOTS", "/data")
+    monkeypatch.setenv("RESHARD_WEBHOOK_NETWORKS", "10.0.0.0/8")
+    monkeypatch.setenv("RESHARD_OIDC_ISSUER", "https://issuer.example")
+    monkeypatch.setenv("RESHARD_OIDC_JWKS_URL", "https://issuer.example/keys")
     monkeypatch.setenv("RESHARD_VERIFY", "full")
     monkeypatch.setenv("RESHARD_WARM_ENGINE", "0")
     monkeypatch.setenv("RESHARD_LOG_FORMAT", "json")
