@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from pathlib import Path
 
@@ -12,6 +13,20 @@ from reshard_jobs.settings import EnvironmentSettings, JobSettings
 from reshard_service.settings import ServiceSettings
 from reshard_worker.settings import WorkerSettings
 
+UNUSUAL = {
+    "RESHARD_ROOTS": "/data",
+    "RESHARD_WEBHOOK_NETWORKS": "10.0.0.0/8",
+    "RESHARD_OIDC_ISSUER": "https://issuer.example",
+    "RESHARD_OIDC_JWKS_URL": "https://issuer.example/keys",
+    "RESHARD_WEBHOOK_HTTP": "true",
+    "RESHARD_WEBHOOK_KEYS": base64.urlsafe_b64encode(bytes(32)).decode(),
+    "RESHARD_VERIFY": "full",
+    "RESHARD_WARM_ENGINE": "0",
+    "RESHARD_LOG_FORMAT": "json",
+    "RESHARD_LEASE_S": "20",
+    "RESHARD_ANONYMOUS": "true",
+}
+"""Values of variables that may not be 7."""
 ALL = (JobSettings, WorkerSettings, ServiceSettings)
 PAGE = Path(__file__).parents[2] / "docs" / "service.md"
 
@@ -42,15 +57,8 @@ def test_only_from_env_reads_the_environment(
         monkeypatch.setenv(str(field.validation_alias), "7")
     for name in ("cancel_poll_s", "CANCEL_POLL_S", "RESHARD_CANCEL_POLL_S", "probes", "RESHARD_JOBS", "jobs"):
         monkeypatch.setenv(name, "7")
-    monkeypatch.setenv("RESHARD_ROOTS", "/data")
-    monkeypatch.setenv("RESHARD_WEBHOOK_NETWORKS", "10.0.0.0/8")
-    monkeypatch.setenv("RESHARD_OIDC_ISSUER", "https://issuer.example")
-    monkeypatch.setenv("RESHARD_OIDC_JWKS_URL", "https://issuer.example/keys")
-    monkeypatch.setenv("RESHARD_VERIFY", "full")
-    monkeypatch.setenv("RESHARD_WARM_ENGINE", "0")
-    monkeypatch.setenv("RESHARD_LOG_FORMAT", "json")
-    monkeypatch.setenv("RESHARD_LEASE_S", "20")
-    monkeypatch.setenv("RESHARD_ANONYMOUS", "true")
+    for name, text in UNUSUAL.items():
+        monkeypatch.setenv(name, text)
     built, read = kind(), kind.from_env()
     for name, field in kind.model_fields.items():
         assert getattr(built, name) == field.default
