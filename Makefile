@@ -24,7 +24,7 @@ COMMA  := ,
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles docs-check docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-queue bench-store bench-workers demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles docs-check docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -118,6 +118,9 @@ bench-store: $(READY) ## conversions within an S3 server beside a plain concurre
 
 bench-queue: $(READY) ## 500 small jobs over two Celery workers, and one beside the command line (5 minutes)
 	@$(BIN)/python bench/job_queue.py $(ARGS)
+
+bench-load: $(READY) ## the API with 1,000 queued jobs, 300 watchers, 16 posters and slow clients (2 minutes)
+	@$(BIN)/python bench/load.py $(ARGS)
 
 bench-workers: $(READY) ## one conversion on 1, 2, 4 and 8 workers behind a slow store, the protocol's price, a very large plan
 	@$(BIN)/python bench/workers.py $(ARGS)
