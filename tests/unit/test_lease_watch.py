@@ -11,6 +11,7 @@ from sqlalchemy.exc import DataError, OperationalError
 
 from reshard.models import ConvertRequest, JobKind, Progress, SourceSpec, TargetFormat
 from reshard_jobs.leases import JobClaim, LeaseStatus
+from reshard_jobs.limits import SERVICE
 from reshard_jobs.settings import JobSettings
 from reshard_worker.lease_heartbeat import LeaseHeartbeat
 from reshard_worker.settings import WorkerSettings
@@ -21,6 +22,7 @@ CLAIM = JobClaim(
     attempt=1,
     kind=JobKind.CONVERT,
     request=ConvertRequest(source=SourceSpec(url="/a"), target="/b", to=TargetFormat.UNIVERSAL),
+    limits=SERVICE,
     cleanup=False,
 )
 SETTINGS = WorkerSettings(jobs=JobSettings(lease_s=0.4, heartbeat_s=0.1), cancel_poll_s=0.05, progress_s=0.15)
