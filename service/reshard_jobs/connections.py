@@ -13,6 +13,19 @@ from reshard.errors import JobError
 
 URL_FIX = "check RESHARD_DATABASE_URL: sqlite:////path/jobs.db or postgresql://user@host/database"
 
+POSTGRES_TIMEOUTS = {
+    "connect_timeout": "10",
+    "keepalives_idle": "15",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "30000",
+}
+"""Parameters of libpq (PostgreSQL 12 and later) for a server whose host vanishes without closing its connections.
+
+`tcp_user_timeout` is in milliseconds, the others in seconds. Without them a query would wait for the kernel's own
+limits: a quarter of an hour for data that was sent, two hours for an idle connection. The URL may name others.
+"""
+
 
 def engine_of(url: str) -> Engine:
     """A pool of connections to a job database.
@@ -35,7 +48,8 @@ def engine_of(url: str) -> Engine:
         parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.get_backend_name() == "sqlite":
         return _sqlite_engine(parsed)
-    return create_engine(parsed, pool_pre_ping=True)
+    timeouts = {name: value for name, value in POSTGRES_TIMEOUTS.items() if name not in parsed.query}
+    return create_engine(parsed, pool_pre_ping=True, connect_args=timeouts)
 
 
 def is_sqlite(engine: Engine) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import secrets
 from dataclasses import dataclass
@@ -185,7 +186,8 @@ def _shown(row: DeliveryRow) -> Delivery:
         {
             "id": row.id,
             "webhook_id": row.webhook_id,
-            "job_id": row.job_id,
+            # The record of the job may be gone, and its key is not the id that its tenant knows.
+            "job_id": json.loads(row.payload)["data"]["id"],
             "event": row.event,
             "state": row.state,
             "tries": row.tries,

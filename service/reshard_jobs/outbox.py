@@ -31,7 +31,7 @@ def announce(session: Session, row: JobRow) -> None:
     if event is None:
         return
     wanted = select(WebhookRow.id, WebhookRow.events).where(
-        WebhookRow.tenant == _tenant_of(row), WebhookRow.disabled_at.is_(None)
+        WebhookRow.tenant == row.tenant, WebhookRow.disabled_at.is_(None)
     )
     endpoints = [found for found, events in session.execute(wanted).all() if event in events.split()]
     if not endpoints:
@@ -56,7 +56,7 @@ def _payload(row: JobRow, event: str, at: float) -> dict[str, Any]:
         "type": event,
         "timestamp": _time(at),
         "data": {
-            "id": getattr(row, "public_id", row.id),
+            "id": row.public_id,
             "kind": row.kind,
             "state": row.state,
             "target": row.target,
@@ -67,10 +67,6 @@ def _payload(row: JobRow, event: str, at: float) -> dict[str, Any]:
             "error": json.loads(row.error)["code"] if row.error and event == "job.failed" else None,
         },
     }
-
-
-def _tenant_of(row: JobRow) -> str:
-    return str(getattr(row, "tenant", "default"))
 
 
 def _time(at: float | None) -> str | None:

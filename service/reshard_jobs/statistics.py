@@ -5,11 +5,13 @@ from __future__ import annotations
 from sqlalchemy import ColumnElement, case, func, select, text
 
 from reshard.models import JobState, WorkShare
+from reshard.webhook_models import DeliveryState
 from reshard_jobs.database import Database
 from reshard_jobs.tables import JobRow, WorkerRow, db_now
+from reshard_jobs.webhook_tables import DeliveryRow
 
 LATELY_S = 3600
-"""Jobs that ended within so many seconds have ended lately."""
+"""Jobs and deliveries that ended within so many seconds have ended lately."""
 _ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -71,6 +73,19 @@ class JobStatistics:
         """The number of ended jobs whose attempts may have left files that are not removed yet."""
         with self._database.read() as session:
             return session.execute(select(func.count()).where(JobRow.discard_at.is_not(None))).scalar_one()
+
+    def dead_lately(self) -> int:
+        """The number of deliveries of webhooks that were given up within the last hour."""
+        lately = (DeliveryRow.state == DeliveryState.DEAD.value, DeliveryRow.ended_at >= db_now() - LATELY_S)
+        with self._database.read() as session:
+            return session.scalars(select(func.count()).select_from(DeliveryRow).where(*lately)).one()
+
+    def delivery_age_s(self) -> float:
+        """Seconds since the event of the oldest delivery that waits to be sent or tried again; 0 if none."""
+        query = select(db_now() - func.min(DeliveryRow.created_at))
+        with self._database.read() as session:
+            age = session.scalars(query.where(DeliveryRow.state == DeliveryState.PENDING.value)).one()
+        return max(0.0, age or 0.0)
 
     def ping(self) -> None:
         """Raise SQLAlchemy's error if the database does not answer."""

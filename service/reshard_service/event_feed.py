@@ -107,6 +107,10 @@ class EventFeed:
             except (DBAPIError, PoolTimeout) as error:
                 logger.warning("the events of watched jobs could not be read: %s", error)
                 continue
+            except Exception:
+                # All watchers of this process depend on this task: it must not end while they wait.
+                logger.exception("the events of watched jobs could not be read")
+                continue
             for key, events in news.items():
                 job = self._jobs.get(key)
                 # A watcher that came meanwhile may know more.

@@ -13,6 +13,7 @@ from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
 from reshard_service.activity_metrics import ActivityCollector
 from reshard_service.queue_metrics import QueueCollector
+from reshard_service.webhook_metrics import WebhookCollector
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -60,6 +61,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(JobCollector(statistics, nodes))
         self._registry.register(QueueCollector(statistics))
+        self._registry.register(WebhookCollector(statistics))
         self._registry.register(happenings)
         self._requests = Counter(
             "reshard_http_requests_total", "HTTP requests.", ["method", "route", "status"], registry=self._registry

@@ -29,6 +29,7 @@ from reshard_jobs.database import Database
 from reshard_jobs.deliveries import PAUSES_S, Deliveries, DeliveryClaim, Outcome
 from reshard_jobs.leases import Leases
 from reshard_jobs.reaper import Reaper
+from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
 from reshard_jobs.transitions import move
 from reshard_jobs.webhooks import MOST_WEBHOOKS, Webhooks
@@ -165,6 +166,15 @@ def test_each_end_of_a_job_is_told_to_who_wants_it(hooked: Hooked) -> None:
     assert hooked.events(failures) == [(failed, "job.failed"), (lost.job_id, "job.failed")]
 
 
+def test_a_job_is_named_by_the_id_that_its_tenant_gave(hooked: Hooked) -> None:
+    hook = hooked.hook()
+    assert hooked.job(job_id="run-7") == "run-7"
+    hooked.store.cancel("run-7")
+    (delivery,) = hooked.outbox.list(hook)
+    assert delivery.job_id == "run-7"
+    assert json.loads(hooked.claim().payload)["data"]["id"] == "run-7"
+
+
 def test_the_payload_is_small_and_says_no_texts(hooked: Hooked) -> None:
     hooked.hook()
     job_id = hooked.failed_job()
@@ -254,6 +264,8 @@ def test_a_delivery_is_tried_for_about_a_day_and_then_dead(hooked: Hooked) -> No
         assert hooked.outbox.claim_next() is None
         hooked.make_due()
     assert hooked.outbox.record(hooked.claim(), Outcome(None, "no answer within 15 s"))
+    statistics = JobStatistics(hooked.database)
+    assert (statistics.dead_lately(), statistics.delivery_age_s()) == (1, 0)
     (dead,) = hooked.outbox.list(hook, state=DeliveryState.DEAD)
     assert (dead.tries, dead.last_status, dead.last_error) == (len(PAUSES_S) + 1, None, "no answer within 15 s")
     assert hooked.outbox.claim_next() is None
