@@ -8,6 +8,19 @@ import pytest
 
 from house.budget import budget_lines
 from house.measured import said, say
+from house.tiers import take_turns
+
+DRIVERS = ("embedded", "celery")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of the whole service run with one driver each. Those of the drivers themselves (`api`) run with both.
+
+    A case that was asked for by its name runs.
+    """
+    if not any("[" in argument for argument in config.args):
+        take_turns(items, "stack", DRIVERS)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from reshard.choices import TokenScope
-from reshard.wire_model import MOST_BYTES, WireModel
+from reshard.wire_model import MOST_BYTES, RequestModel, WireModel
 
 TENANT_PATTERN = r"^[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?$"
 DEFAULT_TOKEN_S = 90 * 86_400
@@ -21,7 +21,7 @@ _Profile = Annotated[str, Field(min_length=1, max_length=200)]
 _Count = Annotated[int, Field(ge=0, le=MOST_COUNT)]
 
 
-class NewToken(WireModel):
+class NewToken(RequestModel):
     """Body of `POST /v1/tokens`."""
 
     name: str = Field(min_length=1, max_length=200)
@@ -62,7 +62,7 @@ class TokenList(WireModel):
     tokens: tuple[Token, ...]
 
 
-class TenantSettings(WireModel):
+class TenantSettings(RequestModel):
     """The settings of a tenant. One that is null is the service's own: its roots, all profiles, no limit."""
 
     read_roots: tuple[_Url, ...] | None = Field(default=None, max_length=64)

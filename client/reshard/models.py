@@ -27,14 +27,14 @@ from reshard.choices import (
 from reshard.nested_options import OfInstalledFormats, nested
 from reshard.options import NativeLayout as NativeLayout, Options as Options
 from reshard.target_name import TargetName
-from reshard.wire_model import MOST_BYTES, WireModel as WireModel
+from reshard.wire_model import MOST_BYTES, RequestModel, WireModel as WireModel
 
 SCHEMA_VERSION = 1
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20
 
 
-class SourceSpec(WireModel):
+class SourceSpec(RequestModel):
     """The checkpoint to read."""
 
     url: str = Field(min_length=1, max_length=4096)
@@ -43,7 +43,7 @@ class SourceSpec(WireModel):
     """Name of a storage profile that the operator configured. Requests never contain credentials."""
 
 
-class ConvertRequest(WireModel):
+class ConvertRequest(RequestModel):
     """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
 
     source: SourceSpec

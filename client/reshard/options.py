@@ -11,14 +11,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import ConfigDict, Field
 
 from reshard.choices import NameScheme, RngPolicy, ZeroStage
-from reshard.wire_model import MOST_BYTES, WireModel
+from reshard.wire_model import MOST_BYTES, RequestModel
 
 
 class Place:
     """Marks an option that is a URL from which the engine reads: a service allows it only below its roots."""
 
 
-class FormatOptions(WireModel):
+class FormatOptions(RequestModel):
     """Base of the options of one format. Every option has a default, so that a request may leave a format out."""
 
     def places(self) -> dict[str, str]:
@@ -98,7 +98,7 @@ class PeftOptions(FormatOptions):
 OptionsT = TypeVar("OptionsT", bound=FormatOptions)
 
 
-class Options(WireModel):
+class Options(RequestModel):
     """The options of all formats, by format. The options of a format that is not installed here stay plain JSON."""
 
     model_config = ConfigDict(extra="allow")

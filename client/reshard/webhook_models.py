@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from reshard.models import SCHEMA_VERSION, WireModel
+from reshard.wire_model import RequestModel
 
 EventType = Literal["job.started", "job.succeeded", "job.failed", "job.cancelled"]
 ENDINGS: tuple[EventType, ...] = ("job.succeeded", "job.failed", "job.cancelled")
@@ -23,7 +24,7 @@ class DeliveryState(StrEnum):
     DEAD = "dead"
 
 
-class WebhookRequest(WireModel):
+class WebhookRequest(RequestModel):
     """Body of `POST /v1/webhooks`."""
 
     url: str = Field(min_length=1, max_length=2000)
@@ -54,7 +55,7 @@ class WebhookList(WireModel):
     webhooks: tuple[Webhook, ...]
 
 
-class RotateRequest(WireModel):
+class RotateRequest(RequestModel):
     """Body of `POST /v1/webhooks/{id}/rotate`."""
 
     keep_s: float = Field(default=86_400.0, ge=0, le=30 * 86_400.0)
@@ -85,7 +86,7 @@ class DeliveryList(WireModel):
     deliveries: tuple[Delivery, ...]
 
 
-class RedeliverRequest(WireModel):
+class RedeliverRequest(RequestModel):
     """Body of `POST /v1/webhooks/{id}/redeliver`."""
 
     delivery: str | None = Field(default=None, max_length=40)

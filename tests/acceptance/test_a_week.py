@@ -40,6 +40,7 @@ KEPT = {
     "RESHARD_KEEP_JOBS_S": "10",
     "RESHARD_KEEP_EVENTS_S": "5",
     "RESHARD_KEEP_KEYS_S": "5",
+    "RESHARD_KEEP_AUDIT_S": "5",
 }
 KINDS = ("plain", "local", "fails", "heals", "dies", "cancelled", "own-id", "repeated", "missing", "again")
 POINTERS = {"latest", "latest_universal"}

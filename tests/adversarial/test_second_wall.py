@@ -15,6 +15,7 @@ import pytest
 from adversarial.corpus import carriers
 from reshard.errors import ReshardError
 from reshard.models import ConvertRequest, Inspection, SourceSpec, TargetFormat
+from reshard_jobs.roots import Roots
 from reshard_service.inspection_pool import Prober, ProbeTimeout
 from reshard_service.settings import ServiceSettings
 from reshard_worker.protocol import Command, Failure, parse_message
@@ -69,7 +70,7 @@ def _with_one_prober(*works: Callable[[Prober], object]) -> list[object]:
 
 
 def _inspect(source: Path, limit_s: float) -> Callable[[Prober], object]:
-    return lambda prober: prober.inspect(SourceSpec(url=str(source)), limit_s=limit_s)
+    return lambda prober: prober.inspect(SourceSpec(url=str(source)), roots=Roots(), limit_s=limit_s)
 
 
 @pytest.mark.usefixtures("opened")

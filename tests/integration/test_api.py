@@ -320,6 +320,8 @@ def test_every_error_is_a_problem(api: Api) -> None:
         api.post("/v1/jobs", {"source": {"url": "x" * 5000}}): (422, "request.invalid"),
         api.post("/v1/jobs", {**api.body(), "credentials": "secret-value"}): (422, "request.invalid"),
         api.post("/v1/jobs", {**api.body(), "target": "relative/path"}): (422, "request.invalid"),
+        api.post("/v1/jobs", {**api.body(), "priority": False}): (422, "request.invalid"),
+        api.post("/v1/jobs", {**api.body(), "threads": "2"}): (422, "request.invalid"),
         api.get("/v1/jobs/job_none"): (404, "request.not_found"),
         api.get("/nothing/here"): (404, "request.not_found"),
         httpx.delete(f"{api.url}/v1/jobs"): (405, "request.invalid"),

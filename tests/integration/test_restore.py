@@ -14,6 +14,7 @@ from reshard.client import Client
 from reshard.models import Job, JobState, Progress
 from reshard_jobs.database import Database
 from reshard_jobs.leases import Leases
+from reshard_jobs.store import JobStore
 from servers.postgres import PostgresServer
 from servers.stack import Stack, client_of
 
@@ -50,10 +51,13 @@ def test_jobs_that_ended_after_the_backup_end_once_more(postgres: PostgresServer
             submitted(client, name)
         # One has a worker at the moment of the backup.
         database = Database(before)
-        claim = Leases(database, lease_s=1).claim("running", worker="lost")
-        assert claim is not None
-        assert Leases(database, lease_s=1).heartbeat(claim, Progress(phase="running", bytes_done=1, bytes_total=9)).held
-        database.close()
+        try:
+            leases = Leases(database, lease_s=1)
+            claim = leases.claim(JobStore(database).key_of("running"), worker="lost")
+            assert claim is not None
+            assert leases.heartbeat(claim, Progress(phase="running", bytes_done=1, bytes_total=9)).held
+        finally:
+            database.close()
         kept = backup(before)
         client.cancel("cancelled")
         with stack.worker():

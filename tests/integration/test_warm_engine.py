@@ -19,6 +19,7 @@ import pytest
 from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.leases import Leases
+from reshard_jobs.roots import Roots
 from reshard_jobs.store import JobStore
 from reshard_service.inspection_pool import Prober
 from reshard_service.settings import ServiceSettings
@@ -193,7 +194,7 @@ def test_probes_share_imports_and_are_replaced_when_they_die() -> None:
     async def look() -> None:
         prober = Prober(ServiceSettings())
         inspect: Callable[[], Coroutine[object, object, object]] = lambda: prober.inspect(  # noqa: E731
-            SourceSpec(url=str(DATA)), limit_s=60
+            SourceSpec(url=str(DATA)), roots=Roots(), limit_s=60
         )
         await prober.prepare()
         (first,) = probes()

@@ -4,12 +4,15 @@
 - Accelerate 1.15.0 (`state.py`, `_prepare_backend`) finds no backend for DeepSpeed on a CPU, and takes each process for
   a world of its own.
 - Lightning 2.6.6 refuses DeepSpeed without CUDA, by the class of its accelerator, and wants devices with numbers.
+- Gloo's threads run on when a script ends without an end of its process group, as the Trainer's does. Seen once
+  on a busy machine: C++ then aborts the process at its exit ("terminate called without an active exception").
 - ``DIE_AT=N``: rank 0 kills itself when it has saved step N and was not restarted yet. Nothing of DeepSpeed is touched
   in any other run: frameworks look at the signature of `save_checkpoint` before they decide what to save.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.abc
 import importlib.machinery
 import os
@@ -56,8 +59,16 @@ def _mortal(module: Any) -> None:
     module.DeepSpeedEngine.save_checkpoint = save_and_die
 
 
+def _with_an_end(module: Any) -> None:
+    @atexit.register
+    def _end() -> None:
+        if module.is_initialized():
+            module.destroy_process_group()
+
+
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "deepspeed.comm.torch": _without_op,
+    "torch.distributed.distributed_c10d": _with_an_end,
     **({"deepspeed.runtime.engine": _mortal} if "DIE_AT" in os.environ else {}),
     "accelerate.state": _with_backend,
     "pytorch_lightning.strategies.deepspeed": _with_cpu,
