@@ -191,7 +191,7 @@ def test_a_job_runs_and_nothing_touches_the_local_disk(site: Site, expected: dic
     assert any("billiard" in line or "multiprocessing" in line for line in active), active
     assert any("reshard_worker.runner" in line for line in active), active
     writes = [line for line in log.splitlines() if line.startswith("AUDIT-WRITE")]
-    # The worker's loops write how often they give a sign of life into a file each for its probe (`reshard_worker.alive`).
+    # The worker's loops give signs of life, each in a small file for its probe (`reshard_worker.alive`).
     places = rf"{re.escape(str(site.empty['tmp']))}/reshard-\d+(/worker-\w+\.(loop|job) |')"
     others = [line for line in writes if not re.search(places, line)]
     # Celery's pool maps one page for a counter that it shares with its process, and unlinks its file at once.
