@@ -38,6 +38,8 @@ class HelperClaim:
     max_workers: int
     attempt: int = 0
     tenant: str = "default"
+    traceparent: str | None = None
+    """The span of the request that made the job."""
 
 
 class Helpers:
@@ -104,6 +106,7 @@ class Helpers:
                 max_workers=row.max_workers or self._max_workers,
                 attempt=row.attempt,
                 tenant=tenant_of(row),
+                traceparent=row.traceparent,
             )
 
     def heartbeat(self, claim: HelperClaim) -> bool:

@@ -24,7 +24,7 @@ from reshard_jobs.quotas import has_room, limited_tenant_of, turns, with_turns
 from reshard_jobs.records import tenant_of
 from reshard_jobs.refusals import others_may_try, refuse, refused_by
 from reshard_jobs.states import ACTIVE, TERMINAL, sources_of, state_of
-from reshard_jobs.tables import ANY_PLAN, JobRow, PlanRow, WorkerRow, db_now
+from reshard_jobs.tables import ANY_PLAN, EventRow, JobRow, PlanRow, WorkerRow, db_now
 from reshard_jobs.transitions import change, move
 
 FULL = frozenset({"storage.no_space", "storage.no_room"})
@@ -60,6 +60,10 @@ class JobClaim:
     abandoned: tuple[str, ...] = ()
     """Plans that this job and ended jobs of this database may have left in the target."""
     tenant: str = "default"
+    traceparent: str | None = None
+    """The span of the request that made the job."""
+    waited_s: float | None = None
+    """Seconds in the queue before this attempt, by the database's clock; None if they are not known or not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,8 @@ class Leases:
                 worker=worker[:200],
                 abandoned=_abandoned(session, row),
                 tenant=tenant_of(row),
+                traceparent=row.traceparent,
+                waited_s=_waited_s(session, row) if row.traceparent is not None else None,
             )
 
     def claim_next(self, *, worker: str) -> JobClaim | None:
@@ -313,6 +319,13 @@ def exhausted(attempts: int, last: ReshardError | None = None) -> JobError:
 def problem_json(problem: ReshardError) -> str:
     """A problem as JSON text for the `error` column."""
     return Problem.model_validate(problem.to_problem()).model_dump_json()
+
+
+def _waited_s(session: Session, row: JobRow) -> float | None:
+    """Seconds between the last two changes of a job's state: it was QUEUED, and now it is claimed."""
+    query = select(EventRow.at).where(EventRow.job_id == row.id, EventRow.kind == "state")
+    times = session.scalars(query.order_by(EventRow.seq.desc()).limit(2)).all()
+    return max(times[0] - times[1], 0.0) if len(times) == 2 else None
 
 
 def _fence(claim: JobClaim) -> tuple[ColumnElement[bool], ...]:

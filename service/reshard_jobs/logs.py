@@ -19,11 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, TextIO, cast
+from urllib.parse import unquote
 
 FORMAT_VARIABLE = "RESHARD_LOG_FORMAT"
 LEVEL_VARIABLE = "RESHARD_LOG_LEVEL"
 """The level of the processes that a service or a worker starts; set by them."""
-FIELDS = ("job", "attempt", "run", "tenant")
+FIELDS = ("job", "attempt", "run", "tenant", "trace_id")
 """The fields of a line that say to which work it belongs."""
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -155,8 +156,11 @@ def secrets_of(env: Mapping[str, str]) -> set[str]:
     """The secrets in the environment of a process, in its URLs, and in the file of profiles."""
     found = {value for name, value in env.items() if _SECRET_NAME.search(name)}
     for name, value in env.items():
-        if name.endswith("_URL"):
+        if name.endswith(("_URL", "_ENDPOINT")):
             found.update(_PASSWORD_IN_URL.findall(value))
+        if name.startswith("OTEL_") and name.endswith("_HEADERS"):
+            # `api-key=...,authorization=Bearer%20...`
+            found.update(unquote(pair.partition("=")[2]).strip() for pair in value.split(","))
     with suppress(OSError, ValueError, TypeError):
         _add_secrets(tomllib.loads(Path(env.get("RESHARD_PROFILES", "")).read_text(encoding="utf-8")), found)
     return {value for value in found if len(value) >= _LEAST_SECRET_CHARS}

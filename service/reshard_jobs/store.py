@@ -52,6 +52,7 @@ class JobStore:
         planned_bytes: int = 0,
         hold: Hold | None = None,
         job_id: str | None = None,
+        traceparent: str | None = None,
     ) -> Job:
         """Record a job as QUEUED and, in the same transaction, bind the idempotency key.
 
@@ -82,6 +83,7 @@ class JobStore:
                     planned_bytes=planned_bytes,
                     created_at=db_now(),
                     last_seq=1,
+                    traceparent=traceparent,
                 )
                 .returning(JobRow)
             ).one()

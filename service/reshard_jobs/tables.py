@@ -107,6 +107,8 @@ class JobRow(Base):
     created_at: Mapped[float] = mapped_column(Float(53))
     started_at: Mapped[float | None] = mapped_column(Float(53), default=None)
     finished_at: Mapped[float | None] = mapped_column(Float(53), default=None)
+    # The span of the request that made the job (W3C Trace Context); null without traces.
+    traceparent: Mapped[str | None] = mapped_column(String(55), default=None)
 
     __table_args__ = (
         Index("jobs_by_age", "created_at", "id"),

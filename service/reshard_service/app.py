@@ -19,6 +19,7 @@ from reshard_jobs.nodes import Nodes
 from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.tenants import Tenants
 from reshard_jobs.tokens import Tokens
+from reshard_jobs.tracing import start_tracing, stop_tracing
 from reshard_service import (
     audit_api,
     dashboard,
@@ -46,6 +47,7 @@ from reshard_service.oidc import OidcTokens
 from reshard_service.plain_text import require_plain_text
 from reshard_service.problems import install_handlers
 from reshard_service.settings import ServiceSettings
+from reshard_service.traced_requests import TraceRequests
 from reshard_service.webhook_deliverer import WebhookDeliverer
 from reshard_service.webhook_secrets import Sealer
 from reshard_service.webhook_sender import WebhookSender
@@ -108,6 +110,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         await context.feed.close()
         await context.prober.close()
         database.close()
+        await run_in_threadpool(stop_tracing)
 
     # Documentation pages are off because they load scripts from other hosts. /openapi.json is served.
     app = FastAPI(title="Reshard", version=version("reshard"), docs_url=None, redoc_url=None, lifespan=lifespan)
@@ -127,4 +130,6 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     app.add_middleware(ReadBody, max_bytes=settings.max_body_bytes, limit_s=settings.body_s)
     app.add_middleware(AccessControl, settings=settings, identity=identity, wrong=wrong_tokens)
     app.add_middleware(CountRequests, metrics=context.metrics)
+    if start_tracing("reshard-api"):
+        app.add_middleware(TraceRequests)
     return app

@@ -20,6 +20,7 @@ from reshard_jobs.logs import log_as
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter
 from reshard_jobs.principals import Principal
 from reshard_jobs.store import JobStore
+from reshard_jobs.tracing import current
 from reshard_service.admission import admit
 from reshard_service.callers import Canceller, Reader, Submitter
 from reshard_service.context import Context, ServiceContext
@@ -87,7 +88,7 @@ async def _create(
         if isinstance(found, str):
             return await run_in_threadpool(store.get, found)
         hold = found
-    settings = context.settings
+    settings, traceparent = context.settings, current().traceparent
     try:
         asked = ConvertRequest.model_validate(body.model_dump(exclude=_OWN_FIELDS))
         request = settings.maxima.allowed_request(asked)
@@ -106,13 +107,14 @@ async def _create(
                 planned_bytes=planned_bytes,
                 hold=hold,
                 job_id=job_id,
+                traceparent=traceparent,
             )
         )
     except ReshardError:
         if hold is not None:
             await run_in_threadpool(keys.abandon, hold)
         raise
-    with log_as(job=job.id, tenant="default"):
+    with log_as(job=job.id, tenant=caller.tenant):
         logger.info("job %s: accepted", job.id)
     await run_in_threadpool(context.doorbell.ring)
     return job

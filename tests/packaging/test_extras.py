@@ -28,8 +28,6 @@ RUNS = {
 """The packages whose code runs where an extra is installed alone."""
 COMES_WITH = {"kombu": "celery", "starlette": "fastapi"}
 """Imported by us, and part of the interface of something that we declare."""
-GUESTS = {"": set[str](), "service": {"torch"}, "worker": set[str]()}
-"""Looked for before they are imported: the code does without, or says which extra has it."""
 
 
 def third_party_imports(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -56,6 +54,11 @@ def declared(extra: str) -> set[str]:
 
 def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+OTEL = {_plain(name) for name in packages_distributions()["opentelemetry"]}
+GUESTS = {"": set[str](), "service": {"torch", *OTEL}, "worker": OTEL}
+"""Looked for before they are imported: the code does without, or says which extra has it."""
 
 
 @pytest.mark.parametrize("extra", sorted(RUNS))

@@ -298,5 +298,8 @@ def _show_presence() -> None:
 
 @worker_process_shutdown.connect
 def _end_presence(**_kwargs: Any) -> None:
+    from reshard_jobs.tracing import stop_tracing
+
     for presence in _presences:
         presence.stop()
+    stop_tracing()

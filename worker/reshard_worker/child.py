@@ -14,7 +14,20 @@ from contextlib import contextmanager
 from contextvars import copy_context
 
 from reshard_jobs.logs import log_context
-from reshard_worker.protocol import GO, STAYS_VARIABLE, Command, Failure, Idle, Message, Result, parse_message
+from reshard_jobs.tracing import current
+from reshard_worker.engine_spans import EngineSpans
+from reshard_worker.protocol import (
+    GO,
+    STAYS_VARIABLE,
+    Command,
+    Failure,
+    Idle,
+    Message,
+    Result,
+    SpanBegan,
+    SpanEnded,
+    parse_message,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +58,7 @@ class RunnerProcess:
         self._ended = False
         self._context = copy_context()
         self._last: Message | None = Idle()
+        self._spans: EngineSpans | None = None
         self.spoke = False
         """True if the runner has sent a message about its command."""
         self.peak_memory_bytes = 0
@@ -57,6 +71,7 @@ class RunnerProcess:
         self.spoke = False
         self.peak_memory_bytes = 0
         self._context = copy_context()
+        self._spans = EngineSpans(current()) if command.traced else None
         self._write(command.line())
 
     def next_message(self, timeout_s: float) -> Message | None:
@@ -68,6 +83,8 @@ class RunnerProcess:
         if message is None:
             self._ended = True
         self._last = message
+        if isinstance(message, SpanBegan | SpanEnded) and self._spans is not None:
+            self._spans.take(message)
         if isinstance(message, Result | Failure):
             self.peak_memory_bytes = message.peak_memory_bytes
         self.spoke = self.spoke or message is not None
@@ -95,6 +112,12 @@ class RunnerProcess:
     def ended(self) -> bool:
         """True if the process has closed its output and every message was returned."""
         return self._ended
+
+    def end_spans(self) -> None:
+        """Nothing more is heard of the command: end what its spans left open."""
+        if self._spans is not None:
+            self._spans.end()
+            self._spans = None
 
     def allow(self) -> None:
         """Let a runner go on that sent `PlanRequest` (it begins to write) or `CommitRequest` (it publishes)."""
@@ -171,11 +194,13 @@ class Runners:
         """Give a command to a runner. What does not answer within the block is killed at its end."""
         child = self._waiting() or RunnerProcess(self._argv, stays=self._warm)
         try:
-            child.give(command.model_copy(update={"log": log_context()}))
+            child.give(command.model_copy(update={"log": log_context(), "traced": current().recording}))
             yield child
         except BaseException:
             child.kill()
             raise
+        finally:
+            child.end_spans()
         if self._warm and child.answered:
             self._kept = child
             return

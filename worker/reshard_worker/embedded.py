@@ -22,6 +22,7 @@ from reshard_jobs.logs import configure_logs
 from reshard_jobs.nodes import Nodes
 from reshard_jobs.reaper import Reaper
 from reshard_jobs.retention import Retention
+from reshard_jobs.tracing import stop_tracing
 from reshard_worker.child import Runners
 from reshard_worker.host_faults import HostWatch, Presence
 from reshard_worker.reaping import ReaperThread
@@ -70,6 +71,7 @@ def serve_jobs(settings: WorkerSettings) -> None:
         presence.stop()
         reaping.stop()
         database.close()
+        stop_tracing()
 
 
 def main() -> int:

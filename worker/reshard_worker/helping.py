@@ -11,9 +11,11 @@ from reshard.errors import ReshardError, from_problem
 from reshard.models import WorkShare
 from reshard_jobs.helpers import HelperClaim, Helpers
 from reshard_jobs.leases import Leases
+from reshard_jobs.tracing import current
 from reshard_worker.alive import JOB
 from reshard_worker.child import RunnerProcess, Runners
 from reshard_worker.commands import engine_command
+from reshard_worker.job_spans import of_share
 from reshard_worker.protocol import Failure, Result
 from reshard_worker.settings import WorkerSettings
 
@@ -46,6 +48,8 @@ class HelperRun:
         failed = False
         try:
             share, failed = self._follow()
+            if share is not None:
+                current().set(of_share(share))
         except ReshardError as error:
             failed = True
             self._problem = error

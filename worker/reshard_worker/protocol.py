@@ -2,8 +2,8 @@
 
 The supervisor sends one `Command`, `GO` when the runner may begin to write, and `GO` when it may publish its output.
 The runner sends `Progress` as often as it likes, `PlanRequest` before it writes anything, `CommitRequest` before any
-output becomes readable, and at the end one `Result` or `Failure`. A runner that stays then sends `Idle` and waits for
-the next command.
+output becomes readable, and at the end one `Result` or `Failure`. If the command is traced, it sends `SpanBegan` and
+`SpanEnded` in between. A runner that stays then sends `Idle` and waits for the next command.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Command(_Line):
     """True for a discard that keeps an unfinished conversion which has the claim on the target."""
     log: dict[str, str | int] = {}
     """The fields that the lines of this command's process carry."""
+    traced: bool = False
+    """True if the supervisor wants to know of spans."""
 
 
 class ProgressMessage(_Line):
@@ -98,7 +100,31 @@ class Idle(_Line):
     event: Literal["idle"] = "idle"
 
 
-Message = ProgressMessage | PlanRequest | CommitRequest | Result | Failure | Idle
+class SpanBegan(_Line):
+    """A piece of the engine's work has begun."""
+
+    event: Literal["span_began"] = "span_began"
+    number: int
+    parent: int
+    """The number of the span that contains it; 0 for that of the command."""
+    name: str
+    at_ns: int
+    """Nanoseconds since the epoch."""
+    facts: dict[str, str | int] = {}
+
+
+class SpanEnded(_Line):
+    """A piece of the engine's work has ended."""
+
+    event: Literal["span_ended"] = "span_ended"
+    number: int
+    at_ns: int
+    code: str = ""
+    """The code of the error with which it failed."""
+    facts: dict[str, str | int] = {}
+
+
+Message = ProgressMessage | PlanRequest | CommitRequest | Result | Failure | Idle | SpanBegan | SpanEnded
 
 _messages: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="event")])
 

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from typing import BinaryIO
 
@@ -19,6 +20,7 @@ from reshard.errors import JobError, RequestError, ReshardError, SourceError, pr
 from reshard.local import Engine, load_engine
 from reshard.models import Problem, Progress
 from reshard_engine.lifetime import die_with_parent
+from reshard_engine.spans import listen
 from reshard_engine.storage.confinement import confine
 from reshard_engine.warm_process import next_command
 from reshard_jobs.logs import configure_logs, log_process_as
@@ -35,6 +37,7 @@ from reshard_worker.protocol import (
     ProgressMessage,
     Result,
 )
+from reshard_worker.runner_spans import RunnerSpans
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,18 @@ class Reporter:
         self._messages = messages
         self._phase = ""
         self._sent_at = 0.0
+        self._sending = threading.Lock()
+        self._spans: RunnerSpans | None = None
+
+    def trace(self) -> None:
+        """Tell the supervisor of spans from now on."""
+        self._spans = RunnerSpans(self.send)
+        listen(self._spans.begin)
+
+    def end_spans(self, code: str = "") -> None:
+        """End the spans that are open, with the code of an error if there is one."""
+        if self._spans is not None:
+            self._spans.end_all(code)
 
     def progress(self, progress: Progress) -> None:
         """Report progress: every change of phase, and otherwise ten times a second at most.
@@ -58,6 +73,8 @@ class Reporter:
         """
         now = time.monotonic()
         entering = progress.phase != self._phase
+        if entering and self._spans is not None:
+            self._spans.enter(progress.phase, bytes_done=progress.bytes_done)
         if entering or now - self._sent_at >= _MIN_PROGRESS_S:
             self._phase, self._sent_at = progress.phase, now
             self.send(ProgressMessage(progress=progress).line())
@@ -77,9 +94,10 @@ class Reporter:
             raise JobError("job.lost", "the engine was not allowed to begin: the lease is lost")
 
     def send(self, line: bytes) -> None:
-        """Write one message."""
-        self._messages.write(line)
-        self._messages.flush()
+        """Write one message. Any thread may call it."""
+        with self._sending:
+            self._messages.write(line)
+            self._messages.flush()
 
 
 def run(command: Command, engine: Engine, reporter: Reporter, stop: list[int]) -> Result:
@@ -126,6 +144,7 @@ def main() -> int:
     stays = bool(os.environ.get(STAYS_VARIABLE))
     line = next_command(commands, lambda: reporter.send(Idle().line()), stop) if stays else commands.readline()
     outcome = _outcome(line, reporter, stop)
+    reporter.end_spans(outcome.problem.code if isinstance(outcome, Failure) else "")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     reporter.send(outcome.model_copy(update={"peak_memory_bytes": peak}).line())
     return 0
@@ -136,6 +155,8 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
     try:
         command = Command.model_validate_json(line)
         log_process_as(command.log)
+        if command.traced:
+            reporter.trace()
         limit_memory(command.memory_bytes)
         confine(command.roots)
         return run(command, load_engine(), reporter, stop)

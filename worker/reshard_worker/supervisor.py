@@ -16,11 +16,13 @@ from reshard_jobs.discards import Discards
 from reshard_jobs.helpers import HelperClaim, Helpers
 from reshard_jobs.leases import JobClaim, Leases
 from reshard_jobs.logs import log_as
+from reshard_jobs.tracing import current, start_tracing
 from reshard_worker.child import RunnerProcess, Runners
 from reshard_worker.commands import engine_command
 from reshard_worker.discarding import EndedDiscards, run_discard
 from reshard_worker.helping import HelperRun
 from reshard_worker.host_faults import HOST, HostWatch, may_be_the_hosts, speaks_for_the_host
+from reshard_worker.job_spans import attempt_span, help_span, of_result
 from reshard_worker.lease_heartbeat import LeaseHeartbeat
 from reshard_worker.protocol import Command, CommitRequest, Failure, Message, PlanRequest, ProgressMessage, Result
 from reshard_worker.settings import WorkerSettings
@@ -91,6 +93,7 @@ class Supervisor:
         if discards is not None:
             self._ended = EndedDiscards(discards, settings, self._runners)
         self._discarded = False
+        start_tracing("reshard-worker")
 
     def run_next(self) -> Outcome | None:
         """Claim the next job and run it to its end, or help a running one; None if there is nothing to do.
@@ -104,14 +107,20 @@ class Supervisor:
         self._discarded = False
         claim = self._leases.claim_next(worker=self._name)
         if claim is not None:
-            with log_as(job=claim.job_id, attempt=claim.attempt, tenant=claim.tenant):
+            with (
+                attempt_span(claim, self._name) as span,
+                log_as(job=claim.job_id, attempt=claim.attempt, tenant=claim.tenant, **span.log_fields),
+            ):
                 return self._see_through(claim)
         if self._discard_next():
             return Outcome.DISCARDED
         place = self._helpers.join_next(worker=self._name) if self._helpers is not None else None
         if place is None:
             return None
-        with log_as(job=place.job_id, attempt=place.attempt, tenant=place.tenant):
+        with (
+            help_span(place, self._name) as span,
+            log_as(job=place.job_id, attempt=place.attempt, tenant=place.tenant, **span.log_fields),
+        ):
             return self._help(place)
 
     def work_waits(self) -> bool:
@@ -138,6 +147,8 @@ class Supervisor:
             self._on_claim()
         problem = HelperRun(self._leases, self._helpers, claim, self._settings, self._runners).run()
         self._count("", problem=problem)
+        if problem is not None:
+            current().fail(problem.code)
         if problem is not None and self._host is not None and may_be_the_hosts(problem):
             self._host.refused(claim.job_id, problem, record=True)
         logger.info("job %s: this worker has helped", claim.job_id)
@@ -155,9 +166,13 @@ class Supervisor:
             watch.persist(lambda: self._leases.release(claim), waits=False)
             logger.info("job %s: given back, this worker stops", claim.job_id)
             self._count("given back")
+            current().set({"reshard.outcome": "given back"})
             raise
         if outcome is not Outcome.SUCCEEDED:
             self._count(outcome)
+        if outcome is Outcome.FENCED:
+            current().fail("job.lost")
+        current().set({"reshard.outcome": str(outcome)})
         logger.info("job %s: attempt %d %s", claim.job_id, claim.attempt, outcome)
         return outcome
 
@@ -306,6 +321,8 @@ class Supervisor:
         if outcome is None:
             return self._failed(claim, watch, JobError("internal.error", "the engine sent another job's outcome"))
         digest = end.planned.digest if end.planned else end.converted.plan_digest if end.converted else None
+        if end.converted is not None:
+            current().set(of_result(end.converted))
         share = end.converted.share if end.converted is not None else None
         done = watch.persist(lambda: self._leases.succeed(claim, outcome, plan_digest=digest, share=share))
         if self._host is not None:
@@ -332,6 +349,7 @@ class Supervisor:
         if problem.code == "job.cancelled":
             # The job was not cancelled: another process stopped the runner.
             problem = JobError("job.lost", "the engine process was stopped from outside")
+        current().fail(problem.code)
         if problem.code in _PASSING:
             delay_s = min(self._settings.retry_delay_s * 2 ** (claim.attempt - 1), _MAX_RETRY_DELAY_S)
             done = watch.persist(lambda: self._leases.retry(claim, problem, delay_s=delay_s))

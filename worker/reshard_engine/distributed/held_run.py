@@ -9,6 +9,7 @@ from typing import Any, Generic
 
 from reshard_engine.distributed.runs import ItemT, Run, RunWaves
 from reshard_engine.distributed.segments import Record
+from reshard_engine.spans import begin_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class HeldRun(Generic[ItemT]):
         self.done = False
         """True if the last segment is written."""
         self._lock = threading.Lock()
+        self._end_span = begin_span("run", run=run.name, fence=fence)
+        self._done_units = self._done_bytes = 0
 
     def next_unit(self, done: Container[int]) -> ItemT | None:
         """Begin the next item that is not in `done`; None if all are begun."""
@@ -53,9 +56,11 @@ class HeldRun(Generic[ItemT]):
                     return unit
         return None
 
-    def add(self, index: int, record: Record) -> bool:
+    def add(self, index: int, record: Record, *, length_bytes: int = 0) -> bool:
         """Take the record of an item of this run; True if it completes the run."""
         with self._lock:
+            self._done_units += 1
+            self._done_bytes += length_bytes
             self._open.discard(index)
             self._records.append(record)
             return self._is_complete()
@@ -102,6 +107,8 @@ class HeldRun(Generic[ItemT]):
         with self._lock:
             self._segments = segment.number
             self.done |= segment.is_last
+        if segment.is_last:
+            self._end_span(units=self._done_units, bytes=self._done_bytes)
 
     def put_back(self, segment: Segment) -> None:
         """Take the records of a segment that could not be written back."""

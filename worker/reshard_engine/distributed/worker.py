@@ -116,9 +116,10 @@ class DistributedWorker(RunMember):
         if held is None:
             self._put_committed(record)
             return
-        self._done_bytes += sum(c.chunk.length_bytes for c in record.chunks)
+        length_bytes = sum(c.chunk.length_bytes for c in record.chunks)
+        self._done_bytes += length_bytes
         self._done_units += 1
-        if held.add(record.unit, record) and self._sync is None:
+        if held.add(record.unit, record, length_bytes=length_bytes) and self._sync is None:
             self.flush_soon()
 
     def _put_committed(self, record: UnitRecord) -> None:

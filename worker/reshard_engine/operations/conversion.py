@@ -44,6 +44,7 @@ from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
+from reshard_engine.spans import begin_span
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name
 from reshard_engine.storage.urls import is_within, scheme_of
@@ -227,7 +228,9 @@ class Conversion:
         clock = time.monotonic()
         self.ownership.take(plan, self.sink)
         self.sink.examine(plan, overwrite=self.request.overwrite)
+        end_span = begin_span("agreements")
         disagreements = check_agreements(self.checkpoint, self.request.replicas, stop_check(should_stop))
+        end_span()
         clock = _lap(seconds, "agreement", clock)
         if on_progress is not None:
             # The output of an earlier attempt is read again now, which is not a part of planning.

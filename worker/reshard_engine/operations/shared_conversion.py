@@ -36,6 +36,7 @@ from reshard_engine.operations.shared_checks import AgreementChecks
 from reshard_engine.operations.shared_metadata import SharedMetadata
 from reshard_engine.operations.shared_verification import CheckHelper, SharedVerification
 from reshard_engine.plan.model import RecordPart, Unit
+from reshard_engine.spans import begin_span
 
 _TICK_S = 0.1
 _TRIES = 4
@@ -299,12 +300,14 @@ class _SharedConversion:
         conversion = self.conversion
         overwrite = conversion.request.overwrite
         sink.examine(conversion.plan, overwrite=overwrite)
+        end_span = begin_span("agreements")
         checks, policy = self._agreement_checks(worker), conversion.request.replicas
         if checks.waves.is_worth_sharing:
             self._call_for_help()
             disagreements = checks.spread(worker, policy)
         else:
             disagreements = check_agreements(conversion.checkpoint, policy, worker.check)
+        end_span()
         former = FormerWork(worker.store)
         done = sink.begin(conversion.plan, overwrite=overwrite, earlier=former, shared=True)
         worker.make_ready(done, sink.uploads, disagreements)
