@@ -105,7 +105,8 @@ def test_one_trace_from_the_callers_request_to_the_runs_of_two_workers(
     by_id = {s.id: s for s in mine}
     runs = [s for s in mine if s.name == "run"]
     assert runs
-    assert all(within(run, by_id[run.parent]) and by_id[run.parent].name == "units" for run in runs)
+    strays = [(r, by_id[r.parent]) for r in runs if not within(r, by_id[r.parent]) or by_id[r.parent].name != "units"]
+    assert [(r.facts, r.begin_ns - p.begin_ns, p.end_ns - r.end_ns, p.name) for r, p in strays] == []
     owners = {by_id[by_id[run.parent].parent].name for run in runs}
     assert owners == {"attempt", "help"}
     assert sum(run.facts["reshard.bytes"] for run in runs) == facts["reshard.write_bytes"]

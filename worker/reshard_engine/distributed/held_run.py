@@ -7,6 +7,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, Generic
 
+from reshard_engine.distributed.epoch import is_of_checks
 from reshard_engine.distributed.runs import ItemT, Run, RunWaves
 from reshard_engine.distributed.segments import Record
 from reshard_engine.spans import begin_span
@@ -42,7 +43,7 @@ class HeldRun(Generic[ItemT]):
         self.done = False
         """True if the last segment is written."""
         self._lock = threading.Lock()
-        self._end_span = begin_span("run", run=run.name, fence=fence)
+        self._end_span = begin_span("check" if is_of_checks(run.name) else "run", run=run.name, fence=fence)
         self._done_units = self._done_bytes = 0
 
     def next_unit(self, done: Container[int]) -> ItemT | None:

@@ -244,6 +244,7 @@ class _SharedConversion:
         def parts_before(unit: Unit) -> Sequence[RecordPart]:
             return waves.parts_before(unit.index, worker.run_of(unit))
 
+        executor.progress.report("running", force=True)
         executor.run(units, conversion.threads, phase="running", parts_before=parts_before)
         return executor, set(resumed), facts.warnings
 
@@ -300,10 +301,12 @@ class _SharedConversion:
         conversion = self.conversion
         overwrite = conversion.request.overwrite
         sink.examine(conversion.plan, overwrite=overwrite)
-        end_span = begin_span("agreements")
         checks, policy = self._agreement_checks(worker), conversion.request.replicas
-        if checks.waves.is_worth_sharing:
+        shared = checks.waves.is_worth_sharing
+        if shared:
             self._call_for_help()
+        end_span = begin_span("agreements")
+        if shared:
             disagreements = checks.spread(worker, policy)
         else:
             disagreements = check_agreements(conversion.checkpoint, policy, worker.check)
