@@ -148,6 +148,7 @@ def substance(document: dict[str, Any]) -> dict[str, Any]:
     [
         ({"settings": {"RESHARD_ROOTS": "/x", "RESHARD_TOKEN": "secret"}}, "RESHARD_TOKEN"),
         ({"settings": {"RESHARD_ROOTS": "/x", "AWS_SECRET_ACCESS_KEY": "secret"}}, "AWS_SECRET_ACCESS_KEY"),
+        ({"settings": {"RESHARD_ROOTS": "/x", "OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret"}}, "HEADERS"),
         ({"settings": {"RESHARD_ROOTS": ""}}, "RESHARD_ROOTS"),
         ({"settings": {"RESHARD_LEASE_S": 60}}, "RESHARD_LEASE_S"),
         ({"wroker": {"replicas": 3}}, "wroker"),
@@ -173,6 +174,11 @@ def test_wrong_values_are_refused(values: dict[str, Any], word: str) -> None:
 def test_values_that_do_not_fit_together_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError, match=r"autoscaling\."):
         render(values)
+
+
+def test_variables_of_opentelemetry_are_settings() -> None:
+    facts = named(render({"settings": {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318"}}))
+    assert facts["ConfigMap", "reshard"]["data"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector:4318"
 
 
 def test_settings_reach_the_pods_that_read_them() -> None:
