@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from house.repository import ROOT
 from reshard.cli.main import app
-from reshard.cli.picture import MAX_BARS, html_of, picture_lines, svg_of
+from reshard.cli.picture import picture_lines
 from reshard.errors import RequestError
+from reshard.layout_svg import render
 from reshard.local import load_engine
 from reshard.models import OpaquePolicy, SourceSpec
-from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
+from reshard.pictures import TensorPicture
 from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.sources import read_checkpoint
@@ -72,7 +73,7 @@ def _check(source: Path) -> int:
             assert not tensor.left_out
             assert all(region.file in {share.file for share in picture.files} for region in tensor.regions)
             count += 1
-        ET.fromstring(svg_of(picture))
+        ET.fromstring(render(picture))
     return count
 
 
@@ -256,7 +257,7 @@ def test_what_is_not_listed_is_counted() -> None:
     picture = picture_of(_cut_up((2, MAX_REGIONS, 4), Cut(dim=2), 2, 1), "w")
     (tensor,) = picture.tensors
     assert (len(tensor.regions), tensor.left_out) == (MAX_REGIONS, MAX_REGIONS)
-    assert f"{MAX_REGIONS} parts are not drawn" in svg_of(picture)
+    assert f"{MAX_REGIONS:,} parts are not drawn" in render(picture)
     assert list(picture_lines(picture))[-1] == f"  ... and {2 * MAX_REGIONS - 64} more"
 
 
@@ -274,55 +275,6 @@ def test_shares_of_files_add_up() -> None:
     assert [line.partition("  ")[0] for line in lines] == ["dp 0 tp 0 pp 0", "dp 1 tp 0 pp 0", "tp 0 pp 0"]
 
 
-def _same_everywhere(text: str) -> LayoutPicture:
-    region = Region(file=text, rank=text, rows=(0, 1), columns=(0, 1))
-    tensor = TensorPicture(fqn=text, state=text, dtype="float32", shape=(1, 1), cut=text, regions=(region,))
-    share = FileShare(file=text, rank=text, size_bytes=3, bytes_by_state={text: 3})
-    return LayoutPicture(url=text, format=text, world={text: 1}, files=(share,), tensors=(tensor,))
-
-
-EVIL = {
-    "markup": "</title><script>alert('x')</script>\"&]]>",
-    "control": "a\x00b\x1b[31mc\x07\x9b",
-    "lines": "a\nb\rc\u2028d",
-    "surrogate": "a\udcffb",
-    "noncharacter": "a\ufffeb\uffff",
-    "direction": "a\u202eb",
-}
-
-
-@pytest.mark.parametrize("kind", EVIL)
-def test_names_stay_text(kind: str) -> None:
-    whole = _same_everywhere(EVIL[kind])
-    for picture in (whole, whole.model_copy(update={"tensors": ()})):
-        root = ET.fromstring(svg_of(picture).encode())
-        assert {e.tag for e in root.iter()} <= {f"{SVG}{tag}" for tag in ("svg", "text", "rect", "title")}
-        assert all(
-            name in {"x", "y", "width", "height", "viewBox", "fill"} or "-" in name for name in _attributes(root)
-        )
-        assert "<script" not in html_of(picture)
-        assert html_of(picture).encode().count(b"<rect") == svg_of(picture).count("<rect")
-        assert all(line.isprintable() for line in picture_lines(picture))
-        assert svg_of(picture) == svg_of(picture.model_copy(deep=True))
-
-
-def _attributes(root: ET.Element) -> set[str]:
-    return {name for element in root.iter() for name in element.attrib} - {"stroke"}
-
-
-def test_a_checkpoint_of_many_files_is_drawn_in_part() -> None:
-    files = tuple(
-        FileShare(file=f"{i:05d}/" + "n" * 99, rank="", size_bytes=4, bytes_by_state={"a": 9}) for i in range(5000)
-    )
-    drawn = svg_of(LayoutPicture(url="u", format="f", world={}, files=files))
-    root = ET.fromstring(drawn)
-    bars = [r for r in root.iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None]
-    assert len(bars) == MAX_BARS
-    # Nothing leaves the picture, although tensors that share bytes are together more than their file.
-    assert all(float(r.attrib["x"]) + float(r.attrib["width"]) <= float(root.attrib["width"]) for r in bars)
-    assert f"{5000 - MAX_BARS} more files" in drawn
-
-
 def test_the_command_draws(tmp_path: Path) -> None:
     svg, html = tmp_path / "a.svg", tmp_path / "a.html"
     command = ["inspect", str(DATA / "zero3_tiny"), "--tensor", "embed.weight", "--svg", str(svg), "--html", str(html)]
@@ -331,6 +283,9 @@ def test_the_command_draws(tmp_path: Path) -> None:
     assert "embed.weight/fp32 float32" in done.stdout
     ET.parse(svg)
     assert html.read_text().startswith("<!doctype html>")
+    beside = [*command[:4], "--beside", str(DATA / "zero2_tiny"), "--svg", str(svg)]
+    assert CliRunner().invoke(app, beside).exit_code == 0
+    assert "zero2_tiny" in svg.read_text()
     told = CliRunner().invoke(app, ["inspect", str(DATA / "zero3_tiny"), "--tensor", "embed.weight/fp32", "--json"])
     data = json.loads(told.stdout)
     assert [t["state"] for t in data["tensors"]] == ["fp32"]

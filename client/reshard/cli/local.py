@@ -18,11 +18,12 @@ import typer
 
 from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.format_flags import ConversionCommand
-from reshard.cli.picture import html_of, picture_lines, svg_of
+from reshard.cli.picture import html_of, picture_lines
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
 from reshard.cli.tables import cast_line, inspection_lines, not_carried_lines, plan_lines
 from reshard.errors import ExitCode, JobError, RequestError, printable
+from reshard.layout_svg import render
 from reshard.local import load_engine
 
 if TYPE_CHECKING:
@@ -61,11 +62,21 @@ def inspect(
     files: Annotated[bool, typer.Option("--files", help="List the contents of each file.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the tensor, or all files, as SVG.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="The drawing and its table as a page.")] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(metavar="DST", help="Draw SRC and the checkpoint DST side by side."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Describe a checkpoint from its metadata; nothing in it is executed. `reshard SRC` is short for this."""
+    if beside is not None and svg is None and html is None:
+        raise RequestError("request.invalid", "--beside draws a picture and needs a file for it", fix="add --svg FILE")
     if tensor is not None or files or svg is not None or html is not None:
-        _draw(load_engine().picture(source_spec(source, tag, profile), tensor), svg, html, as_json=as_json)
+        picture = load_engine().picture(source_spec(source, tag, profile), tensor)
+        other = None if beside is None else load_engine().picture(source_spec(beside, None, profile), tensor)
+        _draw(picture, other, svg, html)
+        for line in [picture.model_dump_json()] if as_json else picture_lines(picture):
+            _say(line)
         return
     found = load_engine().inspect(source_spec(source, tag, profile))
     if as_json:
@@ -89,25 +100,17 @@ def onward(found: Inspection) -> str | None:
     return next((examples[n] for n in ("universal", "zero --dp", "safetensors", "torch") if n in examples), None)
 
 
-_WRITABLE = "name a file in a directory that exists"
-
-
-def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_json: bool) -> None:
-    for path, text in ((svg, svg_of), (html, html_of)):
+def _draw(picture: LayoutPicture, beside: LayoutPicture | None, svg: Path | None, html: Path | None) -> None:
+    for path, text in ((svg, render), (html, html_of)):
         if path is not None:
             try:
-                path.write_text(text(picture), encoding="utf-8")
+                path.write_text(text(picture, beside), encoding="utf-8")
             except OSError as error:
                 raise RequestError(
                     "request.invalid",
                     f"{printable(str(path))}: {error.strerror}",
                     fix="name a file in a directory that exists",
                 ) from None
-    if as_json:
-        _say(picture.model_dump_json())
-        return
-    for line in picture_lines(picture):
-        _say(line)
 
 
 @takes_conversion

@@ -16,8 +16,8 @@ from reshard_engine.tensors.derived import Mean
 from reshard_engine.tensors.shard_map import ShardMap
 from reshard_engine.tensors.views import Box, View
 
-MAX_REGIONS = 4_096
-"""The most regions of one tensor that are listed; the rest are only counted."""
+MAX_REGIONS = 16_384
+"""The most regions of one tensor that are listed; the rest are only counted. 4,096 ranks hold three or fewer each."""
 MAX_STRETCHES = 1 << 20
 """The most runs of elements that are looked at one by one, where a tensor's parts are no rectangles of the matrix."""
 MAX_COPIES = 8
@@ -119,7 +119,7 @@ def _in_words(checkpoint: Checkpoint, parameter: Parameter, number: int) -> str:
     if parameter.fqn in checkpoint.unexplained:
         words = f"nothing says how {tp} tensor-parallel ranks cut it: this is the first rank's part"
     elif cut is None:
-        words = "nothing says how tensor parallelism cuts it"
+        words = "nothing says how tensor parallelism cuts it" if tp > 1 else ""
     elif isinstance(origin, Mean):
         words = f"the mean of {len(origin.copies)} copies, of which this is the first"
     elif cut.dim is None:
@@ -133,7 +133,8 @@ def _in_words(checkpoint: Checkpoint, parameter: Parameter, number: int) -> str:
         words += f"; {cut.units} heads" if cut.units is not None else ""
     copies = [f"{_name(name)} ({rank})" if rank else _name(name) for name, rank in _copies(checkpoint, number)]
     more = ", ..." if len(copies) > MAX_COPIES else ""
-    return words + (f"; also in {', '.join(copies[:MAX_COPIES])}{more}" if copies else "")
+    also = f"also in {', '.join(copies[:MAX_COPIES])}{more}" if copies else ""
+    return "; ".join(filter(None, (words, also)))
 
 
 def _copies(checkpoint: Checkpoint, number: int) -> list[tuple[str, str]]:
