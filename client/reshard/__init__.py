@@ -6,7 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from reshard.api import convert, diff, inspect, picture, plan, verify
     from reshard.client import Client
+    from reshard.diffs import DiffOptions, DiffReport
     from reshard.ensuring import ensure
     from reshard.errors import (
         CODES,
@@ -34,12 +36,17 @@ if TYPE_CHECKING:
         VerifyReport,
         WeightDtype,
     )
+    from reshard.pictures import LayoutPicture, Picture
+
+    __version__: str
 
 __all__ = [
     "CODES",
     "Client",
     "ConvertRequest",
     "ConvertResult",
+    "DiffOptions",
+    "DiffReport",
     "ExitCode",
     "Inspection",
     "IntegrityError",
@@ -48,7 +55,9 @@ __all__ = [
     "JobEvent",
     "JobList",
     "JobState",
+    "LayoutPicture",
     "OpaquePolicy",
+    "Picture",
     "PlanSummary",
     "Progress",
     "RequestError",
@@ -59,22 +68,45 @@ __all__ = [
     "TargetFormat",
     "VerifyReport",
     "WeightDtype",
+    "__version__",
+    "convert",
+    "diff",
     "ensure",
+    "inspect",
+    "picture",
+    "plan",
+    "verify",
 ]
 
-_MODULES = ("reshard.client", "reshard.ensuring", "reshard.errors", "reshard.models")
+_HOME = {
+    **dict.fromkeys(("convert", "diff", "inspect", "picture", "plan", "verify"), "reshard.api"),
+    **dict.fromkeys(("DiffOptions", "DiffReport"), "reshard.diffs"),
+    **dict.fromkeys(("LayoutPicture", "Picture"), "reshard.pictures"),
+    **dict.fromkeys(
+        (
+            *("CODES", "ExitCode", "IntegrityError", "JobError", "RequestError", "ReshardError", "SourceError"),
+            "StorageError",
+        ),
+        "reshard.errors",
+    ),
+    "Client": "reshard.client",
+    "ensure": "reshard.ensuring",
+}
+"""The module of each public name; names that are not here are models."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import reshard` itself loads almost nothing."""
-    if name in __all__:
-        # The client is looked up last: it imports httpx, which models and errors do not need.
-        for module in reversed(_MODULES):
-            found = getattr(import_module(module), name, None)
-            if found is not None:
-                globals()[name] = found
-                return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        found: Any = version("reshard")
+    else:
+        found = getattr(import_module(_HOME.get(name, "reshard.models")), name)
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

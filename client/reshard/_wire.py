@@ -156,18 +156,19 @@ def said_of(problem: Mapping[str, Any]) -> str:
     return _KINDS.get(kind) or f"is no {nouns.get(wanted, 'value that is taken')}"
 
 
-def invalid(error: ValidationError, flags: Mapping[str, str] | None = None) -> RequestError:
+def invalid(error: ValidationError, flags: Mapping[str, str] | None = None, *, keywords: bool = False) -> RequestError:
     """The `RequestError` for a pydantic validation error, worded for users.
 
     Args:
         error: What pydantic found.
         flags: Flags whose names differ from their fields'; None if the caller names fields, not flags.
+        keywords: True if the flags are keyword arguments of a function.
     """
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     if flags is not None:
         last = str(first["loc"][-1]) if first["loc"] else ""
-        where = flags.get(where) or flags.get(last) or f"--{last.replace('_', '-')}"
+        where = flags.get(where) or flags.get(last) or (last if keywords else f"--{last.replace('_', '-')}")
     return RequestError("request.invalid", f"{where} {said_of(first)}")
 
 

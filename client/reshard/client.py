@@ -101,7 +101,20 @@ class Client:
         self, source: str | SourceSpec, target: str, *, to: TargetFormat | str, **options: Unpack[ConvertOptions]
     ) -> PlanSummary:
         """Plan a conversion without running it. Waits for the planning job if the service makes one."""
-        request = _wire.convert_request(source, target, to, options)
+        return self.plan_request(_wire.convert_request(source, target, to, options))
+
+    def plan_request(self, request: ConvertRequest) -> PlanSummary:
+        """`plan` for a request that is a wire model already.
+
+        Args:
+            request: The conversion.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ReshardError: As `plan`.
+        """
         answer = self._send(Call("POST", "/v1/plans", body=_dump(request)))
         if answer.status != 202:
             return _wire.parse(answer, PlanSummary)

@@ -10,6 +10,7 @@ from pydantic import Field
 from reshard.models import SCHEMA_VERSION, WireModel
 from reshard.nested_options import OfInstalledFormats
 from reshard.options import Options
+from reshard.wire_model import ShownModel
 
 
 class DiffOptions(WireModel):
@@ -89,7 +90,7 @@ class DiffSide(WireModel):
     world: dict[str, int]
 
 
-class DiffReport(WireModel):
+class DiffReport(ShownModel):
     """Outcome of comparing two checkpoints by logical tensor."""
 
     schema_version: int = SCHEMA_VERSION

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from reshard.drawing import marks
 from reshard.drawing.bars import draw_bars
 from reshard.drawing.movement import draw_movement
-from reshard.drawing.parts import named, unlike
+from reshard.drawing.parts import first_moving, named, unlike
 from reshard.drawing.sheet import Sheet
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def render(
     sheet = Sheet(float(width))
     draw_bars(sheet, source, target)
     found = named(source, tensor)
-    # Beside a target one tensor is drawn. By itself, each state of it that lies elsewhere than the states before.
-    for shown in found[:1] if target is not None else unlike(found):
+    # Beside a target one state is drawn. By itself, each state that lies elsewhere than the states before.
+    for shown in unlike(found) if target is None else first_moving(found, target):
         draw_movement(sheet, shown, source, target)
     title = f"Layout of {source.url}" if target is None else f"From {source.url} to {target.url}"
     told = " ".join(sheet.told)

@@ -64,6 +64,14 @@ class Engine(Protocol):
         """List what each file holds, or the files of one tensor (`NAME` or `NAME/STATE`). Reads only metadata."""
         ...
 
+    def pictures(self, request: ConvertRequest, tensor: str | None = None) -> tuple[LayoutPicture, LayoutPicture]:
+        """List what the files of the source hold, and what those of the target that `convert` would write will hold.
+
+        Both have the parts of one tensor; without a name, of the largest one that the most files share. Nothing is
+        written.
+        """
+        ...
+
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """Plan the conversion that `convert` would run; nothing is written."""
         ...

@@ -27,7 +27,7 @@ from reshard.choices import (
 from reshard.nested_options import OfInstalledFormats, nested
 from reshard.options import NativeLayout as NativeLayout, Options as Options
 from reshard.target_name import TargetName
-from reshard.wire_model import MOST_BYTES, RequestModel, WireModel as WireModel
+from reshard.wire_model import MOST_BYTES, RequestModel, ShownModel, WireModel as WireModel
 
 SCHEMA_VERSION = 1
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
@@ -131,7 +131,7 @@ class NotCarried(WireModel):
     reason: str
 
 
-class PlanSummary(WireModel):
+class PlanSummary(ShownModel):
     """A plan in short: the reads, writes and memory of a conversion that has not run."""
 
     schema_version: int = SCHEMA_VERSION
@@ -176,7 +176,7 @@ class PossibleTarget(WireModel):
     knows; empty if the target is not possible."""
 
 
-class Inspection(WireModel):
+class Inspection(ShownModel):
     """The description of a checkpoint, found without reading tensor data."""
 
     schema_version: int = SCHEMA_VERSION
@@ -215,7 +215,7 @@ class CastLoss(WireModel):
     """Elements that were infinite in the source."""
 
 
-class ConvertResult(WireModel):
+class ConvertResult(ShownModel):
     """The result of a finished conversion."""
 
     schema_version: int = SCHEMA_VERSION
@@ -285,7 +285,7 @@ class VerifyProblem(WireModel):
     problem: str
 
 
-class VerifyReport(WireModel):
+class VerifyReport(ShownModel):
     """The outcome of comparing a target with its manifest."""
 
     schema_version: int = SCHEMA_VERSION
@@ -329,7 +329,7 @@ class JobWorker(WireModel):
     """None while it works, and if it ended without a report."""
 
 
-class Job(WireModel):
+class Job(ShownModel):
     """A job as the API shows it."""
 
     schema_version: int = SCHEMA_VERSION
@@ -385,7 +385,7 @@ class WorkerNodeList(WireModel):
     workers: tuple[WorkerNode, ...]
 
 
-class JobList(WireModel):
+class JobList(ShownModel):
     """One page of jobs, newest first."""
 
     jobs: tuple[Job, ...]

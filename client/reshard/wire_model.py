@@ -5,7 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, field_validator
+
+from reshard.drawn import Drawn
 
 MOST_BYTES = 1 << 62
 """The largest size in a request. A sum of it and a few others still fits into 64 bits."""
@@ -42,3 +44,15 @@ def _types_of(annotation: Any) -> set[Any]:
     # What follows the type within `Annotated` is no type.
     within = arguments[:1] if hasattr(annotation, "__metadata__") else arguments
     return set[Any]().union(*map(_types_of, within)) if within else {annotation}
+
+
+class ShownModel(WireModel):
+    """Base of the models that a notebook shows as a table and, if it can be drawn, with the picture of the layout."""
+
+    _drawn: Drawn = PrivateAttr(default_factory=Drawn)
+
+    def _repr_html_(self) -> str:
+        """The model in a notebook; all texts are escaped."""
+        from reshard.notebook import shown
+
+        return shown(self)

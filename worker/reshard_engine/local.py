@@ -51,6 +51,12 @@ class LocalEngine:
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return picture_of(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), tensor)
 
+    def pictures(self, request: ConvertRequest, tensor: str | None = None) -> tuple[LayoutPicture, LayoutPicture]:
+        """List what the files of the source hold, and what those of the target will hold."""
+        from reshard_engine.operations.planned_target import pictures_of
+
+        return pictures_of(request, tensor)
+
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """Plan the conversion that `convert` would run."""
         from reshard_engine.operations.conversion import Conversion

@@ -83,6 +83,12 @@ def unlike(tensors: Sequence[TensorPicture]) -> list[TensorPicture]:
     return [alike[0].model_copy(update={"state": ", ".join(t.state for t in alike)}) for alike in found.values()]
 
 
+def first_moving(tensors: Sequence[TensorPicture], target: LayoutPicture) -> list[TensorPicture]:
+    """The first tensor that a target holds, masters before other states; the first of all if it holds none."""
+    ordered = sorted(tensors, key=lambda t: t.state != "fp32")
+    return ([t for t in ordered if counterpart(t, target) is not None] or ordered)[:1]
+
+
 def counterpart(tensor: TensorPicture, picture: LayoutPicture) -> TensorPicture | None:
     """The tensor of another layout that the elements of this one go to.
 

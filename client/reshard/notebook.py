@@ -1,0 +1,242 @@
+"""Results as HTML for a notebook: their facts as tables, and the picture of the layout.
+
+Names come from checkpoints and from services, so every text is escaped. Nothing is loaded and nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from reshard.diffs import Difference, DiffReport, DiffSide
+from reshard.drawing.marks import markup
+from reshard.errors import format_size
+from reshard.models import (
+    ConvertResult,
+    FileEntry,
+    Inspection,
+    Job,
+    JobList,
+    NotCarried,
+    PlanSummary,
+    Problem,
+    VerifyReport,
+)
+
+if TYPE_CHECKING:
+    from reshard.wire_model import ShownModel
+
+MAX_ROWS = 50
+"""The most rows of a table; the rest are counted."""
+
+
+def shown(model: ShownModel) -> str:
+    """The HTML of a result, with its picture if it can be drawn here."""
+    parts = {
+        Inspection: _inspection,
+        PlanSummary: _plan,
+        ConvertResult: _result,
+        VerifyReport: _verification,
+        DiffReport: _difference_report,
+        Job: _job,
+        JobList: _jobs,
+    }
+    draw = next((draw for kind, draw in parts.items() if isinstance(model, kind)), None)
+    body = _facts(model.model_dump(mode="json").items()) if draw is None else draw(model)  # pyright: ignore[reportArgumentType]
+    picture = model._drawn.picture()  # pyright: ignore[reportPrivateUsage] # noqa: SLF001 - the model's own base asks
+    return f'<div class="reshard">{body}{"" if picture is None else picture.svg()}</div>'
+
+
+def _inspection(found: Inspection) -> str:
+    world = ", ".join(f"{axis} {size}" for axis, size in found.world.items())
+    facts = [
+        ("checkpoint", found.url),
+        ("tag", found.tag),
+        ("format", found.format),
+        ("written by", found.framework_version),
+        ("step", found.step),
+        ("ranks", world or None),
+        ("parameters", f"{found.parameters:,} ({found.parameter_elems:,} elements)"),
+        ("optimizer states", ", ".join(found.optimizer_states) or None),
+        ("types", ", ".join(found.dtypes) or None),
+        ("files", f"{found.files:,} ({format_size(found.total_bytes)})"),
+        ("can become", ", ".join(t.name for t in found.targets if t.possible) or None),
+    ]
+    refused = [(t.name, t.detail) for t in found.targets if not t.possible]
+    tensors = [
+        (t.fqn, str(list(t.shape)), t.dtype, ", ".join(t.states) + (" (frozen)" if t.frozen else ""))
+        for t in found.tensors
+    ]
+    return (
+        _facts(facts)
+        + _warnings(found.warnings)
+        + _folded("cannot become", ("target", "reason"), refused)
+        + _folded("tensors", ("name", "shape", "type", "states"), tensors)
+        + _not_carried(found.not_carried)
+    )
+
+
+def _plan(summary: PlanSummary) -> str:
+    facts = [
+        ("plan", f"{summary.source_format} to {summary.to}; nothing is written yet"),
+        ("source", summary.source_url),
+        ("target", summary.target),
+        ("reads", format_size(summary.read_bytes)),
+        ("writes", f"{format_size(summary.write_bytes)} in {len(summary.files):,} files"),
+        ("memory", format_size(summary.peak_memory_bytes)),
+        ("units of work", f"{summary.units:,}"),
+    ]
+    return _facts(facts) + _warnings(summary.warnings) + _files(summary.files) + _not_carried(summary.not_carried)
+
+
+def _result(result: ConvertResult) -> str:
+    took = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in result.seconds.items())
+    wrote = f"{format_size(result.write_bytes)} in {len(result.files):,} files"
+    facts = [
+        ("target", result.target),
+        ("format", str(result.to)),
+        ("read", format_size(result.read_bytes)),
+        ("wrote", "nothing: it was done already" if result.already_done else wrote),
+        ("copied by the store", format_size(result.server_copied_bytes) if result.server_copied_bytes else None),
+        ("kept from before", format_size(result.resumed_bytes) if result.resumed_bytes else None),
+        ("time", took or None),
+        ("verified", str(result.verification)),
+    ]
+    casts = [(c.fqn, str(c.overflowed), str(c.underflowed), str(c.nan), str(c.infinite)) for c in result.casts]
+    return (
+        _facts(facts)
+        + _warnings(result.warnings)
+        + _folded("lossy casts", ("parameter", "too large", "became zero", "NaN", "infinite"), casts)
+        + _files(result.files)
+        + _not_carried(result.not_carried)
+    )
+
+
+def _verification(report: VerifyReport) -> str:
+    read = format_size(report.read_bytes)
+    part = "" if report.sampled is None else f" (a sample of {report.sampled:.3%})"
+    facts = [
+        ("verified", "everything matches" if report.ok else f"{len(report.problems):,} problems"),
+        ("target", report.target),
+        ("compared", f"{report.files:,} files, {report.tensors:,} tensors, {read}{part}"),
+        ("time", f"{report.seconds:.2f} s"),
+    ]
+    problems = [(p.path, "" if p.offset is None else str(p.offset), p.tensor or "", p.problem) for p in report.problems]
+    return _facts(facts) + _table(("file", "offset", "tensor", "problem"), problems)
+
+
+def _difference_report(report: DiffReport) -> str:
+    verdict = "equal" if report.equal else f"{len(report.differences):,} differences"
+    if report.equal and report.sampled is not None:
+        verdict = f"no difference in a sample of {report.sampled:.3%}"
+    facts = [
+        ("compared", verdict),
+        ("A", _side(report.a)),
+        ("B", _side(report.b)),
+        ("equal bit for bit", f"{report.identical:,} of {report.tensors:,} tensors"),
+        ("values", f"{report.values:,}"),
+        ("read", f"{format_size(report.read_bytes)} in {report.seconds:.2f} s"),
+    ]
+    rows = [_difference(found) for found in report.differences]
+    return _facts(facts) + _warnings(report.notes) + _table(("kind", "name", "A", "B", "elements", "most"), rows)
+
+
+def _side(side: DiffSide) -> str:
+    world = " ".join(f"{axis} {size}" for axis, size in side.world.items())
+    step = "" if side.step is None else f"step {side.step}"
+    return " · ".join(filter(None, (side.url, side.tag, side.format, world, step)))
+
+
+def _difference(found: Difference) -> tuple[str, ...]:
+    elements = "" if found.differing is None else f"{found.differing:,} of {found.elements or 0:,}"
+    return (
+        found.kind.value,
+        f"{found.name}/{found.state}" if found.state else found.name,
+        found.a if found.a is not None else "(none)",
+        found.b if found.b is not None else "(none)",
+        elements,
+        "" if found.max_abs is None else f"{found.max_abs:.3g}",
+    )
+
+
+def _job(job: Job) -> str:
+    facts = [
+        ("job", job.id),
+        (
+            "state",
+            f"{job.state.value}, attempt {job.attempt} of {job.max_attempts}" if job.attempt else job.state.value,
+        ),
+        ("source", job.request.source.url),
+        ("target", f"{job.request.target} ({job.request.to})"),
+        ("labels", ", ".join(f"{name}={value}" for name, value in job.labels.items()) or None),
+        ("created", job.created_at.isoformat(timespec="seconds")),
+        ("started", job.started_at.isoformat(timespec="seconds") if job.started_at else None),
+        ("ended", job.finished_at.isoformat(timespec="seconds") if job.finished_at else None),
+        ("worker", job.worker),
+    ]
+    bar = ""
+    if job.progress is not None and job.progress.bytes_total and not job.done:
+        done, total = job.progress.bytes_done, job.progress.bytes_total
+        bar = f'<progress max="{total}" value="{done}"></progress> {format_size(done)} of {format_size(total)}'
+    outcome = "" if job.result is None else _result(job.result)
+    return _facts(facts) + bar + ("" if job.error is None else _error(job.error)) + outcome
+
+
+def _jobs(page: JobList) -> str:
+    rows = [
+        (
+            job.id,
+            job.state.value,
+            job.request.source.url,
+            job.request.target,
+            job.created_at.isoformat(timespec="seconds"),
+        )
+        for job in page.jobs
+    ]
+    return _table(("job", "state", "source", "target", "created"), rows) if rows else "<p>No jobs.</p>"
+
+
+def _error(problem: Problem) -> str:
+    fix = f"<br>fix: {markup(problem.fix)}" if problem.fix else ""
+    return f"<p><b>error: {markup(problem.code)}</b>: {markup(problem.detail)}{fix}</p>"
+
+
+def _facts(facts: Iterable[tuple[str, object]]) -> str:
+    rows = "".join(
+        f'<tr><th style="text-align:left">{markup(name)}</th><td style="text-align:left">{markup(str(value))}</td></tr>'
+        for name, value in facts
+        if value is not None
+    )
+    return f"<table>{rows}</table>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f'<th style="text-align:left">{markup(name)}</th>' for name in heads)
+    body = "".join(f"<tr>{_cells(row)}</tr>" for row in rows[:MAX_ROWS])
+    more = f"<p>... and {len(rows) - MAX_ROWS:,} more</p>" if len(rows) > MAX_ROWS else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def _cells(row: Sequence[str]) -> str:
+    return "".join(f'<td style="text-align:left">{markup(cell)}</td>' for cell in row)
+
+
+def _folded(name: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    return f"<details><summary>{markup(name)} ({len(rows):,})</summary>{_table(heads, rows)}</details>"
+
+
+def _files(files: Sequence[FileEntry]) -> str:
+    return _folded("files", ("path", "size"), [(f.path, format_size(f.size_bytes)) for f in files])
+
+
+def _not_carried(found: Sequence[NotCarried]) -> str:
+    rows = [(n.path, n.file, n.reason) for n in found]
+    return _folded("not carried over", ("value", "file", "reason"), rows)
+
+
+def _warnings(texts: Iterable[str]) -> str:
+    return "".join(f"<p>note: {markup(text)}</p>" for text in texts)
