@@ -45,6 +45,12 @@ class AdminClient:
             scopes: The rights of the token.
             tenant: The tenant; None for that of the caller. Only the operator may name another one.
             expires_in_s: Seconds until it expires; None for never.
+
+        Returns:
+            The token with its secret.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         try:
             asked = NewToken(
@@ -55,19 +61,57 @@ class AdminClient:
         return _wire.parse(self._send(Call("POST", "/v1/tokens", body=asked.model_dump(mode="json"))), CreatedToken)
 
     def tokens(self, tenant: str | None = None) -> tuple[Token, ...]:
-        """The tokens of a tenant, newest first, also those that have expired or were revoked."""
+        """The tokens of a tenant, newest first, also those that have expired or were revoked.
+
+        Args:
+            tenant: The tenant; None for that of the caller.
+
+        Returns:
+            The tokens, without their secrets.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return _wire.parse(self._send(Call("GET", "/v1/tokens", _of(tenant))), TokenList).tokens
 
     def revoke_token(self, token_id: str) -> Token:
-        """Revoke a token; to revoke it twice is harmless."""
+        """Revoke a token; to revoke it twice is harmless.
+
+        Args:
+            token_id: The token's id.
+
+        Returns:
+            The token as it is now.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return _wire.parse(self._send(Call("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")), Token)
 
     def tenants(self) -> tuple[Tenant, ...]:
-        """All tenants, by name. For the operator only, as are the other calls for tenants."""
+        """All tenants, by name. For the operator only, as are the other calls for tenants.
+
+        Returns:
+            The tenants with their settings.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return _wire.parse(self._send(Call("GET", "/v1/tenants")), TenantList).tenants
 
     def create_tenant(self, name: str, settings: TenantSettings | None = None) -> Tenant:
-        """Make a tenant."""
+        """Make a tenant.
+
+        Args:
+            name: Its name.
+            settings: Its settings; None for the service's own.
+
+        Returns:
+            The tenant.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         try:
             asked = NewTenant(name=name, **(settings or TenantSettings()).model_dump())
         except ValidationError as error:
@@ -75,16 +119,49 @@ class AdminClient:
         return _wire.parse(self._send(Call("POST", "/v1/tenants", body=asked.model_dump(mode="json"))), Tenant)
 
     def set_tenant(self, name: str, settings: TenantSettings) -> Tenant:
-        """Replace all settings of a tenant."""
+        """Replace all settings of a tenant.
+
+        Args:
+            name: Its name.
+            settings: Its settings from now on.
+
+        Returns:
+            The tenant.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         call = Call("PUT", f"/v1/tenants/{quote(name, safe='')}", body=settings.model_dump(mode="json"))
         return _wire.parse(self._send(call), Tenant)
 
     def remove_tenant(self, name: str) -> Tenant:
-        """Remove a tenant with its tokens and the records of its jobs, if all of them have ended."""
+        """Remove a tenant with its tokens and the records of its jobs, if all of them have ended.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The tenant as it was.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return _wire.parse(self._send(Call("DELETE", f"/v1/tenants/{quote(name, safe='')}")), Tenant)
 
     def audit(self, tenant: str | None = None, *, before: int | None = None, limit: int = 100) -> AuditPage:
-        """One page of the audit log, newest first; `next_before` of a page leads to the next."""
+        """One page of the audit log, newest first; `next_before` of a page leads to the next.
+
+        Args:
+            tenant: Only entries of this tenant.
+            before: The `next_before` of the page before.
+            limit: Most entries of the page.
+
+        Returns:
+            The page.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         params = (*_of(tenant), *((("before", str(before)),) if before is not None else ()), ("limit", str(limit)))
         return _wire.parse(self._send(Call("GET", "/v1/audit", params)), AuditPage)
 

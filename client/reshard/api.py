@@ -233,7 +233,7 @@ def plan(
         StorageError: The storage refused or failed.
 
     Example:
-        >>> found = plan("tests/data/zero2_tiny", "/tmp/run-dp4", to="zero", dp=4)
+        >>> found = plan("tests/data/zero2_tiny", "run-dp4", to="zero", dp=4)
         >>> found.source_format, found.to, len(found.files)
         ('deepspeed-zero2', <TargetFormat.ZERO: 'zero'>, 5)
     """
@@ -362,7 +362,7 @@ def convert(
         JobError: `job.wait_timeout`, `job.cancelled`, or what else ended the job of a service.
 
     Example:
-        >>> done = convert("tests/data/zero2_tiny", "/tmp/reshard-example", to="safetensors", overwrite=True)
+        >>> done = convert("tests/data/zero2_tiny", "weights", to="safetensors")
         >>> [file.path for file in done.files]
         ['model.safetensors']
     """
@@ -404,8 +404,8 @@ def verify(target: PathLike, *, sample: float | str | None = None, profile: str 
         StorageError: The storage refused or failed.
 
     Example:
-        >>> done = convert("tests/data/zero2_tiny", "/tmp/reshard-example", to="safetensors", overwrite=True)
-        >>> verify("/tmp/reshard-example").ok
+        >>> done = convert("tests/data/zero2_tiny", "run-dp3", to="zero", dp=3)
+        >>> verify("run-dp3").ok
         True
     """
     return load_engine().verify(os.fspath(target), profile=profile, sample=_fraction(sample))

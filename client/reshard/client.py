@@ -84,23 +84,54 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection pool."""
+        """Close the connection pool. The client cannot be used after that; `with Client() as client:` does it."""
         self._http.close()
 
     @property
     def admin(self) -> AdminClient:
-        """The calls of administrators: tokens, tenants, the audit log."""
+        """The calls of administrators: tokens, tenants, the audit log.
+
+        Returns:
+            An object with a method for each call. The calls need a token with the scope `admin`.
+        """
         return AdminClient(self._send)
 
     def inspect(self, url: str, *, tag: str | None = None, profile: str | None = None) -> Inspection:
-        """Describe a checkpoint that the service can read, from its metadata."""
+        """Describe a checkpoint that the service can read, from its metadata.
+
+        Args:
+            url: The checkpoint, as the service sees it: an absolute path or a URL.
+            tag: Checkpoint tag; by default what `latest` names.
+            profile: Name of a storage profile of the service.
+
+        Returns:
+            The description.
+
+        Raises:
+            SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
+            RequestError: `request.root_forbidden`, `request.unauthorized` and the like: the service refuses.
+            JobError: `job.wait_timeout`: reading takes longer than the service allows; `service.unavailable`.
+        """
         body = _dump(SourceSpec(url=url, tag=tag, profile=profile))
         return self._ask(Call("POST", "/v1/inspections", body=body), Inspection)
 
     def plan(
         self, source: str | SourceSpec, target: str, *, to: TargetFormat | str, **options: Unpack[ConvertOptions]
     ) -> PlanSummary:
-        """Plan a conversion without running it. Waits for the planning job if the service makes one."""
+        """Plan a conversion without running it. Waits for the planning job if the service makes one.
+
+        Args:
+            source: The checkpoint, as the service sees it, or a `SourceSpec` with its tag and profile.
+            target: The target, as the service sees it.
+            to: The format to write.
+            **options: Options of the conversion, by their names in requests; see `ConvertRequest`.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ReshardError: What is wrong with the request or with the source; `service.unavailable`.
+        """
         return self.plan_request(_wire.convert_request(source, target, to, options))
 
     def plan_request(self, request: ConvertRequest) -> PlanSummary:
@@ -140,8 +171,20 @@ class Client:
     ) -> Job:
         """Submit a conversion. A second call with the same idempotency key, or the same job id, returns the same job.
 
-        `job_id` is an id of your own, such as that of a scheduler's step: 1 to 40 letters, digits, `.`, `_` and `-`.
-        `max_workers` limits how many workers run the job at once: 0 is the service's default, 1 forbids helpers.
+        Args:
+            source: The checkpoint, as the service sees it, or a `SourceSpec` with its tag and profile.
+            target: The target, as the service sees it.
+            to: The format to write.
+            labels: Names and values by which `list` finds the job.
+            max_attempts: Attempts before the job fails because its workers were lost.
+            max_workers: Most workers that run the job at once: 0 is the service's default, 1 forbids helpers.
+            priority: Jobs with a higher one begin first.
+            idempotency_key: A text of your own that names this submission; by default a new one.
+            job_id: An id of your own, such as that of a scheduler's step: 1 to 40 letters, digits, `.`, `_` and `-`.
+            **options: Options of the conversion, by their names in requests; see `ConvertRequest`.
+
+        Returns:
+            The job, which may have ended already if it was submitted before.
 
         Raises:
             ReshardError: The service refuses the request. A problem that takes longer to find fails the job instead.
@@ -168,7 +211,23 @@ class Client:
         idempotency_key: str | None = None,
         job_id: str | None = None,
     ) -> Job:
-        """`submit` for a request that is a wire model already."""
+        """`submit` for a request that is a wire model already.
+
+        Args:
+            request: The conversion.
+            labels: As for `submit`, and so are all other arguments.
+            max_attempts: Attempts before the job fails because its workers were lost.
+            max_workers: Most workers that run the job at once.
+            priority: Jobs with a higher one begin first.
+            idempotency_key: A text of your own that names this submission.
+            job_id: An id of your own.
+
+        Returns:
+            The job.
+
+        Raises:
+            ReshardError: The service refuses the request.
+        """
         key = idempotency_key or str(uuid.uuid4())
         settings = {
             "labels": dict(labels or {}),
@@ -179,7 +238,18 @@ class Client:
         return self._ask(_wire.submit_call(request, settings, key, job_id), Job)
 
     def get(self, job_id: str) -> Job:
-        """The job as it is now."""
+        """The job as it is now.
+
+        Args:
+            job_id: The job's id.
+
+        Returns:
+            The job. A notebook shows it with its progress, error or result.
+
+        Raises:
+            RequestError: `request.not_found`.
+            JobError: `service.unavailable`.
+        """
         return self._ask(_wire.job_call(job_id), Job)
 
     def list(
@@ -190,14 +260,35 @@ class Client:
         page_size: int = 50,
         page_token: str = "",
     ) -> JobList:
-        """One page of jobs, newest first; `next_page_token` leads to the next."""
+        """One page of jobs, newest first; `next_page_token` leads to the next.
+
+        Args:
+            states: Only jobs in one of these states.
+            labels: Only jobs with all of these labels.
+            page_size: Most jobs of a page, 200 at most.
+            page_token: The `next_page_token` of the page before.
+
+        Returns:
+            The page.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return self._ask(_wire.list_call(states, labels or {}, page_size, page_token), JobList)
 
     def wait(self, job_id: str, *, timeout_s: float | None = None) -> Job:
         """Wait for the end of a job and return it; it may have failed or been cancelled (`result` raises then).
 
+        Args:
+            job_id: The job's id.
+            timeout_s: Seconds to wait; None waits for ever.
+
+        Returns:
+            The job after its end.
+
         Raises:
-            JobError: `job.wait_timeout`; the job goes on.
+            JobError: `job.wait_timeout`; the job goes on. `service.unavailable`.
+            RequestError: `request.not_found`.
         """
         deadline = _Deadline(job_id, timeout_s)
         while True:
@@ -208,6 +299,14 @@ class Client:
 
     def watch(self, job_id: str, *, after_seq: int = 0, timeout_s: float | None = None) -> Generator[JobEvent]:
         """Yield the events of a job until its end, each exactly once, across broken connections and restarts.
+
+        Args:
+            job_id: The job's id.
+            after_seq: The `seq` of the last event that is known already; 0 yields all.
+            timeout_s: Seconds until the end of the job; None waits for ever.
+
+        Yields:
+            The events, in their order.
 
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last;
@@ -246,6 +345,12 @@ class Client:
     def cancel(self, job_id: str) -> Job:
         """Cancel a job, or give up the files of a job that FAILED. Cancelling it twice is harmless.
 
+        Args:
+            job_id: The job's id.
+
+        Returns:
+            The job, CANCELLING until its files are removed.
+
         Raises:
             JobError: `job.finished`: it has SUCCEEDED already.
         """
@@ -253,6 +358,12 @@ class Client:
 
     def retry(self, job_id: str) -> Job:
         """Send a job that FAILED back to the queue, with all its attempts; it goes on where it stopped.
+
+        Args:
+            job_id: The job's id.
+
+        Returns:
+            The job, QUEUED again.
 
         Raises:
             JobError: `job.finished`: it has SUCCEEDED; `job.cancelled`; `job.not_finished`: it has not failed, or its
@@ -262,15 +373,32 @@ class Client:
 
     @property
     def webhooks(self) -> Webhooks:
-        """The endpoints that the service calls when jobs end."""
+        """The endpoints that the service calls when jobs end.
+
+        Returns:
+            An object with a method for each call.
+        """
         return Webhooks(self._send)
 
     def workers(self) -> tuple[WorkerNode, ...]:
-        """The live workers of the service, by name."""
+        """The live workers of the service, by name.
+
+        Returns:
+            The workers with what each does now.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return self._ask(Call("GET", "/v1/workers"), WorkerNodeList).workers
 
     def result(self, job_id: str) -> ConvertResult | PlanSummary:
         """The result of a job that SUCCEEDED.
+
+        Args:
+            job_id: The job's id.
+
+        Returns:
+            What the conversion did; the plan if the job only planned.
 
         Raises:
             ReshardError: The job's own error, `job.cancelled`, or `job.not_finished`.

@@ -38,6 +38,14 @@ class Webhooks:
     def create(self, url: str, *, events: Sequence[str] = ENDINGS, description: str = "") -> Webhook:
         """Add an endpoint. Its `secret` is in the answer, and is not shown again.
 
+        Args:
+            url: The endpoint.
+            events: The kinds of events that it gets; by default the ends of jobs.
+            description: A text for people.
+
+        Returns:
+            The endpoint with its secret.
+
         Raises:
             RequestError: `request.address_forbidden`, `request.invalid`, `request.above_maximum`.
         """
@@ -49,38 +57,106 @@ class Webhooks:
         return parse(self._send(Call("POST", _PATH, body=_dump(body), once=True)), Webhook)
 
     def list(self) -> tuple[Webhook, ...]:
-        """List the endpoints, the oldest first."""
+        """List the endpoints, the oldest first.
+
+        Returns:
+            The endpoints, without their secrets.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return parse(self._send(Call("GET", _PATH)), WebhookList).webhooks
 
     def get(self, webhook_id: str) -> Webhook:
-        """Get an endpoint."""
+        """Get an endpoint.
+
+        Args:
+            webhook_id: The endpoint's id.
+
+        Returns:
+            The endpoint, without its secret.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return parse(self._send(Call("GET", _path(webhook_id))), Webhook)
 
     def remove(self, webhook_id: str) -> None:
-        """Remove an endpoint and its deliveries."""
+        """Remove an endpoint and its deliveries.
+
+        Args:
+            webhook_id: The endpoint's id.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         answer = self._send(Call("DELETE", _path(webhook_id)))
         if answer.status >= 400:
             raise error_of(answer)
 
     def rotate(self, webhook_id: str, *, keep_s: float = 86_400.0) -> Webhook:
-        """Make a new secret; for `keep_s` seconds calls are signed with the one before, too."""
+        """Make a new secret; for `keep_s` seconds calls are signed with the one before, too.
+
+        Args:
+            webhook_id: The endpoint's id.
+            keep_s: Seconds for which the secret before stays valid.
+
+        Returns:
+            The endpoint with its new secret.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         body = RotateRequest(keep_s=keep_s)
         return parse(self._send(Call("POST", f"{_path(webhook_id)}/rotate", body=_dump(body), once=True)), Webhook)
 
     def enable(self, webhook_id: str) -> Webhook:
-        """Send to an endpoint again that has answered 410."""
+        """Send to an endpoint again that has answered 410.
+
+        Args:
+            webhook_id: The endpoint's id.
+
+        Returns:
+            The endpoint.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         return parse(self._send(Call("POST", f"{_path(webhook_id)}/enable")), Webhook)
 
     def deliveries(
         self, webhook_id: str, *, state: DeliveryState | None = None, limit: int = 50
     ) -> tuple[Delivery, ...]:
-        """List the deliveries of an endpoint, the newest first."""
+        """List the deliveries of an endpoint, the newest first.
+
+        Args:
+            webhook_id: The endpoint's id.
+            state: Only deliveries in this state.
+            limit: Most deliveries to list.
+
+        Returns:
+            The deliveries.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         params = [("limit", str(limit)), *([("state", state.value)] if state is not None else [])]
         answer = self._send(Call("GET", f"{_path(webhook_id)}/deliveries", tuple(params)))
         return parse(answer, DeliveryList).deliveries
 
     def redeliver(self, webhook_id: str, delivery_id: str | None = None) -> int:
-        """Send a delivery again, or all dead ones; returns their number."""
+        """Send a delivery again, or all dead ones.
+
+        Args:
+            webhook_id: The endpoint's id.
+            delivery_id: The delivery; None for all that are dead.
+
+        Returns:
+            The number of deliveries that are sent again.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         body = RedeliverRequest(delivery=delivery_id)
         return parse(self._send(Call("POST", f"{_path(webhook_id)}/redeliver", body=_dump(body))), Redelivered).count
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 16
 """The most rows of one kind of ranks. The two sides of a picture then fit on a screen."""
-MANY_ROWS, FEW_ROWS = 24, 4
+MANY_ROWS, FEW_ROWS = 20, 4
 """Where a side has more rows than the first number, each kind but the largest has at most the second."""
 REST = "other bytes"
 """The name of the bytes of a file that belong to no tensor: metadata, names, counters."""
