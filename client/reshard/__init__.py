@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         VerifyReport,
         WeightDtype,
     )
-    from reshard.pictures import LayoutPicture, Picture
+    from reshard.pictures import LayoutPair, LayoutPicture, Picture
 
     __version__: str
 
@@ -55,6 +55,7 @@ __all__ = [
     "JobEvent",
     "JobList",
     "JobState",
+    "LayoutPair",
     "LayoutPicture",
     "OpaquePolicy",
     "Picture",
@@ -81,7 +82,7 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("convert", "diff", "inspect", "picture", "plan", "verify"), "reshard.api"),
     **dict.fromkeys(("DiffOptions", "DiffReport"), "reshard.diffs"),
-    **dict.fromkeys(("LayoutPicture", "Picture"), "reshard.pictures"),
+    **dict.fromkeys(("LayoutPair", "LayoutPicture", "Picture"), "reshard.pictures"),
     **dict.fromkeys(
         (
             *("CODES", "ExitCode", "IntegrityError", "JobError", "RequestError", "ReshardError", "SourceError"),

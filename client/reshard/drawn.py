@@ -38,7 +38,8 @@ class Drawn:
             engine = load_engine()
             if isinstance(self.subject, SourceSpec):
                 return Picture(engine.picture(self.subject))
-            return Picture(*engine.pictures(self.subject))
+            pair = engine.planned_pictures(self.subject)
         except ReshardError:
             # The source may have been removed since. A table without a picture still says what happened.
             return None
+        return Picture(pair.source, pair.target)

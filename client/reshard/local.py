@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         WeightDtype,
         WorkShare,
     )
-    from reshard.pictures import LayoutPicture
+    from reshard.pictures import LayoutPair, LayoutPicture
     from reshard.shared_work import SharedWork
 
 ENTRY_POINT_GROUP = "reshard.engine"
@@ -64,7 +64,7 @@ class Engine(Protocol):
         """List what each file holds, or the files of one tensor (`NAME` or `NAME/STATE`). Reads only metadata."""
         ...
 
-    def pictures(self, request: ConvertRequest, tensor: str | None = None) -> tuple[LayoutPicture, LayoutPicture]:
+    def planned_pictures(self, request: ConvertRequest, tensor: str | None = None) -> LayoutPair:
         """List what the files of the source hold, and what those of the target that `convert` would write will hold.
 
         Both have the parts of one tensor; without a name, of the largest one that the most files share. Nothing is

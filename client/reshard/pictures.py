@@ -64,6 +64,17 @@ class LayoutPicture(WireModel):
         return render(self)
 
 
+class LayoutPair(WireModel):
+    """The layouts of a conversion's source, and of its target as it is planned, each with the parts of one tensor."""
+
+    source: LayoutPicture
+    target: LayoutPicture
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        return render(self.source, self.target)
+
+
 @dataclass(frozen=True)
 class Picture:
     """The picture of a checkpoint's layout, or of two side by side. A notebook shows it."""

@@ -53,22 +53,25 @@ def test_the_picture_of_a_plan_is_that_of_the_result(
     target = tmp_path / "run" / "global_step7"
     request = _request(source, target, to, options)
     engine = load_engine()
-    before, planned = engine.pictures(request)
+    pair = engine.planned_pictures(request)
+    before, planned = pair.source, pair.target
     assert not (tmp_path / "run").exists(), "a picture writes nothing"
-    name = before.tensors[0].fqn
-    assert planned.tensors
+    (shown,) = before.tensors
+    assert before == engine.picture(request.source, f"{shown.fqn}/{shown.state}")
+    states = [t.state for t in planned.tensors]
+    assert shown.state in states or states == ["weight"]
     engine.convert(request)
+    name = f"{shown.fqn}/{states[0]}"
     assert _comparable(planned) == _comparable(engine.picture(SourceSpec(url=str(target)), name))
-    assert before == engine.picture(request.source, name)
 
 
 def test_a_named_tensor_is_shown_on_both_sides_under_the_states_that_each_has(tmp_path: Path) -> None:
     request = _request(DATA / "zero2_tiny", tmp_path / "out", "safetensors", {})
-    before, after = load_engine().pictures(request, "embed.weight/exp_avg")
-    assert [t.state for t in before.tensors] == ["exp_avg"]
-    assert [t.state for t in after.tensors] == ["weight"]
+    pair = load_engine().planned_pictures(request, "embed.weight/exp_avg")
+    assert [t.state for t in pair.source.tensors] == ["exp_avg"]
+    assert [t.state for t in pair.target.tensors] == ["weight"]
     with pytest.raises(RequestError) as caught:
-        load_engine().pictures(request, "nothing")
+        load_engine().planned_pictures(request, "nothing")
     assert caught.value.code == "request.invalid"
 
 

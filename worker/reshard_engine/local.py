@@ -27,7 +27,7 @@ from reshard.models import (
     VerifyReport,
     WorkShare,
 )
-from reshard.pictures import LayoutPicture
+from reshard.pictures import LayoutPair, LayoutPicture
 from reshard.shared_work import SharedWork
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -51,11 +51,11 @@ class LocalEngine:
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return picture_of(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), tensor)
 
-    def pictures(self, request: ConvertRequest, tensor: str | None = None) -> tuple[LayoutPicture, LayoutPicture]:
+    def planned_pictures(self, request: ConvertRequest, tensor: str | None = None) -> LayoutPair:
         """List what the files of the source hold, and what those of the target will hold."""
-        from reshard_engine.operations.planned_target import pictures_of
+        from reshard_engine.operations.planned_target import planned_pictures
 
-        return pictures_of(request, tensor)
+        return planned_pictures(request, tensor)
 
     def plan(self, request: ConvertRequest) -> PlanSummary:
         """Plan the conversion that `convert` would run."""

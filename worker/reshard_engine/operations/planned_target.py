@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from reshard.errors import ReshardError, StorageError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
-from reshard.pictures import FileShare, LayoutPicture
+from reshard.pictures import FileShare, LayoutPair, LayoutPicture
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.operations.conversion import Conversion
@@ -21,13 +21,13 @@ from reshard_engine.storage.protocol import Listing, ObjectInfo, join
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
 
 
-def pictures_of(request: ConvertRequest, tensor: str | None) -> tuple[LayoutPicture, LayoutPicture]:
+def planned_pictures(request: ConvertRequest, tensor: str | None) -> LayoutPair:
     """The layouts of the source and of the target that a conversion would write; nothing is written.
 
     Args:
         request: The conversion.
         tensor: `NAME` or `NAME/STATE` of a tensor of the source whose parts to list on both sides; None for the
-            largest parameter that is divided among the most files.
+            largest one of those that the most files share.
 
     Raises:
         ReshardError: As planning does; `request.invalid` for a name that the source does not have.
@@ -35,7 +35,7 @@ def pictures_of(request: ConvertRequest, tensor: str | None) -> tuple[LayoutPict
     conversion = Conversion.prepare(request)
     source = conversion.checkpoint
     wanted = _most_divided(source) if tensor is None else tensor
-    return picture_of(source, wanted), _picture_of_target(conversion, wanted)
+    return LayoutPair(source=picture_of(source, wanted), target=_picture_of_target(conversion, wanted))
 
 
 def _picture_of_target(conversion: Conversion, wanted: str | None) -> LayoutPicture:
@@ -61,15 +61,20 @@ def _name_there(target: Checkpoint, wanted: str | None) -> str | None:
 
 
 def _most_divided(checkpoint: Checkpoint) -> str | None:
-    """The parameter whose picture says most: of those in the most files, the largest; None without parameters."""
+    """The tensor whose picture says most: of those in the most files, the largest; None without parameters."""
     shard_map = checkpoint.shard_map
 
     def said(number: int) -> tuple[int, int]:
         numel = shard_map.tensors[number].numel
         return len(set(shard_map.pieces(number, 0, numel).file.tolist())), numel
 
-    found = [(said(next(iter(p.states.values()))), p.fqn) for p in checkpoint.parameters if p.states]
-    found += [(said(p.weight), p.fqn) for p in checkpoint.parameters if not p.states and p.weight is not None]
+    found: list[tuple[tuple[int, int], str]] = []
+    for parameter in checkpoint.parameters:
+        # One state is enough: the others of an optimizer lie as it does.
+        held = dict(parameter.states) or ({} if parameter.weight is None else {"weight": parameter.weight})
+        state = "fp32" if "fp32" in held else next(iter(held), None)
+        if state is not None:
+            found.append((said(held[state]), f"{parameter.fqn}/{state}"))
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
