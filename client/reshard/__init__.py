@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reshard.api import convert, diff, inspect, picture, plan, verify
     from reshard.client import Client
+    from reshard.converting import convert, plan
     from reshard.diffs import DiffOptions, DiffReport
     from reshard.ensuring import ensure
     from reshard.errors import (
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         SourceError,
         StorageError,
     )
+    from reshard.examining import diff, inspect, picture, verify
     from reshard.models import (
         ConvertRequest,
         ConvertResult,
@@ -80,7 +81,8 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("convert", "diff", "inspect", "picture", "plan", "verify"), "reshard.api"),
+    **dict.fromkeys(("convert", "plan"), "reshard.converting"),
+    **dict.fromkeys(("diff", "inspect", "picture", "verify"), "reshard.examining"),
     **dict.fromkeys(("DiffOptions", "DiffReport"), "reshard.diffs"),
     **dict.fromkeys(("LayoutPair", "LayoutPicture", "Picture"), "reshard.pictures"),
     **dict.fromkeys(

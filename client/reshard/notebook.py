@@ -24,14 +24,15 @@ from reshard.models import (
 )
 
 if TYPE_CHECKING:
+    from reshard.pictures import Picture
     from reshard.wire_model import ShownModel
 
 MAX_ROWS = 50
 """The most rows of a table; the rest are counted."""
 
 
-def shown(model: ShownModel) -> str:
-    """The HTML of a result, with its picture if it can be drawn here."""
+def shown(model: ShownModel, picture: Picture | None) -> str:
+    """The HTML of a result, with its picture if there is one."""
     parts = {
         Inspection: _inspection,
         PlanSummary: _plan,
@@ -43,7 +44,6 @@ def shown(model: ShownModel) -> str:
     }
     draw = next((draw for kind, draw in parts.items() if isinstance(model, kind)), None)
     body = _facts(model.model_dump(mode="json").items()) if draw is None else draw(model)  # pyright: ignore[reportArgumentType]
-    picture = model._drawn.picture()  # pyright: ignore[reportPrivateUsage] # noqa: SLF001 - the model's own base asks
     return f'<div class="reshard">{body}{"" if picture is None else picture.svg()}</div>'
 
 

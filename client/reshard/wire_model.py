@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, field_validator
 
 from reshard.drawn import Drawn
+
+if TYPE_CHECKING:
+    from reshard.models import ConvertRequest, SourceSpec
 
 MOST_BYTES = 1 << 62
 """The largest size in a request. A sum of it and a few others still fits into 64 bits."""
@@ -55,4 +58,9 @@ class ShownModel(WireModel):
         """The model in a notebook; all texts are escaped."""
         from reshard.notebook import shown
 
-        return shown(self)
+        return shown(self, self._drawn.picture())
+
+    def drawn_from(self, subject: SourceSpec | ConvertRequest) -> Self:
+        """Remember what a notebook is to draw beside the model; returns the model itself."""
+        self._drawn = Drawn(subject)
+        return self

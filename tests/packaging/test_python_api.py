@@ -21,7 +21,6 @@ import typer
 
 import reshard
 from house.repository import ROOT
-from reshard import api
 from reshard.admin import AdminClient
 from reshard.cli.main import app
 from reshard.client import Client
@@ -95,8 +94,10 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("name", ["inspect", "picture", "plan", "convert", "verify", "diff"])
 def test_the_example_of_each_function_runs(name: str, workplace: Path) -> None:
-    function = getattr(api, name)
-    (found,) = doctest.DocTestFinder(recurse=False).find(function, name, globs=dict(vars(api)))
+    function = getattr(reshard, name)
+    (found,) = doctest.DocTestFinder(recurse=False).find(
+        function, name, globs=dict(vars(sys.modules[function.__module__]))
+    )
     assert found.examples
     outcome = doctest.DocTestRunner(verbose=False).run(found)
     assert outcome.failed == 0

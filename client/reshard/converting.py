@@ -1,20 +1,14 @@
-"""The functions of `import reshard`: those of the command line, with its flags as keyword arguments.
-
-Each runs in this process, with the `worker` extra. With `url=` a service does the same work, and the function waits.
-"""
+"""Functions of `import reshard` that plan and run conversions: the flags of the command line are their arguments."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from reshard._wire import invalid
+from reshard.arguments import OnProgress, PathLike, client_of, request_of
 from reshard.choices import (
     NameScheme,
     OpaquePolicy,
@@ -27,111 +21,14 @@ from reshard.choices import (
     WeightDtype,
     ZeroStage,
 )
-from reshard.cli.sizes import parse_percent, parse_size
-from reshard.diffs import DiffOptions, DiffReport
-from reshard.drawn import Drawn
-from reshard.errors import SEE_HELP, JobError, RequestError, printable
+from reshard.errors import JobError, RequestError, printable
 from reshard.local import load_engine
-from reshard.models import (
-    ConvertRequest,
-    ConvertResult,
-    Inspection,
-    PlanSummary,
-    Progress,
-    SourceSpec,
-    VerifyReport,
-)
-from reshard.nested_options import nested
-from reshard.options import DeepSpeedOptions, Options
-from reshard.pictures import LayoutPicture, Picture
+from reshard.models import ConvertRequest, ConvertResult, PlanSummary
 from reshard.progress import progress_of
 from reshard.shared_work import shared_work
 
 if TYPE_CHECKING:
     from reshard.client import Client
-
-PathLike = str | os.PathLike[str]
-"""A local path, or a URL such as `s3://bucket/key` as text."""
-OnProgress = Callable[[Progress], None]
-_SIZES = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
-_KEYWORDS = {**{field: keyword for keyword, field in _SIZES.items()}, "url": "source"}
-"""Fields of requests whose keyword arguments have other names."""
-_MAX_RULES_BYTES = 1 << 16
-
-
-def inspect(
-    source: PathLike,
-    *,
-    tag: str | None = None,
-    profile: str | None = None,
-    url: str | None = None,
-    token: str | None = None,
-) -> Inspection:
-    """Describe a checkpoint from its metadata: format, step, ranks, tensors, possible targets. Nothing in it runs.
-
-    Args:
-        source: A directory or URL: a save directory, a tag directory, or a directory of weights.
-        tag: Checkpoint tag; by default what `latest` (or `latest_universal`) names.
-        profile: Storage profile of the source (see `RESHARD_PROFILES`).
-        url: URL of a service that reads it, in place of this process.
-        token: Token of the service; by default `RESHARD_TOKEN`.
-
-    Returns:
-        The description. A notebook shows it with the picture of the layout.
-
-    Raises:
-        SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
-        StorageError: The storage refused or failed.
-        RequestError: `request.engine_missing` without the `worker` extra.
-
-    Example:
-        >>> found = inspect("tests/data/zero2_tiny")
-        >>> found.format, found.world, found.step
-        ('deepspeed-zero2', {'dp': 2, 'tp': 1, 'pp': 1}, 3)
-    """
-    if url is not None:
-        with _client(url, token) as client:
-            return client.inspect(_for_service(source), tag=tag, profile=profile)
-    spec = _source(source, tag, profile)
-    found = load_engine().inspect(spec)
-    found._drawn = Drawn(spec)  # noqa: SLF001 - the model's own base declares it for this
-    return found
-
-
-def picture(
-    source: PathLike,
-    *,
-    tensor: str | None = None,
-    beside: PathLike | None = None,
-    tag: str | None = None,
-    profile: str | None = None,
-) -> Picture:
-    """Draw what each rank of a checkpoint holds and, with `tensor`, which rank holds which part of a tensor.
-
-    Args:
-        source: A checkpoint, as for `inspect`.
-        tensor: `NAME` or `NAME/STATE` of a tensor to draw.
-        beside: Another checkpoint, such as the one that `source` was converted to, to draw on the right.
-        tag: Checkpoint tag of `source`.
-        profile: Storage profile of both.
-
-    Returns:
-        The picture. A notebook shows it; `svg()` is its text, and `save("moves.svg")` writes it.
-
-    Raises:
-        RequestError: `request.invalid` for a name that `source` does not have.
-        ReshardError: As `inspect`.
-
-    Example:
-        >>> drawn = picture("tests/data/zero2_tiny", tensor="embed.weight", beside="tests/data/zero3_tiny")
-        >>> drawn.svg()[:5]
-        '<svg '
-    """
-    engine = load_engine()
-    here = engine.picture(_source(source, tag, profile), tensor)
-    if beside is None:
-        return Picture(here)
-    return Picture(here, _beside(_source(beside, None, profile), tensor))
 
 
 def plan(
@@ -239,13 +136,11 @@ def plan(
     """
     given = dict(locals())
     url, token = given.pop("url"), given.pop("token")
-    request = _request(given, "see help(reshard.plan)", to_service=url is not None)
+    request = request_of(given, "see help(reshard.plan)", to_service=url is not None)
     if url is not None:
-        with _client(url, token) as client:
+        with client_of(url, token) as client:
             return client.plan_request(request)
-    summary = load_engine().plan(request)
-    summary._drawn = Drawn(request)  # noqa: SLF001
-    return summary
+    return load_engine().plan(request).drawn_from(request)
 
 
 def convert(
@@ -370,7 +265,7 @@ def convert(
     own = ("workers", "worker", "on_progress", "progress", "wait_timeout", "url", "token")
     for name in own:
         del given[name]
-    request = _request(given, "see help(reshard.convert)", to_service=url is not None)
+    request = request_of(given, "see help(reshard.convert)", to_service=url is not None)
     if url is not None:
         if workers is not None or worker is not None:
             raise RequestError(
@@ -378,175 +273,12 @@ def convert(
                 "workers and worker divide a conversion of this process, and url names a service",
                 fix="leave them out: the service's own workers help one another",
             )
-        with _client(url, token) as client, progress_of(on_progress, progress) as show:
+        with client_of(url, token) as client, progress_of(on_progress, progress) as show:
             return _by_service(client, request, show, wait_timeout)
     work = shared_work(None if workers is None else str(workers), worker, os.environ)
     with progress_of(on_progress, progress) as show:
         result = _by_engine(partial(load_engine().convert, request, work=work, on_progress=show), request, wait_timeout)
-    result._drawn = Drawn(request)  # noqa: SLF001
-    return result
-
-
-def verify(target: PathLike, *, sample: float | str | None = None, profile: str | None = None) -> VerifyReport:
-    """Read every byte of a target and compare its checksums and tensor digests with its manifest.
-
-    Args:
-        target: A target that `convert` wrote; or a directory whose `latest` names one.
-        sample: Read only a random part of a huge target: a fraction such as `0.02`, or `"2%"`.
-        profile: Storage profile of the target.
-
-    Returns:
-        The report; `ok` says if everything matches, and `problems` what does not. Nothing is raised for that.
-
-    Raises:
-        SourceError: `source.not_found`.
-        IntegrityError: `integrity.no_manifest`: it is no output of reshard.
-        StorageError: The storage refused or failed.
-
-    Example:
-        >>> done = convert("tests/data/zero2_tiny", "run-dp3", to="zero", dp=3)
-        >>> verify("run-dp3").ok
-        True
-    """
-    return load_engine().verify(os.fspath(target), profile=profile, sample=_fraction(sample))
-
-
-def diff(
-    a: PathLike,
-    b: PathLike,
-    *,
-    tag_a: str | None = None,
-    tag_b: str | None = None,
-    states: str = "all",
-    weights_only: bool = False,
-    common: bool = False,
-    ignore: Iterable[str] | None = None,
-    sample: float | str | None = None,
-    rules: PathLike | None = None,
-    family: str | None = None,
-    profile_a: str | None = None,
-    profile_b: str | None = None,
-    on_progress: OnProgress | None = None,
-    progress: bool | None = None,
-) -> DiffReport:
-    """Compare two checkpoints by logical tensor, bit by bit, across layouts and formats.
-
-    Args:
-        a: A checkpoint, as for `inspect`.
-        b: The checkpoint to compare it with.
-        tag_a: Checkpoint tag of `a`; by default what `latest` names.
-        tag_b: Checkpoint tag of `b`.
-        states: `all`, or `weights` to skip optimizer states, counters and client state.
-        weights_only: Short for `states="weights"`.
-        common: True to ignore tensors and values that only one side has.
-        ignore: Patterns of names to leave out, such as `["*.bias", "*/exp_avg*"]`.
-        sample: Compare only a random part of the elements: a fraction such as `0.02`, or `"2%"`.
-        rules: File of rules (YAML) for tensor-parallel sides that do not say how they are cut.
-        family: Built-in set of rules, such as `gpt-megatron`.
-        profile_a: Storage profile of `a`.
-        profile_b: Storage profile of `b`.
-        on_progress: Called with each `Progress`, from one thread at a time.
-        progress: True for a bar, False for none; by default as for `convert`.
-
-    Returns:
-        The report; `equal` is the verdict, and `differences` has the worst first. Nothing is raised for a difference.
-
-    Raises:
-        RequestError: `request.invalid`.
-        SourceError: A checkpoint is missing, damaged, hostile or of an unsupported kind.
-        StorageError: The storage refused or failed.
-
-    Example:
-        >>> diff("tests/data/zero2_tiny", "tests/data/zero2_tiny").equal
-        True
-    """
-    if states not in ("all", "weights"):
-        raise RequestError("request.invalid", f"states is {printable(states)!r}", fix="states is one of: all, weights")
-    sides = _source(a, tag_a, profile_a), _source(b, tag_b, profile_b)
-    deepspeed = DeepSpeedOptions(rules=None if rules is None else _rules(rules), family=family)
-    try:
-        asked = DiffOptions(
-            weights_only=weights_only or states == "weights",
-            common=common,
-            ignore=tuple(ignore or ()),
-            sample=_fraction(sample),
-            options=Options(deepspeed=deepspeed),
-        )
-    except ValidationError as error:
-        raise invalid(error, _KEYWORDS, keywords=True) from None
-    with progress_of(on_progress, progress) as show:
-        return load_engine().diff(*sides, asked, on_progress=show)
-
-
-def _request(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertRequest:
-    """The wire model of a conversion, from the arguments of a function.
-
-    Raises:
-        RequestError: `request.invalid`.
-    """
-    said = dict(given)
-    source, target, tag, profile = (said.pop(name) for name in ("source", "target", "tag", "profile"))
-    for keyword, field in _SIZES.items():
-        if (size := said.pop(keyword)) is not None:
-            said[field] = size if isinstance(size, int) else parse_size(size)
-    said["rules"] = None if said["rules"] is None else _rules(said["rules"])
-    said["options"] = dict(said["options"] or {})
-    for name in ("model_files", "base"):
-        if said[name] is not None:
-            said[name] = _for_service(said[name]) if to_service else os.fspath(said[name])
-    if isinstance(said["zero_stage"], int):
-        said["zero_stage"] = str(said["zero_stage"])
-    spelled = _for_service if to_service else os.fspath
-    said["source"] = {"url": spelled(source), "tag": tag, "profile": profile}
-    said["target"] = spelled(target)
-    try:
-        return ConvertRequest.model_validate(nested(said))
-    except ValidationError as error:
-        found = invalid(error, _KEYWORDS, keywords=True)
-        found.fix = fix if found.fix == SEE_HELP else found.fix
-        raise found from None
-
-
-def _source(place: PathLike, tag: str | None, profile: str | None) -> SourceSpec:
-    try:
-        return SourceSpec(url=os.fspath(place), tag=tag, profile=profile)
-    except ValidationError as error:
-        raise invalid(error, _KEYWORDS, keywords=True) from None
-
-
-def _for_service(place: PathLike) -> str:
-    """A local path as an absolute one: the service may have another working directory and home directory."""
-    text = os.fspath(place)
-    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
-
-
-def _rules(place: PathLike) -> str:
-    from reshard.cli.flags import read_rules
-
-    return read_rules(Path(place))
-
-
-def _fraction(sample: float | str | None) -> float | None:
-    return parse_percent(sample) if isinstance(sample, str) else sample
-
-
-def _client(url: str, token: str | None) -> Client:
-    # httpx, which only a service needs, takes longer to import than all else.
-    from reshard.client import Client
-
-    return Client(url, token)
-
-
-def _beside(spec: SourceSpec, tensor: str | None) -> LayoutPicture:
-    """The layout of another checkpoint, with the tensor of this name in whatever states it has there."""
-    engine = load_engine()
-    for name in () if tensor is None else (tensor, tensor.rpartition("/")[0]):
-        try:
-            return engine.picture(spec, name)
-        except RequestError as error:
-            if error.code != "request.invalid":
-                raise
-    return engine.picture(spec)
+    return result.drawn_from(request)
 
 
 def _by_engine(run: Callable[..., ConvertResult], request: ConvertRequest, wait_timeout: float | None) -> ConvertResult:

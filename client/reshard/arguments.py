@@ -1,0 +1,105 @@
+"""The keyword arguments of the functions of `import reshard`, as wire models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from reshard._wire import invalid
+from reshard.cli.sizes import parse_percent, parse_size
+from reshard.errors import SEE_HELP
+from reshard.models import ConvertRequest, Progress, SourceSpec
+from reshard.nested_options import nested
+
+if TYPE_CHECKING:
+    from reshard.client import Client
+
+PathLike = str | os.PathLike[str]
+"""A local path, or a URL such as `s3://bucket/key` as text."""
+OnProgress = Callable[[Progress], None]
+_SIZES = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
+KEYWORDS = {**{field: keyword for keyword, field in _SIZES.items()}, "url": "source"}
+"""Fields of requests whose keyword arguments have other names."""
+
+
+def request_of(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertRequest:
+    """The wire model of a conversion, from the arguments of a function.
+
+    Args:
+        given: The arguments by name.
+        fix: The fix of an error that has none of its own.
+        to_service: True if another process will read and write.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    said = dict(given)
+    source, target, tag, profile = (said.pop(name) for name in ("source", "target", "tag", "profile"))
+    for keyword, field in _SIZES.items():
+        if (size := said.pop(keyword)) is not None:
+            said[field] = size if isinstance(size, int) else parse_size(size)
+    said["rules"] = None if said["rules"] is None else rules_of(said["rules"])
+    said["options"] = dict(said["options"] or {})
+    for name in ("model_files", "base"):
+        if said[name] is not None:
+            said[name] = for_service(said[name]) if to_service else os.fspath(said[name])
+    if isinstance(said["zero_stage"], int):
+        said["zero_stage"] = str(said["zero_stage"])
+    spelled = for_service if to_service else os.fspath
+    said["source"] = {"url": spelled(source), "tag": tag, "profile": profile}
+    said["target"] = spelled(target)
+    try:
+        return ConvertRequest.model_validate(nested(said))
+    except ValidationError as error:
+        found = invalid(error, KEYWORDS, keywords=True)
+        found.fix = fix if found.fix == SEE_HELP else found.fix
+        raise found from None
+
+
+def source_of(place: PathLike, tag: str | None, profile: str | None) -> SourceSpec:
+    """The wire model of a source.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    try:
+        return SourceSpec(url=os.fspath(place), tag=tag, profile=profile)
+    except ValidationError as error:
+        raise invalid(error, KEYWORDS, keywords=True) from None
+
+
+def for_service(place: PathLike) -> str:
+    """A local path as an absolute one: the service may have another working directory and home directory."""
+    text = os.fspath(place)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def rules_of(place: PathLike) -> str:
+    """The text of a file of rules.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    from reshard.cli.flags import read_rules
+
+    return read_rules(Path(place))
+
+
+def fraction_of(sample: float | str | None) -> float | None:
+    """A fraction that is given as a number, or as a text such as `2%`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    return parse_percent(sample) if isinstance(sample, str) else sample
+
+
+def client_of(url: str, token: str | None) -> Client:
+    """A client of the service at `url`. It is imported here: httpx takes longer to import than all else."""
+    from reshard.client import Client
+
+    return Client(url, token)
