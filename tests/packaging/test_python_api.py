@@ -80,7 +80,7 @@ def test_keyword_arguments_are_the_flags(name: str) -> None:
 
 def test_ensure_has_the_flags_of_its_command() -> None:
     arguments, options = set(keywords(reshard.ensure)), set(flags("ensure"))
-    assert options - SCREEN - {"timeout"} == arguments - {"timeout_s"}
+    assert options - SCREEN - {"source", "timeout"} == arguments - {"src", "timeout_s"}
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -100,11 +100,10 @@ def _evil_model(kind: type[WireModel]) -> WireModel:
     return kind.model_construct(**{name: _evil(field.annotation) for name, field in kind.model_fields.items()})
 
 
-def _kinds() -> Iterator[type[ShownModel]]:
-    yield from (Inspection, PlanSummary, ConvertResult, VerifyReport, DiffReport, Job, JobList)
+KINDS = (Inspection, PlanSummary, ConvertResult, VerifyReport, DiffReport, Job, JobList)
 
 
-@pytest.mark.parametrize("kind", _kinds(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_hostile_texts_stay_text(kind: type[ShownModel]) -> None:
     page = _checked(_evil_model(kind)._repr_html_())
     assert "<script>alert(1)</script>" in page.words, "the text is there, as text"
@@ -113,7 +112,7 @@ def test_hostile_texts_stay_text(kind: type[ShownModel]) -> None:
 
 
 def test_every_model_that_shows_itself_is_tried() -> None:
-    assert set(ShownModel.__subclasses__()) == set(_kinds())
+    assert set(ShownModel.__subclasses__()) == set(KINDS)
 
 
 def test_a_hostile_checkpoint_is_shown_as_text(tmp_path: Path) -> None:
@@ -121,7 +120,7 @@ def test_a_hostile_checkpoint_is_shown_as_text(tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    evil = "<script>alert(1)<" + '\x7fscript> onload="x"'
+    evil = '<script>alert(1)</script> onload="x"'
     folder = tmp_path / "<img src=x onerror=alert(1)>"
     folder.mkdir()
     save_file({evil: np.ones((4, 3), dtype=np.float32)}, folder / "model.safetensors")
@@ -145,7 +144,7 @@ def test_plans_and_results_show_source_and_target(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     done = _checked(reshard.convert(DATA / "zero2_tiny", tmp_path / "out", to="zero", dp=4)._repr_html_()).words
     for words in (planned, done):
-        assert "taken by 4 ranks" in words
+        assert "taken by 3 ranks" in words, "the fourth rank holds other tensors"
         assert "embed.weight/fp32" in words
     assert "nothing is written yet" in planned
 

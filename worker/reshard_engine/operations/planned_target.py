@@ -49,15 +49,21 @@ def _picture_of_target(conversion: Conversion, wanted: str | None) -> LayoutPict
             FileShare(file=printable(f.path), rank="", size_bytes=f.size_bytes, bytes_by_state={}) for f in layout.files
         )
         return LayoutPicture(url=target.url, format=conversion.request.to, world={}, files=files)
-    return picture_of(planned, _name_there(planned, wanted))
+    return _pictured(planned, wanted)
 
 
-def _name_there(target: Checkpoint, wanted: str | None) -> str | None:
-    """The name in the target of a tensor of the source; None if the target has none of that name."""
-    if wanted is None:
-        return None
+def _pictured(target: Checkpoint, wanted: str | None) -> LayoutPicture:
+    """The layout of a target with the parts of a tensor of the source, in the state that holds its elements there."""
     fqns = {p.fqn for p in target.parameters} | {b.fqn for b in target.buffers} | set(target.shared)
-    return next((name for name in (wanted, wanted.rpartition("/")[0]) if name in fqns), None)
+    head, _, tail = (wanted or "").rpartition("/")
+    # Names may have slashes: the whole text is tried as a name first.
+    name, state = next(((n, s) for n, s in ((wanted, ""), (head, tail)) if n in fqns), (None, ""))
+    picture = picture_of(target, name)
+    for held in (state, "weight"):
+        # Weights without masters hold what the masters held.
+        if state and (found := tuple(t for t in picture.tensors if t.state == held)):
+            return picture.model_copy(update={"tensors": found})
+    return picture
 
 
 def _most_divided(checkpoint: Checkpoint) -> str | None:
