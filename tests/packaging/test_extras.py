@@ -57,7 +57,7 @@ def _plain(name: str) -> str:
 
 
 OTEL = {_plain(name) for name in packages_distributions()["opentelemetry"]}
-GUESTS = {"": set[str](), "service": {"torch", *OTEL}, "worker": OTEL}
+GUESTS = {"": {"ipython"}, "service": {"ipython", "torch", *OTEL}, "worker": {"ipython", *OTEL}}
 """Looked for before they are imported: the code does without, or says which extra has it."""
 
 
