@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.cli.help_pages import GENERAL, HERE
 from reshard.cli.local import JsonFlag, TargetProfile
 from reshard.errors import ExitCode, format_size, printable
 from reshard.local import load_engine
@@ -17,17 +18,21 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Mount the command."""
-    app.command()(clean)
+    app.command(rich_help_panel=HERE)(clean)
 
 
 def clean(
     target: Annotated[str, typer.Argument(metavar="DST", help="Target of the unfinished conversion.")],
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed.", rich_help_panel=GENERAL)
+    ] = False,
     idle: Annotated[
         bool,
         typer.Option(
-            "--idle", help="No process uses DST: remove its files from an object store without waiting an hour."
+            "--idle",
+            help="No process uses DST: remove its files from an object store without waiting an hour.",
+            rich_help_panel=GENERAL,
         ),
     ] = False,
     profile: TargetProfile = None,

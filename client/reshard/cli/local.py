@@ -18,6 +18,7 @@ import typer
 
 from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.format_flags import ConversionCommand
+from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, SOURCE, TARGET
 from reshard.cli.picture import html_of, picture_lines, svg_of
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
@@ -34,19 +35,33 @@ Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="Target; for universal and zero, the tag directory.")]
-Tag = Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.")]
-Profile = Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")]
-TargetProfile = Annotated[str | None, typer.Option(help="Storage profile for DST.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Tag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.",
+        rich_help_panel=SOURCE,
+    ),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Storage profile for SRC (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
+]
+TargetProfile = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Storage profile for DST.", rich_help_panel=TARGET)
+]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Machine-readable output with a schema version.", rich_help_panel=GENERAL)
+]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=GENERAL)]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
-    app.command()(inspect)
-    app.command(cls=ConversionCommand)(plan)
-    app.command(cls=ConversionCommand)(convert)
-    app.command()(verify)
+    app.command(rich_help_panel=HERE)(inspect)
+    app.command(cls=ConversionCommand, rich_help_panel=HERE)(plan)
+    app.command(cls=ConversionCommand, rich_help_panel=HERE)(convert)
+    app.command(rich_help_panel=HERE)(verify)
 
 
 def inspect(
@@ -54,13 +69,25 @@ def inspect(
     *,
     tag: Tag = None,
     profile: Profile = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not a summary.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor, not a summary.", rich_help_panel=GENERAL)
+    ] = False,
     tensor: Annotated[
-        str | None, typer.Option(metavar="NAME[/STATE]", help="List the files that hold parts of one tensor.")
+        str | None,
+        typer.Option(
+            metavar="NAME[/STATE]", help="List the files that hold parts of one tensor.", rich_help_panel=PICTURE
+        ),
     ] = None,
-    files: Annotated[bool, typer.Option("--files", help="List the contents of each file.")] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the tensor, or all files, as SVG.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The drawing and its table as a page.")] = None,
+    files: Annotated[
+        bool, typer.Option("--files", help="List the contents of each file.", rich_help_panel=PICTURE)
+    ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the tensor, or all files, as SVG.", rich_help_panel=PICTURE),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The drawing and its table as a page.", rich_help_panel=PICTURE)
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Describe a checkpoint from its metadata; nothing in it is executed. `reshard SRC` is short for this."""
@@ -134,10 +161,14 @@ def convert(
     workers: Annotated[
         str | None,
         typer.Option(
-            metavar="N|auto", help="Number of processes that run this command together; auto: the launcher's."
+            metavar="N|auto",
+            help="Number of processes that run this command together; auto: the launcher's.",
+            rich_help_panel=RESOURCES,
         ),
     ] = None,
-    worker: Annotated[int | None, typer.Option(metavar="I", help="Number of this process, from 0 to N-1.")] = None,
+    worker: Annotated[
+        int | None, typer.Option(metavar="I", help="Number of this process, from 0 to N-1.", rich_help_panel=RESOURCES)
+    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -226,7 +257,10 @@ def verify(
     target: Annotated[str, typer.Argument(metavar="DST", help="Target that `convert` wrote.")],
     *,
     sample: Annotated[
-        str | None, typer.Option(metavar="PERCENT", help="Read only a random part, such as 2%, of a huge target.")
+        str | None,
+        typer.Option(
+            metavar="PERCENT", help="Read only a random part, such as 2%, of a huge target.", rich_help_panel=CHECKING
+        ),
     ] = None,
     profile: TargetProfile = None,
     as_json: JsonFlag = False,

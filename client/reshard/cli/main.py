@@ -24,18 +24,16 @@ from reshard.cli import (
     slimming,
     webhooks,
 )
-from reshard.cli.overview import Overview
+from reshard.cli.help_pages import Commands
 from reshard.cli.watching import DetachedError
 from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
 
-app = typer.Typer(
+app = Commands(
     name="reshard",
-    cls=Overview,
     help="Any sharding of a training checkpoint into any other, bit for bit.",
     no_args_is_help=False,
     add_completion=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 local.register(app)
 compare.register(app)
