@@ -101,7 +101,10 @@ class Client:
         self, source: str | SourceSpec, target: str, *, to: TargetFormat | str, **options: Unpack[ConvertOptions]
     ) -> PlanSummary:
         """Plan a conversion without running it. Waits for the planning job if the service makes one."""
-        request = _wire.convert_request(source, target, to, options)
+        return self.plan_request(_wire.convert_request(source, target, to, options))
+
+    def plan_request(self, request: ConvertRequest) -> PlanSummary:
+        """`plan` for a request that is a wire model already."""
         answer = self._send(Call("POST", "/v1/plans", body=_dump(request)))
         if answer.status != 202:
             return _wire.parse(answer, PlanSummary)
@@ -229,6 +232,15 @@ class Client:
                 if self._ended_before(job_id, after_seq):
                     return
             time.sleep(_wire.pause_s(failures, random.random(), None))  # noqa: S311 - jitter
+
+    def events(self, job_id: str, *, after_seq: int = 0) -> Generator[JobEvent]:
+        """Yield the events that a job has until now; `watch` goes on until its end."""
+        while True:
+            page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)
+            yield from page.events
+            if page.done or not page.events:
+                return
+            after_seq = page.events[-1].seq
 
     def cancel(self, job_id: str) -> Job:
         """Cancel a job, or give up the files of a job that FAILED. Cancelling it twice is harmless.

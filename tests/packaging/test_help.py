@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,18 @@ def commands() -> dict[str, Any]:
 COMMANDS = commands()
 
 
-def help_of(words: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    code, out, err = command(*words.split(), "--help")
+@cache
+def help_of(words: str, columns: int) -> str:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("COLUMNS", str(columns))
+        code, out, err = command(*words.split(), "--help")
     assert (code, err) == (0, "")
     return out
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_help_is_as_frozen(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = [
-        f"$ reshard {words} --help".replace("  ", " ") + f"\n{help_of(words, columns, monkeypatch)}"
-        for words in COMMANDS
-    ]
+def test_help_is_as_frozen(columns: int) -> None:
+    pages = [f"$ reshard {words} --help".replace("  ", " ") + f"\n{help_of(words, columns)}" for words in COMMANDS]
     text = "\n".join(pages)
     path = GOLDEN / f"help-{columns}.txt"
     if os.environ.get("RESHARD_GOLDEN") == "write":
@@ -60,9 +60,9 @@ def test_help_is_as_frozen(columns: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_nothing_is_cut_off(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_cut_off(columns: int) -> None:
     for words, found in COMMANDS.items():
-        page = help_of(words, columns, monkeypatch)
+        page = help_of(words, columns)
         assert "…" not in page, words
         for parameter in found.params:
             if not getattr(parameter, "hidden", False):
@@ -73,9 +73,9 @@ def test_nothing_is_cut_off(columns: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert not wide, words
 
 
-def test_help_has_one_style(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_has_one_style() -> None:
     for words in COMMANDS:
-        page = help_of(words, 80, monkeypatch)
+        page = help_of(words, 80)
         assert page.startswith(f"Usage: reshard {words}".strip()), words
         assert not re.search("[╭│╰]", page), words
         assert page.rstrip().endswith("-h, --help") or "-h, --help" in page.splitlines()[-1], words
@@ -85,7 +85,7 @@ def test_help_has_one_style(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_command_has_two_examples(words: str) -> None:
     assert len(EXAMPLES[words]) >= 2
     for remark, line in EXAMPLES[words]:
-        assert len(line) <= 78
+        assert len(line) <= 78, line
         assert len(remark) <= 74
         assert words in line
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.cli.colours import complain
 from reshard.cli.help_pages import GENERAL, HERE
 from reshard.cli.local import JsonFlag, TargetProfile
 from reshard.errors import ExitCode, format_size, printable
@@ -45,15 +47,17 @@ def clean(
     report = load_engine().clean(target, profile=profile, dry_run=dry_run, idle=idle)
     for line in [report.model_dump_json()] if as_json else _lines(report, dry_run=dry_run):
         sys.stdout.write(f"{line}\n")
+    for path in report.below:
+        sys.stderr.write(f"note: a conversion left files below it: reshard clean {shlex.quote(path)}\n")
     used = [found for found in report.leftovers if found.in_use]
     if used and not dry_run:
-        sys.stderr.write(
-            f"error: request.target_busy: a conversion into {printable(report.target)} is at work on {len(used)} of "
-            f"{len(report.leftovers)}: they stay\n"
-        )
         local = "://" not in report.target
-        how = "wait for it to end, or stop it" if local else "wait for it to end; if you know that it is dead: --idle"
-        sys.stderr.write(f"fix: {how}\n")
+        complain(
+            "request.target_busy",
+            f"a conversion into {printable(report.target)} is at work on {len(used)} of "
+            f"{len(report.leftovers)}: they stay",
+            "wait for it to end, or stop it" if local else "wait for it to end; if you know that it is dead: --idle",
+        )
         raise typer.Exit(int(ExitCode.CONFLICT))
 
 

@@ -44,3 +44,15 @@ def painted_on_stdout(text: str, style: Style | None) -> str:
 def painted_on_stderr(text: str, style: Style | None) -> str:
     """The text in a style if stderr has colours."""
     return painted(text, style, sys.stderr)
+
+
+def complain(code: str, message: str, fix: str) -> None:
+    """Write an error and what the user can do to stderr."""
+    sys.stderr.write(f"{painted_on_stderr('error:', Style.ERROR)} {code}: {message}\n")
+    if fix:
+        sys.stderr.write(f"{painted_on_stderr('fix:', Style.HEADING)} {fix}\n")
+
+
+def warn(text: str) -> None:
+    """Write a warning to stderr."""
+    sys.stderr.write(f"{painted_on_stderr('warning:', Style.WARNING)} {text}\n")

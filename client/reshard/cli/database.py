@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from reshard.cli.help_pages import OPERATION, Commands
-from reshard.cli.remote import JsonFlag, load_command
+from reshard.cli.local import JsonFlag
+from reshard.cli.remote import load_command
 
 db = Commands(help="The job database of a service (RESHARD_DATABASE_URL), for its operator.", no_args_is_help=True)
 _EXTRA = "service,postgres"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_RUN = "run1/global_step100"
 _JOB = "job_3kq7"
 
 EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -61,11 +60,11 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "ds-to-universal": (
         (
             "As DeepSpeed's script",
-            f"reshard ds-to-universal --input_folder {_RUN} --output_folder {_RUN}_universal",
+            "reshard ds-to-universal --input_folder step5 --output_folder step5_universal",
         ),
         (
             "From a bucket",
-            "reshard ds-to-universal --input_folder s3://bucket/run1/step5 --output_folder out",
+            "reshard ds-to-universal --input_folder s3://bucket/step5 --output_folder step5",
         ),
     ),
     "slim": (
@@ -76,11 +75,15 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("List what unfinished conversions left", "reshard clean weights --dry-run"),
         ("Remove it", "reshard clean weights"),
     ),
+    "doctor": (
+        ("Before the first conversion", "reshard doctor"),
+        ("With the places that it will read and write", "reshard doctor s3://bucket/run1 weights"),
+    ),
     "submit": (
         ("Print the id of the job", "reshard submit s3://bucket/run1 s3://bucket/weights --to safetensors"),
         (
             "Wait for the end; the exit code is the job's",
-            "reshard submit s3://bucket/run1 s3://bucket/run2/global_step100 --to zero --dp 8 --wait",
+            "reshard submit s3://bucket/run1 s3://bucket/run2/step5 --to zero --dp 8 --wait",
         ),
     ),
     "serve": (
@@ -115,6 +118,14 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("To its end; Ctrl-C leaves it running", f"reshard jobs watch {_JOB}"),
         ("For ten minutes at most; then exit code 124", f"reshard jobs watch {_JOB} --wait-timeout 600"),
     ),
+    "jobs wait": (
+        ("In a script; the exit code is the job's", f"reshard jobs wait {_JOB} --quiet"),
+        ("For an hour at most; then exit code 124", f"reshard jobs wait {_JOB} --wait-timeout 3600"),
+    ),
+    "jobs logs": (
+        ("What happened until now", f"reshard jobs logs {_JOB}"),
+        ("Until the job ends", f"reshard jobs logs -f {_JOB}"),
+    ),
     "jobs cancel": (
         ("Stop a job and remove its unfinished output", f"reshard jobs cancel {_JOB}"),
         ("For a script", f"reshard jobs cancel {_JOB} --json"),
@@ -141,7 +152,7 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "webhooks remove": (
         ("The id is in `reshard webhooks list`", "reshard webhooks remove ID"),
-        ("All", "reshard webhooks list --json | jq -r '.webhooks[].id' | xargs -n1 reshard webhooks remove"),
+        ("By its URL", "reshard webhooks list | grep old.example.org; reshard webhooks remove ID"),
     ),
     "webhooks rotate": (
         ("A new secret; the old one signs for a day, too", "reshard webhooks rotate ID"),

@@ -78,7 +78,7 @@ def _annotation(format_name: str, name: str, info: FieldInfo) -> Any:
     bounds = {word: getattr(m, bound) for m in info.metadata for word, bound in _BOUNDS if hasattr(m, bound)}
     flag = f"--{name.replace('_', '-')}"
     declared = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
-    shown = {"help": info.description or "", "rich_help_panel": f"Format {format_name}"}
+    shown: dict[str, Any] = {"help": info.description or "", "rich_help_panel": f"Format {format_name}"}
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return Annotated[kind | None, choice(kind, flag, **shown)]
     option = typer.Option(declared, **shown, **(bounds if kind in (int, float) else {}))

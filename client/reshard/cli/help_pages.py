@@ -62,7 +62,7 @@ class HelpedCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write usage, text, examples, arguments, and options by section."""
-        parameters = [p for p in self.get_params(ctx) if not getattr(p, "hidden", False)]
+        parameters: list[Any] = [p for p in self.get_params(ctx) if not getattr(p, "hidden", False)]
         arguments = [p for p in parameters if p.param_type_name == "argument"]
         words = [_named(p) if p.required else f"[{_named(p)}]" for p in arguments]
         _begin(self, ctx, formatter, " ".join(["[OPTIONS]", *words]))
@@ -71,8 +71,29 @@ class HelpedCommand(TyperCommand):
             _section(formatter, heading, [_option_row(p) for p in found])
 
 
+_MEANT = {
+    "ls": ("list",),
+    "rm": ("remove", "revoke"),
+    "delete": ("remove", "revoke"),
+    "add": ("create",),
+    "inspect": ("show",),
+    "describe": ("show",),
+    "get": ("show",),
+    "status": ("show",),
+    "stop": ("cancel",),
+    "kill": ("cancel",),
+}
+"""Names that people type, and the commands that they mean in groups without a command of that name."""
+
+
 class HelpedGroup(TyperGroup):
-    """A group of commands with our help."""
+    """A group of commands with our help, which takes the names that other programs have for its commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of the first word."""
+        if args and args[0] not in self.commands:
+            args = [next((name for name in _MEANT.get(args[0], ()) if name in self.commands), args[0]), *args[1:]]
+        return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write usage, text, examples, commands by section, and options."""
@@ -95,11 +116,13 @@ class Commands(typer.Typer):
     def __init__(self, **settings: Any) -> None:
         """Make the app as typer does."""
         names = {"help_option_names": ["-h", "--help"], "max_content_width": MOST_COLUMNS}
-        super().__init__(**{"cls": HelpedGroup, "rich_markup_mode": None, "context_settings": names, **settings})
+        own: dict[str, Any] = {"cls": HelpedGroup, "rich_markup_mode": None, "context_settings": names}
+        super().__init__(**own | settings)
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:
+    def command(self, name: str | None = None, **settings: Any) -> Callable[..., Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Register a command with our help."""
-        return super().command(name, **{"cls": HelpedCommand, **settings})
+        own: dict[str, Any] = {"cls": HelpedCommand}
+        return super().command(name, **own | settings)
 
 
 def first_paragraph(text: str | None) -> str:

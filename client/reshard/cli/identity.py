@@ -13,7 +13,7 @@ import typer
 from reshard.choices import TokenScope
 from reshard.cli.choosing import choice
 from reshard.cli.help_pages import OPERATION, REMOTE, Commands
-from reshard.cli.remote import JsonFlag
+from reshard.cli.local import JsonFlag
 from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:

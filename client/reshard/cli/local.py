@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.cli.colours import complain, warn
 from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.format_flags import ConversionCommand
 from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, SOURCE, TARGET
+from reshard.cli.next_steps import next_steps
 from reshard.cli.picture import html_of, picture_lines, svg_of
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
@@ -27,7 +29,7 @@ from reshard.errors import ExitCode, JobError, RequestError, printable
 from reshard.local import load_engine
 
 if TYPE_CHECKING:
-    from reshard.models import ConvertRequest, Inspection, VerifyReport
+    from reshard.models import ConvertRequest, ConvertResult, Inspection, PlanSummary, VerifyReport
     from reshard.pictures import LayoutPicture
     from reshard.shared_work import SharedWork
 
@@ -101,7 +103,7 @@ def inspect(
     for line in inspection_lines(found, every_tensor=tensors):
         _say(line)
     for warning in found.warnings:
-        _hint(f"warning: {warning}")
+        warn(warning)
     for line in not_carried_lines(found.not_carried):
         _hint(line)
     if (flags := onward(found)) is not None:
@@ -140,14 +142,18 @@ def _draw(picture: LayoutPicture, svg: Path | None, html: Path | None, *, as_jso
 @takes_conversion
 def plan(source: Source, target: Target, *, flags: ConversionFlags, as_json: JsonFlag = False) -> None:
     """Show the reads, writes and memory of `convert` with the same options; nothing is written."""
-    summary = load_engine().plan(flags.request(source, target))
+    show_plan(load_engine().plan(flags.request(source, target)), as_json=as_json)
+
+
+def show_plan(summary: PlanSummary, *, as_json: bool) -> None:
+    """Print a plan on stdout, and what it leaves out on stderr."""
     if as_json:
         _say(summary.model_dump_json())
         return
     for line in plan_lines(summary):
         _say(line)
     for warning in summary.warnings:
-        _hint(f"warning: {warning}")
+        warn(warning)
     for line in not_carried_lines(summary.not_carried):
         _hint(line)
 
@@ -169,6 +175,10 @@ def convert(
     worker: Annotated[
         int | None, typer.Option(metavar="I", help="Number of this process, from 0 to N-1.", rich_help_panel=RESOURCES)
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only show the plan, as `plan` does; write nothing.", rich_help_panel=GENERAL),
+    ] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -176,6 +186,9 @@ def convert(
 
     The same command resumes an interrupted conversion. A finished one is recognised and not repeated.
     """
+    if dry_run:
+        show_plan(load_engine().plan(flags.request(source, target)), as_json=as_json)
+        return
     from reshard.shared_work import shared_work  # it loads pydantic, which `reshard --help` does not need
 
     work = shared_work(workers, worker, os.environ)
@@ -212,8 +225,12 @@ def run_conversion(
             "cancelled this local run; finished work is kept: the same command resumes it",
             fix=f"run the same command again; to give it up: reshard clean {shlex.quote(request.target)}",
         ) from None
+    _say_result(result, as_json=as_json, quiet=quiet)
+
+
+def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
     for warning in result.warnings:
-        _hint(f"warning: {warning}")
+        warn(warning)
     if result.casts and not quiet:
         _hint(cast_line(result.casts))
     for line in () if quiet else not_carried_lines(result.not_carried):
@@ -224,12 +241,20 @@ def run_conversion(
     if result.already_done:
         _hint("already done: the target is this conversion's result, unchanged since its commit")
     elif not quiet:
-        took = sum(result.seconds.values())
-        _hint(
-            f"read {format_size(result.read_bytes)}, wrote {format_size(result.write_bytes)} "
-            f"in {len(result.files)} files, {took:.1f} s, verified"
-        )
+        _hint(_done_line(result))
+    if not quiet:
+        for line in next_steps(result.to, result.target, (file.path for file in result.files)):
+            _hint(f"next: {line}")
     _say(result.target)
+
+
+def _done_line(result: ConvertResult) -> str:
+    kept = f", kept {format_size(result.resumed_bytes)} of an earlier run" if result.resumed_bytes else ""
+    count = len(result.files)
+    return (
+        f"read {format_size(result.read_bytes)}, wrote {format_size(result.write_bytes)} "
+        f"in {count} {'file' if count == 1 else 'files'}{kept}, {sum(result.seconds.values()):.1f} s, verified"
+    )
 
 
 @contextmanager
@@ -277,8 +302,12 @@ def verify(
         if report.ok:
             _say(_verified(report))
     if not report.ok:
-        _hint(f"error: integrity.mismatch: {len(report.problems)} problems in {printable(target)}")
-        _hint("fix: convert again with --overwrite, or restore the files")
+        count = len(report.problems)
+        complain(
+            "integrity.mismatch",
+            f"{count} {'problem' if count == 1 else 'problems'} in {printable(target)}",
+            "convert again with --overwrite, or restore the files",
+        )
         raise typer.Exit(int(ExitCode.MISMATCH))
 
 

@@ -17,8 +17,10 @@ from reshard.cli.choosing import choice
 from reshard.cli.flags import ConversionFlags, takes_conversion
 from reshard.cli.format_flags import ConversionCommand
 from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands
-from reshard.cli.local import JsonFlag, QuietFlag
-from reshard.cli.watching import follow
+from reshard.cli.job_ids import whole_id
+from reshard.cli.local import JsonFlag, QuietFlag, show_plan
+from reshard.cli.next_steps import next_steps
+from reshard.cli.watching import follow, log_line
 from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ WaitTimeout = Annotated[
 Wait = Annotated[
     bool, typer.Option("--wait", help="Wait until the job ends; the exit code is the job's.", rich_help_panel=JOB)
 ]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id, or a beginning that no other job has.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -101,12 +103,19 @@ def submit(
     ] = None,
     wait: Wait = False,
     wait_timeout: WaitTimeout = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only show the service's plan; submit nothing.", rich_help_panel=GENERAL),
+    ] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Submit a conversion to a service. Prints the id of the job or, with --wait, the target."""
     request = flags.request(_absolute(source), _absolute(target))
     with _client() as client:
+        if dry_run:
+            show_plan(client.plan_request(request), as_json=as_json)
+            return
         job = client.submit_request(
             request,
             labels=parse_labels(label or []),
@@ -122,8 +131,7 @@ def submit(
             return
         _hint(f"job {job.id}", quiet=quiet)
         job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
-    _hint(job_tables.outcome(job), quiet=quiet)
-    _say(job.model_dump_json() if as_json else job.request.target)
+    _say_end(job, as_json=as_json, quiet=quiet)
 
 
 @jobs.command("list")
@@ -160,7 +168,7 @@ def list_jobs(
 def show(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     """Show one job."""
     with _client() as client:
-        job = client.get(job_id)
+        job = client.get(whole_id(client, job_id))
     if as_json:
         _say(job.model_dump_json())
         return
@@ -174,19 +182,44 @@ def watch(
 ) -> None:
     """Follow a job until it ends; the exit code is the job's. Ctrl-C leaves the job running."""
     with _client() as client:
-        job = _follow(client, job_id, timeout_s=wait_timeout, quiet=quiet, as_json=as_json)
+        job = _follow(client, whole_id(client, job_id), timeout_s=wait_timeout, quiet=quiet, as_json=as_json)
     if as_json:
         return
-    _hint(job_tables.outcome(job), quiet=quiet)
     if job.kind is JobKind.CONVERT:
-        _say(job.request.target)
+        _say_end(job, as_json=False, quiet=quiet)
+    else:
+        _hint(job_tables.outcome(job), quiet=quiet)
+
+
+@jobs.command()
+def wait(
+    job_id: JobId, *, wait_timeout: WaitTimeout = None, as_json: JsonFlag = False, quiet: QuietFlag = False
+) -> None:
+    """Wait until a job ends, without its progress; the exit code is the job's. Ctrl-C leaves the job running."""
+    with _client() as client:
+        job = _follow(client, whole_id(client, job_id), timeout_s=wait_timeout, quiet=True)
+    _say_end(job, as_json=as_json, quiet=quiet)
+
+
+@jobs.command()
+def logs(
+    job_id: JobId,
+    *,
+    follow_on: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the events of a job: states, progress, and workers that joined or left. With -f it follows the job."""
+    with _client() as client:
+        whole = whole_id(client, job_id)
+        for event in client.watch(whole) if follow_on else client.events(whole):
+            _say(event.model_dump_json() if as_json else log_line(event))
 
 
 @jobs.command()
 def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     """Cancel a job and remove its unfinished output, also that of a FAILED one. Cancelling twice is harmless."""
     with _client() as client:
-        job = client.cancel(job_id)
+        job = client.cancel(whole_id(client, job_id))
     _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
 
 
@@ -201,13 +234,12 @@ def retry(
 ) -> None:
     """Send a FAILED job back to the queue. It goes on where it stopped, unless its files are removed already."""
     with _client() as client:
-        job = client.retry(job_id)
+        job = client.retry(whole_id(client, job_id))
         if not wait and wait_timeout is None:
             _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
             return
         job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
-    _hint(job_tables.outcome(job), quiet=quiet)
-    _say(job.model_dump_json() if as_json else job.request.target)
+    _say_end(job, as_json=as_json, quiet=quiet)
 
 
 @jobs.command()
@@ -310,6 +342,15 @@ def _absolute(url: str) -> str:
 
 def _follow(client: Client, job_id: str, *, timeout_s: float | None, quiet: bool, as_json: bool = False) -> Job:
     return follow(client, job_id, timeout_s=timeout_s, quiet=quiet, on_event=_say_event if as_json else None)
+
+
+def _say_end(job: Job, *, as_json: bool, quiet: bool) -> None:
+    """Print how a job has ended, the next step, and the target."""
+    _hint(job_tables.outcome(job), quiet=quiet)
+    if job.result is not None:
+        for line in next_steps(job.result.to, job.result.target, (file.path for file in job.result.files)):
+            _hint(f"next: {line}", quiet=quiet)
+    _say(job.model_dump_json() if as_json else job.request.target)
 
 
 def _say_event(event: JobEvent) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from reshard.cli.help_pages import REMOTE, Commands
-from reshard.cli.remote import JsonFlag
+from reshard.cli.local import JsonFlag
 from reshard.errors import printable
 
 if TYPE_CHECKING:
