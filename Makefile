@@ -105,7 +105,7 @@ docs: $(READY) ## write the generated pages again (docs/errors.md, docs/modules.
 	@$(BIN)/python scripts/make_docs.py
 
 golden: $(READY) ## accept the command line's help and all fixes as they are now
-	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py tests/packaging/test_fixes.py
+	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py tests/packaging/test_fixes.py tests/packaging/test_help.py
 
 bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|functions|scale|all")
 	@$(BIN)/python bench/run.py $(ARGS)

@@ -342,6 +342,15 @@ class Client:
                     return
             time.sleep(_wire.pause_s(failures, random.random(), None))  # noqa: S311 - jitter
 
+    def events(self, job_id: str, *, after_seq: int = 0) -> Generator[JobEvent]:
+        """Yield the events that a job has until now; `watch` goes on until its end."""
+        while True:
+            page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)
+            yield from page.events
+            if page.done or not page.events:
+                return
+            after_seq = page.events[-1].seq
+
     def cancel(self, job_id: str) -> Job:
         """Cancel a job, or give up the files of a job that FAILED. Cancelling it twice is harmless.
 

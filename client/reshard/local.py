@@ -6,13 +6,14 @@ The package without extras brings no engine. With the `worker` extra's dependenc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from reshard.errors import RequestError
 
 if TYPE_CHECKING:
+    from reshard.checkups import Finding
     from reshard.diffs import DiffOptions, DiffReport
     from reshard.models import (
         CleanReport,
@@ -161,6 +162,10 @@ class Engine(Protocol):
         self, target: str, *, profile: str | None = None, dry_run: bool = False, idle: bool = False
     ) -> CleanReport:
         """Remove files that unfinished conversions into a target left, unless a process still uses them."""
+        ...
+
+    def checkup(self, places: Sequence[str], profile: str | None = None) -> Iterator[Finding]:
+        """Check libraries, credentials, GPU and places, one after the other; nothing is written."""
         ...
 
     def discard(

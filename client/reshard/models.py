@@ -88,6 +88,8 @@ class Progress(WireModel):
     phase: Literal["planning", "running", "verifying", "committing", "done"]
     bytes_done: int = 0
     bytes_total: int = 0
+    bytes_kept: int = 0
+    """Those of `bytes_done` that an earlier, interrupted attempt wrote and that were kept."""
     units_done: int = 0
     units_total: int = 0
     rate_bytes_per_s: float = 0.0
@@ -272,6 +274,8 @@ class CleanReport(WireModel):
     removed: bool
     """True if everything that is not in use was removed; false for a dry run."""
     leftovers: tuple[Leftover, ...]
+    below: tuple[str, ...] = ()
+    """Targets directly below a local directory of which conversions left files. Those stay: each is cleaned by name."""
 
 
 class VerifyProblem(WireModel):

@@ -48,7 +48,8 @@ class Principal:
             raise RequestError(
                 "request.forbidden",
                 f"this token has no scope `{scope}`; its scopes: {', '.join(sorted(self.scopes)) or 'none'}",
-                fix="use a token with that scope; an administrator makes it with: reshard tokens create",
+                fix="use a token with that scope; an administrator makes it with: "
+                f"reshard tokens create NAME --scope {scope.value}",
                 details={"scope": scope.value},
             )
 

@@ -181,7 +181,7 @@ def _prepare(engine: Engine, *, upgrade: bool) -> Standing:
             raise JobError(
                 "service.schema_behind",
                 f"the job database has revision {before.revision}, but this program needs {HEAD}",
-                fix="make a backup, then: reshard db upgrade. Programs of the release before may go on meanwhile",
+                fix="make a backup, then: reshard db upgrade; programs of the release before may go on meanwhile",
             )
         if not is_sqlite(engine):
             # Whoever waits for a table holds up all who come later, and so the workers.

@@ -238,7 +238,7 @@ def _refuse_retry(row: JobRow) -> None:
     """Refuse the retry of a job that is not FAILED, unless it was retried before and goes on."""
     details = {"state": row.state}
     if row.state == JobState.SUCCEEDED.value:
-        fix = "reshard jobs show ID shows its result"
+        fix = f"to see its result: reshard jobs show {row.public_id}"
         raise JobError("job.finished", f"job {row.public_id} has SUCCEEDED", fix=fix, details=details)
     if row.state in (JobState.CANCELLED.value, JobState.CANCELLING.value):
         fix = "submit it again: its files are removed"
@@ -247,7 +247,7 @@ def _refuse_retry(row: JobRow) -> None:
         fix = "run the same command again in a few seconds: the job then begins anew"
         raise JobError("job.not_finished", f"files of job {row.public_id} are being removed", fix=fix, details=details)
     if row.retries == 0:
-        fix = "nothing is to be done: it goes on by itself; reshard jobs watch ID follows it"
+        fix = f"nothing is to be done: it goes on by itself; to follow it: reshard jobs watch {row.public_id}"
         raise JobError("job.not_finished", f"job {row.public_id} is {row.state}, not FAILED", fix=fix, details=details)
 
 

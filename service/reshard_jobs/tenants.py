@@ -64,7 +64,9 @@ class Tenants:
                     made = _tenant_of(session.scalars(new.returning(TenantRow)).one())
             except IntegrityError:
                 raise RequestError(
-                    "request.tenant_exists", f"there is a tenant {asked.name!r}", fix="reshard tenants set NAME"
+                    "request.tenant_exists",
+                    f"there is a tenant {asked.name!r}",
+                    fix=f"reshard tenants set {asked.name}",
                 ) from None
             # Programs that know no tenants must not start any more: they would mix up what is theirs.
             old = (MetaRow.name == SCHEMA_FACT, MetaRow.value.in_(_WITHOUT_TENANTS))

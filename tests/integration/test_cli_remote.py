@@ -144,3 +144,27 @@ def test_timeouts_detach_and_cancel(shell: Shell) -> None:
         assert ended.returncode == 130
         assert "job.cancelled" in ended.stderr
         assert not target.exists()
+
+
+def test_names_and_short_ids_that_people_type(shell: Shell) -> None:
+    source, target = shell.source(units=3), str(shell.directory / "typed")
+    dry = shell.run("submit", source, target, "--to", "universal", "--dry-run")
+    assert (dry.returncode, "units, peak buffers" in dry.stdout) == (0, True), dry.stderr
+    whole = shell.run("submit", source, target, "--to", "universal", "-q").stdout.strip()
+    short = whole.removeprefix("job_")[:8]
+    waited = shell.run("jobs", "wait", short)
+    assert (waited.returncode, waited.stdout) == (0, f"{target}\n"), waited.stderr
+    assert "next: " in waited.stderr
+    assert whole in shell.run("jobs", "ls", "-q").stdout.split()
+    for words in (("inspect", short), ("show", f"job_{short}"), ("status", whole)):
+        assert f"id        {whole}" in shell.run("jobs", *words).stdout
+    events = [JobEvent.model_validate_json(line) for line in shell.run("jobs", "logs", short, "--json").stdout.split()]
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert events[-1].state is JobState.SUCCEEDED
+    lines = shell.run("jobs", "logs", "-f", short).stdout.splitlines()
+    assert len(lines) == len(events)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  SUCCEEDED.*", lines[-1])
+    several = shell.run("jobs", "show", "job")
+    assert (several.returncode, "request.invalid" in several.stderr) == (2, True), several.stderr
+    none = shell.run("jobs", "show", "zzzzzzzz")
+    assert (none.returncode, "fix: reshard jobs list" in none.stderr) == (3, True)

@@ -160,3 +160,14 @@ def test_a_look_takes_no_lock_from_anyone(tmp_path: Path) -> None:
     finally:
         stop.set()
         thread.join(10)
+
+
+def test_a_directory_names_the_targets_below_it_and_touches_none(tmp_path: Path) -> None:
+    save = tmp_path / "run2"
+    target = str(save / "global_step3")
+    begun(target)
+    before = sorted(os.listdir(save))
+    code, told, said = command("clean", str(save))
+    assert (code, told) == (0, f"nothing is left beside {save}\n")
+    assert f"reshard clean {target}" in said
+    assert sorted(os.listdir(save)) == before

@@ -69,8 +69,8 @@ def test_the_command_line_is_as_frozen() -> None:
     assert frozen() == GOLDEN.read_text(encoding="utf-8"), "if this change is meant: make golden"
 
 
-@pytest.mark.parametrize("words", sorted(commands()))
-def test_every_command_has_help(words: str) -> None:
+@pytest.mark.parametrize("words", ["reshard", "reshard convert", "reshard jobs list"])
+def test_a_process_shows_help(words: str) -> None:
     command = [sys.executable, "-m", "reshard.cli.main", *words.split()[1:], "--help"]
     env = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env)

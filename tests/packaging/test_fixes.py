@@ -5,71 +5,23 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
 
+from house.fixes import fixes
 from house.promises import command
-from house.repository import ROOT
 from house.saves import DATA
-from reshard import errors
 from reshard.cli.main import app
 
 GOLDEN = Path(__file__).with_name("golden") / "fixes.txt"
-FOLDERS = ("client", "worker", "service")
 _OTHERS = frozenset({"--local-dir"})
 """Options of other programs that a fix names."""
-
-
-def _text(node: ast.expr) -> str:
-    """What an expression says, with braces for what is only known when it is raised."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(_text(p) if isinstance(p, ast.Constant) else "{}" for p in parts)
-        case ast.BinOp(left=left, right=right) | ast.BoolOp(values=[left, right]):
-            between = " | " if isinstance(node, ast.BoolOp) else ""
-            return f"{_text(left)}{between}{_text(right)}"
-        case ast.IfExp(body=first, orelse=second):
-            return f"{_text(first)} | {_text(second)}"
-        case _:
-            return "{}"
-
-
-def _fixes(path: Path) -> Iterator[tuple[str, str]]:
-    """(code, fix) of every error that a module raises; a fix that is a name stands as what was assigned to it."""
-    tree = ast.parse(path.read_text())
-    named: dict[str, list[str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            named.setdefault(node.targets[0].id, []).append(_text(node.value))
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        for keyword in node.keywords:
-            if keyword.arg != "fix":
-                continue
-            code = _text(node.args[0]) if node.args else "{}"
-            found = named.get(keyword.value.id, []) if isinstance(keyword.value, ast.Name) else [_text(keyword.value)]
-            yield from ((code, text) for text in found if text.strip("{} |"))
-
-
-def fixes() -> list[str]:
-    """Every fix by its code, those that stand for a whole branch first."""
-    found = {f"{branch}.*\t{text}" for branch, text in errors._DEFAULT_FIXES.items()}
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if "testing" not in path.parts:
-                found |= {f"{code}\t{text}" for code, text in _fixes(path)}
-    return sorted(found)
 
 
 def test_every_fix_was_read() -> None:
@@ -81,8 +33,9 @@ def test_every_fix_was_read() -> None:
 
 def test_fixes_name_commands_and_options_that_there_are() -> None:
     root = typer.main.get_command(app)
-    commands = {**root.commands, **root.commands["jobs"].commands}  # type: ignore[attr-defined]
-    options = {o for c in commands.values() for p in c.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
+    groups = [c.commands.values() for c in root.commands.values() if hasattr(c, "commands")]  # type: ignore[attr-defined]
+    commands = [*root.commands.values(), *(command for group in groups for command in group)]  # type: ignore[attr-defined]
+    options = {o for c in commands for p in c.params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
     wrong: list[str] = []
     for line in fixes():
         text = line.partition("\t")[2]
@@ -176,7 +129,7 @@ def test_a_layout_without_ranks(source: Path, tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_not_there(source: Path) -> None:
     fix = _fix_of("inspect", str(source), "--tensor", "nope")
-    words = [str(source) if w == "SRC" else w for w in shlex.split(fix.partition(" lists")[0])]
+    words = shlex.split(fix.removeprefix("to list them: "))
     assert command(*words[1:])[0] == 0
 
 

@@ -44,9 +44,9 @@ def imported_by(*arguments: str) -> set[str]:
     ("arguments", "unwanted"),
     [
         (("--help",), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN, "importlib.metadata", "pydantic")),
-        (("convert", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, "rich.progress")),
-        (("ensure", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, "rich.progress")),
-        (("jobs", "list", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, "rich.progress")),
+        (("convert", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN)),
+        (("ensure", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN)),
+        (("jobs", "list", "--help"), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN)),
         (("--version",), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN)),
         ((), (*NETWORK, *GUESTS, *ENGINE, *MODELS, *SCREEN)),
         (("inspect", CHECKPOINT, "--json"), (*NETWORK, *GUESTS, *CONVERSION, *SCREEN)),

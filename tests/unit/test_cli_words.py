@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import shutil
@@ -14,12 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from rich.console import Console
-from rich.progress import Progress
 
 from house.promises import command
 from house.saves import DATA
-from reshard.cli.bars import SpeedColumn
 
 SOURCE = str(DATA / "zero2_tiny")
 
@@ -40,21 +36,18 @@ def test_verify_follows_latest_as_inspect_and_diff_do(tmp_path: Path) -> None:
     assert "global_step3" in said  # what is there
 
 
+@pytest.mark.parametrize(("to", "name"), [("safetensors", "model.safetensors"), ("torch", "pytorch_model.bin")])
+def test_a_target_that_is_named_as_a_file_says_that_it_is_a_directory(to: str, name: str, tmp_path: Path) -> None:
+    code, _, said = command("convert", SOURCE, str(tmp_path / f"x{Path(name).suffix}"), "--to", to)
+    assert (code, list(tmp_path.iterdir())) == (2, [])
+    assert f"name the directory {tmp_path}/x:" in said
+    assert command("convert", SOURCE, str(tmp_path / "x"), "--to", to, "-q")[0] == 0
+    assert (tmp_path / "x" / name).is_file()
+
+
 def test_a_path_without_anything_is_not_found(tmp_path: Path) -> None:
     code, _, said = command("verify", str(tmp_path / "nothing"))
     assert (code, "source.not_found" in said) == (3, True)
-
-
-@pytest.mark.parametrize("speed_bytes", [900, 5 << 20, 3 << 30])
-def test_a_bar_says_its_speed_in_the_units_of_its_size(speed_bytes: int) -> None:
-    clock = iter(range(1000))
-    console = Console(record=True, width=100, file=io.StringIO())
-    with Progress(SpeedColumn(), console=console, auto_refresh=False, get_time=lambda: float(next(clock))) as bar:
-        task = bar.add_task("", total=10 * speed_bytes)
-        for _ in range(3):
-            bar.advance(task, speed_bytes)
-        shown = SpeedColumn().render(bar.tasks[0]).plain
-    assert re.fullmatch(r"[\d.e+]+ (B|KiB|MiB|GiB)/s", shown), shown
 
 
 def test_every_size_is_of_one_family() -> None:

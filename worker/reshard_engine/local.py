@@ -6,9 +6,10 @@ The entry point `reshard.engine` loads the object `engine`. Each method imports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from reshard._wire import ConvertOptions, convert_request
+from reshard.checkups import Finding
 from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, SourceError, printable
 from reshard.local import StateDicts
@@ -211,6 +212,12 @@ class LocalEngine:
 
         idle_s = 0.0 if idle else IDLE_S
         return clean_target(open_location(target, profile), dry_run=dry_run, idle_s=idle_s)
+
+    def checkup(self, places: Sequence[str], profile: str | None = None) -> Iterator[Finding]:
+        """Check libraries, credentials, GPU and places, one after the other."""
+        from reshard_engine.operations.checkup import checkup
+
+        return checkup(places, profile)
 
     def discard(
         self,

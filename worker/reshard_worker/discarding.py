@@ -38,7 +38,9 @@ def run_discard(
                 return True, from_problem(message.problem.model_dump())
             if not held():
                 return False, None
-    return True, JobError("job.lost", "the clean-up of the job did not end", fix="reshard clean DST of that job")
+    return True, JobError(
+        "job.lost", "the clean-up of the job did not end", fix="on a host that can write there: reshard clean DST"
+    )
 
 
 class EndedDiscards:

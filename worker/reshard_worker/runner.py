@@ -176,7 +176,7 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
         problem = RequestError(
             "request.engine_missing",
             f"the engine of this worker needs {printable(error.name or error.msg)!r}, which is not installed",
-            fix="pip install 'reshard[worker]' on the worker's host",
+            fix="on the worker's host: pip install 'reshard[worker]'",
         )
     except Exception:
         # The worker's log gets the traceback. The job's record does not, because users of the API read it.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.cli.colours import complain
+from reshard.cli.help_pages import GENERAL, HERE
 from reshard.cli.local import JsonFlag, TargetProfile
 from reshard.errors import ExitCode, format_size, printable
 from reshard.local import load_engine
@@ -17,17 +20,21 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Mount the command."""
-    app.command()(clean)
+    app.command(rich_help_panel=HERE)(clean)
 
 
 def clean(
     target: Annotated[str, typer.Argument(metavar="DST", help="Target of the unfinished conversion.")],
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed.", rich_help_panel=GENERAL)
+    ] = False,
     idle: Annotated[
         bool,
         typer.Option(
-            "--idle", help="No process uses DST: remove its files from an object store without waiting an hour."
+            "--idle",
+            help="No process uses DST: remove its files from an object store without waiting an hour.",
+            rich_help_panel=GENERAL,
         ),
     ] = False,
     profile: TargetProfile = None,
@@ -40,15 +47,17 @@ def clean(
     report = load_engine().clean(target, profile=profile, dry_run=dry_run, idle=idle)
     for line in [report.model_dump_json()] if as_json else _lines(report, dry_run=dry_run):
         sys.stdout.write(f"{line}\n")
+    for path in report.below:
+        sys.stderr.write(f"note: a conversion left files below it: reshard clean {shlex.quote(path)}\n")
     used = [found for found in report.leftovers if found.in_use]
     if used and not dry_run:
-        sys.stderr.write(
-            f"error: request.target_busy: a conversion into {printable(report.target)} is at work on {len(used)} of "
-            f"{len(report.leftovers)}: they stay\n"
-        )
         local = "://" not in report.target
-        how = "wait for it to end, or stop it" if local else "wait for it to end; if you know that it is dead: --idle"
-        sys.stderr.write(f"fix: {how}\n")
+        complain(
+            "request.target_busy",
+            f"a conversion into {printable(report.target)} is at work on {len(used)} of "
+            f"{len(report.leftovers)}: they stay",
+            "wait for it to end, or stop it" if local else "wait for it to end; if you know that it is dead: --idle",
+        )
         raise typer.Exit(int(ExitCode.CONFLICT))
 
 

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.cli.choosing import choice
 from reshard.cli.flags import read_rules, source_spec
+from reshard.cli.help_pages import COMPARISON, GENERAL, HERE, SOURCE
+from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
 from reshard.errors import ExitCode, printable
@@ -32,37 +35,71 @@ class States(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module to the app."""
-    app.command()(diff)
+    app.command(rich_help_panel=HERE)(diff)
 
 
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a directory or URL.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint to compare it with.")],
     *,
-    tag_a: Annotated[str | None, typer.Option(help="Checkpoint tag of A; default: what `latest` names.")] = None,
-    tag_b: Annotated[str | None, typer.Option(help="Checkpoint tag of B.")] = None,
+    tag_a: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Checkpoint tag of A; default: what `latest` names.", rich_help_panel=SOURCE),
+    ] = None,
+    tag_b: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Checkpoint tag of B.", rich_help_panel=SOURCE)
+    ] = None,
     states: Annotated[
-        States, typer.Option(help="`weights`: skip optimizer states, counters and client state.")
+        States,
+        choice(States, help="`weights`: skip optimizer states, counters and client state.", rich_help_panel=COMPARISON),
     ] = States.ALL,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Short for `--states weights`.")] = False,
-    common: Annotated[bool, typer.Option("--common", help="Ignore tensors and values that only one side has.")] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Short for `--states weights`.", rich_help_panel=COMPARISON)
+    ] = False,
+    common: Annotated[
+        bool,
+        typer.Option("--common", help="Ignore tensors and values that only one side has.", rich_help_panel=COMPARISON),
+    ] = False,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Leave names out, such as '*.bias' or '*/exp_avg*'. May be repeated."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Leave names out, such as '*.bias' or '*/exp_avg*'. May be repeated.",
+            rich_help_panel=COMPARISON,
+        ),
     ] = None,
     sample: Annotated[
-        str | None, typer.Option(metavar="PERCENT", help="Compare only a random part of the elements, such as 2%.")
+        str | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Compare only a random part of the elements, such as 2%.",
+            rich_help_panel=COMPARISON,
+        ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help=f"List every difference, not the worst {_SHOWN}.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help=f"List every difference, not the worst {_SHOWN}.", rich_help_panel=GENERAL)
+    ] = False,
     rules: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Rules (YAML) for tensor-parallel sides that do not say how they are cut."),
+        typer.Option(
+            metavar="FILE",
+            help="Rules (YAML) for tensor-parallel sides that do not say how they are cut.",
+            rich_help_panel=SOURCE,
+        ),
     ] = None,
-    family: Annotated[str | None, typer.Option(help="Built-in set of rules, such as gpt-megatron.")] = None,
-    profile_a: Annotated[str | None, typer.Option(help="Storage profile for A (see RESHARD_PROFILES).")] = None,
-    profile_b: Annotated[str | None, typer.Option(help="Storage profile for B.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    family: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Built-in set of rules, such as gpt-megatron.", rich_help_panel=SOURCE),
+    ] = None,
+    profile_a: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Storage profile for A (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
+    ] = None,
+    profile_b: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Storage profile for B.", rich_help_panel=SOURCE)
+    ] = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
 ) -> None:
     """Compare two checkpoints by logical tensor, bit by bit, across layouts and formats. Exit code 7 if they differ.
 

@@ -6,15 +6,17 @@ from typing import Annotated
 
 import typer
 
-from reshard.cli.remote import JsonFlag, load_command
+from reshard.cli.help_pages import OPERATION, Commands
+from reshard.cli.local import JsonFlag
+from reshard.cli.remote import load_command
 
-db = typer.Typer(help="The job database of a service (RESHARD_DATABASE_URL), for its operator.", no_args_is_help=True)
+db = Commands(help="The job database of a service (RESHARD_DATABASE_URL), for its operator.", no_args_is_help=True)
 _EXTRA = "service,postgres"
 
 
 def register(app: typer.Typer) -> None:
     """Mount the group of commands."""
-    app.add_typer(db, name="db")
+    app.add_typer(db, name="db", rich_help_panel=OPERATION)
 
 
 @db.command()

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from reshard.cli.help_pages import SCRIPTS
 from reshard.cli.local import run_conversion
 
 Checkpoint = Annotated[
@@ -18,12 +19,15 @@ Checkpoint = Annotated[
 Output = Annotated[
     str, typer.Argument(metavar="OUTPUT_DIR", help="Directory for the weights; other files in it are kept.")
 ]
-MaxShardSize = Annotated[str, typer.Option("--max_shard_size", "--max-shard-size", help="Largest file, such as 5GB.")]
+MaxShardSize = Annotated[
+    str, typer.Option("--max_shard_size", "--max-shard-size", metavar="SIZE", help="Largest file, such as 5GB.")
+]
 Safe = Annotated[
     bool, typer.Option("--safe_serialization", "--safe-serialization", help="Write safetensors instead of torch files.")
 ]
 Tag = Annotated[
-    str | None, typer.Option("-t", "--tag", help="Tag, such as global_step14; default: what `latest` names.")
+    str | None,
+    typer.Option("-t", "--tag", metavar="NAME", help="Tag, such as global_step14; default: what `latest` names."),
 ]
 NoFrozen = Annotated[
     bool,
@@ -35,7 +39,7 @@ Debug = Annotated[bool, typer.Option("-d", "--debug", help="Ignored: errors alwa
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
     for command in (zero_to_fp32, zero_to_torch, ds_to_universal):
-        app.command()(command)
+        app.command(rich_help_panel=SCRIPTS)(command)
 
 
 def zero_to_fp32(
@@ -65,7 +69,9 @@ def zero_to_torch(
     checkpoint_dir: Checkpoint,
     output_dir: Output,
     *,
-    dtype: Annotated[str, typer.Option(help="Type of weights: fp32, fp16 or bf16; also float32, float16, bfloat16.")],
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Type of weights: fp32, fp16 or bf16; also float32, float16, bfloat16.")
+    ],
     max_shard_size: MaxShardSize = "5GB",
     safe_serialization: Safe = False,
     tag: Tag = None,
@@ -90,9 +96,14 @@ def zero_to_torch(
 
 def ds_to_universal(
     *,
-    input_folder: Annotated[str, typer.Option("--input_folder", "--input-folder", help="The tag directory, or a URL.")],
+    input_folder: Annotated[
+        str, typer.Option("--input_folder", "--input-folder", metavar="DIR", help="The tag directory, or a URL.")
+    ],
     output_folder: Annotated[
-        str, typer.Option("--output_folder", "--output-folder", help="The universal tag directory to create.")
+        str,
+        typer.Option(
+            "--output_folder", "--output-folder", metavar="DIR", help="The universal tag directory to create."
+        ),
     ],
     num_extract_workers: Annotated[
         int | None, typer.Option("--num_extract_workers", "--num-extract-workers", min=1, help="Not needed.")

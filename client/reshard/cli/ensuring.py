@@ -11,47 +11,87 @@ from typing import Annotated
 import typer
 
 from reshard.choices import EnsureWorkers, OpaquePolicy, WeightDtype, ZeroStage
+from reshard.cli.choosing import DTYPE_NAMES, choice
 from reshard.cli.flags import read_rules, source_spec
+from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
+from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.progress import progress_shown
 
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module to the app."""
-    app.command()(ensure)
+    app.command(rich_help_panel=HERE)(ensure)
 
 
 def ensure(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Save directory, `checkpoint-N`, or tag directory.")],
     *,
     dp: Annotated[
-        int | None, typer.Option(help="Data-parallel ranks; default: processes of the launcher / (tp x pp).")
+        int | None,
+        typer.Option(
+            help="Data-parallel ranks; default: processes of the launcher / (tp x pp).", rich_help_panel=WORLD
+        ),
     ] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks; default: as in SRC.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages; default: as in SRC.")] = None,
-    ep: Annotated[int | None, typer.Option(help="Expert-parallel ranks; default: as in SRC.")] = None,
-    zero_stage: Annotated[ZeroStage | None, typer.Option(help="ZeRO stage; default: as in SRC.")] = None,
-    dtype: Annotated[WeightDtype | None, typer.Option(help="Element type of the model; default: as in SRC.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` names.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Tensor-parallel ranks; default: as in SRC.", rich_help_panel=WORLD)
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages; default: as in SRC.", rich_help_panel=WORLD)] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Expert-parallel ranks; default: as in SRC.", rich_help_panel=WORLD)
+    ] = None,
+    zero_stage: Annotated[
+        ZeroStage | None, choice(ZeroStage, help="ZeRO stage; default: as in SRC.", rich_help_panel=WORLD)
+    ] = None,
+    dtype: Annotated[
+        WeightDtype | None,
+        choice(
+            WeightDtype, also=DTYPE_NAMES, help="Element type of the model; default: as in SRC.", rich_help_panel=WORLD
+        ),
+    ] = None,
+    tag: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Checkpoint tag; default: what `latest` names.", rich_help_panel=SOURCE),
+    ] = None,
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Save directory to create; default: below .reshard in SRC.")
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Save directory to create; default: below .reshard in SRC.", rich_help_panel=TARGET
+        ),
     ] = None,
-    rules: Annotated[Path | None, typer.Option(metavar="FILE", help="Rules (YAML) for a tensor-parallel SRC.")] = None,
-    family: Annotated[str | None, typer.Option(help="Built-in set of rules, such as gpt-megatron.")] = None,
-    opaque: Annotated[OpaquePolicy, typer.Option(help="Policy for objects of classes not on the allow-list.")] = (
-        OpaquePolicy.REFUSE
-    ),
+    rules: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Rules (YAML) for a tensor-parallel SRC.", rich_help_panel=SOURCE),
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Built-in set of rules, such as gpt-megatron.", rich_help_panel=SOURCE),
+    ] = None,
+    opaque: Annotated[
+        OpaquePolicy,
+        choice(OpaquePolicy, help="Policy for objects of classes not on the allow-list.", rich_help_panel=CHECKING),
+    ] = (OpaquePolicy.REFUSE),
     url: Annotated[
-        str | None, typer.Option(help="Service that converts; default: RESHARD_URL, else no service.")
+        str | None,
+        typer.Option(
+            metavar="URL", help="Service that converts; default: RESHARD_URL, else no service.", rich_help_panel=SERVICE
+        ),
     ] = None,
     timeout_s: Annotated[
         float | None,
-        typer.Option("--timeout", metavar="SECONDS", min=0, help="Seconds to wait; default: no limit."),
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=0, help="Seconds to wait; default: no limit.", rich_help_panel=SERVICE
+        ),
     ] = None,
     workers: Annotated[
-        EnsureWorkers, typer.Option(help="Processes that convert: one of each node, or one; auto: by nodes and size.")
+        EnsureWorkers,
+        choice(
+            EnsureWorkers,
+            help="Processes that convert: one of each node, or one; auto: by nodes and size.",
+            rich_help_panel=RESOURCES,
+        ),
     ] = EnsureWorkers.AUTO,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
 ) -> None:
     """Print the path of a checkpoint in the wanted layout; convert SRC if necessary. Safe to call from every rank.
 

@@ -27,6 +27,8 @@ from reshard.choices import (
     WeightDtype,
     ZeroStage,
 )
+from reshard.cli.choosing import DTYPE_NAMES, TARGET_NAMES, choice, chosen
+from reshard.cli.help_pages import ADAPTERS, CHECKING, LAYOUT, RESOURCES, SOURCE, TARGET
 from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, printable
 
@@ -45,9 +47,7 @@ CALLED = {
 _SIZES = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
 """Flags that take a size with a unit (`5GB`), and their fields."""
 _MAX_RULES_BYTES = 1 << 16
-_WORLD = "Layout (--to zero)"
-_CUTS = "Model parallelism"
-_TARGETS = f"[{'|'.join(TargetFormat)}]"
+_TARGETS = "|".join(TargetFormat)
 
 
 def target_name(text: str) -> str:
@@ -56,56 +56,130 @@ def target_name(text: str) -> str:
     Raises:
         BadParameter: No installed format writes this target.
     """
-    if text not in tuple(TargetFormat):
-        from reshard.installed_formats import target_names
+    if text in tuple(TargetFormat):
+        return text
+    from reshard.installed_formats import target_names
 
-        if text not in target_names():
-            raise typer.BadParameter(f"{text!r} is not one of {', '.join(map(repr, target_names()))}.")
-    return text
+    return chosen(text, target_names(), TARGET_NAMES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionFlags:
     """The options of a conversion on the command line, one for each field."""
 
-    to: Annotated[str, typer.Option("--to", parser=target_name, metavar=_TARGETS, help="Format to write.")]
     tag: Annotated[
-        str | None, typer.Option(help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.",
+            rich_help_panel=SOURCE,
+        ),
     ] = None
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rules (YAML) for a tensor-parallel SRC that does not say how it is cut.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = None
+    family: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Built-in set of rules: gpt-megatron, llama-megatron, bloom.", rich_help_panel=SOURCE
+        ),
+    ] = None
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Weights of the base model, if SRC was saved without frozen parameters.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Storage profile for SRC (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
+    ] = None
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            parser=target_name,
+            metavar=_TARGETS,
+            help="Format to write; `universal` fits any number of ranks, `zero` one layout, the others hold weights.",
+            rich_help_panel=TARGET,
+        ),
+    ]
     dtype: Annotated[
         WeightDtype | None,
-        typer.Option(help="Type of weights; default: fp32 from masters, else as stored; --to zero: as in SRC."),
+        choice(
+            WeightDtype,
+            also=DTYPE_NAMES,
+            help="Type of weights; default: fp32 from masters, else as stored; --to zero: as in SRC.",
+            rich_help_panel=TARGET,
+        ),
     ] = None
-    max_shard_size: Annotated[str | None, typer.Option(help="Largest weights file, such as 5GB.")] = None
-    exclude_frozen: Annotated[bool, typer.Option("--exclude-frozen", help="Leave out frozen parameters.")] = False
-    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks.", rich_help_panel=_WORLD)] = None
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.", rich_help_panel=_WORLD)] = 1
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=_WORLD)] = 1
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.", rich_help_panel=_WORLD)] = 1
+    max_shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Largest weights file, such as 5GB.", rich_help_panel=TARGET)
+    ] = None
+    exclude_frozen: Annotated[
+        bool, typer.Option("--exclude-frozen", help="Leave out frozen parameters.", rich_help_panel=TARGET)
+    ] = False
+    names: Annotated[
+        NameScheme | None,
+        choice(
+            NameScheme, help="Names of a model with or without pipeline; default: as in SRC.", rich_help_panel=TARGET
+        ),
+    ] = None
+    model_files: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Copy config.json, tokenizer and generation files of DIR beside the weights.",
+            rich_help_panel=TARGET,
+        ),
+    ] = None
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace DST. Its old contents are lost, even if the run fails.",
+            rich_help_panel=TARGET,
+        ),
+    ] = False
+    target_profile: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Storage profile for DST.", rich_help_panel=TARGET)
+    ] = None
+    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks.", rich_help_panel=LAYOUT)] = None
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.", rich_help_panel=LAYOUT)] = 1
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=LAYOUT)] = 1
+    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.", rich_help_panel=LAYOUT)] = 1
     zero_stage: Annotated[
-        ZeroStage | None, typer.Option(help="ZeRO stage; default: as in SRC.", rich_help_panel=_WORLD)
+        ZeroStage | None, choice(ZeroStage, help="ZeRO stage; default: as in SRC.", rich_help_panel=LAYOUT)
     ] = None
     partition_method: Annotated[
         str | None,
         typer.Option(
+            metavar="METHOD",
             help="Pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6.",
-            rich_help_panel=_WORLD,
+            rich_help_panel=LAYOUT,
         ),
     ] = None
     pipeline_layers: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of layers, for --partition-method uniform.", rich_help_panel=_WORLD),
+        typer.Option(min=1, help="Number of layers, for --partition-method uniform.", rich_help_panel=LAYOUT),
     ] = None
     vocab_divisor: Annotated[
         int | None,
-        typer.Option(min=1, help="Pad the vocabulary to a multiple of this times --tp.", rich_help_panel=_WORLD),
+        typer.Option(min=1, help="Pad the vocabulary to a multiple of this times --tp.", rich_help_panel=LAYOUT),
     ] = None
     round_robin_gradients: Annotated[
         bool | None,
         typer.Option(
             "--round-robin-gradients/--no-round-robin-gradients",
             help="As in the ds_config of the target run; default: as in SRC.",
-            rich_help_panel=_WORLD,
+            rich_help_panel=LAYOUT,
         ),
     ] = None
     parameter_alignment: Annotated[
@@ -113,84 +187,100 @@ class ConversionFlags:
         typer.Option(
             "--parameter-alignment/--no-parameter-alignment",
             help="As in the ds_config of the target run; default: as in SRC.",
-            rich_help_panel=_WORLD,
+            rich_help_panel=LAYOUT,
         ),
     ] = None
     sub_group_size: Annotated[
         int | None,
-        typer.Option(min=1, help="As in the ds_config of the target run; default: as in SRC.", rich_help_panel=_WORLD),
+        typer.Option(min=1, help="As in the ds_config of the target run; default: as in SRC.", rich_help_panel=LAYOUT),
     ] = None
     rng: Annotated[
         RngPolicy,
-        typer.Option(help="Random states: `keep` gives rank r those of source rank r mod N.", rich_help_panel=_WORLD),
-    ] = RngPolicy.KEEP
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Rules (YAML) for a tensor-parallel SRC that does not say how it is cut.",
-            rich_help_panel=_CUTS,
+        choice(
+            RngPolicy, help="Random states: `keep` gives rank r those of source rank r mod N.", rich_help_panel=LAYOUT
         ),
-    ] = None
-    family: Annotated[
-        str | None,
-        typer.Option(help="Built-in set of rules: gpt-megatron, llama-megatron, bloom.", rich_help_panel=_CUTS),
-    ] = None
-    names: Annotated[
-        NameScheme | None,
-        typer.Option(help="Names of a model with or without pipeline; default: as in SRC.", rich_help_panel=_CUTS),
-    ] = None
-    replicas: Annotated[
-        ReplicaPolicy,
-        typer.Option(help="If copies that must be equal differ: stop, or take the first.", rich_help_panel=_CUTS),
-    ] = ReplicaPolicy.ERROR
-    model_files: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Copy config.json, tokenizer and generation files of DIR beside the weights."),
-    ] = None
+    ] = RngPolicy.KEEP
     merge_adapter: Annotated[
         bool,
         typer.Option(
-            "--merge-adapter", help="Merge a LoRA adapter into the weights, with the names of the base model."
+            "--merge-adapter",
+            help="Merge a LoRA adapter into the weights, with the names of the base model.",
+            rich_help_panel=ADAPTERS,
         ),
     ] = False
-    adapter: Annotated[str | None, typer.Option(help="Adapter to write or to merge, if SRC has several.")] = None
-    lora_alpha: Annotated[
-        float | None, typer.Option(min=0.0, help="Scale of an adapter that has no adapter_config.json.")
-    ] = None
-    base: Annotated[
+    adapter: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Weights of the base model, if SRC was saved without frozen parameters."),
+        typer.Option(
+            metavar="NAME", help="Adapter to write or to merge, if SRC has several.", rich_help_panel=ADAPTERS
+        ),
     ] = None
+    lora_alpha: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Scale of an adapter that has no adapter_config.json.", rich_help_panel=ADAPTERS),
+    ] = None
+    verify: Annotated[
+        VerifyLevel,
+        choice(VerifyLevel, help="`full` also reads all of SRC and of the output.", rich_help_panel=CHECKING),
+    ] = VerifyLevel.DEFAULT
     on_overflow: Annotated[
-        OverflowPolicy, typer.Option(help="Elements too large for --dtype: infinity, largest number, or stop.")
+        OverflowPolicy,
+        choice(
+            OverflowPolicy,
+            help="Elements too large for --dtype: infinity, largest number, or stop.",
+            rich_help_panel=CHECKING,
+        ),
     ] = OverflowPolicy.INF
+    replicas: Annotated[
+        ReplicaPolicy,
+        choice(
+            ReplicaPolicy,
+            help="If copies that must be equal differ: stop, or take the first.",
+            rich_help_panel=CHECKING,
+        ),
+    ] = ReplicaPolicy.ERROR
     opaque: Annotated[
-        OpaquePolicy, typer.Option(help="Policy for objects of classes that are not on the allow-list.")
+        OpaquePolicy,
+        choice(
+            OpaquePolicy,
+            help="Policy for objects of classes that are not on the allow-list.",
+            rich_help_panel=CHECKING,
+        ),
     ] = OpaquePolicy.REFUSE
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST. Its old contents are lost, even if the run fails.")
-    ] = False
-    verify: Annotated[VerifyLevel, typer.Option(help="`full` also reads all of SRC and of the output.")] = (
-        VerifyLevel.DEFAULT
-    )
     memory_limit: Annotated[
-        str | None, typer.Option(help="Memory for buffers and metadata, such as 1GiB (the default).")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for buffers and metadata, such as 1GiB (the default).",
+            rich_help_panel=RESOURCES,
+        ),
     ] = None
     part_size: Annotated[
-        str | None, typer.Option(help="Size of a unit of work and of a multipart part, such as 64MiB (the default).")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Size of a unit of work and of a multipart part, such as 64MiB (the default).",
+            rich_help_panel=RESOURCES,
+        ),
     ] = None
     threads: Annotated[
         int | None,
-        typer.Option(min=1, max=1024, help="Units in parallel; default: one per core, more for object stores."),
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Units in parallel; default: one per core, more for object stores.",
+            rich_help_panel=RESOURCES,
+        ),
     ] = None
     server_copy: Annotated[
-        ServerCopyPolicy, typer.Option(help="`never`: no server-side copies; read and send every byte.")
+        ServerCopyPolicy,
+        choice(
+            ServerCopyPolicy,
+            help="`never`: no server-side copies; read and send every byte.",
+            rich_help_panel=RESOURCES,
+        ),
     ] = ServerCopyPolicy.AUTO
-    offload: Annotated[ServerCopyPolicy | None, typer.Option("--offload", hidden=True)] = None
+    offload: Annotated[ServerCopyPolicy | None, choice(ServerCopyPolicy, "--offload", hidden=True)] = None
     """The former name of `--server-copy`, accepted for one more release."""
-    profile: Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")] = None
-    target_profile: Annotated[str | None, typer.Option(help="Storage profile for DST.")] = None
 
     options_of_formats: Annotated[str | None, typer.Option("--options-of-formats", hidden=True)] = None
     """The options of formats of other packages, as JSON. `ConversionCommand` collects their flags in this field."""

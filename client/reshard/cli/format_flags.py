@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+
+from reshard.cli.choosing import choice
+from reshard.cli.help_pages import HelpedCommand
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 _GATHERED = "options_of_formats"
 
 
-class ConversionCommand(TyperCommand):
+class ConversionCommand(HelpedCommand):
     """A command with the flags of `ConversionFlags` and those of formats of other packages.
 
     The formats are looked up only when this command runs or shows its help, because reading the metadata of packages
@@ -33,7 +36,7 @@ class ConversionCommand(TyperCommand):
         own = [copy.copy(p) for p in own]
         for parameter in own:
             if parameter.name == "to":
-                parameter.metavar = f"[{'|'.join(target_names())}]"
+                parameter.metavar = "|".join(target_names())
         return [*own, *_flags()]
 
     def invoke(self, ctx: Any) -> Any:
@@ -75,12 +78,10 @@ def _annotation(format_name: str, name: str, info: FieldInfo) -> Any:
     bounds = {word: getattr(m, bound) for m in info.metadata for word, bound in _BOUNDS if hasattr(m, bound)}
     flag = f"--{name.replace('_', '-')}"
     declared = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
-    option = typer.Option(
-        declared,
-        help=info.description or "",
-        rich_help_panel=f"Format {format_name}",
-        **(bounds if kind in (int, float) else {}),
-    )
+    shown: dict[str, Any] = {"help": info.description or "", "rich_help_panel": f"Format {format_name}"}
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return Annotated[kind | None, choice(kind, flag, **shown)]
+    option = typer.Option(declared, **shown, **(bounds if kind in (int, float) else {}))
     return Annotated[kind | None, option]
 
 

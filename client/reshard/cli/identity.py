@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from reshard.choices import TokenScope
-from reshard.cli.remote import JsonFlag
+from reshard.cli.choosing import choice
+from reshard.cli.help_pages import OPERATION, REMOTE, Commands
+from reshard.cli.local import JsonFlag
 from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:
@@ -22,23 +24,27 @@ if TYPE_CHECKING:
     from reshard.client import Client
     from reshard.identity_models import Tenant, TenantSettings, Token
 
-tokens = typer.Typer(help="Tokens of a service (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
-tenants = typer.Typer(help="Tenants of a service, for its operator (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
+tokens = Commands(help="Tokens of a service (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
+tenants = Commands(help="Tenants of a service, for its operator (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _NONE = "none"
 TenantFlag = Annotated[
-    str | None, typer.Option("--tenant", help="The tenant; only the operator may name another than their own.")
+    str | None,
+    typer.Option("--tenant", metavar="NAME", help="The tenant; only the operator may name another than their own."),
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant's name: a-z, 0-9 and '-'.")]
 ReadRoots = Annotated[
-    list[str] | None, typer.Option("--read-root", help="URL that jobs may read below; may be repeated; none for any.")
+    list[str] | None,
+    typer.Option("--read-root", metavar="URL", help="URL that jobs may read below; may be repeated; none for any."),
 ]
 WriteRoots = Annotated[
-    list[str] | None, typer.Option("--write-root", help="URL that jobs may write below; may be repeated; none for any.")
+    list[str] | None,
+    typer.Option("--write-root", metavar="URL", help="URL that jobs may write below; may be repeated; none for any."),
 ]
 Profiles = Annotated[
-    list[str] | None, typer.Option("--profile", help="Storage profile of the tenant; may be repeated; none for any.")
+    list[str] | None,
+    typer.Option("--profile", metavar="NAME", help="Storage profile of the tenant; may be repeated; none for any."),
 ]
 MaxQueued = Annotated[str | None, typer.Option(metavar="N|none", help="The most jobs that may wait.")]
 MaxRunning = Annotated[str | None, typer.Option(metavar="N|none", help="The most jobs that run at once.")]
@@ -52,9 +58,9 @@ Weight = Annotated[int | None, typer.Option(min=1, max=1000, help="Share of the 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
-    app.add_typer(tokens, name="tokens")
-    app.add_typer(tenants, name="tenants")
-    app.command()(audit)
+    app.add_typer(tokens, name="tokens", rich_help_panel=REMOTE)
+    app.add_typer(tenants, name="tenants", rich_help_panel=OPERATION)
+    app.command(rich_help_panel=OPERATION)(audit)
 
 
 def _client() -> Client:
@@ -67,7 +73,7 @@ def _client() -> Client:
 def create_token(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A name for people: who uses the token.")],
     *,
-    scope: Annotated[list[TokenScope], typer.Option(help="A right of the token; may be repeated.")],
+    scope: Annotated[list[TokenScope], choice(TokenScope, help="A right of the token; may be repeated.")],
     tenant: TenantFlag = None,
     expires: Annotated[str, typer.Option(metavar="TIME", help="When it expires: 12h, 90d, or never.")] = "90d",
     as_json: JsonFlag = False,

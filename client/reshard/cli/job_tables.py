@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reshard.choices import JobKind, JobState
+from reshard.cli.colours import Style, painted_on_stdout
 from reshard.cli.sizes import format_size
 from reshard.errors import printable
 
@@ -16,6 +17,16 @@ if TYPE_CHECKING:
 
 _HEADER = ("ID", "STATE", "DONE", "CREATED", "WHAT")
 _REASON_CHARS = 100
+_STYLES: Mapping[str, Style] = {
+    JobState.SUCCEEDED: Style.GOOD,
+    JobState.FAILED: Style.ERROR,
+    JobState.CANCELLED: Style.WARNING,
+    JobState.CANCELLING: Style.WARNING,
+    JobState.PLANNING: Style.BUSY,
+    JobState.RUNNING: Style.BUSY,
+    JobState.VERIFYING: Style.BUSY,
+}
+"""The style of each state; its word stands beside it always."""
 
 
 def table(jobs: Sequence[Job]) -> Iterator[str]:
@@ -23,13 +34,16 @@ def table(jobs: Sequence[Job]) -> Iterator[str]:
     rows = [_HEADER, *(_row(job) for job in jobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER) - 1)]
     for row in rows:
-        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        cells[1] = painted_on_stdout(cells[1], _STYLES.get(row[1]))
+        yield "  ".join([*cells, row[-1]])
 
 
 def facts(job: Job) -> Iterator[str]:
     """The facts of one job, one line each."""
     for name, value in _facts(job):
-        yield f"{name:<9} {value}"
+        style = _STYLES.get(value) if name == "state" else None
+        yield f"{name:<9} {painted_on_stdout(value, style)}"
 
 
 def outcome(job: Job) -> str:

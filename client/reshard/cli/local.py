@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.cli.colours import complain, warn
 from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.format_flags import ConversionCommand
+from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, SOURCE, TARGET
+from reshard.cli.next_steps import next_steps
 from reshard.cli.picture import html_of, picture_lines
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size, parse_percent
@@ -27,7 +30,7 @@ from reshard.layout_svg import render
 from reshard.local import load_engine
 
 if TYPE_CHECKING:
-    from reshard.models import ConvertRequest, Inspection, VerifyReport
+    from reshard.models import ConvertRequest, ConvertResult, Inspection, PlanSummary, VerifyReport
     from reshard.pictures import LayoutPicture
     from reshard.shared_work import SharedWork
 
@@ -35,19 +38,33 @@ Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="Target; for universal and zero, the tag directory.")]
-Tag = Annotated[str | None, typer.Option(help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.")]
-Profile = Annotated[str | None, typer.Option(help="Storage profile for SRC (see RESHARD_PROFILES).")]
-TargetProfile = Annotated[str | None, typer.Option(help="Storage profile for DST.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Tag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.",
+        rich_help_panel=SOURCE,
+    ),
+]
+Profile = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Storage profile for SRC (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
+]
+TargetProfile = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Storage profile for DST.", rich_help_panel=TARGET)
+]
+JsonFlag = Annotated[
+    bool, typer.Option("--json", help="Machine-readable output with a schema version.", rich_help_panel=GENERAL)
+]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", rich_help_panel=GENERAL)]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
-    app.command()(inspect)
-    app.command(cls=ConversionCommand)(plan)
-    app.command(cls=ConversionCommand)(convert)
-    app.command()(verify)
+    app.command(rich_help_panel=HERE)(inspect)
+    app.command(cls=ConversionCommand, rich_help_panel=HERE)(plan)
+    app.command(cls=ConversionCommand, rich_help_panel=HERE)(convert)
+    app.command(rich_help_panel=HERE)(verify)
 
 
 def inspect(
@@ -55,16 +72,28 @@ def inspect(
     *,
     tag: Tag = None,
     profile: Profile = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor, not a summary.")] = False,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="List every tensor, not a summary.", rich_help_panel=GENERAL)
+    ] = False,
     tensor: Annotated[
-        str | None, typer.Option(metavar="NAME[/STATE]", help="List the files that hold parts of one tensor.")
+        str | None,
+        typer.Option(
+            metavar="NAME[/STATE]", help="List the files that hold parts of one tensor.", rich_help_panel=PICTURE
+        ),
     ] = None,
-    files: Annotated[bool, typer.Option("--files", help="List the contents of each file.")] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the tensor, or all files, as SVG.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The drawing and its table as a page.")] = None,
+    files: Annotated[
+        bool, typer.Option("--files", help="List the contents of each file.", rich_help_panel=PICTURE)
+    ] = False,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the tensor, or all files, as SVG.", rich_help_panel=PICTURE),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The drawing and its table as a page.", rich_help_panel=PICTURE)
+    ] = None,
     beside: Annotated[
         str | None,
-        typer.Option(metavar="DST", help="Draw SRC and the checkpoint DST side by side."),
+        typer.Option(metavar="DST", help="Draw SRC and the checkpoint DST side by side.", rich_help_panel=PICTURE),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -85,7 +114,7 @@ def inspect(
     for line in inspection_lines(found, every_tensor=tensors):
         _say(line)
     for warning in found.warnings:
-        _hint(f"warning: {warning}")
+        warn(warning)
     for line in not_carried_lines(found.not_carried):
         _hint(line)
     if (flags := onward(found)) is not None:
@@ -116,14 +145,18 @@ def _draw(picture: LayoutPicture, beside: LayoutPicture | None, svg: Path | None
 @takes_conversion
 def plan(source: Source, target: Target, *, flags: ConversionFlags, as_json: JsonFlag = False) -> None:
     """Show the reads, writes and memory of `convert` with the same options; nothing is written."""
-    summary = load_engine().plan(flags.request(source, target))
+    show_plan(load_engine().plan(flags.request(source, target)), as_json=as_json)
+
+
+def show_plan(summary: PlanSummary, *, as_json: bool) -> None:
+    """Print a plan on stdout, and what it leaves out on stderr."""
     if as_json:
         _say(summary.model_dump_json())
         return
     for line in plan_lines(summary):
         _say(line)
     for warning in summary.warnings:
-        _hint(f"warning: {warning}")
+        warn(warning)
     for line in not_carried_lines(summary.not_carried):
         _hint(line)
 
@@ -137,10 +170,18 @@ def convert(
     workers: Annotated[
         str | None,
         typer.Option(
-            metavar="N|auto", help="Number of processes that run this command together; auto: the launcher's."
+            metavar="N|auto",
+            help="Number of processes that run this command together; auto: the launcher's.",
+            rich_help_panel=RESOURCES,
         ),
     ] = None,
-    worker: Annotated[int | None, typer.Option(metavar="I", help="Number of this process, from 0 to N-1.")] = None,
+    worker: Annotated[
+        int | None, typer.Option(metavar="I", help="Number of this process, from 0 to N-1.", rich_help_panel=RESOURCES)
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only show the plan, as `plan` does; write nothing.", rich_help_panel=GENERAL),
+    ] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -148,6 +189,9 @@ def convert(
 
     The same command resumes an interrupted conversion. A finished one is recognised and not repeated.
     """
+    if dry_run:
+        show_plan(load_engine().plan(flags.request(source, target)), as_json=as_json)
+        return
     from reshard.shared_work import shared_work  # it loads pydantic, which `reshard --help` does not need
 
     work = shared_work(workers, worker, os.environ)
@@ -184,8 +228,12 @@ def run_conversion(
             "cancelled this local run; finished work is kept: the same command resumes it",
             fix=f"run the same command again; to give it up: reshard clean {shlex.quote(request.target)}",
         ) from None
+    _say_result(result, as_json=as_json, quiet=quiet)
+
+
+def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
     for warning in result.warnings:
-        _hint(f"warning: {warning}")
+        warn(warning)
     if result.casts and not quiet:
         _hint(cast_line(result.casts))
     for line in () if quiet else not_carried_lines(result.not_carried):
@@ -196,12 +244,20 @@ def run_conversion(
     if result.already_done:
         _hint("already done: the target is this conversion's result, unchanged since its commit")
     elif not quiet:
-        took = sum(result.seconds.values())
-        _hint(
-            f"read {format_size(result.read_bytes)}, wrote {format_size(result.write_bytes)} "
-            f"in {len(result.files)} files, {took:.1f} s, verified"
-        )
+        _hint(_done_line(result))
+    if not quiet:
+        for line in next_steps(result.to, result.target, (file.path for file in result.files)):
+            _hint(f"next: {line}")
     _say(result.target)
+
+
+def _done_line(result: ConvertResult) -> str:
+    kept = f", kept {format_size(result.resumed_bytes)} of an earlier run" if result.resumed_bytes else ""
+    count = len(result.files)
+    return (
+        f"read {format_size(result.read_bytes)}, wrote {format_size(result.write_bytes)} "
+        f"in {count} {'file' if count == 1 else 'files'}{kept}, {sum(result.seconds.values()):.1f} s, verified"
+    )
 
 
 @contextmanager
@@ -229,7 +285,10 @@ def verify(
     target: Annotated[str, typer.Argument(metavar="DST", help="Target that `convert` wrote.")],
     *,
     sample: Annotated[
-        str | None, typer.Option(metavar="PERCENT", help="Read only a random part, such as 2%, of a huge target.")
+        str | None,
+        typer.Option(
+            metavar="PERCENT", help="Read only a random part, such as 2%, of a huge target.", rich_help_panel=CHECKING
+        ),
     ] = None,
     profile: TargetProfile = None,
     as_json: JsonFlag = False,
@@ -246,8 +305,12 @@ def verify(
         if report.ok:
             _say(_verified(report))
     if not report.ok:
-        _hint(f"error: integrity.mismatch: {len(report.problems)} problems in {printable(target)}")
-        _hint("fix: convert again with --overwrite, or restore the files")
+        count = len(report.problems)
+        complain(
+            "integrity.mismatch",
+            f"{count} {'problem' if count == 1 else 'problems'} in {printable(target)}",
+            "convert again with --overwrite, or restore the files",
+        )
         raise typer.Exit(int(ExitCode.MISMATCH))
 
 

@@ -17,6 +17,7 @@ from reshard.cli import (
     compare,
     database,
     deepspeed_scripts,
+    doctor,
     ensuring,
     identity,
     local,
@@ -24,18 +25,17 @@ from reshard.cli import (
     slimming,
     webhooks,
 )
-from reshard.cli.overview import Overview
+from reshard.cli.colours import complain
+from reshard.cli.help_pages import Commands
 from reshard.cli.watching import DetachedError
 from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
 
-app = typer.Typer(
+app = Commands(
     name="reshard",
-    cls=Overview,
     help="Any sharding of a training checkpoint into any other, bit for bit.",
     no_args_is_help=False,
     add_completion=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 local.register(app)
 compare.register(app)
@@ -43,6 +43,7 @@ ensuring.register(app)
 deepspeed_scripts.register(app)
 slimming.register(app)
 cleaning.register(app)
+doctor.register(app)
 remote.register(app)
 webhooks.register(app)
 identity.register(app)
@@ -75,10 +76,12 @@ def _root(
 
 
 def _with_default_command(arguments: Sequence[str], names: Container[str]) -> list[str]:
-    """`reshard PATH` means `reshard inspect PATH`, and `reshard help plan` means `reshard plan --help`."""
+    """`reshard PATH` means `inspect PATH`, `reshard help plan` means `plan --help`, `reshard version` `--version`."""
     if arguments and not arguments[0].startswith("-") and arguments[0] not in names:
         if arguments[0] == "help":
             return [*arguments[1:], "--help"]
+        if arguments[0] == "version" and len(arguments) == 1:
+            return ["--version"]
         looks_like_path = any(mark in arguments[0] for mark in ("/", ".", "\\"))
         if looks_like_path or not arguments[0].isidentifier() or os.path.exists(arguments[0]):
             return ["inspect", *arguments]
@@ -89,9 +92,7 @@ def report(error: ReshardError, *, as_json: bool) -> int:
     """Print an error as text or as JSON; returns its exit code."""
     if as_json:
         sys.stdout.write(json.dumps({"schema_version": 1, "error": error.to_problem()}) + "\n")
-    sys.stderr.write(f"error: {error.code}: {error.message}\n")
-    if error.fix:
-        sys.stderr.write(f"fix: {error.fix}\n")
+    complain(error.code, error.message, error.fix)
     return int(error.exit_code)
 
 

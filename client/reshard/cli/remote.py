@@ -13,9 +13,14 @@ import typer
 
 from reshard.choices import JobKind, JobState
 from reshard.cli import job_tables
+from reshard.cli.choosing import choice
 from reshard.cli.flags import ConversionFlags, takes_conversion
 from reshard.cli.format_flags import ConversionCommand
-from reshard.cli.watching import follow
+from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands
+from reshard.cli.job_ids import whole_id
+from reshard.cli.local import JsonFlag, QuietFlag, show_plan
+from reshard.cli.next_steps import next_steps
+from reshard.cli.watching import follow, log_line
 from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:
@@ -24,23 +29,31 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "reshard.commands"
 
-jobs = typer.Typer(help="Jobs of a service (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
+jobs = Commands(help="Jobs of a service (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Machine-readable output with a schema version.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 WaitTimeout = Annotated[
-    float | None, typer.Option("--wait-timeout", min=0, help="Seconds to wait; then exit code 124.")
+    float | None,
+    typer.Option(
+        "--wait-timeout",
+        metavar="SECONDS",
+        min=0,
+        help="Seconds to wait; then exit code 124.",
+        rich_help_panel=JOB,
+    ),
 ]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id.")]
+Wait = Annotated[
+    bool, typer.Option("--wait", help="Wait until the job ends; the exit code is the job's.", rich_help_panel=JOB)
+]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id, or a beginning that no other job has.")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
-    app.command(cls=ConversionCommand)(submit)
-    app.add_typer(jobs, name="jobs")
-    app.command()(serve)
-    app.command()(worker)
-    app.command()(gc)
+    app.command(cls=ConversionCommand, rich_help_panel=REMOTE)(submit)
+    app.add_typer(jobs, name="jobs", rich_help_panel=REMOTE)
+    app.command(rich_help_panel=OPERATION)(serve)
+    app.command(rich_help_panel=OPERATION)(worker)
+    app.command(rich_help_panel=OPERATION)(gc)
 
 
 def _client() -> Client:
@@ -56,27 +69,53 @@ def submit(
     target: Annotated[str, typer.Argument(metavar="DST", help="Target to create.")],
     *,
     flags: ConversionFlags,
-    label: Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")] = None,
-    max_attempts: Annotated[int, typer.Option(min=1, max=20, help="Attempts before the job fails.")] = 3,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="A label; may be repeated.", rich_help_panel=JOB),
+    ] = None,
+    max_attempts: Annotated[
+        int, typer.Option(min=1, max=20, help="Attempts before the job fails.", rich_help_panel=JOB)
+    ] = 3,
     max_workers: Annotated[
-        int, typer.Option(min=0, max=1024, help="Workers that may run it at once; 0 is the service's default.")
+        int,
+        typer.Option(
+            min=0,
+            max=1024,
+            help="Workers that may run it at once; 0 is the service's default.",
+            rich_help_panel=JOB,
+        ),
     ] = 0,
-    priority: Annotated[int, typer.Option(min=-100, max=100, help="Jobs with a higher one begin first.")] = 0,
+    priority: Annotated[
+        int, typer.Option(min=-100, max=100, help="Jobs with a higher one begin first.", rich_help_panel=JOB)
+    ] = 0,
     idempotency_key: Annotated[
-        str | None, typer.Option(help="Submitting with the same key again finds the same job.")
+        str | None,
+        typer.Option(metavar="KEY", help="Submitting with the same key again finds the same job.", rich_help_panel=JOB),
     ] = None,
     job_id: Annotated[
         str | None,
-        typer.Option("--id", metavar="ID", help="Id of the job; submitting with the same id again finds the same job."),
+        typer.Option(
+            "--id",
+            metavar="ID",
+            help="Id of the job; submitting with the same id again finds the same job.",
+            rich_help_panel=JOB,
+        ),
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends; the exit code is the job's.")] = False,
+    wait: Wait = False,
     wait_timeout: WaitTimeout = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only show the service's plan; submit nothing.", rich_help_panel=GENERAL),
+    ] = False,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Submit a conversion to a service. Prints the id of the job or, with --wait, the target."""
     request = flags.request(_absolute(source), _absolute(target))
     with _client() as client:
+        if dry_run:
+            show_plan(client.plan_request(request), as_json=as_json)
+            return
         job = client.submit_request(
             request,
             labels=parse_labels(label or []),
@@ -92,20 +131,19 @@ def submit(
             return
         _hint(f"job {job.id}", quiet=quiet)
         job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
-    _hint(job_tables.outcome(job), quiet=quiet)
-    _say(job.model_dump_json() if as_json else job.request.target)
+    _say_end(job, as_json=as_json, quiet=quiet)
 
 
 @jobs.command("list")
 def list_jobs(
     *,
-    state: Annotated[list[JobState] | None, typer.Option(help="Only jobs in this state; may be repeated.")] = None,
+    state: Annotated[list[JobState] | None, choice(JobState, help="Only jobs in this state; may be repeated.")] = None,
     label: Annotated[
-        list[str] | None, typer.Option(help="Only jobs with the label name=value; may be repeated.")
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Only jobs with the label; may be repeated.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most this many jobs, newest first.")] = 50,
     as_json: JsonFlag = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Ids only.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Ids only.", rich_help_panel=GENERAL)] = False,
 ) -> None:
     """List jobs, newest first."""
     found: list[Job] = []
@@ -130,7 +168,7 @@ def list_jobs(
 def show(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     """Show one job."""
     with _client() as client:
-        job = client.get(job_id)
+        job = client.get(whole_id(client, job_id))
     if as_json:
         _say(job.model_dump_json())
         return
@@ -144,19 +182,44 @@ def watch(
 ) -> None:
     """Follow a job until it ends; the exit code is the job's. Ctrl-C leaves the job running."""
     with _client() as client:
-        job = _follow(client, job_id, timeout_s=wait_timeout, quiet=quiet, as_json=as_json)
+        job = _follow(client, whole_id(client, job_id), timeout_s=wait_timeout, quiet=quiet, as_json=as_json)
     if as_json:
         return
-    _hint(job_tables.outcome(job), quiet=quiet)
     if job.kind is JobKind.CONVERT:
-        _say(job.request.target)
+        _say_end(job, as_json=False, quiet=quiet)
+    else:
+        _hint(job_tables.outcome(job), quiet=quiet)
+
+
+@jobs.command()
+def wait(
+    job_id: JobId, *, wait_timeout: WaitTimeout = None, as_json: JsonFlag = False, quiet: QuietFlag = False
+) -> None:
+    """Wait until a job ends, without its progress; the exit code is the job's. Ctrl-C leaves the job running."""
+    with _client() as client:
+        job = _follow(client, whole_id(client, job_id), timeout_s=wait_timeout, quiet=True)
+    _say_end(job, as_json=as_json, quiet=quiet)
+
+
+@jobs.command()
+def logs(
+    job_id: JobId,
+    *,
+    follow_on: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the events of a job: states, progress, and workers that joined or left. With -f it follows the job."""
+    with _client() as client:
+        whole = whole_id(client, job_id)
+        for event in client.watch(whole) if follow_on else client.events(whole):
+            _say(event.model_dump_json() if as_json else log_line(event))
 
 
 @jobs.command()
 def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
     """Cancel a job and remove its unfinished output, also that of a FAILED one. Cancelling twice is harmless."""
     with _client() as client:
-        job = client.cancel(job_id)
+        job = client.cancel(whole_id(client, job_id))
     _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
 
 
@@ -164,20 +227,19 @@ def cancel(job_id: JobId, *, as_json: JsonFlag = False) -> None:
 def retry(
     job_id: JobId,
     *,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the job ends; the exit code is the job's.")] = False,
+    wait: Wait = False,
     wait_timeout: WaitTimeout = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Send a FAILED job back to the queue. It goes on where it stopped, unless its files are removed already."""
     with _client() as client:
-        job = client.retry(job_id)
+        job = client.retry(whole_id(client, job_id))
         if not wait and wait_timeout is None:
             _say(job.model_dump_json() if as_json else f"{job.id} {job.state.value}")
             return
         job = _follow(client, job.id, timeout_s=wait_timeout, quiet=quiet)
-    _hint(job_tables.outcome(job), quiet=quiet)
-    _say(job.model_dump_json() if as_json else job.request.target)
+    _say_end(job, as_json=as_json, quiet=quiet)
 
 
 @jobs.command()
@@ -195,11 +257,18 @@ def workers(*, as_json: JsonFlag = False) -> None:
 def serve(
     *,
     host: Annotated[
-        str, typer.Option(help="Address; one that is not loopback needs RESHARD_TOKEN and RESHARD_ROOTS.")
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="Address; one that is not loopback needs RESHARD_TOKEN and RESHARD_ROOTS."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    data_dir: Annotated[Path, typer.Option(help="Directory of the job database.")] = Path("reshard-data"),
-    log_level: Annotated[str, typer.Option(help="Log level: critical, error, warning, info or debug.")] = "info",
+    data_dir: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the job database.")] = Path(
+        "reshard-data"
+    ),
+    log_level: Annotated[
+        str, typer.Option(metavar="LEVEL", help="Log level: critical, error, warning, info or debug.")
+    ] = "info",
 ) -> None:
     """Serve the API and, unless RESHARD_BROKER_URL is set, run the jobs, too. Needs no other service."""
     load_command("serve", extra="service,worker")(host=host, port=port, data_dir=data_dir, log_level=log_level)
@@ -207,9 +276,13 @@ def serve(
 
 def worker(
     *,
-    gpu: Annotated[str | None, typer.Option(help="The GPU of this worker (CUDA_VISIBLE_DEVICES).")] = None,
-    name: Annotated[str | None, typer.Option(help="Name; must differ between the workers of one host.")] = None,
-    log_level: Annotated[str, typer.Option(help="Celery's log level.")] = "INFO",
+    gpu: Annotated[
+        str | None, typer.Option(metavar="INDEX", help="The GPU of this worker (CUDA_VISIBLE_DEVICES).")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name; must differ between the workers of one host.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(metavar="LEVEL", help="Celery's log level.")] = "INFO",
 ) -> None:
     """Run one Celery worker: one job at a time, one worker per GPU. Needs RESHARD_BROKER_URL."""
     load_command("worker", extra="worker")(gpu=gpu, name=name, log_level=log_level)
@@ -269,6 +342,15 @@ def _absolute(url: str) -> str:
 
 def _follow(client: Client, job_id: str, *, timeout_s: float | None, quiet: bool, as_json: bool = False) -> Job:
     return follow(client, job_id, timeout_s=timeout_s, quiet=quiet, on_event=_say_event if as_json else None)
+
+
+def _say_end(job: Job, *, as_json: bool, quiet: bool) -> None:
+    """Print how a job has ended, the next step, and the target."""
+    _hint(job_tables.outcome(job), quiet=quiet)
+    if job.result is not None:
+        for line in next_steps(job.result.to, job.result.target, (file.path for file in job.result.files)):
+            _hint(f"next: {line}", quiet=quiet)
+    _say(job.model_dump_json() if as_json else job.request.target)
 
 
 def _say_event(event: JobEvent) -> None:

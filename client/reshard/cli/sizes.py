@@ -1,4 +1,4 @@
-"""Parses sizes and percentages of the command line: `5GB` is decimal, `1GiB` is binary."""
+"""Sizes, percentages and times of the command line: `5GB` is decimal, `1GiB` is binary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from reshard.errors import RequestError, format_size, printable
 
-__all__ = ["format_size", "parse_percent", "parse_size"]
+__all__ = ["format_duration", "format_size", "parse_percent", "parse_size"]
 _UNITS = {
     "": 1,
     "b": 1,
@@ -48,3 +48,13 @@ def parse_percent(text: str) -> float:
             fix="write 2% for a fiftieth",
         )
     return fraction
+
+
+def format_duration(seconds: float) -> str:
+    """A time in its two largest units: `42s`, `3m05s`, `2h07m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole // 60 % 60:02d}m"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from reshard.cli.flags import source_spec
+from reshard.cli.help_pages import HERE, TARGET
 from reshard.cli.local import JsonFlag, Profile, QuietFlag, TargetProfile, stoppable
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size
@@ -16,14 +17,14 @@ from reshard.local import load_engine
 
 def register(app: typer.Typer) -> None:
     """Mount the command."""
-    app.command()(slim)
+    app.command(rich_help_panel=HERE)(slim)
 
 
 def slim(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Torch file, or directory with torch files.")],
     target: Annotated[str, typer.Argument(metavar="DST", help="File or directory to create.")],
     *,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.", rich_help_panel=TARGET)] = False,
     profile: Profile = None,
     target_profile: TargetProfile = None,
     as_json: JsonFlag = False,

@@ -1,22 +1,19 @@
-"""The progress of a service's job on stderr: a bar on a terminal, else single lines."""
+"""Following a service's job to its end, with its progress on stderr."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reshard.choices import JobState
-from reshard.cli.sizes import format_size
-from reshard.errors import ExitCode, JobError, from_problem
+from reshard.cli import bars
+from reshard.errors import ExitCode, JobError, from_problem, printable
 
 if TYPE_CHECKING:
     from reshard.client import Client
     from reshard.models import Job, JobEvent
-
-_LINE_EVERY_S = 10.0
 
 
 class DetachedError(Exception):
@@ -66,65 +63,18 @@ def succeeded(job: Job) -> Job:
 
 @contextmanager
 def _screen(*, quiet: bool) -> Generator[Callable[[JobEvent], None]]:
-    if quiet:
-        yield _show_nothing
-        return
-    # Imported here so that commands which draw no bar start sooner.
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    with bars.shown(quiet=quiet) as show:
 
-    from reshard.cli.bars import SpeedColumn
+        def show_event(event: JobEvent) -> None:
+            show(event.state.value, event.progress)
 
-    console = Console(stderr=True)
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[size]}"))
-        with Progress(*columns, SpeedColumn(), TimeRemainingColumn(), console=console) as bar:
-            task = bar.add_task("QUEUED", total=None, size="")
-
-            def show(event: JobEvent) -> None:
-                bar.update(task, description=event.state.value)
-                if event.progress and event.progress.bytes_total:
-                    done, total = event.progress.bytes_done, event.progress.bytes_total
-                    size = f"{format_size(done)} of {format_size(total)}"
-                    bar.update(task, completed=done, total=total, size=size)
-
-            yield show
-    else:
-        yield _Lines().show
+        yield show_event
 
 
-class _Lines:
-    """Writes one line for each change of state, and one every ten seconds."""
-
-    def __init__(self) -> None:
-        self._written_at = 0.0
-
-    def show(self, event: JobEvent) -> None:
-        now = time.monotonic()
-        if event.kind == "progress" and now - self._written_at < _LINE_EVERY_S:
-            return
-        self._written_at = now
-        sys.stderr.write(f"{line_of(event)}\n")
-        sys.stderr.flush()
-
-
-def _show_nothing(_event: JobEvent) -> None:
-    return
-
-
-def line_of(event: JobEvent) -> str:
-    """An event as one line: state, share, bytes, rate, time left."""
-    progress = event.progress
-    if progress is None or not progress.bytes_total:
-        return event.state.value
-    share = 100 * progress.bytes_done / progress.bytes_total
-    parts = [
-        event.state.value,
-        f"{share:.0f}%",
-        f"{format_size(progress.bytes_done)}/{format_size(progress.bytes_total)}",
-    ]
-    if progress.rate_bytes_per_s:
-        parts.append(f"{format_size(progress.rate_bytes_per_s)}/s")
-    if progress.eta_s is not None:
-        parts.append(f"eta {progress.eta_s:.0f}s")
-    return " ".join(parts)
+def log_line(event: JobEvent) -> str:
+    """An event of a job's log as one line: local time, state, and what happened."""
+    at = event.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    if event.worker is not None:
+        worker, gone = event.worker, event.worker.left_at is not None
+        return f"{at}  {event.state.value}  {worker.role} {printable(worker.worker)} {'left' if gone else 'joined'}"
+    return f"{at}  {bars.line_of(event.state.value, event.progress)}"

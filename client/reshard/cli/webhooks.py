@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from reshard.cli.remote import JsonFlag
+from reshard.cli.help_pages import REMOTE, Commands
+from reshard.cli.local import JsonFlag
 from reshard.errors import printable
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from reshard.client import Client
     from reshard.webhook_models import Webhook
 
-webhooks = typer.Typer(
+webhooks = Commands(
     help="Endpoints that a service calls when jobs end (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True
 )
 WebhookId = Annotated[str, typer.Argument(metavar="ID", help="The webhook's id.")]
@@ -27,7 +28,7 @@ WebhookId = Annotated[str, typer.Argument(metavar="ID", help="The webhook's id."
 
 def register(app: typer.Typer) -> None:
     """Mount the group of commands."""
-    app.add_typer(webhooks, name="webhooks")
+    app.add_typer(webhooks, name="webhooks", rich_help_panel=REMOTE)
 
 
 def _client() -> Client:

@@ -90,7 +90,7 @@ class Wanted:
             chosen = None if dtype is None else WeightDtype(dtype)
             policy = OpaquePolicy(opaque)
         except ValueError as error:
-            raise RequestError("request.invalid", str(error), fix="see reshard ensure --help") from None
+            raise RequestError("request.invalid", str(error), fix="reshard ensure --help") from None
         processes = visible_processes(environ) if axes.get("dp") is None else None
         if axes.get("dp") is None and processes is None:
             raise RequestError(

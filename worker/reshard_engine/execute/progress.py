@@ -48,6 +48,7 @@ class ProgressReport:
                     phase=phase,  # pyright: ignore[reportArgumentType]
                     bytes_done=self._done_bytes,
                     bytes_total=total,
+                    bytes_kept=self.resumed_bytes,
                     units_done=self._done_units,
                     units_total=len(self._plan.units),
                     rate_bytes_per_s=rate,

@@ -7,7 +7,7 @@ from reshard.models import CleanReport
 from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.local_files import writing
-from reshard_engine.execute.sinks.local_leftovers import leftovers_of
+from reshard_engine.execute.sinks.local_leftovers import leftovers_of, targets_below
 from reshard_engine.execute.sinks.object_leftovers import Leftovers
 from reshard_engine.formats.registry import known_files
 from reshard_engine.operations.conversion import sink_for
@@ -29,11 +29,13 @@ def clean_target(target: Location, *, dry_run: bool, idle_s: float = IDLE_S) -> 
         RequestError: `request.unknown_scheme` for storage that is only read.
     """
     sinks, store = [sink_for(target)], target.store
+    below: list[str] = []
     if isinstance(sinks[0], LocalSink):
         # The target of a conversion into an existing directory lies inside that directory.
         inner = target.child(INNER)
         with writing(target.path):
             found = [*leftovers_of(target.path), *leftovers_of(inner.path)]
+            below = [path for path in targets_below(target.path) if path != inner.path]
         sinks.append(sink_for(inner))
     elif isinstance(store, ObjectStore):
         found = Leftovers(store, target.path, ControlObjects(store, target.path), known_files()).found(idle_s=idle_s)
@@ -51,4 +53,4 @@ def clean_target(target: Location, *, dry_run: bool, idle_s: float = IDLE_S) -> 
             sink.discard_all()
             if not local:
                 sink.discard_all()  # other journals beside that of the claim, which has been removed
-    return CleanReport(target=target.url, removed=removes, leftovers=tuple(found))
+    return CleanReport(target=target.url, removed=removes, leftovers=tuple(found), below=tuple(below))

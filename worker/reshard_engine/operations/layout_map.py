@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -110,7 +111,7 @@ def _chosen(checkpoint: Checkpoint, wanted: str) -> tuple[str, str]:
     raise RequestError(
         "request.invalid",
         f"no tensor is called {printable(wanted)!r}{known}",
-        fix="reshard inspect SRC --tensors lists them",
+        fix=f"to list them: reshard inspect {shlex.quote(checkpoint.url)} --tensors",
     )
 
 

@@ -53,6 +53,16 @@ def _read_profiles(path: str) -> dict[str, dict[str, str]]:
         ) from None
 
 
+def profile_names() -> tuple[str, ...]:
+    """The names of all profiles that the operator has configured.
+
+    Raises:
+        RequestError: `request.unknown_profile` if the file cannot be read.
+    """
+    path = os.environ.get(PROFILES_VARIABLE)
+    return tuple(_read_profiles(path)) if path else ()
+
+
 def profile_named(name: str | None) -> S3Profile:
     """The profile of this name; for None, the profile that the environment variables describe.
 

@@ -73,7 +73,10 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         return _failed(code, status, text)
     if isinstance(error, botocore.exceptions.NoCredentialsError | botocore.exceptions.PartialCredentialsError):
         return StorageError(
-            "storage.denied", f"{where}: no credentials", fix="export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            "storage.denied",
+            f"{where}: no credentials",
+            fix="export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=..., or name a storage profile; to see what is "
+            "found: reshard doctor",
         )
     if isinstance(error, botocore.parsers.ResponseParserError | botocore.exceptions.PaginationError):
         return StorageError("storage.protocol", f"{where}: the store's reply is malformed")

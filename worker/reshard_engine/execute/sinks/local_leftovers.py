@@ -53,6 +53,16 @@ def plans_beside(target: str) -> set[str]:
     return {match[1] for name in names if (match := pattern.fullmatch(name))}
 
 
+_OF_A_TARGET = re.compile(r"[.](.+)[.]reshard-([0-9a-f]{16}([.](journal|workers))?|packs|old)")
+
+
+def targets_below(directory: str) -> list[str]:
+    """The paths of targets directly below a directory of which conversions left files."""
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    found = {match[1] for name in names if (match := _OF_A_TARGET.fullmatch(name))}
+    return [os.path.join(directory, name) for name in sorted(found)]
+
+
 def journal_of(target: str, digest: str) -> str:
     """The path of a plan's journal beside a target."""
     return f"{_stem(target)}{digest}.journal"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from reshard.choices import TargetFormat, WeightDtype
-from reshard.errors import RequestError, SourceError
+from reshard.errors import RequestError, SourceError, printable
 from reshard.models import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import DryRun, Format
@@ -42,13 +42,15 @@ class Weights(Format):
         return TorchWeightsWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
-        """Refuse a size of weights files in a request that writes none."""
+        """Refuse a size of weights files in a request that writes none, and a target that is named as one file."""
         if request.to not in self.targets and request.options.weights.max_shard_bytes is not None:
             raise RequestError(
                 "request.invalid",
                 "--max-shard-size is for consolidated weights",
                 fix="--to safetensors",
             )
+        if request.to in self.targets:
+            _refuse_file_name(request)
 
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
         """The checkpoint with the files of `--model-files`."""
@@ -75,3 +77,22 @@ class Weights(Format):
                 yield tried.possible(to, detail, f"--to {to}")
             else:
                 yield tried.impossible(to, refusal)
+
+
+_FILE_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
+
+def _refuse_file_name(request: ConvertRequest) -> None:
+    """Refuse a target such as `model.safetensors`: it would become a directory of that name, which no loader opens."""
+    directory, _, name = request.target.rstrip("/").rpartition("/")
+    if not name.lower().endswith(_FILE_SUFFIXES):
+        return
+    whole = "model.safetensors" if request.to == TargetFormat.SAFETENSORS else "pytorch_model.bin"
+    wanted = name.rpartition(".")[0] or "weights"
+    place = f"{directory}/{wanted}" if directory else wanted
+    raise RequestError(
+        "request.invalid",
+        f"{printable(request.target)} names a file, but --to {request.to} writes a directory: weights, "
+        "and the manifest that `verify` needs",
+        fix=f"name the directory {printable(place)}: without --max-shard-size the weights are one file in it, {whole}",
+    )

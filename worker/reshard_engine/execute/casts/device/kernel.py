@@ -249,3 +249,17 @@ def _out_of_memory(error: RuntimeError) -> bool:
     import torch  # it is already imported: it raised the error
 
     return isinstance(error, torch.cuda.OutOfMemoryError)
+
+
+def device_facts() -> tuple[str, int, int] | None:
+    """Name, free bytes and all bytes of the first GPU; None if torch cannot use it.
+
+    Raises:
+        ModuleNotFoundError: torch is not installed.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return torch.cuda.get_device_name(), free_bytes, total_bytes

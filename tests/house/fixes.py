@@ -1,0 +1,67 @@
+"""Every `fix` of the program, read from its source, and the commands in them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from house.repository import ROOT
+from reshard import errors
+
+FOLDERS = ("client", "worker", "service")
+_COMMAND = re.compile(r"(?<![\w'/.$-])(?:reshard (?!service\b)[a-z]|pip install |export [A-Z])[^;,`)]*")
+
+
+def _text(node: ast.expr) -> str:
+    """What an expression says, with braces for what is only known when it is raised."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(_text(p) if isinstance(p, ast.Constant) else "{}" for p in parts)
+        case ast.BinOp(left=left, right=right) | ast.BoolOp(values=[left, right]):
+            between = " | " if isinstance(node, ast.BoolOp) else ""
+            return f"{_text(left)}{between}{_text(right)}"
+        case ast.IfExp(body=first, orelse=second):
+            return f"{_text(first)} | {_text(second)}"
+        case _:
+            return "{}"
+
+
+def _fixes(path: Path) -> Iterator[tuple[str, str]]:
+    """(code, fix) of every error that a module raises; a fix that is a name stands as what was assigned to it."""
+    tree = ast.parse(path.read_text())
+    named: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            named.setdefault(node.targets[0].id, []).append(_text(node.value))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        for keyword in node.keywords:
+            if keyword.arg != "fix":
+                continue
+            code = _text(node.args[0]) if node.args else "{}"
+            found = named.get(keyword.value.id, []) if isinstance(keyword.value, ast.Name) else [_text(keyword.value)]
+            yield from ((code, text) for text in found if text.strip("{} |"))
+
+
+def fixes() -> list[str]:
+    """Every fix by its code, those that stand for a whole branch first."""
+    found = {f"{branch}.*\t{text}" for branch, text in errors._DEFAULT_FIXES.items()}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "testing" not in path.parts:
+                found |= {f"{code}\t{text}" for code, text in _fixes(path)}
+    return sorted(found)
+
+
+def commands_in(text: str) -> list[str]:
+    """The commands that a fix says: each ends where the fix, or a part of its sentence, does.
+
+    A name in backticks, such as that of `reshard convert`, is no command.
+    """
+    without_names = re.sub(r"`reshard [a-z-]+`", "", text)
+    return [found.strip() for part in without_names.split(" | ") for found in _COMMAND.findall(part)]

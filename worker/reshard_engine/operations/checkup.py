@@ -1,0 +1,129 @@
+"""The engine's part of `reshard doctor`: libraries, storage profiles, credentials, places and the GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from reshard.checkups import LEAST_FREE_BYTES, Finding, Health
+from reshard.errors import ReshardError, format_size, printable
+from reshard_engine.execute.casts.kernels import DEVICE_VARIABLE, default_kernel
+from reshard_engine.execute.sinks.free_space import room_at
+from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named, profile_names
+from reshard_engine.storage.urls import is_local
+
+_GPU = "/dev/nvidiactl"
+
+
+def checkup(places: Sequence[str], profile: str | None) -> Iterator[Finding]:
+    """Yield what each check finds. Nothing is written."""
+    yield _libraries()
+    yield _gpu()
+    yield from _credentials()
+    for place in places:
+        yield _place(place, profile)
+
+
+def _libraries() -> Finding:
+    found = [f"{name} {known}" for name in ("numpy", "torch", "deepspeed") if (known := _version(name))]
+    return Finding("engine", Health.OK, f"reshard {_version('reshard')}, {', '.join(found)}")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _gpu() -> Finding:
+    wanted = os.environ.get(DEVICE_VARIABLE, "auto")
+    try:
+        default_kernel()
+    except ReshardError as error:
+        return Finding.of_error("gpu", error)
+    if wanted == "cpu":
+        return Finding("gpu", Health.OK, f"not used: {DEVICE_VARIABLE} is cpu")
+    if not os.path.exists(_GPU):
+        return Finding("gpu", Health.OK, "none: casts run on the processor")
+    from reshard_engine.execute.casts.device.kernel import device_facts  # numpy's casts need none of it
+
+    try:
+        facts = device_facts()
+    except ModuleNotFoundError:
+        text = "there is one, but torch is not installed: casts run on the processor"
+        return Finding("gpu", Health.WARN, text, "pip install torch")
+    if facts is None:
+        text = f"there is one, but torch {_version('torch')} cannot use it: casts run on the processor"
+        return Finding("gpu", Health.WARN, text, "install a torch that fits the driver: nvidia-smi shows its CUDA")
+    name, free_bytes, total_bytes = facts
+    return Finding("gpu", Health.OK, f"{name}, {format_size(free_bytes)} of {format_size(total_bytes)} free")
+
+
+def _credentials() -> Iterator[Finding]:
+    try:
+        names = profile_names()
+        for name in names:
+            profile_named(name)
+    except ReshardError as error:
+        yield Finding.of_error("credentials", error)
+        return
+    if names:
+        yield Finding("credentials", Health.OK, f"profiles of {PROFILES_VARIABLE}: {', '.join(map(printable, names))}")
+    try:
+        import botocore.session
+        from botocore.exceptions import BotoCoreError
+    except ModuleNotFoundError:
+        yield Finding("credentials", Health.WARN, "s3:// needs botocore", "pip install 'reshard[worker]'")
+        return
+    # The address of a cloud machine's own credentials would be asked for seconds where there is none.
+    session: Any = botocore.session.Session()
+    session.set_config_variable("metadata_service_timeout", 1)
+    session.set_config_variable("metadata_service_num_attempts", 1)
+    try:
+        found = session.get_credentials()
+    except BotoCoreError as error:
+        yield Finding(
+            "credentials", Health.FAIL, f"S3: {printable(str(error))}", "correct ~/.aws/config", "storage.denied"
+        )
+        return
+    if found is None:
+        fix = f"export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=..., or a profile in {PROFILES_VARIABLE}"
+        if not names:
+            yield Finding("credentials", Health.WARN, "none for S3: s3:// URLs will be refused", fix)
+        return
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "Amazon's endpoint"
+    yield Finding("credentials", Health.OK, f"S3: from {found.method}, for {printable(endpoint)}")
+
+
+def _place(url: str, profile: str | None) -> Finding:
+    subject = "place"
+    try:
+        location = open_location(url, profile)
+        if not is_local(url):
+            listing = location.store.list_directory(location.path)
+            count = len(listing.files) + len(listing.directories)
+            return Finding(subject, Health.OK, f"{printable(location.url)} can be listed: {count} entries")
+    except ReshardError as error:
+        return Finding.of_error(subject, error)
+    return _directory(location.path)
+
+
+def _directory(path: str) -> Finding:
+    shown = printable(path)
+    there = path
+    while not os.path.isdir(there):
+        there = os.path.dirname(there)
+    missing = "" if there == path else f"; it is not there yet, below {printable(there)}"
+    if not os.access(there, os.W_OK | os.X_OK):
+        fix = "choose another directory as a target, or ask for the right to write there"
+        return Finding("place", Health.WARN, f"{shown} can be read and not written{missing}", fix)
+    room = room_at(there)
+    free = "an unknown number of bytes" if room is None else format_size(room.free_bytes)
+    text = f"{shown} can be written, {free} free{missing}"
+    if room is not None and room.free_bytes < LEAST_FREE_BYTES:
+        return Finding("place", Health.WARN, text, "free space there; `reshard plan` says what a target needs")
+    return Finding("place", Health.OK, text)
