@@ -31,7 +31,7 @@ from reshard.local import load_engine
 
 if TYPE_CHECKING:
     from reshard.models import ConvertRequest, ConvertResult, Inspection, PlanSummary, VerifyReport
-    from reshard.pictures import LayoutPicture
+    from reshard.pictures import Picture
     from reshard.shared_work import SharedWork
 
 Source = Annotated[
@@ -101,10 +101,12 @@ def inspect(
     if beside is not None and svg is None and html is None:
         raise RequestError("request.invalid", "--beside draws a picture and needs a file for it", fix="add --svg FILE")
     if tensor is not None or files or svg is not None or html is not None:
-        picture = load_engine().picture(source_spec(source, tag, profile), tensor)
-        other = None if beside is None else load_engine().picture(source_spec(beside, None, profile), tensor)
-        _draw(picture, other, svg, html)
-        for line in [picture.model_dump_json()] if as_json else picture_lines(picture):
+        from reshard.examining import picture  # it loads the models, which `reshard --help` does not need
+
+        source_spec(source, tag, profile)  # its errors name flags
+        drawn = picture(source, tensor=tensor, beside=beside, tag=tag, profile=profile)
+        _write(drawn, svg, html)
+        for line in [drawn.source.model_dump_json()] if as_json else picture_lines(drawn.source):
             _say(line)
         return
     found = load_engine().inspect(source_spec(source, tag, profile))
@@ -129,11 +131,11 @@ def onward(found: Inspection) -> str | None:
     return next((examples[n] for n in ("universal", "zero --dp", "safetensors", "torch") if n in examples), None)
 
 
-def _draw(picture: LayoutPicture, beside: LayoutPicture | None, svg: Path | None, html: Path | None) -> None:
+def _write(drawn: Picture, svg: Path | None, html: Path | None) -> None:
     for path, text in ((svg, render), (html, html_of)):
         if path is not None:
             try:
-                path.write_text(text(picture, beside), encoding="utf-8")
+                path.write_text(text(drawn.source, drawn.target), encoding="utf-8")
             except OSError as error:
                 raise RequestError(
                     "request.invalid",
