@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import format_size
+
 if TYPE_CHECKING:
     from reshard.models import Progress
 
@@ -85,11 +87,9 @@ class _NotebookBar:
 
     def show(self, progress: Progress) -> None:
         """Draw the bar again, a few times a second."""
-        from reshard.cli.progress import line_of
-
         self._last = (
             f'<progress max="{max(1, progress.bytes_total)}" value="{progress.bytes_done}" '
-            f'style="width:20em;vertical-align:middle"></progress> {escape(line_of(progress))}'
+            f'style="width:20em;vertical-align:middle"></progress> {escape(_words(progress))}'
         )
         if time.monotonic() - self._drawn_at >= _REDRAWN_EVERY_S:
             self._drawn_at = time.monotonic()
@@ -98,3 +98,14 @@ class _NotebookBar:
     def close(self) -> None:
         """Take the bar away: the result says what was done."""
         self._handle.update(self._html(""))
+
+
+def _words(progress: Progress) -> str:
+    words = [progress.phase]
+    if progress.bytes_total:
+        words.append(f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}")
+    if progress.rate_bytes_per_s:
+        words.append(f"{format_size(progress.rate_bytes_per_s)}/s")
+    if progress.eta_s is not None:
+        words.append(f"{progress.eta_s:.0f} s left")
+    return ", ".join(words)
