@@ -343,7 +343,18 @@ class Client:
             time.sleep(_wire.pause_s(failures, random.random(), None))  # noqa: S311 - jitter
 
     def events(self, job_id: str, *, after_seq: int = 0) -> Generator[JobEvent]:
-        """Yield the events that a job has until now; `watch` goes on until its end."""
+        """Yield the events that a job has until now; `watch` goes on until its end.
+
+        Args:
+            job_id: The job's id.
+            after_seq: The `seq` of the last event that is known already; 0 yields all.
+
+        Yields:
+            The events, in their order.
+
+        Raises:
+            ReshardError: The service refuses, or cannot be reached for longer than the retries last.
+        """
         while True:
             page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)
             yield from page.events
