@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from reshard.drawn import Drawn
 
@@ -30,8 +31,9 @@ class RequestModel(WireModel):
     @classmethod
     def _refuse_other_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, bool | str) and _is_number(cls, info.field_name or ""):
-            msg = "this is no number"
-            raise ValueError(msg)
+            # These are the types of pydantic's own errors, which callers of either kind already read.
+            whole = int in _types_of(cls.model_fields[info.field_name or ""].annotation)
+            raise PydanticCustomError("int_type" if whole else "float_type", "this is no number")
         return value
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.errors import JobError
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat
 from reshard_engine.execute import progress
 from reshard_engine.local import LocalEngine
@@ -40,3 +41,23 @@ def test_bytes_count_before_their_unit_ends(tmp_path: Path, monkeypatch: pytest.
     done = [p.bytes_done for p in seen if p.phase != "planning"]
     assert done == sorted(done)
     assert seen[-1].bytes_done == seen[-1].bytes_total
+
+
+def test_a_resumed_run_says_what_it_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_PERIOD_S", 0.0)
+    request = ConvertRequest(
+        source=SourceSpec(url=str(_weights(tmp_path / "source"))),
+        target=str(tmp_path / "target"),
+        to=TargetFormat.TORCH,
+        threads=1,
+        part_bytes=1 << 20,
+    )
+    stops = iter([False] * 6 + [True] * 1000)
+    with pytest.raises(JobError):
+        LocalEngine().convert(request, should_stop=lambda: next(stops))
+    seen: list[Progress] = []
+    result = LocalEngine().convert(request, on_progress=seen.append)
+    assert 0 < result.resumed_bytes < result.write_bytes
+    started = [p for p in seen if p.bytes_done]
+    assert {p.bytes_kept for p in started} == {result.resumed_bytes}
+    assert started[0].bytes_done == result.resumed_bytes
