@@ -24,7 +24,7 @@ COMMA  := ,
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles docs-check docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles docs-check docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 setup: $(READY) ## install everything into .venv (about 2 minutes)
+
+browser: ## Chromium for the tests of the dashboard: Debian's package, if there is none (root)
+	@scripts/browser.sh
 
 demo: $(READY) ## the main job on this machine: S3 server, service, two jobs, both results verified
 	@$(BIN)/python deploy/demo/run.py

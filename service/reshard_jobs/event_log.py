@@ -13,6 +13,7 @@ from reshard_jobs.records import event_of
 from reshard_jobs.tables import PUBLIC_ID, EventRow, JobRow
 
 MAX_EVENTS_PER_READ = 500
+_MOST_SAMPLED = 5_000
 _JOBS_PER_LOOK = 500
 _JOBS_PER_READ = 50
 
@@ -41,6 +42,17 @@ class EventLog:
             # queue, and then its log goes on.
             ended = events[-1].ends_job if events else JobState(job.state).terminal
             return JobEventPage(events=events, done=ended and job.last_seq <= last)
+
+    def sampled(self, key: str, most: int = 600) -> list[JobEvent]:
+        """The events of a job from its beginning, in order; of many entries of progress, about `most` spread evenly."""
+        with self._database.read() as session:
+            job = session.get(JobRow, key)
+            if job is None:
+                return []
+            step = max(1, -(-job.last_seq // most))
+            chosen = or_(EventRow.kind != "progress", EventRow.seq % step == 0, EventRow.seq == job.last_seq)
+            query = select(EventRow).where(EventRow.job_id == key, chosen).order_by(EventRow.seq)
+            return [event_of(row, job.public_id) for row in session.scalars(query.limit(_MOST_SAMPLED))]
 
     def news(self, known: Mapping[str, int]) -> dict[str, list[JobEvent] | None]:
         """Get the events of many jobs, of each those after a sequence number; None for a job that does not exist.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -120,6 +121,33 @@ class JobStore:
         """
         with self._database.read() as session:
             return self._require(session, job_id).id
+
+    def writer_of(self, url: str, tag: str | None) -> str | None:
+        """The newest job of this tenant that wrote a checkpoint; None if there is none."""
+        places = [url.rstrip("/"), *([f"{url.rstrip('/')}/{tag}"] if tag else [])]
+        done = (JobRow.tenant == self._tenant, JobRow.state == JobState.SUCCEEDED.value, JobRow.target.in_(places))
+        query = select(PUBLIC_ID).where(*done).order_by(JobRow.created_at.desc())
+        with self._database.read() as session:
+            return session.scalars(query.limit(1)).one_or_none()
+
+    def readers_of(self, job: Job, most: int = 10) -> Sequence[str]:
+        """The newest jobs of this tenant that read the target of a job, and began after it; at most `most`."""
+        # The source of a job has no column of its own; in the request it is JSON.
+        places = {job.request.target, normalized_url(job.request.target)}
+        named = or_(*(JobRow.request.contains(f'"url":{json.dumps(place)}', autoescape=True) for place in places))
+        since = JobRow.created_at >= job.created_at.timestamp()
+        query = select(PUBLIC_ID).where(JobRow.tenant == self._tenant, since, named)
+        with self._database.read() as session:
+            return session.scalars(query.order_by(JobRow.created_at.desc()).limit(most)).all()
+
+    def recent_rates(self, most: int = 5) -> Sequence[float]:
+        """Bytes per second that the newest conversions of this tenant wrote, from their start to their end."""
+        done = (JobRow.tenant == self._tenant, JobRow.state == JobState.SUCCEEDED.value, JobRow.kind == "convert")
+        query = select(JobRow.result, JobRow.finished_at - JobRow.started_at).where(*done)
+        with self._database.read() as session:
+            rows = session.execute(query.order_by(JobRow.created_at.desc()).limit(most)).all()
+        found = ((json.loads(text)["write_bytes"], seconds) for text, seconds in rows if text and seconds)
+        return [size / seconds for size, seconds in found if size > 0 and seconds > 0]
 
     def list(self, chosen: JobFilter | None = None, *, page_size: int = 50, page_token: str = "") -> JobList:
         """Get one page of jobs, newest first. New jobs do not shift later pages.

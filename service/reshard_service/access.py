@@ -6,7 +6,7 @@ Such a request has the page's name in `Host`.
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from limits import parse
 from limits.storage import MemoryStorage
@@ -18,12 +18,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reshard.errors import JobError, RequestError, printable
 from reshard_service.identity import Identity, address_of
+from reshard_service.page_paths import LOGIN, STATIC, is_page
 from reshard_service.problems import problem_of_database, problem_response
 from reshard_service.settings import ServiceSettings
 
-LOGIN = "/login"
-PAGE = "/"
-"""The dashboard: the only page that a browser opens without the token and is to be sent to the login."""
 _PUBLIC = {"/healthz", "/readyz", "/openapi.json", LOGIN}
 _SAFE_METHODS = {"GET", "HEAD"}
 _WRONG_TOKENS = parse("30/minute")
@@ -92,7 +90,7 @@ class AccessControl:
                     fix="set RESHARD_ALLOWED_HOSTS of the service to the names under which it is called",
                 )
             )
-        if scope["path"] in _PUBLIC:
+        if scope["path"] in _PUBLIC or scope["path"].startswith(STATIC):
             return None
         principal = await self._identity.caller(scope)
         if principal is not None:
@@ -100,9 +98,18 @@ class AccessControl:
             return None
         if headers.get("authorization", "").partition(" ")[2]:
             return problem_response(self._wrong.refusal(address_of(scope)))
-        if scope["path"] == PAGE and scope["method"] in _SAFE_METHODS and "text/html" in headers.get("accept", ""):
-            return RedirectResponse(LOGIN, status_code=303)
+        if is_page(scope["path"]) and "text/html" in headers.get("accept", ""):
+            return RedirectResponse(_login_for(scope), status_code=303)
         return problem_response(_unauthorized())
+
+
+def _login_for(scope: Scope) -> str:
+    """The login that leads to the page that was asked for."""
+    query = scope.get("query_string", b"").decode("latin-1")
+    place = f"{quote(scope['path'])}?{query}" if query else quote(scope["path"])
+    if place == "/" or scope["method"] not in _SAFE_METHODS:
+        return LOGIN
+    return f"{LOGIN}?next={quote(place, safe='/')}"
 
 
 def _name_of(host: str) -> str:

@@ -22,12 +22,10 @@ from reshard_jobs.tokens import Tokens
 from reshard_jobs.tracing import start_tracing, stop_tracing
 from reshard_service import (
     audit_api,
-    dashboard,
     engine_api,
     events_api,
     health_api,
     jobs_api,
-    login,
     tenants_api,
     tokens_api,
     webhooks_api,
@@ -44,6 +42,16 @@ from reshard_service.inspection_pool import Prober
 from reshard_service.metrics import Metrics
 from reshard_service.middleware import CountRequests, ReadBody
 from reshard_service.oidc import OidcTokens
+from reshard_service.pages import (
+    job_page,
+    jobs_page,
+    layout_page,
+    reference_page,
+    session,
+    static_files,
+    submit_page,
+    workers_page,
+)
 from reshard_service.plain_text import require_plain_text
 from reshard_service.problems import install_handlers
 from reshard_service.settings import ServiceSettings
@@ -112,16 +120,21 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         database.close()
         await run_in_threadpool(stop_tracing)
 
-    # Documentation pages are off because they load scripts from other hosts. /openapi.json is served.
+    # FastAPI's own pages load scripts from other hosts; `pages.reference_page` has ours.
     app = FastAPI(title="Reshard", version=version("reshard"), docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.context = context
     app.include_router(health_api.probes, responses=OF_ALL)
     identity_api = (tokens_api, tenants_api, audit_api)
-    members = (jobs_api, events_api, workers_api, engine_api, webhooks_api, *identity_api, health_api, dashboard)
+    members = (jobs_api, events_api, workers_api, engine_api, webhooks_api, *identity_api, health_api)
+    shown = (jobs_page, layout_page, job_page, submit_page, workers_page, reference_page)
+    pages = (*(module.router for module in shown), session.logout_router)
     for module in members:
         app.include_router(module.router, dependencies=[Depends(require_plain_text)], responses=OF_MEMBERS)
-    app.include_router(login.router)
-    routers = (health_api.probes, *(module.router for module in members), login.router)
+    for router in pages:
+        app.include_router(router, dependencies=[Depends(require_plain_text)])
+    app.include_router(session.router)
+    app.include_router(static_files.router)
+    routers = (health_api.probes, *(module.router for module in members), *pages, session.router, static_files.router)
     document_exactly(app)
     install_handlers(
         app, audit_api.note_refusal, [*app.routes, *(route for router in routers for route in router.routes)]

@@ -8,8 +8,10 @@ from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import JobError
 from reshard.models import ConvertRequest, Inspection, Job, JobKind, PlanSummary, SourceSpec
+from reshard.pictures import LayoutPair
+from reshard_jobs.principals import Principal
 from reshard_service.callers import Submitter
-from reshard_service.context import Context
+from reshard_service.context import Context, ServiceContext
 from reshard_service.documented import OF_SOURCES, problems
 from reshard_service.inspection_pool import ProbeTimeout
 from reshard_service.jobs_api import accepted
@@ -25,11 +27,8 @@ router = APIRouter(prefix="/v1", tags=["checkpoints"])
 async def plan(body: ConvertRequest, context: Context, caller: Submitter) -> Response:
     """Plan a conversion. Answers 202 with a planning-only job if planning takes longer than a request may."""
     body = context.settings.maxima.allowed_request(body)
-    roots = context.settings.jobs.roots
-    limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
-    request = await run_in_threadpool(limits.allowed_request, body, roots)
     try:
-        summary = await context.prober.plan(request, roots=limits.roots(roots), limit_s=context.settings.admission_s)
+        summary = await planned(context, caller, body)
     except ProbeTimeout:
         job = await run_in_threadpool(lambda: context.jobs_of(caller).create(body, kind=JobKind.PLAN))
         await run_in_threadpool(context.doorbell.ring)
@@ -37,19 +36,61 @@ async def plan(body: ConvertRequest, context: Context, caller: Submitter) -> Res
     return JSONResponse(summary.model_dump(mode="json"))
 
 
+async def planned(context: ServiceContext, caller: Principal, body: ConvertRequest) -> PlanSummary:
+    """Plan a conversion for a caller.
+
+    Raises:
+        ReshardError: The conversion would be refused.
+        ProbeTimeout: Planning takes longer than a request may.
+    """
+    roots = context.settings.jobs.roots
+    limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
+    request = await run_in_threadpool(limits.allowed_request, body, roots)
+    return await context.prober.plan(request, roots=limits.roots(roots), limit_s=context.settings.admission_s)
+
+
 @router.post("/inspections", response_model=Inspection, responses={**OF_SOURCES, **problems(504)})
 async def inspect(body: SourceSpec, context: Context, caller: Submitter) -> Response:
     """Describe a checkpoint without reading tensor data."""
+    found = await inspected(context, caller, body)
+    return JSONResponse(found.model_dump(mode="json"))
+
+
+async def inspected(context: ServiceContext, caller: Principal, body: SourceSpec) -> Inspection:
+    """Describe a checkpoint for a caller.
+
+    Raises:
+        ReshardError: It cannot be read, or it takes too long (`job.wait_timeout`).
+    """
     roots = context.settings.jobs.roots
     limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
     source = await run_in_threadpool(limits.allowed_source, body, roots)
     limit_s = context.settings.inspection_s
     try:
-        found = await context.prober.inspect(source, roots=limits.roots(roots), limit_s=limit_s)
+        return await context.prober.inspect(source, roots=limits.roots(roots), limit_s=limit_s)
     except ProbeTimeout as error:
         raise JobError(
             "job.wait_timeout",
             f"reading the checkpoint's metadata takes longer than {limit_s:g} s",
             fix="run `reshard inspect` on a machine near the checkpoint",
         ) from error
-    return JSONResponse(found.model_dump(mode="json"))
+
+
+async def pictured(context: ServiceContext, caller: Principal, body: ConvertRequest, tensor: str | None) -> LayoutPair:
+    """The layouts of a conversion's source and planned target for a caller.
+
+    Raises:
+        ReshardError: The conversion would be refused, or it takes too long (`job.wait_timeout`).
+    """
+    roots = context.settings.jobs.roots
+    limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
+    request = await run_in_threadpool(limits.allowed_request, body, roots)
+    limit_s = context.settings.inspection_s
+    try:
+        return await context.prober.pictures(request, tensor, roots=limits.roots(roots), limit_s=limit_s)
+    except ProbeTimeout as error:
+        raise JobError(
+            "job.wait_timeout",
+            f"reading the checkpoint's metadata takes longer than {limit_s:g} s",
+            fix="run `reshard inspect SRC --svg FILE` on a machine near the checkpoint",
+        ) from error

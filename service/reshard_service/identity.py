@@ -14,6 +14,7 @@ from starlette.types import Scope
 from reshard_jobs.principals import ANYBODY, OPERATOR, Principal
 from reshard_jobs.tokens import Tokens, cookie_of, looks_like_token, session_of
 from reshard_service.oidc import OidcTokens
+from reshard_service.page_paths import is_page
 from reshard_service.settings import ServiceSettings
 
 COOKIE = "reshard_session"
@@ -46,7 +47,10 @@ class Identity:
             text = given.strip(" ").encode("latin-1").decode("utf-8", "replace")
             found = await self.bearer(text) if scheme.lower() == "bearer" else None
         else:
-            found = await self._browser(headers) if scope["method"] in _SAFE_METHODS else None
+            # A cookie is sent by the browser and not by the user. It reads, and it sends forms of our own pages, which
+            # prove where they come from (`pages.forms`). Nothing else of the API can be changed with it.
+            counts = scope["method"] in _SAFE_METHODS or is_page(scope["path"])
+            found = await self._browser(headers) if counts else None
         if found is None and self._open and not (looks_like_token(given.strip(" ")) or (given and self._oidc)):
             found = ANYBODY
         return None if found is None else replace(found, address=address_of(scope))
@@ -61,7 +65,6 @@ class Identity:
         return await run_in_threadpool(self._oidc.find, given) if self._oidc is not None else None
 
     async def _browser(self, headers: Headers) -> Principal | None:
-        # A cookie is sent by the browser and not by the user, so it opens nothing that changes anything.
         cookie = _session_in(headers)
         if self._token and hmac.compare_digest(cookie, self._session):
             return OPERATOR

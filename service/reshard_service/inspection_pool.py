@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from reshard.errors import JobError, from_problem
 from reshard.models import ConvertRequest, Inspection, PlanSummary, SourceSpec
+from reshard.pictures import LayoutPair
 from reshard_jobs.roots import Roots
 from reshard_service.settings import ServiceSettings
 
@@ -26,6 +27,13 @@ _LONGEST_ANSWER_BYTES = 1 << 30
 
 class ProbeTimeout(Exception):  # noqa: N818 - names what happened
     """The probe did not answer in time, so nothing is known of the checkpoint."""
+
+
+class PicturesAsked(BaseModel):
+    """A look at the layouts of a conversion, and at the parts of one tensor."""
+
+    request: ConvertRequest
+    tensor: str | None
 
 
 class Prober:
@@ -59,7 +67,16 @@ class Prober:
         """Plan the conversion. Raises the same errors as `inspect`."""
         return PlanSummary.model_validate(await self._ask("plan", request, roots, limit_s))
 
-    async def _ask(self, op: Literal["inspect", "plan"], body: BaseModel, roots: Roots, limit_s: float) -> Any:
+    async def pictures(
+        self, request: ConvertRequest, tensor: str | None, *, roots: Roots, limit_s: float
+    ) -> LayoutPair:
+        """The layouts of a conversion's source and target. Raises the same errors as `inspect`."""
+        asked = PicturesAsked(request=request, tensor=tensor)
+        return LayoutPair.model_validate(await self._ask("pictures", asked, roots, limit_s))
+
+    async def _ask(
+        self, op: Literal["inspect", "plan", "pictures"], body: BaseModel, roots: Roots, limit_s: float
+    ) -> Any:
         try:
             # The wait for a free slot counts, too, so that a busy service does not keep its callers longer.
             async with asyncio.timeout(limit_s), self._slots:

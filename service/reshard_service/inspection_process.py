@@ -33,6 +33,10 @@ def look(op: str, body: dict[str, Any]) -> dict[str, Any]:
         ReshardError: Any error of the engine.
     """
     engine = load_engine()
+    if op == "pictures":
+        return engine.planned_pictures(ConvertRequest.model_validate(body["request"]), body["tensor"]).model_dump(
+            mode="json"
+        )
     if op == "plan":
         return engine.plan(ConvertRequest.model_validate(body)).model_dump(mode="json")
     return engine.inspect(SourceSpec.model_validate(body)).model_dump(mode="json")

@@ -45,7 +45,7 @@ async def submit(
     prefer: Annotated[str, Header()] = "",
 ) -> Response:
     """Accept a conversion. With an `Idempotency-Key`, the same request again finds the same job."""
-    job = await _create(context, caller, body, idempotency_key)
+    job = await create_job(context, caller, body, idempotency_key)
     if match := _PREFER_WAIT.search(prefer):
         job, _ = await _wait(context, context.jobs_of(caller), job.id, float(match[1]), None)
     return accepted(job)
@@ -64,7 +64,7 @@ async def put(
 
     The same request again finds the same job: 200 if it has ended, 202 if not. Another request with this id is 409.
     """
-    job = await _create(context, caller, body, None, job_id)
+    job = await create_job(context, caller, body, None, job_id)
     if match := _PREFER_WAIT.search(prefer):
         job, _ = await _wait(context, context.jobs_of(caller), job.id, float(match[1]), None)
     return JSONResponse(job.model_dump(mode="json")) if job.done else accepted(job)
@@ -77,9 +77,14 @@ def accepted(job: Job) -> Response:
     return JSONResponse(job.model_dump(mode="json"), status_code=202, headers=headers)
 
 
-async def _create(
+async def create_job(
     context: ServiceContext, caller: Principal, body: SubmitRequest, key: str | None, job_id: str | None = None
 ) -> Job:
+    """Check a submission and record its job; with a key or an id, find the job of the same submission before.
+
+    Raises:
+        ReshardError: The submission is refused.
+    """
     hold, store, keys = None, context.jobs_of(caller), context.keys_of(caller)
     if job_id is not None or key is not None:
         digest = fingerprint(body.model_dump(mode="json"))
@@ -189,20 +194,30 @@ def _tag_of(seq: int) -> str:
 @router.post("/{job_id}/cancel", status_code=202, response_model=Job, responses=problems(404, 409))
 async def cancel(job_id: str, context: Context, caller: Canceller) -> Response:
     """Cancel a job, or give up the files of one that FAILED. Repeating is harmless. Answers 409 if it has SUCCEEDED."""
+    return accepted(await cancel_job(context, caller, job_id))
+
+
+async def cancel_job(context: ServiceContext, caller: Principal, job_id: str) -> Job:
+    """Cancel a job for a caller, and wake a worker if it has to clean up. Raises the errors of `JobStore.cancel`."""
     job = await run_in_threadpool(context.jobs_of(caller).cancel, job_id)
     if job.state is JobState.CANCELLING or job.leftovers_until is not None:
         # The owner polls for cancels. If there is no owner, a worker must be woken to clean up.
         await run_in_threadpool(context.doorbell.ring)
-    return accepted(job)
+    return job
 
 
 @router.post("/{job_id}/retry", status_code=202, response_model=Job, responses=problems(404, 409))
 async def retry(job_id: str, context: Context, caller: Submitter) -> Response:
     """Send a job that FAILED back to the queue; it goes on where it stopped. Repeating is harmless."""
+    return accepted(await retry_job(context, caller, job_id))
+
+
+async def retry_job(context: ServiceContext, caller: Principal, job_id: str) -> Job:
+    """Send a job back to the queue for a caller, and wake a worker. Raises the errors of `JobStore.retry`."""
     job = await run_in_threadpool(context.jobs_of(caller).retry, job_id)
     if job.state is JobState.QUEUED:
         await run_in_threadpool(context.doorbell.ring)
-    return accepted(job)
+    return job
 
 
 @router.get("/{job_id}/result", response_model=ConvertResult | PlanSummary, responses=problems(404, 409))

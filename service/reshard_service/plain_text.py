@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, cast
 
 from fastapi import Request
@@ -27,19 +28,27 @@ async def require_plain_text(request: Request) -> None:
     places += [("query", text) for pair in request.query_params.multi_items() for text in pair]
     body = await request.body()
     if body:
-        try:
-            # FastAPI keeps the parsed body with the request, so this is the same value.
+        # FastAPI keeps the parsed body with the request, so this is the same value. A form is no JSON.
+        with suppress(ValueError, RecursionError):
             places += _texts(await request.json())
-        except (ValueError, RecursionError):
-            return
     for where, text in places:
-        if isinstance(text, str) and (found := _NO_TEXT.search(text)):
-            what = "a NUL character" if found[0] == "\0" else "half of a surrogate pair"
-            raise RequestError(
-                "request.invalid",
-                f"{where}: {what} in {printable(text, max_chars=64)!r}, which no job record can hold",
-                fix="leave the character out",
-            )
+        if isinstance(text, str):
+            refuse_unstorable(where, text)
+
+
+def refuse_unstorable(where: str, text: str) -> None:
+    """Refuse a text that has such a character.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    if found := _NO_TEXT.search(text):
+        what = "a NUL character" if found[0] == "\0" else "half of a surrogate pair"
+        raise RequestError(
+            "request.invalid",
+            f"{where}: {what} in {printable(text, max_chars=64)!r}, which no job record can hold",
+            fix="leave the character out",
+        )
 
 
 def _texts(value: Any) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
 from sqlalchemy.exc import DataError, DBAPIError, TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
@@ -55,7 +56,7 @@ def install_handlers(
 
     def on_invalid(_request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return problem_response(_invalid(error.errors()))
+        return problem_response(of_validation(error))
 
     def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -84,8 +85,7 @@ def install_handlers(
 
 def problem_of_database(error: Exception) -> JSONResponse:
     """The response to a request whose SQL statement failed."""
-    logger.error("the job database failed", exc_info=error)
-    return problem_response(_of_database(error))
+    return problem_response(of_database(error))
 
 
 def _methods_of(routes: Sequence[BaseRoute], request: Request) -> list[str]:
@@ -94,8 +94,9 @@ def _methods_of(routes: Sequence[BaseRoute], request: Request) -> list[str]:
     return sorted({method for route in found if isinstance(route, Route) for method in route.methods or ()})
 
 
-def _of_database(error: Exception) -> ReshardError:
-    """The error for a failed SQL statement. A retry helps only if the database is away or too busy."""
+def of_database(error: Exception) -> ReshardError:
+    """The error for a failed SQL statement, which is logged. A retry helps only if the database is away or too busy."""
+    logger.error("the job database failed", exc_info=error)
     if isinstance(error, DataError):
         return RequestError(
             "request.invalid",
@@ -107,7 +108,9 @@ def _of_database(error: Exception) -> ReshardError:
     return JobError("internal.error", "the job database refused a statement; the service's log has the details")
 
 
-def _invalid(problems: Any) -> RequestError:
+def of_validation(error: RequestValidationError | ValidationError) -> RequestError:
+    """The error for a request whose fields are not as they must be."""
+    problems: Any = error.errors()
     # `input` is left out: it is the caller's own data, which may be large or hostile.
     found: list[dict[str, str]] = []
     for problem in problems[:20]:

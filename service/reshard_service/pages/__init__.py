@@ -1,0 +1,1 @@
+"""The dashboard: pages that the service renders, with their forms, style sheets and scripts."""

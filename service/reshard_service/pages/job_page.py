@@ -1,0 +1,64 @@
+"""The page of one job, and the forms that cancel and retry it."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import RedirectResponse, Response
+from starlette.concurrency import run_in_threadpool
+
+from reshard.models import Job, JobEvent
+from reshard_service.callers import Canceller, Reader, Submitter
+from reshard_service.context import Context, ServiceContext
+from reshard_service.jobs_api import cancel_job, retry_job
+from reshard_service.pages.job_facts import actions_of, options_of, phases_of
+from reshard_service.pages.rendering import render, rights
+from reshard_service.pages.route import PageRoute
+from reshard_service.pages.throughput import chart_of
+
+router = APIRouter(prefix="/jobs", include_in_schema=False, route_class=PageRoute)
+
+_MOST_FILES = 200
+_MOST_EVENTS = 100
+
+
+@router.get("/{job_id}")
+async def job_page(job_id: str, request: Request, context: Context, caller: Reader) -> Response:
+    """Show one job."""
+    job, seq, events, wrote_source = await run_in_threadpool(_look, context, caller, job_id)
+    told = [event for event in events if event.kind != "progress"]
+    return render(
+        request,
+        "job.html",
+        job=job,
+        seq=seq,
+        phases=phases_of(job, events),
+        options=options_of(job),
+        actions=actions_of(job, rights(caller)),
+        chart=chart_of(events),
+        events=told[::-1][:_MOST_EVENTS],
+        left_out=max(0, len(told) - _MOST_EVENTS),
+        most_files=_MOST_FILES,
+        wrote_source=wrote_source,
+    )
+
+
+def _look(context: ServiceContext, caller: Reader, job_id: str) -> tuple[Job, int, list[JobEvent], str | None]:
+    store = context.jobs_of(caller)
+    job, seq = store.look(job_id)
+    events = context.events.sampled(store.key_of(job_id))
+    source = job.request.source
+    return job, seq, events, store.writer_of(source.url, source.tag)
+
+
+@router.post("/{job_id}/cancel")
+async def cancel(job_id: str, context: Context, caller: Canceller) -> Response:
+    """Cancel a job, or give up the files of one that failed."""
+    job = await cancel_job(context, caller, job_id)
+    return RedirectResponse(f"/jobs/{job.id}", status_code=303)
+
+
+@router.post("/{job_id}/retry")
+async def retry(job_id: str, context: Context, caller: Submitter) -> Response:
+    """Send a job that FAILED back to the queue."""
+    job = await retry_job(context, caller, job_id)
+    return RedirectResponse(f"/jobs/{job.id}", status_code=303)

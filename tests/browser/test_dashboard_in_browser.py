@@ -1,0 +1,279 @@
+"""The dashboard in a real browser: from the login to a converted checkpoint, errors, keyboard, accessibility.
+
+`RESHARD_SCREENSHOTS=DIR pytest tests/browser` keeps a picture of each page, at each width and in each scheme.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from browser.conftest import TOKEN, Site
+from house.repository import ROOT
+
+WIDTHS = {1280: 800, 390: 844}
+SCHEMES = ("light", "dark")
+SLOW_MS = 15_000
+NAME_OF_THE_FOCUSED = "(document.activeElement.ariaLabel || document.activeElement.innerText || '').trim()"
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Generator[Browser]:
+    with sync_playwright() as playwright:
+        # Without its sandbox, because CI runs as root; it opens nothing but our own pages.
+        found = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        yield found
+        found.close()
+
+
+@contextmanager
+def opened(browser: Browser, site: Site) -> Iterator[Page]:
+    """A page of a new profile; what it complains about fails the test."""
+    context = browser.new_context(
+        base_url=site.url, viewport={"width": 1280, "height": 800}, timezone_id="Asia/Tokyo", locale="en-GB"
+    )
+    page, said = context.new_page(), list[str]()
+    page.set_default_timeout(SLOW_MS)
+    page.on("console", lambda line: said.append(f"{line.text} {page.url}") if line.type == "error" else None)
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda asked: said.append(asked.url) if not _is_own(asked.url, site) else None)
+    yield page
+    context.close()
+    refusals = re.compile(r"status of (401|403|404|409|422|429)")
+    assert not [line for line in said if not refusals.search(line)]
+
+
+def _is_own(url: str, site: Site) -> bool:
+    return url.startswith((f"{site.url}/", "data:", "blob:")) or url == "about:blank"
+
+
+def log_in(page: Page) -> None:
+    page.goto("/")
+    page.get_by_label("Token of the service").fill(TOKEN)
+    page.get_by_role("button", name="Log in").click()
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+
+
+def checkpoint(site: Site, name: str) -> Path:
+    place = site.root / name
+    shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny", place)
+    return place
+
+
+def plan(page: Page, source: Path, target: Path, **fields: str) -> None:
+    """From the page of submissions to the plan."""
+    page.goto("/submit")
+    page.get_by_label("Checkpoint").fill(str(source))
+    page.get_by_role("button", name="Inspect").click()
+    page.get_by_role("radio", name=re.compile("^zero")).check()
+    page.get_by_label("Target", exact=True).fill(str(target))
+    for name, value in fields.items():
+        page.locator(f"[name={name}]:visible").fill(value)
+    # Small units, so that there is something to watch.
+    page.get_by_text("More options").click()
+    page.get_by_label("Other fields of the request, as JSON").fill('{"part_bytes": 1024, "threads": 1}')
+    page.get_by_role("button", name="See the plan").click()
+
+
+def state_of(page: Page) -> str:
+    return page.locator("#state").inner_text().strip()
+
+
+def test_from_the_login_to_a_converted_checkpoint(browser: Browser, site: Site) -> None:
+    source = checkpoint(site, "run1")
+    with opened(browser, site) as page:
+        page.goto("/submit")
+        page.get_by_label("Token of the service").fill("wrong")
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("alert")).to_have_text("The token is not valid.")
+        page.get_by_label("Token of the service").fill(TOKEN)
+        page.get_by_role("button", name="Log in").click()
+        expect(page.get_by_role("heading", name="Submit a job")).to_be_visible()  # where it wanted to go
+
+        page.get_by_label("Checkpoint").fill(str(site.root / "nothing"))
+        page.get_by_role("button", name="Inspect").click()
+        expect(page.locator(".problem")).to_contain_text("source.not_found")
+
+        plan(page, source, site.root / "run1_dp4", dp="4")
+        # The layout of ranks is shown for `zero` alone.
+        expect(page.get_by_label("Data-parallel ranks")).to_be_visible()
+        page.get_by_role("radio", name=re.compile("^universal")).check()
+        expect(page.get_by_label("Data-parallel ranks")).to_be_hidden()
+        expect(page.locator(".choices")).to_contain_text("not possible")
+        tiles = page.locator("#plan .tiles")
+        for name in ("Read", "Write", "Peak memory", "Time"):
+            expect(tiles).to_contain_text(name)
+        picture = page.locator("#picture svg:visible")
+        expect(picture).to_contain_text("Source")
+        expect(picture).to_contain_text("Target")
+        expect(picture).to_contain_text("dp 3")  # a rank that the source does not have
+
+        page.get_by_role("button", name="Submit this job").click()
+        page.wait_for_url(re.compile("/jobs/job_"))
+        page.evaluate("window.notReloaded = true")
+        seen: list[int] = []
+        while state_of(page) not in ("SUCCEEDED", "FAILED"):
+            value = page.evaluate("document.querySelector('#run progress')?.value ?? null")
+            if value is not None and (not seen or int(value) != seen[-1]):
+                seen.append(int(value))
+            page.wait_for_timeout(50)
+        assert state_of(page) == "SUCCEEDED"
+        assert len(seen) >= 3, seen  # it moved while it was watched
+        assert seen == sorted(seen)
+        assert page.evaluate("window.notReloaded") is True
+        expect(page.locator("#outcome")).to_contain_text("Written")
+        expect(page.locator("svg.chart")).to_be_visible()
+        expect(page.locator("#picture svg:visible")).to_contain_text("Target")
+        expect(page.locator("#phases, .phases")).to_contain_text("VERIFYING")
+        created = page.locator("#facts time").first
+        assert created.inner_text() != created.get_attribute("datetime")
+        assert re.search(r"\d\d:\d\d:\d\d", created.get_attribute("title") or "")
+
+
+def test_an_error_its_fix_a_retry_and_a_cancel(browser: Browser, site: Site) -> None:
+    source, target = checkpoint(site, "run2"), site.root / "run2_dp3"
+    target.mkdir()
+    (target / "of somebody else").write_text("x")
+    with opened(browser, site) as page:
+        log_in(page)
+        plan(page, source, target, dp="3")
+        page.get_by_role("button", name="Submit this job").click()
+        expect(page.locator("#state")).to_have_text("FAILED", timeout=SLOW_MS)
+        problem = page.locator("#what-happened .problem")
+        expect(problem).to_contain_text("request.target_exists")
+        expect(problem).to_contain_text("What to do")
+        shutil.rmtree(target)
+        page.get_by_role("button", name="Retry").click()
+        expect(page.locator("#run progress")).not_to_have_attribute("value", "0", timeout=SLOW_MS)
+        page.locator("#cancel-open").click()
+        page.get_by_role("button", name="Cancel this job").click()
+        expect(page.locator("#state")).to_have_text("CANCELLED", timeout=SLOW_MS)
+        assert not target.exists()
+        page.get_by_role("link", name="Clone").click()
+        expect(page.get_by_label("Target", exact=True)).to_have_value(str(target))
+        expect(page.locator("[name=dp]")).to_have_value("3")
+        page.get_by_role("button", name="Log out").click()
+        expect(page.get_by_label("Token of the service")).to_be_visible()
+        page.go_back()
+        expect(page.get_by_label("Token of the service")).to_be_visible()
+
+
+def test_the_list_follows_jobs_of_others(browser: Browser, site: Site) -> None:
+    source = checkpoint(site, "run3")
+    with opened(browser, site) as page:
+        log_in(page)
+        page.evaluate("window.notReloaded = true")
+        page.get_by_label("Label").focus()
+        body = {"source": {"url": str(source)}, "target": f"{site.root}/run3_universal", "to": "universal"}
+        asked = httpx.post(f"{site.url}/v1/jobs", json=body, headers={"Authorization": f"Bearer {TOKEN}"})
+        row = page.locator(f"#row-{asked.json()['id']}")
+        expect(row).to_be_visible(timeout=SLOW_MS)
+        expect(row).to_contain_text("SUCCEEDED", timeout=2 * SLOW_MS)
+        assert page.evaluate("window.notReloaded") is True
+        expect(page.get_by_label("Label")).to_be_focused()
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        pytest.param([(1280, "light"), (390, "dark")], id="two"),
+        pytest.param([(w, s) for w in WIDTHS for s in SCHEMES], id="all", marks=pytest.mark.full),
+    ],
+)
+def test_every_page_by_width_and_scheme(browser: Browser, site: Site, views: list[tuple[int, str]]) -> None:
+    run = f"run-seen-{len(views)}"
+    source = checkpoint(site, run)
+    head = {"Authorization": f"Bearer {TOKEN}"}
+    body = {"source": {"url": str(source)}, "target": f"{site.root}/{run}_dp4", "to": "zero"}
+    wanted = {**body, "options": {"deepspeed": {"dp": 4}}, "part_bytes": 1024, "labels": {"team": "research"}}
+    done, failed = (
+        httpx.post(f"{site.url}/v1/jobs?", json=asked, headers={**head, "Prefer": "wait=30"}, timeout=60).json()
+        for asked in (wanted, {**wanted, "options": {"deepspeed": {"dp": 3}}})
+    )
+    assert (done["state"], failed["state"]) == ("SUCCEEDED", "FAILED")
+    query = f"source={source}&to=zero&dp=8&target={site.root}/{run}_dp8&plan=1"
+    pages = {
+        "jobs": "/",
+        "job": f"/jobs/{done['id']}",
+        "job-failed": f"/jobs/{failed['id']}",
+        "submit-empty": "/submit",
+        "submit": f"/submit?{query}",
+        "layout": f"/jobs/{done['id']}/layout",
+        "workers": "/workers",
+        "not-found": "/jobs/job_nothing",
+        "docs": "/docs",
+    }
+    with opened(browser, site) as page:
+        page.goto("/login")
+        _examine(page, "login", views)
+        log_in(page)
+        for name, path in pages.items():
+            page.goto(path)
+            if name in ("job", "submit"):
+                expect(page.locator("#picture svg:visible").first).to_be_visible()
+            if name == "docs":
+                expect(page.locator("#reference")).to_contain_text("/v1/jobs")
+            _examine(page, name, views)
+
+
+def test_the_keyboard_reaches_everything_and_the_pictures_name_their_parts(browser: Browser, site: Site) -> None:
+    source = checkpoint(site, "run5")
+    with opened(browser, site) as page:
+        log_in(page)
+        page.goto(f"/submit?source={source}&to=zero&dp=4&target={site.root}/run5_dp4&plan=1")
+        expect(page.locator("#picture svg:visible")).to_be_visible()
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
+        names: list[str] = []
+        for _ in range(150):
+            page.keyboard.press("Tab")
+            names.append(page.evaluate(NAME_OF_THE_FOCUSED))
+            if "Submit this job" in names and any("elements" in name for name in names):
+                break
+        assert "Submit this job" in names
+        assert any(re.search(r"dp \d.*fp32", name) for name in names), names[-20:]
+        part = page.locator("#picture svg:visible .rl-part[tabindex]").first
+        part.focus()
+        expect(part.locator(".rl-tip")).to_be_visible()
+
+
+def _examine(page: Page, name: str, views: list[tuple[int, str]]) -> None:
+    """No page is wider than its window, and axe-core finds nothing serious in it."""
+    kept = os.environ.get("RESHARD_SCREENSHOTS")
+    found: list[str] = []
+    for width, scheme in views:
+        page.set_viewport_size({"width": width, "height": WIDTHS[width]})
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+        page.wait_for_timeout(60)
+        if kept:
+            page.screenshot(path=f"{kept}/{name}-{width}-{scheme}.png", full_page=True)
+        over = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+        if over > 0 and name != "docs":
+            found.append(f"{name} {width}: {over} pixels too wide")
+        found += [f"{name} {width} {scheme}: {line}" for line in _axe(page, name)]
+    page.set_viewport_size({"width": 1280, "height": 800})
+    assert not found, "\n".join(found)
+
+
+def _axe(page: Page, name: str) -> Iterator[str]:
+    spec = find_spec("axe_playwright_python")
+    assert spec is not None
+    assert spec.origin is not None
+    page.evaluate((Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8"))
+    # What Swagger UI draws is not ours to mend.
+    scope = json.dumps({"exclude": [["#reference"]]} if name == "docs" else {"include": [["html"]]})
+    answer = page.evaluate(f"axe.run({scope}, {{resultTypes: ['violations']}})")
+    for violation in answer["violations"]:
+        if violation["impact"] in ("serious", "critical"):
+            nodes = "; ".join(f"{n['html'][:160]} {n.get('failureSummary', '')[:300]}" for n in violation["nodes"][:3])
+            yield f"{violation['id']}: {violation['help']}: {nodes}"
