@@ -168,7 +168,7 @@ def begin_span(
 
 
 class _Process:
-    """What sends the spans of this process, if something does."""
+    """Sends the spans of this process, if an exporter is configured."""
 
     def __init__(self) -> None:
         self.tracer: Tracer | None = None

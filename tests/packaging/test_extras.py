@@ -26,7 +26,7 @@ RUNS = {
     "worker": ("client/reshard", "worker/reshard_engine", "worker/reshard_worker", "service/reshard_jobs"),
 }
 """The packages whose code runs where an extra is installed alone."""
-COMES_WITH = {"kombu": "celery", "starlette": "fastapi"}
+COMES_WITH = {"kombu": "celery", "markupsafe": "jinja2", "pydantic-core": "pydantic", "starlette": "fastapi"}
 """Imported by us, and part of the interface of something that we declare."""
 
 

@@ -52,7 +52,7 @@ def phases_of(job: Job, events: Sequence[JobEvent]) -> list[Phase]:
 
 
 def options_of(job: Job) -> dict[str, str]:
-    """What the request says beside source, target and format; what it leaves to the defaults is left out."""
+    """Return what the request says beside source, target and format, without what it leaves to the defaults."""
     found: dict[str, str] = {}
     given = job.request.model_dump(mode="json", exclude_defaults=True)
     given["options"] = job.request.options.given()
@@ -72,7 +72,7 @@ def _flatten(prefix: str, value: Mapping[str, Any], found: dict[str, str]) -> No
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What a caller may do to a job now."""
+    """Operations that a caller may do to a job now."""
 
     cancel: bool
     give_up: bool

@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How long a conversion may take, from how fast the newest ones were."""
+    """Time that a conversion may take, judged by the speed of the newest ones."""
 
     seconds: float
     rate: float
