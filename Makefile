@@ -24,7 +24,7 @@ COMMA  := ,
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles docs-check docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages sbom docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -46,6 +46,17 @@ setup: $(READY) ## install everything into .venv (about 2 minutes)
 
 browser: ## Chromium for the tests of the dashboard: Debian's package, if there is none (root)
 	@scripts/browser.sh
+
+packages: $(READY) ## wheel and sdist into dist/, checked as PyPI does
+	@rm -rf dist
+	@$(BIN)/python -m build --outdir dist . >/dev/null
+	@$(BIN)/twine check --strict dist/*
+
+sbom: $(READY) ## the software bill of materials of the service's image into sbom/ (CycloneDX)
+	@scripts/sbom.sh $(PYTHON)
+
+workflows: $(READY) ## actionlint: .github/workflows
+	@$(BIN)/actionlint -shellcheck= -pyflakes=
 
 demo: $(READY) ## the main job on this machine: S3 server, service, two jobs, both results verified
 	@$(BIN)/python deploy/demo/run.py
@@ -128,11 +139,11 @@ bench-load: $(READY) ## the API with 1,000 queued jobs, 300 watchers, 16 posters
 bench-workers: $(READY) ## one conversion on 1, 2, 4 and 8 workers behind a slow store, the protocol's price, a very large plan
 	@$(BIN)/python bench/workers.py $(ARGS)
 
-check: lint type boundaries compose-check dockerfiles docs-check ## every check that is not a test
+check: lint type boundaries compose-check dockerfiles workflows docs-check ## every check that is not a test
 
 ci: ## what CI runs
 	@.ci/run
 
 clean: ## remove what these commands made
-	rm -rf .venv .venv-* .demo dist build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* .demo dist sbom build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client service worker tests deploy scripts bench -name __pycache__ -type d -prune -exec rm -rf {} +
