@@ -55,8 +55,8 @@ packages: $(READY) ## wheel and sdist into dist/, checked as PyPI does
 sbom: $(READY) ## the software bill of materials of the service's image into sbom/ (CycloneDX)
 	@scripts/sbom.sh $(PYTHON)
 
-workflows: $(READY) ## actionlint: .github/workflows
-	@$(BIN)/actionlint -shellcheck= -pyflakes=
+workflows: $(READY) ## .github/workflows against the schema of GitHub's workflows
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 demo: $(READY) ## the main job on this machine: S3 server, service, two jobs, both results verified
 	@$(BIN)/python deploy/demo/run.py

@@ -96,7 +96,9 @@ def test_metadata_is_complete_and_links_work_on_pypi(sdist: Path, wheel: Path) -
 def test_versions_agree() -> None:
     version = PROJECT["version"]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(
+        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     chart = yaml.safe_load((ROOT / "deploy" / "helm" / "reshard" / "Chart.yaml").read_text())
     assert chart["appVersion"] == version
     assert f"image: reshard:{version}" in (ROOT / "docker-compose.yml").read_text()
