@@ -24,7 +24,7 @@ COMMA  := ,
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages sbom docs test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages sbom docs site test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -118,6 +118,10 @@ docs-check: $(READY) ## generated pages are current
 docs: $(READY) ## write the generated pages again (docs/errors.md, docs/modules.md)
 	@$(BIN)/python scripts/make_docs.py
 
+site: $(READY) ## the documents as a site in site/, offline and strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html; to read it in a browser: $(BIN)/python -m http.server --directory site 8080"
+
 golden: $(READY) ## accept the command line's help and all fixes as they are now
 	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py tests/packaging/test_fixes.py tests/packaging/test_help.py
 
@@ -145,5 +149,5 @@ ci: ## what CI runs
 	@.ci/run
 
 clean: ## remove what these commands made
-	rm -rf .venv .venv-* .demo dist sbom build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* .demo dist sbom build site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find client service worker tests deploy scripts bench -name __pycache__ -type d -prune -exec rm -rf {} +

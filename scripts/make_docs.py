@@ -148,7 +148,8 @@ def errors_page() -> str:
             lines += ["", "What to do:", ""]
         for code in told:
             lines.append(f"- `{code}`")
-            lines += [f"  - {text}" for text in fixes[code]]
+            # Four spaces: the parser of the site asks for them.
+            lines += [f"    - {text}" for text in fixes[code]]
     return "\n".join(lines) + "\n"
 
 
