@@ -112,7 +112,7 @@ def test_one_trace_from_the_callers_request_to_the_runs_of_two_workers(
     assert sum(run.facts["reshard.bytes"] for run in runs) == facts["reshard.write_bytes"]
     (agreements,) = [s for s in mine if s.name == "agreements"]
     assert within(agreements, by_id[agreements.parent])
-    assert not [s.name for s in mine if s.failed]
+    assert [(s.name, s.error) for s in mine if s.failed] == []
 
     # The log lines of all processes lead to the trace.
     text = "".join(log.read_text() for log in stack.directory.glob("*.log"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -218,8 +219,9 @@ def test_a_broken_one_is_named(case: str, tmp_path: Path) -> None:
 
 def test_the_laws_hold_for_it() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "laws_of_raw_rows.py")]
+    command += [f"--hypothesis-seed={secrets.randbits(32)}"]
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == 0, done.stdout[-8000:]
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout[-8000:]}"
     assert "3 passed" in done.stdout

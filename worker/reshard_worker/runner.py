@@ -144,7 +144,9 @@ def main() -> int:
     stays = bool(os.environ.get(STAYS_VARIABLE))
     line = next_command(commands, lambda: reporter.send(Idle().line()), stop) if stays else commands.readline()
     outcome = _outcome(line, reporter, stop)
-    reporter.end_spans(outcome.problem.code if isinstance(outcome, Failure) else "")
+    # Work that was told to stop did not fail: a helper is, when the job ends or another one waits.
+    code = outcome.problem.code if isinstance(outcome, Failure) else ""
+    reporter.end_spans("" if code == "job.cancelled" else code)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     reporter.send(outcome.model_copy(update={"peak_memory_bytes": peak}).line())
     return 0

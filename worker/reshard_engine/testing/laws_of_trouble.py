@@ -16,6 +16,8 @@ from reshard_engine.testing.trial import TARGET_NAME, Trial, convert, finished, 
 _BUDGETS = (1 << 10, 300_000, 1 << 19, 1_000_003, 1 << 21, 1 << 23, 1 << 30)
 _PYTHON_BYTES = 1 << 20
 """Bytes that Python itself allocates while units run, beside their buffers: records, journal lines, threads."""
+_PER_FILE_BYTES = 2 << 10
+"""Bytes that Python allocates for the reads of one unit from one file: 0.9 to 1.4 KB were measured with 4,100 files."""
 
 
 def model_fits_the_budget(trial: Trial) -> None:
@@ -40,6 +42,7 @@ def peak_is_within_the_model(trial: Trial) -> None:
     trial.fill(store)
     conversion = prepared(store, request)
     model = conversion.peak_bytes
+    objects = _PYTHON_BYTES + _PER_FILE_BYTES * len(store.snapshot())
     tracemalloc.start()
     try:
         conversion.run(on_progress=None, should_stop=None)
@@ -47,7 +50,7 @@ def peak_is_within_the_model(trial: Trial) -> None:
     finally:
         tracemalloc.stop()
     held = conversion.plan.write_bytes  # the store of memory keeps what is written
-    assert peak <= model + held + _PYTHON_BYTES, f"{peak} bytes at the peak, modelled {model}"
+    assert peak <= model + held + objects, f"{peak} bytes at the peak, modelled {model}"
 
 
 def stop_anywhere_and_resume(trial: Trial) -> None:
