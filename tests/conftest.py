@@ -10,17 +10,19 @@ from house.budget import budget_lines
 from house.measured import said, say
 from house.tiers import take_turns
 
-DRIVERS = ("embedded", "celery")
+TURNS = {"stack": ("embedded", "celery"), "api": ("embedded", "celery"), "place": ("local", "s3")}
+"""Parameters of which each test gets one value, unless `full` asks for all: drivers of a service, kinds of storage."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of the whole service run with one driver each. Those of the drivers themselves (`api`) run with both.
+    """Tests of the whole service run with one driver and one kind of storage each; `make full` runs all cases.
 
     A case that was asked for by its name runs.
     """
     if not any("[" in argument for argument in config.args):
-        take_turns(items, "stack", DRIVERS)
+        for parameter, values in TURNS.items():
+            take_turns(items, parameter, values)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

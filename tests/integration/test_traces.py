@@ -183,7 +183,7 @@ def test_a_trace_that_is_not_sampled_and_one_that_is_no_trace(
     assert {a.parent for a in received.named("attempt")} == {p.id for p in posts}
 
 
-@pytest.mark.parametrize("how", ["refuses", "hangs"])
+@pytest.mark.parametrize("how", [pytest.param("refuses", marks=pytest.mark.full), "hangs"])
 def test_a_collector_that_fails_costs_no_job_its_time(
     how: str, stack: Stack, received: Collector, tmp_path: Path
 ) -> None:
