@@ -1,0 +1,53 @@
+"""Pages for readers: their commands run on a real checkpoint, and their claims name tests that there are."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from house.repository import ROOT, code_blocks
+
+DOCS = ROOT / "docs"
+RUN = ("migrate.md",)
+"""Pages whose commands are run: those that begin with `reshard`, in order, in one directory."""
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A directory with `ckpts/run1`, as the pages have it: a save of real DeepSpeed at step 100."""
+    shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny" / "global_step3", tmp_path / "ckpts/run1/global_step100")
+    (tmp_path / "ckpts/run1/latest").write_text("global_step100")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_commands_of_a_page_run(name: str, desk: Path) -> None:
+    lines = [
+        line
+        for code in code_blocks(DOCS / name, "sh")
+        for line in code.replace("\\\n", " ").splitlines()
+        if line.startswith("reshard ")
+    ]
+    assert len(lines) > 1
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RESHARD_")}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    done = subprocess.run(["bash", "-euxc", "\n".join(lines)], cwd=desk, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_claim_of_the_comparison_names_its_evidence() -> None:
+    text = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    table, evidence = text.split("## Evidence")
+    rows = dict(re.findall(r"^\| (\d+) \| (.*)$", evidence, re.MULTILINE))
+    assert set(re.findall(r"\[(\d+)\](?!\()", table)) == set(rows)
+    for number, row in rows.items():
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert tests or re.search(r"\]\((https://|performance\.md)", row), number
+        for path, name in tests:
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
