@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,7 @@ import pytest
 from house.repository import ROOT, code_blocks
 
 DOCS = ROOT / "docs"
-RUN = ("migrate.md",)
+RUN = ("migrate.md", "troubleshooting.md")
 """Pages whose commands are run: those that begin with `reshard`, in order, in one directory."""
 
 
@@ -39,6 +42,35 @@ def test_the_commands_of_a_page_run(name: str, desk: Path) -> None:
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(["bash", "-euxc", "\n".join(lines)], cwd=desk, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def source_texts(path: Path) -> list[str]:
+    """Every text of a module, with `...` for what is put in; and its lines, for those that are shown as code."""
+    texts: list[str] = []
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+            texts.append("".join(map(str, parts)))
+    return [*texts, *(line.strip() for line in source.splitlines())]
+
+
+def test_messages_are_those_of_the_installed_deepspeed() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    assert f"DeepSpeed {version('deepspeed')}" in page
+    sections = re.findall(r"^```text\n(.*?)\n```\n\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
+    assert len(sections) > 7
+    found = find_spec("deepspeed")
+    assert found
+    assert found.origin
+    package = Path(found.origin).parent
+    for message, rest in sections:
+        (file,) = re.findall(r"`deepspeed/([\w/]+\.py)`", rest)
+        # The one name that the page writes out.
+        told = message.replace("Required universal_checkpoint_info state", "Required ... state")
+        assert told in source_texts(package / file), f"{file}: {message}"
 
 
 def test_every_claim_of_the_comparison_names_its_evidence() -> None:
