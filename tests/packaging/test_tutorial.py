@@ -133,11 +133,16 @@ def check(directory: Path, said: list[str]) -> None:
         [ours, "-c", "import reshard; print(reshard.__file__)"], capture_output=True, text=True, cwd=directory
     )
     assert where.stdout.startswith(str(clone_of_reader)), where.stdout + where.stderr
-    # The reader's directory, whole or cut short in front.
-    drawn = re.sub(r"[^<>\" ]*/reshard/tutorial/", "", (clone_of_reader / "tutorial" / "moves.svg").read_text())
-    if os.environ.get("RESHARD_GOLDEN") == "write":
-        PICTURE.write_text(drawn)
-    assert drawn == PICTURE.read_text()
+    # The picture of the page is drawn from a checkpoint that this run once wrote: sizes, ranks and names are the same.
+    drawn = (clone_of_reader / "tutorial" / "moves.svg").read_text()
+    shown = {text for text in labels(PICTURE.read_text()) if "\N{HORIZONTAL ELLIPSIS}" not in text and "/" not in text}
+    assert len(shown) > 10
+    assert shown - labels(drawn) == set()
+
+
+def labels(picture: str) -> set[str]:
+    """The texts in a picture."""
+    return set(re.findall(r">([^<]+)</text>", picture))
 
 
 def test_the_page_has_steps() -> None:
