@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import reshard
 from house.repository import ROOT, code_blocks
 
 DOCS = ROOT / "docs"
@@ -83,3 +84,10 @@ def test_every_claim_of_the_comparison_names_its_evidence() -> None:
         assert tests or re.search(r"\]\((https://|performance\.md)", row), number
         for path, name in tests:
             assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
+def test_the_reference_has_every_public_function() -> None:
+    page = (DOCS / "reference" / "python-api.md").read_text(encoding="utf-8")
+    functions = [name for name in reshard.__all__ if name.islower() and name != "__version__"]
+    assert len(functions) > 5
+    assert [name for name in (*functions, "Client") if f"::: reshard.{name}\n" not in page] == []
