@@ -1,4 +1,4 @@
-"""Writes what is generated from code: docs/errors.md and docs/modules.md.
+"""Writes what is generated from code: docs/errors.md, docs/modules.md, pages of reference, pictures of layouts.
 
 `--check` only says whether they are current. What to do about an error is taken from the `fix=` texts of
 the code that raises it, and what a module is for from its docstring: the pages cannot say anything else
@@ -11,6 +11,9 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from layout_pictures import pictures
+from reference_pages import COMMANDS, REST, commands_page, rest_page
 
 from reshard.errors import CODES, ExitCode, class_of
 
@@ -181,7 +184,8 @@ def modules_page() -> str:
 def main(arguments: list[str]) -> int:
     """Write or check; returns the exit code."""
     stale: list[str] = []
-    for path, wanted in ((ERRORS, errors_page()), (MODULES, modules_page())):
+    pages = ((ERRORS, errors_page()), (MODULES, modules_page()), (REST, rest_page()), (COMMANDS, commands_page()))
+    for path, wanted in (*pages, *pictures()):
         if path.exists() and path.read_text(encoding="utf-8") == wanted:
             continue
         stale.append(path.name)

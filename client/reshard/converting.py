@@ -129,7 +129,7 @@ def plan(
         SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
         StorageError: The storage refused or failed.
 
-    Example:
+    Examples:
         >>> found = plan("tests/data/zero2_tiny", "run-dp4", to="zero", dp=4)
         >>> found.source_format, found.to, len(found.files)
         ('deepspeed-zero2', <TargetFormat.ZERO: 'zero'>, 5)
@@ -256,7 +256,7 @@ def convert(
         IntegrityError: The output does not verify.
         JobError: `job.wait_timeout`, `job.cancelled`, or what else ended the job of a service.
 
-    Example:
+    Examples:
         >>> done = convert("tests/data/zero2_tiny", "weights", to="safetensors")
         >>> [file.path for file in done.files]
         ['model.safetensors']

@@ -52,7 +52,7 @@ def inspect(
         StorageError: The storage refused or failed.
         RequestError: `request.engine_missing` without the `worker` extra.
 
-    Example:
+    Examples:
         >>> found = inspect("tests/data/zero2_tiny")
         >>> found.format, found.world, found.step
         ('deepspeed-zero2', {'dp': 2, 'tp': 1, 'pp': 1}, 3)
@@ -88,7 +88,7 @@ def picture(
         RequestError: `request.invalid` for a name that `source` does not have.
         ReshardError: As `inspect`.
 
-    Example:
+    Examples:
         >>> drawn = picture("tests/data/zero2_tiny", tensor="embed.weight", beside="tests/data/zero3_tiny")
         >>> drawn.svg()[:5]
         '<svg '
@@ -116,7 +116,7 @@ def verify(target: PathLike, *, sample: float | str | None = None, profile: str 
         IntegrityError: `integrity.no_manifest`: it is no output of reshard.
         StorageError: The storage refused or failed.
 
-    Example:
+    Examples:
         >>> import reshard
         >>> done = reshard.convert("tests/data/zero2_tiny", "run-dp3", to="zero", dp=3)
         >>> verify("run-dp3").ok
@@ -170,7 +170,7 @@ def diff(
         SourceError: A checkpoint is missing, damaged, hostile or of an unsupported kind.
         StorageError: The storage refused or failed.
 
-    Example:
+    Examples:
         >>> diff("tests/data/zero2_tiny", "tests/data/zero2_tiny").equal
         True
     """

@@ -1,7 +1,7 @@
 """Hooks of mkdocs, so that the same Markdown reads well on GitHub and on the site.
 
 Links that leave docs/ lead to the repository on its host. A link whose text is the name of a page shows the title of
-that page.
+that page. Pictures of layouts become part of the page: they follow its colours, and show names on hover and focus.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _FENCE = re.compile(r"^ *(`{3,}|~{3,}).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^]\[]+)\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+_PICTURE = re.compile(r'<img alt="([^"]*)" src="[^"]*images/layouts/([\w-]+)\.svg" */?>')
 _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 
 
@@ -37,6 +38,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{text}]({host}{posixpath.normpath(posixpath.join('docs', inside))}{anchor})"
 
     return _outside_fences(markdown, link)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001 - as mkdocs calls it
+    """The content of a page, with pictures of layouts in it, for wide and for narrow windows."""
+
+    def picture(found: re.Match[str]) -> str:
+        drawn: list[str] = []
+        for name, width in ((found[2], "wide"), (f"{found[2]}-narrow", "narrow")):
+            file = files.get_file_from_path(f"images/layouts/{name}.svg")
+            drawn.append(f'<span class="layout-{width}">{file.content_string}</span>' if file else "")
+        return "".join(drawn)
+
+    return _PICTURE.sub(picture, html)
 
 
 def _title(markdown: str) -> str:

@@ -1,0 +1,81 @@
+"""The claims of docs/comparison.md about tools of DeepSpeed and PyTorch, by running them beside ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reshard
+from house.repository import ROOT
+
+CHECKPOINT = ROOT / "tests" / "data" / "zero2_tiny"
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the peers worked."""
+    folder = tmp_path_factory.mktemp("peers")
+    script = Path(__file__).with_name("compared_peers.py")
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(CHECKPOINT), str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (folder / "said.json").exists(), done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def said(scratch: Path) -> dict[str, Any]:
+    """How each peer behaved."""
+    return json.loads((scratch / "said.json").read_text())
+
+
+def test_peers_execute_what_a_checkpoint_names(said: dict[str, Any]) -> None:
+    assert said["executed"] == ["dcp", "ds_to_universal", "zero_to_fp32"]
+
+
+def test_reshard_executes_nothing(said: dict[str, Any], scratch: Path) -> None:
+    made = scratch / "ran-ds_to_universal"
+    made.rmdir()
+    assert list(reshard.inspect(scratch / "hostile").foreign_globals) == ["os.makedirs"]
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.convert(scratch / "hostile", scratch / "ours", to="universal", progress=False)
+    assert caught.value.code == "pickle.forbidden_call"
+    assert not made.exists()
+
+
+def test_zero_to_fp32_gives_weights_and_no_training_state(said: dict[str, Any]) -> None:
+    names = set(said["weights of zero_to_fp32"])
+    parameters = {tensor.fqn for tensor in reshard.inspect(CHECKPOINT).tensors}
+    assert names <= parameters | {"head.weight"}
+
+
+def test_ds_to_universal_leaves_no_record_to_verify(said: dict[str, Any], scratch: Path) -> None:
+    assert said["ds_to_universal"] == "ok"
+    assert said["files of ds_to_universal"] == ["mp_rank_00_model_states.pt", "zero"]
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.verify(scratch / "universal")
+    assert caught.value.code.startswith("integrity.")
+
+
+def test_deepspeeds_scripts_read_no_object_store(said: dict[str, Any]) -> None:
+    assert said["s3 zero_to_fp32"].startswith("ValueError: Unable to find 'latest' file at s3://")
+    assert said["s3 ds_to_universal"].startswith("FileNotFoundError")
+
+
+def test_dcp_reads_no_zero_checkpoint(said: dict[str, Any]) -> None:
+    assert said["dcp reads zero"].startswith("CheckpointException")
+    assert ".metadata" in said["dcp reads zero"]
+    assert said["dcp_to_torch_save"] == "ok"
+
+
+def test_reshard_reads_no_dcp_and_says_what_does(scratch: Path, said: dict[str, Any]) -> None:
+    with pytest.raises(reshard.ReshardError) as caught:
+        reshard.inspect(scratch / "clean-dcp")
+    assert caught.value.code == "source.unsupported"
+    assert "dcp_to_torch" in (caught.value.fix or "")

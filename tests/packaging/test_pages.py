@@ -1,0 +1,93 @@
+"""Pages for readers: their commands run on a real checkpoint, and their claims name tests that there are."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import reshard
+from house.repository import ROOT, code_blocks
+
+DOCS = ROOT / "docs"
+RUN = ("concepts/conversion.md", "migrate.md", "troubleshooting.md")
+"""Pages whose commands are run: those that begin with `reshard`, in order, in one directory."""
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Path:
+    """A directory with `ckpts/run1`, as the pages have it: a save of real DeepSpeed at step 100."""
+    shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny" / "global_step3", tmp_path / "ckpts/run1/global_step100")
+    (tmp_path / "ckpts/run1/latest").write_text("global_step100")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_the_commands_of_a_page_run(name: str, desk: Path) -> None:
+    lines = [
+        line
+        for code in code_blocks(DOCS / name, "sh")
+        for line in code.replace("\\\n", " ").splitlines()
+        if line.startswith("reshard ")
+    ]
+    assert lines
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RESHARD_")}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    done = subprocess.run(["bash", "-euxc", "\n".join(lines)], cwd=desk, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def source_texts(path: Path) -> list[str]:
+    """Every text of a module, with `...` for what is put in; and its lines, for those that are shown as code."""
+    texts: list[str] = []
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.append(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+            texts.append("".join(map(str, parts)))
+    return [*texts, *(line.strip() for line in source.splitlines())]
+
+
+def test_messages_are_those_of_the_installed_deepspeed() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    assert f"DeepSpeed {version('deepspeed')}" in page
+    sections = re.findall(r"^```text\n(.*?)\n```\n\n(.*?)(?=^## )", page, re.MULTILINE | re.DOTALL)
+    assert len(sections) > 7
+    found = find_spec("deepspeed")
+    assert found
+    assert found.origin
+    package = Path(found.origin).parent
+    for message, rest in sections:
+        (file,) = re.findall(r"`deepspeed/([\w/]+\.py)`", rest)
+        # The one name that the page writes out.
+        told = message.replace("Required universal_checkpoint_info state", "Required ... state")
+        assert told in source_texts(package / file), f"{file}: {message}"
+
+
+def test_every_claim_of_the_comparison_names_its_evidence() -> None:
+    text = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    table, evidence = text.split("## Evidence")
+    rows = dict(re.findall(r"^\| (\d+) \| (.*)$", evidence, re.MULTILINE))
+    assert set(re.findall(r"\[(\d+)\](?!\()", table)) == set(rows)
+    for number, row in rows.items():
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert tests or re.search(r"\]\((https://|performance\.md)", row), number
+        for path, name in tests:
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
+def test_the_reference_has_every_public_function() -> None:
+    page = (DOCS / "reference" / "python-api.md").read_text(encoding="utf-8")
+    functions = [name for name in reshard.__all__ if name.islower() and name != "__version__"]
+    assert len(functions) > 5
+    assert [name for name in (*functions, "Client") if f"::: reshard.{name}\n" not in page] == []
