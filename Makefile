@@ -29,13 +29,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-# Makes an environment and installs extras of this project into it: $(call install,DIRECTORY,EXTRAS). What pip does is
-# said in short, because it takes minutes; all that it says is in install.log.
+# Makes an environment and installs extras of this project into it: $(call install,DIRECTORY,EXTRAS).
 define install
 @echo "installing into $(1) with $(PYTHON), about two minutes; the whole log is $(1)/install.log"
 @test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-@set -o pipefail; $(1)/bin/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
-	  -e '.[$(2)]' 2>&1 | tee $(1)/install.log | awk -f scripts/pip_progress.awk || { tail -n 20 $(1)/install.log; exit 1; }
+@$(PYTHON) scripts/install.py $(1) '.[$(2)]'
 endef
 
 $(READY): pyproject.toml constraints.txt
@@ -58,8 +56,8 @@ sbom: $(READY) ## the software bill of materials of the service's image into sbo
 workflows: $(READY) ## .github/workflows against the schema of GitHub's workflows
 	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-demo: $(READY) ## the main job on this machine: S3 server, service, two jobs, both results verified
-	@$(BIN)/python deploy/demo/run.py
+demo: $(READY) ## DeepSpeed resumes on other ranks from what our service wrote (ARGS="--stay [--open]" keeps the servers)
+	@$(BIN)/python deploy/demo/run.py $(ARGS)
 
 test: $(READY) ## all tests but the long ones
 	@$(PYTEST) $(SPREAD) --durations=20 $(ARGS)
