@@ -4,12 +4,14 @@
 
 Commands alternate; medians and ratios are printed, with peak memory of the process tree and the bytes that it read and
 wrote. Outputs are compared with the peer's, tensor by tensor, before a ratio is. Exit status 1 if a stated ratio is
-missed, or one is more than a quarter worse than `bench/baseline.json` says; `--accept` writes that file anew.
+missed, or one is more than a quarter worse than `bench/baseline.json` says; `--accept` writes that file anew. A whole
+run of `main` also draws docs/images/benchmark.svg; every other run draws benchmark.svg beside its tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
 import json
 import os
 import platform
@@ -18,6 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from cases import OURS, Case, environment, main_cases, small_cases, wide_cases
 from functions import function_cases
 from measure import Measured, measure
+from plot import draw as draw_times
 from scale import memory_rows, plan_rows, thread_rows
 from tables import draw, markdown
 
+PLOT = Path(__file__).parents[1] / "docs" / "images" / "benchmark.svg"
 BASELINE = Path(__file__).parent / "baseline.json"
 MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
 """Where trees of many small files are made: ext4 passes over inodes that were removed in the last minutes, so that each
@@ -104,6 +109,29 @@ def _accept(rows: list[dict[str, Any]]) -> None:
     BASELINE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
 
 
+def _facts(rounds: int) -> dict[str, Any]:
+    packages = {"Reshard": "reshard", "DeepSpeed": "deepspeed", "PyTorch": "torch"}
+    return {
+        "machine": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
+        "cores": len(os.sched_getaffinity(0)),
+        "rounds": rounds,
+        "date": dt.datetime.now(dt.UTC).date().isoformat(),
+        "load": round(os.getloadavg()[0], 2),
+        "versions": {name: version(package) for name, package in packages.items()},
+    }
+
+
+def _write(arguments: argparse.Namespace, facts: dict[str, Any], rows: list[dict[str, Any]], missed: list[str]) -> None:
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "bench.json").write_text(json.dumps(facts | {"rows": rows, "missed": missed}, indent=1) + "\n")
+    (arguments.out / "bench.md").write_text(markdown(rows))
+    draw(facts, arguments.out)
+    draw_times(facts, rows, arguments.out / PLOT.name)
+    if arguments.suite == "main" and not arguments.only:
+        draw_times(facts, rows, PLOT)
+        PLOT.with_suffix(".json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+
+
 def main() -> int:
     """Run the suites; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,7 +145,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     missed: list[str] = []
-    facts: dict[str, Any] = {"machine": platform.platform(), "cores": os.cpu_count(), "rounds": arguments.rounds}
+    facts = _facts(arguments.rounds)
     with (
         tempfile.TemporaryDirectory(prefix="reshard-bench-", dir=arguments.data) as directory,
         tempfile.TemporaryDirectory(prefix="reshard-bench-", dir=arguments.data or MEMORY) as small,
@@ -146,10 +174,7 @@ def main() -> int:
                     missed += also
                     print(json.dumps(facts[name], indent=1), flush=True)
     missed += _worse(rows)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "bench.json").write_text(json.dumps(facts | {"rows": rows, "missed": missed}, indent=1) + "\n")
-    (arguments.out / "bench.md").write_text(markdown(rows))
-    draw(facts, rows, arguments.out)
+    _write(arguments, facts, rows, missed)
     if arguments.accept:
         _accept(rows)
     for line in missed:

@@ -25,22 +25,13 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], out: Path) -> None:
-    """PNGs beside the tables."""
+def draw(facts: Mapping[str, Any], out: Path) -> None:
+    """PNGs of memory and plans, where they were measured."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    if rows:
-        shown = [r for r in rows if r["times_ours"] != 1.0 or r["name"] != "reshard"]
-        figure, axes = plt.subplots(figsize=(10, 1 + 0.3 * len(shown)), layout="constrained")
-        axes.barh([f"{r['case']}: {r['name']}" for r in shown], [r["times_ours"] for r in shown])
-        axes.axvline(1.0, color="black", linewidth=1)
-        axes.set_xlabel("time as a multiple of ours")
-        axes.invert_yaxis()
-        figure.savefig(out / "ratios.png", dpi=110)
-        plt.close(figure)
     if memory := facts.get("memory"):
         figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
         for target in sorted({m["to"] for m in memory}):

@@ -174,8 +174,8 @@ def stay(url: str, place: Playground, *, opened: bool) -> None:
     say(f"  dashboard  {url}")
     say(f"  log in     with the token {token_for(url)}")
     say(f"  a shell    source {shown(place.settings)}; reshard jobs list")
-    if opened:
-        webbrowser.open(url)
+    if opened and not webbrowser.open(url):
+        say("  no browser can be opened here")
     while True:
         signal.pause()
 

@@ -128,6 +128,7 @@ def main() -> None:
     if options.ranks < 1 or GLOBAL_BATCH % options.ranks:
         parser.error(f"--ranks {options.ranks} does not divide the global batch of {GLOBAL_BATCH} rows")
     torch.set_num_threads(1)
+    torch.optim.AdamW([torch.zeros(1)])  # imports half of torch: here once, and not in each rank
     warnings.simplefilter("ignore", FutureWarning)  # DeepSpeed 0.19 calls what torch 2.13 has renamed
     with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
         # A file where the ranks meet: nobody else can take it, as they can a port.

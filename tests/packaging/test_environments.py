@@ -33,6 +33,10 @@ def test_an_interpreter_that_is_named_gets_its_own_environment() -> None:
     ]
 
 
+def test_the_demo_takes_arguments() -> None:
+    assert "deploy/demo/run.py --stay\n" in _commands("demo", "ARGS=--stay")
+
+
 def test_an_interpreter_that_does_not_run_is_an_error() -> None:
     run = subprocess.run(
         ["make", "-n", "test", "PYTHON=/no/python"], cwd=ROOT, capture_output=True, text=True, check=False
