@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from http import HTTPStatus
@@ -63,10 +64,13 @@ def rest_page() -> str:
 def _openapi() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        from reshard_jobs.settings import JobSettings
         from reshard_service.app import create_app
         from reshard_service.settings import ServiceSettings
 
-        return create_app(ServiceSettings()).openapi()
+        with tempfile.TemporaryDirectory() as directory:
+            jobs = JobSettings(database_url=f"sqlite:///{directory}/jobs.db")
+            return create_app(ServiceSettings(jobs=jobs)).openapi()
 
 
 def _statuses(document: Mapping[str, Any]) -> dict[str, str]:
