@@ -18,7 +18,7 @@ import reshard
 from house.repository import ROOT, code_blocks
 
 DOCS = ROOT / "docs"
-RUN = ("concepts/conversion.md", "migrate.md", "troubleshooting.md")
+RUN = ("index.md", "faq.md", "concepts/conversion.md", "migrate.md", "troubleshooting.md")
 """Pages whose commands are run: those that begin with `reshard`, in order, in one directory."""
 
 
