@@ -89,6 +89,24 @@ def test_every_claim_of_the_comparison_names_its_evidence() -> None:
             assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
 
 
+def test_the_numbers_of_the_comparison_are_those_that_were_measured() -> None:
+    speed, memory = (
+        re.search(rf"^\| {name} \|.*$", (DOCS / "comparison.md").read_text("utf-8"), re.MULTILINE)
+        for name in ("speed", "memory")
+    )
+    assert speed
+    assert memory
+    measured = (DOCS / "performance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ZeRO-[23] to \w+(?: safetensors)? \|.*$", measured, re.MULTILINE)
+    for peer, cell in zip(("ds_to_universal", "zero_to_fp32"), speed[0].split("|")[3:5], strict=True):
+        found = sorted(float(ratio) for row in rows for ratio in re.findall(rf"`{peer}` ([\d.]+)", row))
+        assert [float(number) for number in re.findall(r"\d\.\d", cell)] == [found[0], found[-1]]
+    for peer, cell in zip(("ds_to_universal", "zero_to_fp32"), memory[0].split("|")[3:5], strict=True):
+        (wanted,) = re.findall(r"([\d.]+) GB", cell)
+        most = max(int(row.split("|")[7].replace(",", "").split()[0]) for row in rows if f"`{peer}`" in row)
+        assert round(most / 1000, 1) == float(wanted)
+
+
 def test_the_reference_has_every_public_function() -> None:
     page = (DOCS / "reference" / "python-api.md").read_text(encoding="utf-8")
     functions = [name for name in reshard.__all__ if name.islower() and name != "__version__"]
