@@ -114,7 +114,7 @@ dockerfiles: $(READY) ## hadolint: the images' Dockerfiles
 docs-check: $(READY) ## generated pages are current
 	@$(BIN)/python scripts/make_docs.py --check
 
-docs: $(READY) ## write the generated pages again (docs/errors.md, docs/modules.md)
+docs: $(READY) ## write the generated pages and pictures of docs/ again
 	@$(BIN)/python scripts/make_docs.py
 
 site: $(READY) ## the documents as a site in site/, offline and strict

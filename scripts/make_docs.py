@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from layout_pictures import pictures
+from llms_page import LLMS, llms_page
 from reference_pages import COMMANDS, REST, commands_page, rest_page
 
 from reshard.errors import CODES, ExitCode, class_of
@@ -184,7 +185,13 @@ def modules_page() -> str:
 def main(arguments: list[str]) -> int:
     """Write or check; returns the exit code."""
     stale: list[str] = []
-    pages = ((ERRORS, errors_page()), (MODULES, modules_page()), (REST, rest_page()), (COMMANDS, commands_page()))
+    pages = (
+        (ERRORS, errors_page()),
+        (MODULES, modules_page()),
+        (REST, rest_page()),
+        (COMMANDS, commands_page()),
+        (LLMS, llms_page()),
+    )
     for path, wanted in (*pages, *pictures()):
         if path.exists() and path.read_text(encoding="utf-8") == wanted:
             continue

@@ -53,6 +53,13 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return _PICTURE.sub(picture, html)
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:  # noqa: ARG001 - as mkdocs calls it
+    """The page with a name for the theme's search dialog, which readers of screens are told."""
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
+
+
 def _title(markdown: str) -> str:
     """What a page is called where another one points to it: its heading as far as a colon."""
     found = _TITLE.search(markdown)

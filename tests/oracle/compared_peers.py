@@ -19,7 +19,10 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.checkpoint import ds_to_universal
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from deepspeed.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+)
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 
@@ -80,6 +83,8 @@ def main(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     said["executed"] = sorted(name for name, made in ran.items() if made.is_dir())
 
     said["weights of zero_to_fp32"] = sorted(get_fp32_state_dict_from_zero_checkpoint(str(checkpoint)))
+    convert_zero_checkpoint_to_fp32_state_dict(str(checkpoint), str(scratch / "fp32"))
+    said["files of zero_to_fp32"] = sorted(p.name for p in (scratch / "fp32").iterdir())
     said["ds_to_universal"] = outcome(lambda: to_universal(checkpoint / tag, scratch / "universal"))
     said["files of ds_to_universal"] = sorted(p.name for p in (scratch / "universal").iterdir())
     said["s3 zero_to_fp32"] = outcome(lambda: get_fp32_state_dict_from_zero_checkpoint("s3://bucket/run1"))

@@ -53,6 +53,7 @@ def test_zero_to_fp32_gives_weights_and_no_training_state(said: dict[str, Any]) 
     names = set(said["weights of zero_to_fp32"])
     parameters = {tensor.fqn for tensor in reshard.inspect(CHECKPOINT).tensors}
     assert names <= parameters | {"head.weight"}
+    assert said["files of zero_to_fp32"] == ["pytorch_model.bin"]
 
 
 def test_ds_to_universal_leaves_no_record_to_verify(said: dict[str, Any], scratch: Path) -> None:

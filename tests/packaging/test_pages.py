@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import shutil
-import subprocess
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +15,14 @@ import pytest
 
 import reshard
 from house.repository import ROOT, code_blocks
+from reshard.cli.main import run
 
 DOCS = ROOT / "docs"
-RUN = ("concepts/conversion.md", "migrate.md", "troubleshooting.md")
-"""Pages whose commands are run: those that begin with `reshard`, in order, in one directory."""
+RUN = (
+    *("index.md", "faq.md", "concepts/conversion.md", "export-weights.md", "migrate.md", "resume.md"),
+    "troubleshooting.md",
+)
+"""Pages whose commands are run: those that run Reshard, in order, in one directory."""
 
 
 @pytest.fixture
@@ -31,18 +34,21 @@ def desk(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_the_commands_of_a_page_run(name: str, desk: Path) -> None:
-    lines = [
-        line
+def test_the_commands_of_a_page_run(
+    name: str, desk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(desk)
+    for variable in [key for key in os.environ if key.startswith("RESHARD_")]:
+        monkeypatch.delenv(variable)
+    commands = [
+        shlex.split(found, comments=True)[1:]
         for code in code_blocks(DOCS / name, "sh")
-        for line in code.replace("\\\n", " ").splitlines()
-        if line.startswith("reshard ")
+        for found in re.findall(r"^(?:\w+=\$\()?(reshard [^)\n]*)", code, re.MULTILINE)
     ]
-    assert lines
-    env = {key: value for key, value in os.environ.items() if not key.startswith("RESHARD_")}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-    done = subprocess.run(["bash", "-euxc", "\n".join(lines)], cwd=desk, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert commands
+    # In this process: a new one for each command would import the engine each time.
+    for words in commands:
+        assert run(words) == 0, f"{words}: {capfd.readouterr().err}"
 
 
 def source_texts(path: Path) -> list[str]:
@@ -84,6 +90,24 @@ def test_every_claim_of_the_comparison_names_its_evidence() -> None:
         assert tests or re.search(r"\]\((https://|performance\.md)", row), number
         for path, name in tests:
             assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
+def test_the_numbers_of_the_comparison_are_those_that_were_measured() -> None:
+    speed, memory = (
+        re.search(rf"^\| {name} \|.*$", (DOCS / "comparison.md").read_text("utf-8"), re.MULTILINE)
+        for name in ("speed", "memory")
+    )
+    assert speed
+    assert memory
+    measured = (DOCS / "performance.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ZeRO-[23] to \w+(?: safetensors)? \|.*$", measured, re.MULTILINE)
+    for peer, cell in zip(("ds_to_universal", "zero_to_fp32"), speed[0].split("|")[3:5], strict=True):
+        found = sorted(float(ratio) for row in rows for ratio in re.findall(rf"`{peer}` ([\d.]+)", row))
+        assert [float(number) for number in re.findall(r"\d\.\d", cell)] == [found[0], found[-1]]
+    for peer, cell in zip(("ds_to_universal", "zero_to_fp32"), memory[0].split("|")[3:5], strict=True):
+        (wanted,) = re.findall(r"([\d.]+) GB", cell)
+        most = max(int(row.split("|")[7].replace(",", "").split()[0]) for row in rows if f"`{peer}`" in row)
+        assert round(most / 1000, 1) == float(wanted)
 
 
 def test_the_reference_has_every_public_function() -> None:
