@@ -50,7 +50,8 @@ def _unauthorized() -> RequestError:
     return RequestError(
         "request.unauthorized",
         "the token is missing or not valid",
-        fix="export RESHARD_TOKEN=... (the service's token); on the service's machine, its user needs none",
+        fix="export RESHARD_TOKEN=... (the service's token); on the service's machine, its user needs none; "
+        "in a browser: open /login",
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import Depends, FastAPI
+from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import RequestError
@@ -71,6 +73,8 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     Raises:
         ReshardError: The settings or the job database are not usable.
     """
+    # FastAPI 0.165 gives pydantic 2.14 an alias where it has no effect. Nobody who reads the log could change that.
+    warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
     if settings is None:
         settings = ServiceSettings.from_env()
         if settings.unprotected and not settings.anonymous:

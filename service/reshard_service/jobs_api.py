@@ -36,7 +36,7 @@ _OWN_FIELDS = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.ke
 _PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
 
 
-@router.post("", status_code=202, response_model=Job, responses=problems(403, 409))
+@router.post("", status_code=202, response_model=Job, responses=problems(403, 409), summary="Submit a job")
 async def submit(
     body: SubmitRequest,
     context: Context,
@@ -56,6 +56,7 @@ async def submit(
     status_code=202,
     response_model=Job,
     responses={200: {"model": Job, "description": "The job has ended."}, **problems(403, 409)},
+    summary="Submit a job under an id of your own",
 )
 async def put(
     job_id: str, body: SubmitRequest, context: Context, caller: Submitter, prefer: Annotated[str, Header()] = ""
@@ -191,7 +192,9 @@ def _tag_of(seq: int) -> str:
     return f'"{seq}"'
 
 
-@router.post("/{job_id}/cancel", status_code=202, response_model=Job, responses=problems(404, 409))
+@router.post(
+    "/{job_id}/cancel", status_code=202, response_model=Job, responses=problems(404, 409), summary="Cancel a job"
+)
 async def cancel(job_id: str, context: Context, caller: Canceller) -> Response:
     """Cancel a job, or give up the files of one that FAILED. Repeating is harmless. Answers 409 if it has SUCCEEDED."""
     return accepted(await cancel_job(context, caller, job_id))
@@ -206,7 +209,9 @@ async def cancel_job(context: ServiceContext, caller: Principal, job_id: str) ->
     return job
 
 
-@router.post("/{job_id}/retry", status_code=202, response_model=Job, responses=problems(404, 409))
+@router.post(
+    "/{job_id}/retry", status_code=202, response_model=Job, responses=problems(404, 409), summary="Retry a failed job"
+)
 async def retry(job_id: str, context: Context, caller: Submitter) -> Response:
     """Send a job that FAILED back to the queue; it goes on where it stopped. Repeating is harmless."""
     return accepted(await retry_job(context, caller, job_id))
@@ -220,7 +225,12 @@ async def retry_job(context: ServiceContext, caller: Principal, job_id: str) -> 
     return job
 
 
-@router.get("/{job_id}/result", response_model=ConvertResult | PlanSummary, responses=problems(404, 409))
+@router.get(
+    "/{job_id}/result",
+    response_model=ConvertResult | PlanSummary,
+    responses=problems(404, 409),
+    summary="Get a job's result",
+)
 def result(job_id: str, context: Context, caller: Reader) -> ConvertResult | PlanSummary:
     """Get the result of a job. Answers 409 while it runs and if it has none: `details.error` says why it failed."""
     return outcome_of(context.jobs_of(caller).get(job_id))

@@ -27,7 +27,7 @@ from reshard_service.webhook_secrets import Sealer, new_secret
 router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
 
 
-@router.post("", status_code=201, response_model=Webhook, responses=problems(403))
+@router.post("", status_code=201, response_model=Webhook, responses=problems(403), summary="Create a webhook")
 def create(body: WebhookRequest, context: Context, caller: Administrator) -> Webhook:
     """Add an endpoint. The answer has the secret of its signatures, which is not shown again."""
     settings = context.settings
@@ -47,20 +47,22 @@ def list_webhooks(context: Context, caller: Reader) -> WebhookList:
     return WebhookList(webhooks=tuple(Webhooks(context.database, caller.tenant).list()))
 
 
-@router.get("/{webhook_id}", response_model=Webhook, responses=problems(404))
+@router.get("/{webhook_id}", response_model=Webhook, responses=problems(404), summary="Get a webhook")
 def get(webhook_id: str, context: Context, caller: Reader) -> Webhook:
     """Get an endpoint."""
     return Webhooks(context.database, caller.tenant).get(webhook_id)
 
 
-@router.delete("/{webhook_id}", status_code=204, responses=problems(404))
+@router.delete("/{webhook_id}", status_code=204, responses=problems(404), summary="Remove a webhook")
 def remove(webhook_id: str, context: Context, caller: Administrator) -> Response:
     """Remove an endpoint and its deliveries."""
     Webhooks(context.database, caller.tenant).remove(webhook_id)
     return Response(status_code=204)
 
 
-@router.post("/{webhook_id}/rotate", response_model=Webhook, responses=problems(404))
+@router.post(
+    "/{webhook_id}/rotate", response_model=Webhook, responses=problems(404), summary="Rotate a webhook's secret"
+)
 def rotate(webhook_id: str, body: RotateRequest, context: Context, caller: Administrator) -> Webhook:
     """Make a new secret. For `keep_s` seconds each call is signed with the one before, too."""
     secret = new_secret()
@@ -69,13 +71,18 @@ def rotate(webhook_id: str, body: RotateRequest, context: Context, caller: Admin
     return found.model_copy(update={"secret": secret})
 
 
-@router.post("/{webhook_id}/enable", response_model=Webhook, responses=problems(404))
+@router.post("/{webhook_id}/enable", response_model=Webhook, responses=problems(404), summary="Enable a webhook")
 def enable(webhook_id: str, context: Context, caller: Administrator) -> Webhook:
     """Send to an endpoint again that has answered 410."""
     return Webhooks(context.database, caller.tenant).enable(webhook_id)
 
 
-@router.get("/{webhook_id}/deliveries", response_model=DeliveryList, responses=problems(404))
+@router.get(
+    "/{webhook_id}/deliveries",
+    response_model=DeliveryList,
+    responses=problems(404),
+    summary="List a webhook's deliveries",
+)
 def deliveries(
     webhook_id: str,
     context: Context,
@@ -89,7 +96,9 @@ def deliveries(
     return DeliveryList(deliveries=tuple(found))
 
 
-@router.post("/{webhook_id}/redeliver", response_model=Redelivered, responses=problems(404))
+@router.post(
+    "/{webhook_id}/redeliver", response_model=Redelivered, responses=problems(404), summary="Send deliveries again"
+)
 def redeliver(webhook_id: str, body: RedeliverRequest, context: Context, caller: Administrator) -> Redelivered:
     """Send a delivery again, or all that are dead."""
     Webhooks(context.database, caller.tenant).get(webhook_id)

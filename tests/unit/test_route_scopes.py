@@ -12,7 +12,6 @@ from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
 
 # FastAPI puts its alias of a body beside the model, for which pydantic warns; the application is built without it.
-pytestmark = pytest.mark.filterwarnings("ignore::pydantic.warnings.UnsupportedFieldAttributeWarning")
 OPEN = {"/healthz", "/readyz"}
 
 
