@@ -27,6 +27,7 @@ HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
 TOKEN = "operators-token"
 FULL_SECONDS = int(os.environ.get("RESHARD_CONTRACT_S", "600"))
 SEED = 18
+_LEAST_CASES = 40
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,12 @@ def fuzz(service: Service, principal: Principal, directory: Path, *, seconds: in
 
 @pytest.mark.parametrize("principal", PRINCIPALS, ids=lambda principal: principal.name)
 def test_the_api_keeps_its_schema(service: Service, principal: Principal, tmp_path: Path) -> None:
-    said = fuzz(service, principal, tmp_path, seconds=principal.seconds, seed=SEED)
-    assert int(re.findall(r"(\d+) generated", said)[-1]) > 40, said
+    # A busy machine makes few calls in this time: then it gets more.
+    for factor in (1, 5):
+        said = fuzz(service, principal, tmp_path, seconds=factor * principal.seconds, seed=SEED)
+        if (cases := int(re.findall(r"(\d+) generated", said)[-1])) > _LEAST_CASES:
+            break
+    assert cases > _LEAST_CASES, said
 
 
 @pytest.mark.full
