@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -10,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import reshard
 from house.repository import ROOT
@@ -80,3 +85,14 @@ def test_reshard_reads_no_dcp_and_says_what_does(scratch: Path, said: dict[str, 
         reshard.inspect(scratch / "clean-dcp")
     assert caught.value.code == "source.unsupported"
     assert "dcp_to_torch" in (caught.value.fix or "")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_writes_safetensors_of_its_own_state(tmp_path: Path) -> None:
+    state = {"up.weight": torch.arange(6.0).reshape(2, 3)}
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(str(tmp_path)), no_dist=True)
+    (written,) = tmp_path.glob("*.safetensors")
+    assert torch.equal(load_file(written)["up.weight"], state["up.weight"])
+    # The step that joins the files of several ranks; torch 2.13 has it in a module without a public name.
+    joins = "torch.distributed.checkpoint._consolidate_hf_safetensors"
+    assert hasattr(importlib.import_module(joins), "consolidate_safetensors_files")
