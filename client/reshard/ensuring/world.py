@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from pydantic import ValidationError
@@ -47,8 +47,7 @@ def world_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
     if told is None or told[1] != "SLURM_NTASKS":
         return told
     tasks = told[0]
-    nodes = next(((n, count) for n in _SLURM_NODES if (count := _number(environ, n)) is not None), None)
-    gpus = next(((n, count) for n in _SLURM_GPUS if (count := _number(environ, n)) is not None), None)
+    nodes, gpus = _first(environ, _SLURM_NODES), _first(environ, _SLURM_GPUS)
     if nodes is None or nodes[1] != tasks or (gpus is not None and gpus[1] == 1):
         return told
     many = "" if gpus is None else f", {gpus[0]} is {gpus[1]}: {tasks * gpus[1]} ranks, if each GPU gets one"
@@ -72,10 +71,13 @@ def _told(environ: Mapping[str, str]) -> tuple[int, str] | None:
     return None
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
-    """The number of a variable of Slurm: `4`, and also `gpu:4` or `gpu:a100:4`."""
-    text = environ.get(name, "").strip().rpartition(":")[2]
-    return int(text) if text.isdecimal() else None
+def _first(environ: Mapping[str, str], names: Sequence[str]) -> tuple[str, int] | None:
+    """The first of Slurm's variables that is set, and its number: `4`, and also `gpu:4` or `gpu:a100:4`."""
+    for name in names:
+        text = environ.get(name, "").strip().rpartition(":")[2]
+        if text.isdecimal():
+            return name, int(text)
+    return None
 
 
 @dataclass(frozen=True)
