@@ -56,7 +56,9 @@ CODES: Mapping[str, CodeEntry] = {
     "request.invalid": CodeEntry(422, ExitCode.USAGE, "A field of the request is wrong."),
     "request.unknown_scheme": CodeEntry(422, ExitCode.USAGE, "No storage backend serves this URL scheme."),
     "request.target_exists": CodeEntry(
-        409, ExitCode.CONFLICT, "The target exists and is not the result of this conversion."
+        409,
+        ExitCode.CONFLICT,
+        "The target exists and is not the result of this conversion, or `latest` beside it names a later step.",
     ),
     "request.target_busy": CodeEntry(409, ExitCode.CONFLICT, "Another conversion is writing the target."),
     "request.overlap": CodeEntry(422, ExitCode.USAGE, "Source and target overlap."),

@@ -77,7 +77,7 @@ class LocalEngine:
             read_bytes=plan.read_bytes,
             write_bytes=plan.write_bytes,
             peak_memory_bytes=conversion.peak_bytes,
-            warnings=plan.warnings,
+            warnings=(*plan.warnings, *conversion.pointer_warnings()),
             not_carried=plan.not_carried,
         )
 

@@ -100,7 +100,7 @@ def ensure(
     """
     source_spec(source, tag, None)
     from reshard.ensuring import Outcome, ensured
-    from reshard.ensuring.world import Wanted
+    from reshard.ensuring.world import Wanted, world_size
 
     said = {
         Outcome.SOURCE: "the source has this layout already",
@@ -116,6 +116,8 @@ def ensure(
         opaque=opaque,
         environ=os.environ,
     )
+    if dp is None and not quiet and (told := world_size(os.environ)) is not None:
+        sys.stderr.write(f"{told[0]} ranks, from {told[1]}; --dp N overrides\n")
     with progress_shown(quiet=quiet) as show:
         result = ensured(
             source,
@@ -127,11 +129,12 @@ def ensure(
             workers=workers,
             on_progress=show,
         )
+    path = result.path if "://" in result.path else os.path.abspath(result.path)
     if not quiet:
         sys.stderr.write(f"{said[result.outcome]}\n")
     if as_json:
-        facts = {"schema_version": 1, "path": result.path, "outcome": result.outcome.value}
+        facts = {"schema_version": 1, "path": path, "outcome": result.outcome.value}
         sys.stdout.write(json.dumps(facts) + "\n")
     else:
-        sys.stdout.write(f"{result.path}\n")
+        sys.stdout.write(f"{path}\n")
     sys.stdout.flush()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -119,16 +121,32 @@ class ServiceConverter:
         """Connect to the service. The client is imported here because it needs httpx."""
         from reshard.client import Client
 
-        self._client, self._deadline = Client(url), deadline
+        self._client, self._deadline, self._url = Client(url), deadline, url
 
     def inspect(self, source: SourceSpec) -> Inspection:
         """Describe the checkpoint as the service sees it."""
-        return self._client.inspect(source.url, tag=source.tag)
+        with self._away_or_here():
+            return self._client.inspect(source.url, tag=source.tag)
 
     def convert(
         self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
     ) -> None:
         """Submit until the answer is a job that has not ended: an ended one may have failed or lost its result."""
+        with self._away_or_here():
+            self._convert(request, key, done)
+
+    @contextmanager
+    def _away_or_here(self) -> Generator[None]:
+        """Add to the error of a service that is away how to do without it."""
+        try:
+            yield
+        except JobError as error:
+            if error.code != "service.unavailable":
+                raise
+            here = "unset RESHARD_URL" if os.environ.get("RESHARD_URL") == self._url else "leave --url out"
+            raise JobError(error.code, error.message, fix=f"{error.fix}; or convert here: {here}") from error
+
+    def _convert(self, request: ConvertRequest, key: str, done: Callable[[], bool]) -> None:
         for attempt in range(_MAX_SUBMISSIONS):
             name = f"ensure-{key[:40]}-{attempt}"
             job = self._client.submit_request(request, labels={"made-by": "ensure"}, idempotency_key=name)

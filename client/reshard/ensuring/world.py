@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from pydantic import ValidationError
@@ -18,6 +18,10 @@ _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """Variables in which launchers tell the number of processes, in order of precedence. torchrun, Accelerate and DeepSpeed
 set the first one, also inside an allocation of Slurm."""
 
+_SLURM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+_SLURM_GPUS = ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
+_SAY_DP = "say how many data-parallel ranks the run will have: --dp N, or reshard.ensure(src, dp=N)"
+
 
 def visible_processes(environ: Mapping[str, str]) -> int | None:
     """The number of processes that the launcher started; None if no launcher tells.
@@ -27,6 +31,35 @@ def visible_processes(environ: Mapping[str, str]) -> int | None:
     Raises:
         RequestError: `request.invalid` for a variable that is not a positive number.
     """
+    told = _told(environ)
+    return None if told is None else told[0]
+
+
+def world_size(environ: Mapping[str, str]) -> tuple[int, str] | None:
+    """The number of ranks of the run, and the variable that says so; None if no launcher tells.
+
+    One task of Slurm a node does not count, unless the node has one GPU: torchrun or deepspeed runs under it.
+
+    Raises:
+        RequestError: `request.invalid` for a variable that is not a positive number, and for one task a node.
+    """
+    told = _told(environ)
+    if told is None or told[1] != "SLURM_NTASKS":
+        return told
+    tasks = told[0]
+    nodes, gpus = _first(environ, _SLURM_NODES), _first(environ, _SLURM_GPUS)
+    if nodes is None or nodes[1] != tasks or (gpus is not None and gpus[1] == 1):
+        return told
+    many = "" if gpus is None else f", {gpus[0]} is {gpus[1]}: {tasks * gpus[1]} ranks, if each GPU gets one"
+    raise RequestError(
+        "request.invalid",
+        f"SLURM_NTASKS is {tasks} and {nodes[0]} is {tasks}: one task a node, under which torchrun or deepspeed may "
+        f"start more processes{many}",
+        fix=_SAY_DP,
+    )
+
+
+def _told(environ: Mapping[str, str]) -> tuple[int, str] | None:
     for name in _LAUNCHERS:
         text = environ.get(name, "").strip()
         if not text:
@@ -34,7 +67,16 @@ def visible_processes(environ: Mapping[str, str]) -> int | None:
         if not text.isdecimal() or int(text) < 1:
             raise RequestError("request.invalid", f"{name} is {printable(text)!r}, not a number of processes")
         if name != "SLURM_NTASKS" or int(text) > 1:
-            return int(text)
+            return int(text), name
+    return None
+
+
+def _first(environ: Mapping[str, str], names: Sequence[str]) -> tuple[str, int] | None:
+    """The first of Slurm's variables that is set, and its number: `4`, and also `gpu:4` or `gpu:a100:4`."""
+    for name in names:
+        text = environ.get(name, "").strip().rpartition(":")[2]
+        if text.isdecimal():
+            return name, int(text)
     return None
 
 
@@ -91,12 +133,13 @@ class Wanted:
             policy = OpaquePolicy(opaque)
         except ValueError as error:
             raise RequestError("request.invalid", str(error), fix="reshard ensure --help") from None
-        processes = visible_processes(environ) if axes.get("dp") is None else None
+        told = world_size(environ) if axes.get("dp") is None else None
+        processes = None if told is None else told[0]
         if axes.get("dp") is None and processes is None:
             raise RequestError(
                 "request.invalid",
                 f"no launcher says how many processes there are (none of {', '.join(_LAUNCHERS)}), and no dp was given",
-                fix="say how many data-parallel ranks the run will have: --dp N, or reshard.ensure(src, dp=N)",
+                fix=_SAY_DP,
             )
         return cls(
             **axes,

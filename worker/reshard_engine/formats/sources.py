@@ -22,7 +22,7 @@ from reshard_engine.formats.unsupported import unsupported_kind
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
+from reshard_engine.storage.protocol import Listing, ObjectInfo, join, read_bytes
 from reshard_engine.storage.urls import canonical_url, is_within
 
 _POINTER_LIMIT_BYTES = 1_024
@@ -96,6 +96,17 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         f"directories: {_some(listing.directories)})",
         fix=_tag_fix(location, listing) or "name the directory that holds `latest`, the rank files or the weights",
     )
+
+
+def pointed_tag(location: Location, name: str) -> str | None:
+    """The tag that a pointer in a directory names; None if there is no pointer, or no checkpoint that it names."""
+    pointer = location.store.stat(join(location.path, name))
+    if pointer is None:
+        return None
+    try:
+        return _pointed(location, Listing((), ()), pointer, name).tag
+    except SourceError:
+        return None
 
 
 def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: str) -> Found:

@@ -37,6 +37,7 @@ from reshard_engine.formats.registry import check_request, known_files, writer_o
 from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.operations.finished import finished_manifest
 from reshard_engine.operations.ownership import Ownership
+from reshard_engine.operations.pointer_moves import PointerMove, pointer_move, pointer_warnings, refuse_earlier
 from reshard_engine.operations.requested import requested_checkpoint
 from reshard_engine.operations.shared_metadata import SharedMetadata, coordination_at
 from reshard_engine.operations.verification import verify_target
@@ -201,6 +202,22 @@ class Conversion:
         finally:
             self.sink.close()
 
+    def examine(self) -> None:
+        """Refuse a target that exists, that another process is writing, or that would move `latest` back.
+
+        Raises:
+            RequestError: `request.target_exists`, `request.target_busy`.
+        """
+        self.sink.examine(self.plan, overwrite=self.request.overwrite)
+        refuse_earlier(self._pointer_move(), overwrite=self.request.overwrite)
+
+    def pointer_warnings(self) -> tuple[str, ...]:
+        """Warnings about the file beside the target, such as `latest`. They tell what is there before the commit."""
+        return tuple(pointer_warnings(self.target, self.layout.pointer, self.checkpoint, self._pointer_move()))
+
+    def _pointer_move(self) -> PointerMove | None:
+        return pointer_move(self.target, self.layout.pointer, self.checkpoint)
+
     def finished_before(
         self, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
     ) -> ConvertResult | None:
@@ -227,7 +244,7 @@ class Conversion:
         plan, seconds = self.plan, dict(self.planning)
         clock = time.monotonic()
         self.ownership.take(plan, self.sink)
-        self.sink.examine(plan, overwrite=self.request.overwrite)
+        self.examine()
         end_span = begin_span("agreements")
         disagreements = check_agreements(self.checkpoint, self.request.replicas, stop_check(should_stop))
         end_span()
@@ -311,6 +328,7 @@ class Conversion:
             manifest = with_pins(self._manifest(executor, disagreements), {i.path: i.pin for i in there})
         if full is not None:
             manifest = full.after_publishing(manifest, threads)
+        beside = self.pointer_warnings()
         self.sink.commit(manifest.to_bytes(), self.layout.pointer)
         _lap(seconds, "commit", clock)
         executor.progress.report("done", force=True)
@@ -324,8 +342,8 @@ class Conversion:
             resumed_bytes=executor.progress.resumed_bytes,
             seconds=seconds,
             plan_digest=plan.digest,
-            # Notes on devices do not describe the target, so they are not in the manifest.
-            warnings=(*manifest.warnings, *default_kernel().take_warnings()),
+            # Notes on devices and on files beside the target do not describe it, so they are not in the manifest.
+            warnings=(*manifest.warnings, *beside, *default_kernel().take_warnings()),
             not_carried=manifest.not_carried,
             casts=manifest.casts,
             verification=manifest.verification,

@@ -300,7 +300,7 @@ class _SharedConversion:
         """Do what the coordinator of an epoch does before others may write."""
         conversion = self.conversion
         overwrite = conversion.request.overwrite
-        sink.examine(conversion.plan, overwrite=overwrite)
+        conversion.examine()
         checks, policy = self._agreement_checks(worker), conversion.request.replicas
         shared = checks.waves.is_worth_sharing
         if shared:

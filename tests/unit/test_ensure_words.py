@@ -1,0 +1,80 @@
+"""`reshard ensure` says where its number of ranks comes from, takes no node for a rank, and prints absolute paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from house.promises import command
+from house.saves import LAUNCHERS, make_save, wanted
+from reshard.errors import RequestError
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHERS, "RESHARD_URL", "SLURM_NNODES", "SLURM_STEP_NUM_NODES", "SLURM_GPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    return make_save(tmp_path / "run")
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_NTASKS"])
+def test_the_origin_of_the_number_of_ranks_is_said(variable: str, save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "2")
+    code, told, said = command("ensure", str(save))
+    assert (code, told) == (0, f"{save}\n")
+    assert f"2 ranks, from {variable}; --dp N overrides" in said
+    for more in (("--dp", "2"), ("-q",)):
+        code, _, said = command("ensure", str(save), *more)
+        assert (code, "overrides" in said) == (0, False)
+
+
+ONE_A_NODE = {"SLURM_NTASKS": "4", "SLURM_NNODES": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        (ONE_A_NODE, None),
+        ({**ONE_A_NODE, "SLURM_GPUS_ON_NODE": "8"}, None),
+        ({**ONE_A_NODE, "SLURM_GPUS_PER_NODE": "gpu:h100:8"}, None),
+        ({**ONE_A_NODE, "SLURM_GPUS_ON_NODE": "1"}, 4),
+        ({**ONE_A_NODE, "SLURM_GPUS_PER_NODE": "h100:1"}, 4),
+        ({**ONE_A_NODE, "WORLD_SIZE": "32"}, 32),
+        ({"SLURM_NTASKS": "32", "SLURM_NNODES": "4", "SLURM_GPUS_ON_NODE": "8"}, 32),
+        ({"SLURM_NTASKS": "4", "SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "1"}, 4),
+        ({"SLURM_NTASKS": "4"}, 4),
+    ],
+    ids=str,
+)
+def test_one_task_a_node_is_no_number_of_ranks(environ: dict[str, str], expected: int | None) -> None:
+    if expected is not None:
+        assert wanted(environ=environ).processes == expected
+        return
+    with pytest.raises(RequestError) as caught:
+        wanted(environ=environ)
+    assert (caught.value.code, "--dp N" in caught.value.fix) == ("request.invalid", True)
+    assert "SLURM_NTASKS is 4 and SLURM_NNODES is 4" in caught.value.message
+    assert ("32 ranks" in caught.value.message) is (len(environ) > 2)
+    assert wanted(dp=8, environ=environ).dp == 8
+
+
+def test_the_path_is_absolute_whether_the_source_fits_or_not(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(save.parent)
+    assert command("ensure", save.name, "--dp", "2")[1] == f"{save}\n"
+    assert command("ensure", save.name, "--dp", "3")[1].startswith(f"{save}/.reshard/")
+
+
+def test_a_service_that_is_away_can_be_done_without(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)  # between the tries
+    away = "http://127.0.0.1:9"
+    code, _, said = command("ensure", str(save), "--dp", "3", "--url", away)
+    assert (code, "leave --url out" in said) == (6, True)
+    monkeypatch.setenv("RESHARD_URL", away)
+    code, _, said = command("ensure", str(save), "--dp", "3")
+    assert (code, "service.unavailable" in said) == (6, True)
+    assert "or convert here: unset RESHARD_URL" in said
