@@ -62,6 +62,8 @@ class JobClaim:
     tenant: str = "default"
     traceparent: str | None = None
     """The span of the request that made the job."""
+    given_id: str | None = None
+    """The id that the caller chose, if he did: the tenant knows the job by it."""
     waited_s: float | None = None
     """Seconds in the queue before this attempt, by the database's clock; None if they are not known or not wanted."""
 
@@ -128,6 +130,7 @@ class Leases:
                 abandoned=_abandoned(session, row),
                 tenant=tenant_of(row),
                 traceparent=row.traceparent,
+                given_id=row.given_id,
                 waited_s=_waited_s(session, row) if row.traceparent is not None else None,
             )
 

@@ -83,7 +83,7 @@ def logged(make_stack: Callable[[str], Stack], s3: S3Server, tmp_path: Path) -> 
         names = {"profile": "good", "target_profile": "good"}
         shared = client.submit(f"s3://{BUCKET}/run", f"s3://{BUCKET}/out", to="universal", part_bytes=4096, **names)
         assert client.wait(shared.id, timeout_s=90).state is JobState.SUCCEEDED
-        bad = {"profile": "good", "target_profile": "bad"}
+        bad = {"profile": "good", "target_profile": "bad", "job_id": "named-by-a-caller"}
         failed = client.submit(f"s3://{BUCKET}/run", f"s3://{BUCKET}/bad", to="universal", max_attempts=1, **bad)
         assert client.wait(failed.id, timeout_s=90).state is JobState.FAILED
         # A caller's mistakes.
@@ -123,7 +123,9 @@ def test_a_real_run_logs_json_with_its_jobs_and_no_secrets(logged: Logged) -> No
     assert {line["logger"] for line in runs} == {"reshard_engine.distributed.run_member"}
     supervising = {line["pid"] for line in work if line["logger"] == "reshard_worker.supervisor"}
     assert not supervising & {line["pid"] for line in runs}
-    assert any(line.get("job") == logged.failed and line["message"].endswith("failed") for line in logged.lines)
+    # A line says both ids of a job that its caller has named.
+    (named,) = {line["job"] for line in logged.lines if f"attempt 1 of {logged.failed} begins" in line["message"]}
+    assert any(line.get("job") == named and line["message"].endswith("failed") for line in logged.lines)
 
 
 @pytest.fixture

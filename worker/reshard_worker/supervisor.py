@@ -155,7 +155,8 @@ class Supervisor:
         return Outcome.HELPED
 
     def _see_through(self, claim: JobClaim) -> Outcome:
-        logger.info("job %s: attempt %d begins", claim.job_id, claim.attempt)
+        known_as = f" of {claim.given_id}" if claim.given_id else ""
+        logger.info("job %s: attempt %d%s begins", claim.job_id, claim.attempt, known_as)
         watch = LeaseHeartbeat(self._leases, claim, self._settings)
         try:
             if self._on_claim is not None:
