@@ -212,8 +212,14 @@ class Conversion:
         refuse_earlier(self._pointer_move(), overwrite=self.request.overwrite)
 
     def pointer_warnings(self) -> tuple[str, ...]:
-        """Warnings about the file beside the target, such as `latest`. They tell what is there before the commit."""
-        return tuple(pointer_warnings(self.target, self.layout.pointer, self.checkpoint, self._pointer_move()))
+        """Warnings about the file beside the target, such as `latest`. They tell what is there before the commit.
+
+        Whoever plans need not be allowed to read the target: then there are none.
+        """
+        try:
+            return tuple(pointer_warnings(self.target, self.layout.pointer, self.checkpoint, self._pointer_move()))
+        except StorageError:
+            return ()
 
     def _pointer_move(self) -> PointerMove | None:
         return pointer_move(self.target, self.layout.pointer, self.checkpoint)
