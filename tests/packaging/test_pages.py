@@ -115,3 +115,11 @@ def test_the_reference_has_every_public_function() -> None:
     functions = [name for name in reshard.__all__ if name.islower() and name != "__version__"]
     assert len(functions) > 5
     assert [name for name in (*functions, "Client") if f"::: reshard.{name}\n" not in page] == []
+
+
+def test_the_readme_names_the_versions_that_the_tests_run_with() -> None:
+    pinned = dict(
+        re.findall(r"^(deepspeed|torch)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    )
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"DeepSpeed {pinned['deepspeed']} and PyTorch {pinned['torch']}" in readme
