@@ -21,7 +21,7 @@ parameter_with_row_parallelism_patterns: ['down\\.weight']
 tp_replicated_parameter_patterns: ['down\\.bias']
 """
 _CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "tutorial": ("up.weight", "run1_on_3/global_step4", {"to": "zero", "dp": 3}),
+    "tutorial": ("up.bias", "run1_on_3/global_step4", {"to": "zero", "dp": 3}),
     "zero3": ("up.weight", "on_4/global_step4", {"to": "zero", "dp": 4, "zero_stage": "3"}),
     "tensor-parallel": ("down.weight", "tp_2/global_step4", {"to": "zero", "dp": 1, "tp": 2}),
     "universal": ("up.weight", "run1/global_step4_universal", {"to": "universal"}),
