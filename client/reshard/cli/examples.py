@@ -24,8 +24,10 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
         ("For a script", "reshard plan run1 run2/global_step100 --to zero --dp 3 --json"),
     ),
     "convert": (
-        ("Resume on 3 GPUs; no DST to choose, and the same command in every job", "reshard ensure run1 --dp 3"),
-        ("The same, into a directory of your choice", "reshard convert run1 run2/global_step100 --to zero --dp 3"),
+        (
+            "Resume on 3 GPUs; `reshard ensure run1 --dp 3` chooses DST itself",
+            "reshard convert run1 run2/global_step100 --to zero --dp 3",
+        ),
         (
             "One directory for any number of GPUs (DeepSpeed, load_universal)",
             "reshard convert run1 run2/global_step100_universal --to universal",
