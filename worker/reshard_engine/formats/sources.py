@@ -90,13 +90,12 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         return here
     if (other := unsupported_kind(location, listing)) is not None:
         raise other
+    known = _tag_fix(location, listing) or _below_fix(location, listing)
     raise SourceError(
         "source.unknown_kind",
         f"{printable(location.url)} holds no checkpoint of a known kind ({len(listing.files)} files, "
         f"directories: {_some(listing.directories)})",
-        fix=_tag_fix(location, listing)
-        or _below_fix(location, listing)
-        or "name the directory that holds `latest`, the rank files or the weights",
+        fix=known or "name the directory that holds `latest`, the rank files or the weights",
     )
 
 
