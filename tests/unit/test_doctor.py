@@ -47,9 +47,12 @@ def test_every_line_says_how_it_is(tmp_path: Path) -> None:
         assert re.search(rf"(?m)^\w+ +{subject} ", out), subject
 
 
-def test_missing_credentials_are_no_failure_and_say_what_to_export() -> None:
+def test_missing_credentials_concern_only_users_of_s3_and_say_what_to_export() -> None:
     code, found = findings()
     assert code == 0
+    assert (found["credentials"][0]["health"], found["credentials"][0]["fix"]) == ("ok", "")
+    assert "only for s3://" in found["credentials"][0]["text"]
+    code, found = findings("s3://bucket/run1")
     assert found["credentials"][0]["health"] == "warn"
     assert "AWS_ACCESS_KEY_ID" in found["credentials"][0]["fix"]
 

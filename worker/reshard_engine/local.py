@@ -195,8 +195,6 @@ class LocalEngine:
         from reshard_engine.formats.registry import rules_of
         from reshard_engine.operations.diff.comparison import diff_checkpoints
 
-        if on_progress is not None:
-            on_progress(Progress(phase="planning"))
         rules = rules_of(options.options)
         left, right = (
             read_checkpoint(open_location(s.url, s.profile), s.tag, OpaqueLedger(OpaquePolicy.KEEP), rules)

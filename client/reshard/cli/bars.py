@@ -44,8 +44,12 @@ def facts_of(progress: Progress | None) -> str:
     """The share of the work that is done, bytes, rate, time left and kept bytes; empty if the size is not known."""
     if progress is None or not progress.bytes_total:
         return ""
+    written = f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}"
+    if progress.phase in {"verifying", "committing"}:
+        # The bytes of commit files come last, so a share of all bytes says nothing about these phases.
+        return f"{written} written"
     share = 100 * progress.bytes_done // progress.bytes_total
-    parts = [f"{share}%", f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}"]
+    parts = [f"{share}%", written]
     if progress.rate_bytes_per_s and progress.phase == "running":
         parts.append(f"{format_size(progress.rate_bytes_per_s)}/s")
         parts += [] if progress.eta_s is None else [f"eta {format_duration(progress.eta_s)}"]

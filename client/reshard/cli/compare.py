@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _NAME_CHARS = 64
+_OF_TRAINING = frozenset({"optimizer states", "counters and client state"})
+"""The names under which a comparison says that one side has no state of training at all."""
 
 
 class States(StrEnum):
@@ -144,6 +146,8 @@ def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
     shown = report.differences if every else report.differences[:_SHOWN]
     for difference in shown:
         yield f"  {_difference(difference)}"
+    if {d.name for d in report.differences if d.a is None or d.b is None} & _OF_TRAINING:
+        yield "  only one side holds a training state: --weights-only compares the rest"
     if len(shown) < len(report.differences):
         yield f"  ... and {len(report.differences) - len(shown)} more: --all"
 
@@ -170,6 +174,8 @@ def _difference(found: Difference) -> str:
         return f"{name}: {_elements(found)}"
     if found.a is None or found.b is None:
         side, value = ("B", found.b) if found.a is None else ("A", found.a)
+        if value == "present":
+            return f"only in {side}: {name}"
         text = f"only in {side}: {printable(value)}"
     else:
         text = f"{printable(found.a)} | {printable(found.b)}"

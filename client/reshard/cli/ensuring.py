@@ -15,6 +15,7 @@ from reshard.cli.choosing import DTYPE_NAMES, choice
 from reshard.cli.flags import read_rules, source_spec
 from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
 from reshard.cli.local import JsonFlag, QuietFlag
+from reshard.cli.next_steps import followed
 from reshard.cli.progress import progress_shown
 
 
@@ -131,6 +132,8 @@ def ensure(
         )
     path = result.path if "://" in result.path else os.path.abspath(result.path)
     if not quiet:
+        if (pointer := followed(source, tag)) is not None:
+            sys.stderr.write(f"{pointer}\n")
         sys.stderr.write(f"{said[result.outcome]}\n")
     if as_json:
         facts = {"schema_version": 1, "path": path, "outcome": result.outcome.value}

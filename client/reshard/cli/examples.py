@@ -9,10 +9,7 @@ _JOB = "job_3kq7"
 EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "": (
         ("What is it, and what can it become?", "reshard inspect run1"),
-        (
-            "Resume on another number of GPUs (DeepSpeed, load_universal)",
-            "reshard convert run1 run2/global_step100_universal --to universal",
-        ),
+        ("Resume on 16 GPUs: prints the path to load", "reshard ensure run1 --dp 16"),
         ("Weights in one directory", "reshard convert run1 weights --to safetensors --dtype bf16"),
     ),
     "inspect": (
@@ -28,10 +25,13 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
     "convert": (
         (
-            "Resume on any number of GPUs (DeepSpeed, load_universal)",
+            "Resume on 3 GPUs; `reshard ensure run1 --dp 3` chooses DST itself",
+            "reshard convert run1 run2/global_step100 --to zero --dp 3",
+        ),
+        (
+            "One directory for any number of GPUs (DeepSpeed, load_universal)",
             "reshard convert run1 run2/global_step100_universal --to universal",
         ),
-        ("Resume on 3 GPUs, with nothing to change", "reshard convert run1 run2/global_step100 --to zero --dp 3"),
         ("Weights in bf16", "reshard convert run1 weights --to safetensors --dtype bf16"),
     ),
     "verify": (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -60,7 +61,10 @@ def target_name(text: str) -> str:
         return text
     from reshard.installed_formats import target_names
 
-    return chosen(text, target_names(), TARGET_NAMES)
+    value = chosen(text, target_names(), TARGET_NAMES)
+    if value != text.strip().lower():
+        sys.stderr.write(f"--to {printable(text, max_chars=64)}: taken as {value}\n")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

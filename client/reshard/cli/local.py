@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ from reshard.cli.colours import complain, warn
 from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.format_flags import ConversionCommand
 from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, SOURCE, TARGET
-from reshard.cli.next_steps import next_steps
+from reshard.cli.next_steps import ensurable, followed, next_steps, remote
 from reshard.cli.picture import html_of, picture_lines
 from reshard.cli.progress import progress_shown
-from reshard.cli.sizes import format_size, parse_percent
+from reshard.cli.sizes import counted, format_size, parse_percent
 from reshard.cli.tables import cast_line, inspection_lines, not_carried_lines, plan_lines
 from reshard.errors import ExitCode, JobError, RequestError, printable
 from reshard.layout_svg import render
@@ -106,8 +106,10 @@ def inspect(
         source_spec(source, tag, profile)  # its errors name flags
         drawn = picture(source, tensor=tensor, beside=beside, tag=tag, profile=profile)
         _write(drawn, svg, html)
-        for line in [drawn.source.model_dump_json()] if as_json else picture_lines(drawn.source):
+        for line in [drawn.source.model_dump_json()] if as_json else _table_of(drawn):
             _say(line)
+        if written := ", ".join(printable(str(path)) for path in (svg, html) if path is not None):
+            _hint(f"wrote {written}")
         return
     found = load_engine().inspect(source_spec(source, tag, profile))
     if as_json:
@@ -119,9 +121,17 @@ def inspect(
         warn(warning)
     for line in not_carried_lines(found.not_carried):
         _hint(line)
-    if (flags := onward(found)) is not None:
-        named = {"--tag": tag, "--profile": profile}
-        said = "".join(f" {flag} {shlex.quote(value)}" for flag, value in named.items() if value is not None)
+    if (said := followed(source, tag)) is not None:
+        _hint(said)
+    _next(source, found, {"--tag": tag, "--profile": profile})
+
+
+def _next(source: str, found: Inspection, named: Mapping[str, str | None]) -> None:
+    """Say the next command: `ensure` for a checkpoint on this machine that it can take, else a conversion."""
+    said = "".join(f" {flag} {shlex.quote(value)}" for flag, value in named.items() if value is not None)
+    if not remote(source) and ensurable(found):
+        _hint(f"next: reshard ensure {shlex.quote(source)} --dp N{said}")
+    elif (flags := onward(found)) is not None:
         _hint(f"next: reshard convert {shlex.quote(source)} DST {flags}{said}")
 
 
@@ -129,6 +139,16 @@ def onward(found: Inspection) -> str | None:
     """The flags of the most common conversion that is possible for a checkpoint; None if none is."""
     examples = {t.name: t.example for t in found.targets if t.possible}
     return next((examples[n] for n in ("universal", "zero --dp", "safetensors", "torch") if n in examples), None)
+
+
+def _table_of(drawn: Picture) -> Iterator[str]:
+    """The table of SRC, and that of the checkpoint beside it."""
+    if drawn.target is None:
+        yield from picture_lines(drawn.source)
+        return
+    for shown in (drawn.source, drawn.target):
+        yield f"{printable(shown.url)} ({shown.format})"
+        yield from picture_lines(shown)
 
 
 def _write(drawn: Picture, svg: Path | None, html: Path | None) -> None:
@@ -255,10 +275,10 @@ def _say_result(result: ConvertResult, *, as_json: bool, quiet: bool) -> None:
 
 def _done_line(result: ConvertResult) -> str:
     kept = f", kept {format_size(result.resumed_bytes)} of an earlier run" if result.resumed_bytes else ""
-    count = len(result.files)
+    # A plan counts tensors only; neighbours are read in one call, with the bytes between them.
     return (
-        f"read {format_size(result.read_bytes)}, wrote {format_size(result.write_bytes)} "
-        f"in {count} {'file' if count == 1 else 'files'}{kept}, {sum(result.seconds.values()):.1f} s, verified"
+        f"read {format_size(result.read_bytes)} with gaps, wrote {format_size(result.write_bytes)} "
+        f"in {counted(len(result.files), 'file')}{kept}, {sum(result.seconds.values()):.1f} s, verified"
     )
 
 
@@ -323,7 +343,8 @@ def _verified(report: VerifyReport) -> str:
             f"sampled: {size} ({report.sampled:.3%} was asked for) of {report.files} files match their checksums "
             f"({report.seconds:.1f} s); the rest was not read"
         )
-    return f"ok: {report.files} files, {report.tensors} tensors, {size} match their checksums ({report.seconds:.1f} s)"
+    files, tensors = counted(report.files, "file"), counted(report.tensors, "tensor")
+    return f"ok: {files}, {tensors}, {size} match their checksums ({report.seconds:.1f} s)"
 
 
 def _say(line: str) -> None:

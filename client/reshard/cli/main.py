@@ -54,7 +54,7 @@ _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c
 
 _THREE_LINES = """\
 reshard inspect CHECKPOINT                                   what is it?
-reshard convert CHECKPOINT DST --to universal                resume on another GPU count (DeepSpeed, load_universal)
+reshard ensure CHECKPOINT --dp N                             resume on N GPUs: prints the path to load
 reshard convert CHECKPOINT DST --to safetensors --dtype bf16 consolidated weights
 """
 

@@ -3,12 +3,48 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from reshard.choices import TargetFormat
 from reshard.errors import printable
 
+if TYPE_CHECKING:
+    from reshard.models import Inspection
+
 _UNIVERSAL = 'in the DeepSpeed config: "checkpoint": {"load_universal": true}'
+
+_STAGES = re.compile(r"; stages ([\w, ]+)")
+"""The stages that `inspect` lists for the target `zero --dp`."""
+_POINTERS = ("latest", "latest_universal")
+
+
+def remote(source: str) -> bool:
+    """True for a URL."""
+    return "://" in source
+
+
+def ensurable(found: Inspection) -> bool:
+    """True if `reshard ensure` can convert the checkpoint at its own stage, without options."""
+    from reshard.ensuring.world import stage_of
+
+    stage = stage_of(found)
+    zero = next((t for t in found.targets if t.name == "zero --dp" and t.possible), None)
+    if zero is None or stage is None or "--opaque" in zero.example:
+        return False
+    stages = _STAGES.search(zero.detail)
+    return stages is not None and stage.value in stages[1].strip().split(", ")
+
+
+def followed(source: str, tag: str | None) -> str | None:
+    """A line that names the pointer that was followed, if it is not `latest`."""
+    if tag is not None or remote(source):
+        return None
+    there = [name for name in _POINTERS if os.path.isfile(os.path.join(source, name))]
+    if not there or there[0] == _POINTERS[0]:
+        return None
+    return f"followed `{there[0]}`: {printable(source)} has no `{_POINTERS[0]}`"
 
 
 def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
@@ -16,19 +52,19 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
 
     The list is empty for formats of other packages.
     """
-    remote = "://" in target
-    directory, tag = os.path.split(target.rstrip("/") if remote else os.path.normpath(target))
-    whole = "'DIR'" if remote else repr(printable(target))
-    save, name = ("'DIR'" if remote else repr(printable(directory or "."))), repr(printable(tag))
+    away = remote(target)
+    directory, tag = os.path.split(target.rstrip("/") if away else os.path.normpath(target))
+    whole = "'DIR'" if away else repr(printable(target))
+    save, name = ("'DIR'" if away else repr(printable(directory or "."))), repr(printable(tag))
     calls = {
         TargetFormat.UNIVERSAL: [_UNIVERSAL, f"in the script: engine.load_checkpoint({save}, tag={name})"],
         TargetFormat.ZERO: [f"in the script: engine.load_checkpoint({save}, tag={name})"],
-        TargetFormat.SAFETENSORS: [f"in the script: {_weights_call(whole, sorted(files), remote=remote)}"],
-        TargetFormat.TORCH: [f"in the script: {_weights_call(whole, sorted(files), remote=remote)}"],
+        TargetFormat.SAFETENSORS: [f"in the script: {_weights_call(whole, sorted(files), remote=away)}"],
+        TargetFormat.TORCH: [f"in the script: {_weights_call(whole, sorted(files), remote=away)}"],
         TargetFormat.PEFT: [f"in the script: PeftModel.from_pretrained(base_model, {whole})"],
     }
     found = calls[TargetFormat(to)] if to in calls else []
-    return [f"copy {printable(target)} to a directory DIR of each node", *found] if remote and found else found
+    return [f"copy {printable(target)} to a directory DIR of each node", *found] if away and found else found
 
 
 def _weights_call(whole: str, files: list[str], *, remote: bool) -> str:

@@ -6,7 +6,7 @@ import re
 
 from reshard.errors import RequestError, format_size, printable
 
-__all__ = ["format_duration", "format_size", "parse_percent", "parse_size"]
+__all__ = ["counted", "format_duration", "format_size", "parse_percent", "parse_size"]
 _UNITS = {
     "": 1,
     "b": 1,
@@ -15,6 +15,11 @@ _UNITS = {
 }
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%")
 _SIZE = re.compile(r"(\d{1,15})(?:\.(\d{1,6}))?\s*([a-z]{0,3})")
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, in the singular where there is one: `1 file`, `3 files`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def parse_size(text: str) -> int:

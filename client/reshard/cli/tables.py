@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reshard.cli.sizes import format_size
+from reshard.cli.sizes import counted, format_size
 from reshard.errors import printable
 
 if TYPE_CHECKING:
@@ -23,12 +23,15 @@ def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
     version = f"deepspeed {found.framework_version}" if found.framework_version else ""
     yield ", ".join(filter(None, (found.format, step, world, version)))
     yield f"  {printable(found.url)}"
-    yield f"  {found.parameters} parameters, {found.parameter_elems:,} elements, {found.param_groups} param groups"
+    groups = counted(found.param_groups, "param group")
+    yield f"  {counted(found.parameters, 'parameter')}, {found.parameter_elems:,} elements, {groups}"
     states = ", ".join(map(printable, found.optimizer_states)) or "none"
     yield f"  optimizer states: {states}; types: {', '.join(found.dtypes)}"
-    yield f"  {found.files} files, {format_size(found.total_bytes)}"
+    yield f"  {counted(found.files, 'file')}, {format_size(found.total_bytes)}"
     for target in found.targets:
-        yield f"  {'can' if target.possible else 'cannot'} become {target.name}: {printable(target.detail)}"
+        # `zero --tp` is the name of a target, and a reason may begin with the same words.
+        name = target.name.partition(" ")[0] if target.detail.startswith("--") else target.name
+        yield f"  {'can' if target.possible else 'cannot'} become {name}: {printable(target.detail)}"
     if found.foreign_globals:
         yield f"  foreign names, never executed: {', '.join(found.foreign_globals)}"
     yield from (_tensor_line(t, 1) for t in found.tensors) if every_tensor else _digest_lines(found.tensors)
@@ -88,8 +91,8 @@ def plan_lines(summary: PlanSummary) -> Iterator[str]:
     yield f"  from  {printable(summary.source_url)}"
     yield f"  to    {printable(summary.target)}"
     reads, writes = format_size(summary.read_bytes), format_size(summary.write_bytes)
-    yield f"  reads {reads}, writes {writes} in {len(summary.files)} files"
-    yield f"  {summary.units} units, peak buffers {format_size(summary.peak_memory_bytes)}"
+    yield f"  reads {reads} of tensors, writes {writes} in {counted(len(summary.files), 'file')}"
+    yield f"  {counted(summary.units, 'unit')}, peak buffers {format_size(summary.peak_memory_bytes)}"
     yield f"  digest {summary.digest}"
     for file in summary.files[:12]:
         yield f"    {printable(file.path)}  {format_size(file.size_bytes)}"

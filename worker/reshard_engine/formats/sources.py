@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
-from reshard.errors import SourceError, listed, printable
+from reshard.errors import ReshardError, SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import Format
 from reshard_engine.formats.reader import Reader
@@ -22,7 +24,7 @@ from reshard_engine.formats.unsupported import unsupported_kind
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import Listing, ObjectInfo, join, read_bytes
+from reshard_engine.storage.protocol import Listing, ObjectInfo, join, parent_and_name, read_bytes
 from reshard_engine.storage.urls import canonical_url, is_within
 
 _POINTER_LIMIT_BYTES = 1_024
@@ -75,9 +77,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
                 f"{printable(location.url)} is a file; a checkpoint is a directory",
                 fix="name the directory that holds it",
             )
-        raise SourceError(
-            "source.not_found", f"nothing exists at {printable(location.url)}", fix="check the path and the profile"
-        )
+        raise nothing_at(location)
     if tag is not None:
         return _tagged(location, listing, tag, code="source.not_found", said_by="--tag")
     if (here := _recognise(location, listing, None, of_training=(True,))) is not None:
@@ -90,11 +90,12 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         return here
     if (other := unsupported_kind(location, listing)) is not None:
         raise other
+    known = _tag_fix(location, listing) or _below_fix(location, listing)
     raise SourceError(
         "source.unknown_kind",
         f"{printable(location.url)} holds no checkpoint of a known kind ({len(listing.files)} files, "
         f"directories: {_some(listing.directories)})",
-        fix=_tag_fix(location, listing) or "name the directory that holds `latest`, the rank files or the weights",
+        fix=known or "name the directory that holds `latest`, the rank files or the weights",
     )
 
 
@@ -125,22 +126,58 @@ def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_b
         raise SourceError(
             "source.not_found" if said_by == "--tag" else code,
             f"{said_by} says {printable(tag)!r}, which is no directory name",
-            fix=_tag_fix(location, listing) or _WITHOUT_TAGS[said_by == "--tag"],
+            fix=_tag_fix(location, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"],
         )
     found = _recognise_child(location, tag)
     if found is None:
         raise SourceError(
             code,
             f"{said_by} names {printable(tag)!r}, where no checkpoint of a known kind is",
-            fix=_tag_fix(location, listing) or _WITHOUT_TAGS[said_by == "--tag"],
+            fix=_tag_fix(location, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"],
             details={"tag": printable(tag)},
         )
     return found
 
 
-def _tag_fix(location: Location, listing: Listing) -> str:
-    tags = [d for d in listing.directories if _recognise_child(location, d) is not None]
-    return f"name an existing tag: --tag {shlex.quote(tags[-1])} (there are: {_some(tags)})" if tags else ""
+def nothing_at(location: Location) -> SourceError:
+    """The error for a place without files: on this machine it says if there is a directory, or a similar name."""
+    where = printable(location.url)
+    if location.store.scheme != "file":
+        fix = "check the path and the profile"
+        return SourceError("source.not_found", f"nothing exists at {where}", fix=fix)
+    parent, name = parent_and_name(location.path)
+    there: tuple[str, ...] = ()
+    with suppress(ReshardError):  # a service may not show the directory around its roots
+        there = location.store.list_directory(parent).directories
+    if name in there:
+        fix = "name the directory that training saved into"
+        return SourceError("source.not_found", f"{where} is an empty directory", fix=fix)
+    if near := get_close_matches(name, there, n=1):
+        fix = f"check the path: {printable(near[0])} is beside it"
+        return SourceError("source.not_found", f"nothing exists at {where}", fix=fix)
+    fix = "check the path"
+    return SourceError("source.not_found", f"nothing exists at {where}", fix=fix)
+
+
+def _tag_fix(location: Location, listing: Listing, asked: str = "") -> str:
+    """A sentence that names the tag that is most like the one that was asked for; empty if there are no tags."""
+    found = {d: _recognise_child(location, d) for d in listing.directories}
+    tags = [name for name, child in found.items() if child is not None and child.format.of_training]
+    if not tags:
+        return ""
+    nearest = (get_close_matches(asked, tags, n=1, cutoff=0.0) or tags[-1:])[0]
+    return f"name an existing tag: --tag {shlex.quote(nearest)} (there are: {_some(tags)})"
+
+
+def _below_fix(location: Location, listing: Listing) -> str:
+    """A sentence that names the checkpoints one level down; empty if there are none."""
+    found: list[str] = []
+    for name in listing.directories:
+        below = location.store.list_directory(location.child(name).path)
+        files = {f.path.rpartition("/")[2] for f in below.files}
+        if not files.isdisjoint(known_files().pointers) or _recognise_child(location, name) is not None:
+            found.append(name)
+    return f"name one of the checkpoints below it: {_some(found)}" if found else ""
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:

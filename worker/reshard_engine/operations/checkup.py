@@ -13,7 +13,7 @@ from reshard_engine.execute.casts.kernels import DEVICE_VARIABLE, default_kernel
 from reshard_engine.execute.sinks.free_space import room_at
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named, profile_names
-from reshard_engine.storage.urls import is_local
+from reshard_engine.storage.urls import is_local, scheme_of
 
 _GPU = "/dev/nvidiactl"
 
@@ -22,7 +22,7 @@ def checkup(places: Sequence[str], profile: str | None) -> Iterator[Finding]:
     """Yield what each check finds. Nothing is written."""
     yield _libraries()
     yield _gpu()
-    yield from _credentials()
+    yield from _credentials(needed=any(scheme_of(place) == "s3" for place in places if not is_local(place)))
     for place in places:
         yield _place(place, profile)
 
@@ -63,7 +63,7 @@ def _gpu() -> Finding:
     return Finding("gpu", Health.OK, f"{name}, {format_size(free_bytes)} of {format_size(total_bytes)} free")
 
 
-def _credentials() -> Iterator[Finding]:
+def _credentials(*, needed: bool) -> Iterator[Finding]:
     try:
         names = profile_names()
         for name in names:
@@ -92,8 +92,10 @@ def _credentials() -> Iterator[Finding]:
         return
     if found is None:
         fix = f"export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=..., or a profile in {PROFILES_VARIABLE}"
-        if not names:
+        if needed and not names:
             yield Finding("credentials", Health.WARN, "none for S3: s3:// URLs will be refused", fix)
+        elif not names:
+            yield Finding("credentials", Health.OK, "none for S3 (only for s3://)")
         return
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or "Amazon's endpoint"
     yield Finding("credentials", Health.OK, f"S3: from {found.method}, for {printable(endpoint)}")

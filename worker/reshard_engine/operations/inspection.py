@@ -19,7 +19,7 @@ def describe(checkpoint: Checkpoint, source: SourceSpec | None = None) -> Inspec
         best = p.weight if p.weight is not None else p.states["fp32"]
         return TensorInfo(
             fqn=p.fqn,
-            states=tuple(p.states),
+            states=(*(() if p.weight is None else ("weight",)), *p.states),
             shape=p.shape,
             dtype=tensors[best].dtype.name,
             frozen=knows_frozen and not p.trained,

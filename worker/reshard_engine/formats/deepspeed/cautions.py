@@ -37,7 +37,7 @@ def uncut(checkpoint: Checkpoint) -> str | None:
     names = [p.fqn for p in checkpoint.parameters if p.cut is None]
     if not names:
         return None
-    return f"nothing says how tensor parallelism cuts {len(names)} of {len(checkpoint.parameters)} parameters"
+    return f"unknown how tensor parallelism splits {len(names)} of {len(checkpoint.parameters)} parameters"
 
 
 def uncut_warnings(checkpoint: Checkpoint) -> list[str]:

@@ -34,7 +34,7 @@ def universal_target(tried: DryRun) -> PossibleTarget:
         return tried.impossible("universal", refusal)
     detail, reason = "one directory for every stage and world", uncut(tried.checkpoint)
     if reason is not None:
-        detail = f"one directory for every stage and number of data-parallel ranks; --tp 1 only: {reason}: {HOW_TO_SAY}"
+        detail = f"one directory for every stage and --dp; for runs with --tp 1 only: {reason}; give {HOW_TO_SAY}"
     return tried.possible("universal", detail, "--to universal")
 
 
@@ -70,7 +70,7 @@ def _tensor_parallel(tried: DryRun, stage: ZeroStage) -> PossibleTarget:
     checkpoint, name = tried.checkpoint, "zero --tp"
     unknown = [p.fqn for p in checkpoint.parameters if p.cut is None]
     if unknown:
-        reason = f"above 1 nothing says how {len(unknown)} parameters would be cut: --rules FILE or --family NAME"
+        reason = f"--tp above 1: unknown how {len(unknown)} parameters are split; give {HOW_TO_SAY}"
         return PossibleTarget(name=name, possible=False, detail=reason)
     # Layers repeat: a few kinds of parameters stand for thousands.
     kinds = list({(p.cut, p.shape, *p.padding): p for p in checkpoint.parameters}.values())
@@ -102,7 +102,7 @@ def _uncuttable(tried: DryRun, kinds: Sequence[Parameter], layout: DeepSpeedOpti
 def _pipeline(tried: DryRun, stage: ZeroStage) -> PossibleTarget:
     checkpoint, name = tried.checkpoint, "zero --pp"
     if not is_pipeline(checkpoint):
-        reason = "the run was no pipeline; for Megatron-DeepSpeed: --names megatron-pipeline"
+        reason = "--pp above 1: the run was no pipeline; if it was Megatron-DeepSpeed's, give --names megatron-pipeline"
         return PossibleTarget(name=name, possible=False, detail=reason)
     most = len({p.layer for p in checkpoint.trained})
     refusals = {n: _refusal(tried, stage, dp=1, pp=n) for n in _STAGES if n <= most}

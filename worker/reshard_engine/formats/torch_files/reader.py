@@ -81,8 +81,11 @@ def _sources(location: Location) -> list[SourceFile]:
         return [SourceFile(location.store, location.path.rpartition("/")[2], (single,))]
     found = location.files()
     if not found:
+        here = location.store.scheme == "file"
         raise SourceError(
-            "source.not_found", f"nothing exists at {printable(location.url)}", fix="check the path and the profile"
+            "source.not_found",
+            f"nothing exists at {printable(location.url)}",
+            fix="check the path" if here else "check the path and the profile",
         )
     return [SourceFile(location.store, name, (info,)) for name, info in found.items()]
 
