@@ -81,6 +81,19 @@ def test_messages_are_those_of_the_installed_packages() -> None:
         assert any(text == told or (told.endswith(". ...") and text.startswith(told[:-3])) for text in texts), message
 
 
+def test_exceptions_that_recipes_quote_exist() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "recipes").glob("*.md")))
+    quoted = re.findall(r"(?m)^> (?:(deepspeed[\w.]*)\.)?(\w+): The checkpoint being loaded", text)
+    assert quoted
+    for module, name in quoted:
+        assert module, name
+        found = find_spec("deepspeed")
+        assert found
+        assert found.origin
+        source = Path(found.origin).parents[1].joinpath(*module.split(".")).with_suffix(".py")
+        assert f"class {name}(" in source.read_text(encoding="utf-8")
+
+
 def test_every_claim_of_the_comparison_names_its_evidence() -> None:
     text = (DOCS / "comparison.md").read_text(encoding="utf-8")
     table, evidence = text.split("## Evidence")
