@@ -60,6 +60,21 @@ def test_latest_does_not_move_to_an_earlier_step(run: Path) -> None:
     assert (run / "latest").read_text() == "global_step3_dp3"
 
 
+@pytest.mark.parametrize(
+    ("latest", "name", "refused"),
+    [
+        ("global_step10", "global_step9", True),
+        ("global_step10", "global_step11", False),
+        ("step-000010", "step-9_dp3", True),
+        ("checkpoint-10", "global_step9", False),
+    ],
+)
+def test_steps_are_numbers_of_tags_that_count_the_same(run: Path, latest: str, name: str, refused: bool) -> None:
+    _add(run, latest)
+    assert _to_zero(run, name, "--tag", "global_step3")[0] == (5 if refused else 0)
+    assert (run / "latest").read_text() == (latest if refused else name)
+
+
 def test_the_same_command_is_still_already_done_after_a_newer_save(run: Path) -> None:
     assert _to_zero(run, "global_step3_dp3")[0] == 0
     _add(run, "global_step9")

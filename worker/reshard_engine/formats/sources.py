@@ -28,6 +28,8 @@ from reshard_engine.storage.protocol import Listing, ObjectInfo, join, parent_an
 from reshard_engine.storage.urls import canonical_url, is_within
 
 _POINTER_LIMIT_BYTES = 1_024
+_LOOKED_INTO = 64
+"""So many directories of one that is no checkpoint are looked into: each costs a call to an object store."""
 _WITHOUT_TAGS = (
     "copy the checkpoint again from where it was written: no tag is here",
     "leave --tag out, or name the directory that holds the tags",
@@ -172,7 +174,7 @@ def _tag_fix(location: Location, listing: Listing, asked: str = "") -> str:
 def _below_fix(location: Location, listing: Listing) -> str:
     """A sentence that names the checkpoints one level down; empty if there are none."""
     found: list[str] = []
-    for name in listing.directories:
+    for name in listing.directories[:_LOOKED_INTO]:
         below = location.store.list_directory(location.child(name).path)
         files = {f.path.rpartition("/")[2] for f in below.files}
         if not files.isdisjoint(known_files().pointers) or _recognise_child(location, name) is not None:
