@@ -128,6 +128,8 @@ def test_from_the_login_to_a_converted_checkpoint(browser: Browser, site: Site) 
                 seen.append(int(value))
             page.wait_for_timeout(50)
         assert state_of(page) == "SUCCEEDED"
+        page.reload()
+        expect(page.locator("#workers")).to_contain_text("KiB")  # one worker wrote all
         assert len(seen) >= 3, seen  # it moved while it was watched
         assert seen == sorted(seen)
         assert page.evaluate("window.notReloaded") is True
