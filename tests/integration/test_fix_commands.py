@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -70,7 +71,10 @@ def test_there_are_commands_of_all_kinds() -> None:
 
 
 @pytest.mark.parametrize("line", OURS)
-def test_a_command_of_a_fix_runs(line: str, words: dict[str, str]) -> None:
+def test_a_command_of_a_fix_runs(
+    line: str, words: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write a FILE
     if line.startswith(("reshard tenants set", "reshard tokens")):
         command("tenants", "create", "vision")
     if line.startswith(NEVER_ENDS):

@@ -28,9 +28,9 @@ Files = Callable[[], dict[str, int]]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A ZeRO-3 checkpoint of 2 ranks and about 70 MB."""
+    """A ZeRO-3 checkpoint of 2 ranks and about 200 MB: a conversion takes long enough to be stopped in its middle."""
     save = tmp_path_factory.mktemp("second") / "save"
-    write_zero_checkpoint(save, gpt_parameters(256, 2, 16_000), stage=3, ranks=2)
+    write_zero_checkpoint(save, gpt_parameters(256, 2, 48_000), stage=3, ranks=2)
     return str(save)
 
 
