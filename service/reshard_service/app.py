@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -117,7 +118,12 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
         await context.prober.prepare()
         deliverer.start()
+        # What the start has made lives as long as the process. A full garbage collection that walks it takes 50 ms on
+        # an idle machine, and longer on a busy one, and no request is answered meanwhile.
+        gc.collect()
+        gc.freeze()
         yield
+        gc.unfreeze()
         await run_in_threadpool(deliverer.stop)
         await context.feed.close()
         await context.prober.close()
