@@ -41,8 +41,8 @@ Every error has a **stable code**. The same code appears in the CLI (`error: COD
 `--json` object), in the API (`code` of an `application/problem+json` body, RFC 9457) and in Python
 (`ReshardError.code`). Text may change between versions; codes, HTTP statuses and exit codes do not.
 
-`fix:` in the output says what to do; the texts below are the ones that the program prints (`...` stands for names
-and numbers).
+`fix:` in the output says what to do. Below, each message of the program stands before its **fix** (`...` stands for
+names and numbers).
 
 ## Exit codes
 
@@ -89,8 +89,8 @@ def texts_of(node: ast.expr | None, names: Mapping[str, ast.expr]) -> Iterator[s
             yield from texts_of(value, names)
 
 
-def fixes_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(code, fix) of every error that a module raises."""
+def fixes_in(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
+    """(code, message, fix) of every error that a module raises; no message where it is made elsewhere."""
     nodes = list(ast.walk(tree))
     names = {
         target.id: node.value
@@ -106,7 +106,8 @@ def fixes_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
         if isinstance(first, ast.Constant) and first.value in CODES:
             for keyword in node.keywords:
                 if keyword.arg == "fix":
-                    yield from ((str(first.value), text) for text in texts_of(keyword.value, names) if text)
+                    message = next(texts_of(node.args[1] if len(node.args) > 1 else None, names), "")
+                    yield from ((str(first.value), message, text) for text in texts_of(keyword.value, names) if text)
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -118,12 +119,12 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
             yield name, ast.parse(path.read_text(encoding="utf-8"))
 
 
-def all_fixes() -> dict[str, list[str]]:
-    """What the program tells users to do, by code, sorted."""
-    found: dict[str, set[str]] = {}
+def all_fixes() -> dict[str, list[tuple[str, str]]]:
+    """The messages of the program and what it tells users to do, by code, sorted."""
+    found: dict[str, set[tuple[str, str]]] = {}
     for _, tree in sources():
-        for code, text in fixes_in(tree):
-            found.setdefault(code, set()).add(text)
+        for code, message, text in fixes_in(tree):
+            found.setdefault(code, set()).add((message, text))
     return {code: sorted(texts) for code, texts in found.items()}
 
 
@@ -153,7 +154,9 @@ def errors_page() -> str:
         for code in told:
             lines.append(f"- `{code}`")
             # Four spaces: the parser of the site asks for them.
-            lines += [f"    - {text}" for text in fixes[code]]
+            lines += [
+                f"    - {message}: **{text}**" if message else f"    - **{text}**" for message, text in fixes[code]
+            ]
     return "\n".join(lines) + "\n"
 
 
