@@ -13,10 +13,10 @@ endif
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
-# Three files of tests at a time, because many tests wait for servers: what files share (trained models, servers) is made
-# once for each process. A process of tests that crashes ends the run: pytest-xdist 3.8.0 waits forever for the one that
-# replaces it (its issue 1327).
-SPREAD ?= -n 3 --dist loadfile --max-worker-restart=0
+# Two files of tests at a time, as many as cores: with three, tests of leases failed. What files share (trained models,
+# servers) is made once for each process. A process of tests that crashes ends the run: pytest-xdist 3.8.0 waits forever
+# for the one that replaces it (its issue 1327).
+SPREAD ?= -n 2 --dist loadfile --max-worker-restart=0
 # The quick tier needs neither torch nor DeepSpeed, which take gigabytes where there is no build for the CPU alone.
 QUICK  := $(VENV)-quick
 COMMA  := ,
