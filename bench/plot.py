@@ -39,7 +39,7 @@ _LEAST_ROOM = 1.16
 
 
 def kind_of(name: str) -> str | None:
-    """What a row of the results is in the plot; None if it is left out."""
+    """The bar of a row of the results; None if it is left out."""
     if name in {FULL, WRITE}:
         return None
     return {OURS: "ours", COPY: "copy"}.get(name, "peer")
@@ -59,7 +59,7 @@ def _short(number: float) -> str:
 
 
 def source_line(facts: Mapping[str, Any]) -> str:
-    """Where the numbers are from."""
+    """The machine, date and versions that the numbers are from."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     return (
         f"Medians of {facts['rounds']} rounds in turn. {facts['cores']} cores, {facts['machine']}, {versions}. "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from reshard._wire import invalid
-from reshard.cli.sizes import parse_percent, parse_size
+from reshard.cli.sizes import SIZE_FIELDS, parse_percent, size_of
 from reshard.errors import SEE_HELP
 from reshard.models import ConvertRequest, Progress, SourceSpec
 from reshard.nested_options import nested
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 PathLike = str | os.PathLike[str]
 """A local path, or a URL such as `s3://bucket/key` as text."""
 OnProgress = Callable[[Progress], None]
-_SIZES = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
-KEYWORDS = {**{field: keyword for keyword, field in _SIZES.items()}, "url": "source"}
+KEYWORDS = {**{field: keyword for keyword, field in SIZE_FIELDS.items()}, "url": "source"}
 """Fields of requests whose keyword arguments have other names."""
 
 
@@ -39,9 +38,9 @@ def request_of(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertR
     """
     said = dict(given)
     source, target, tag, profile = (said.pop(name) for name in ("source", "target", "tag", "profile"))
-    for keyword, field in _SIZES.items():
+    for keyword, field in SIZE_FIELDS.items():
         if (size := said.pop(keyword)) is not None:
-            said[field] = size if isinstance(size, int) else parse_size(size)
+            said[field] = size_of(size)
     said["rules"] = None if said["rules"] is None else rules_of(said["rules"])
     said["options"] = dict(said["options"] or {})
     for name in ("model_files", "base"):

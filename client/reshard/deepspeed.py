@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard._wire import ConvertOptions, convert_request
-from reshard.cli.sizes import parse_size
+from reshard.cli.sizes import size_of
 from reshard.errors import RequestError, printable
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat, WeightDtype
@@ -71,10 +71,7 @@ def weights_request(
     Raises:
         RequestError: `request.invalid`.
     """
-    if max_shard_size is None:
-        limit = _ONE_FILE_BYTES
-    else:
-        limit = max_shard_size if isinstance(max_shard_size, int) else parse_size(max_shard_size)
+    limit = _ONE_FILE_BYTES if max_shard_size is None else size_of(max_shard_size)
     options: ConvertOptions = {
         "tag": tag,
         "dtype": weight_dtype(dtype),

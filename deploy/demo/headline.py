@@ -39,7 +39,7 @@ def train(place: Playground) -> Losses:
 
 
 def refusal(place: Playground) -> str:
-    """What DeepSpeed says about the checkpoint on the other number of ranks.
+    """Return what DeepSpeed says about the checkpoint on the other number of ranks.
 
     Raises:
         RuntimeError: It took the checkpoint.

@@ -68,7 +68,7 @@ def download(bucket: Any, place: Playground) -> None:
 
 
 def _share(progress: reshard.Progress | None) -> str:
-    """How far a job is, in words."""
+    """The progress of a job in words."""
     if progress is None or not progress.bytes_total:
         return ""
     percent = 100 * progress.bytes_done / progress.bytes_total

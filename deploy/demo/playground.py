@@ -39,7 +39,7 @@ class Playground:
 
     @property
     def result(self) -> Path:
-        """The same for another number of ranks."""
+        """The directory of the checkpoint for another number of ranks."""
         return self.root / "dp3"
 
     @property
@@ -49,7 +49,7 @@ class Playground:
 
     @property
     def logs(self) -> Path:
-        """What the servers and the training said."""
+        """The directory of what the servers and the training said."""
         return self.root / "logs"
 
     @property

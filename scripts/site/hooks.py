@@ -61,7 +61,7 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:  # noqa:
 
 
 def _title(markdown: str) -> str:
-    """What a page is called where another one points to it: its heading as far as a colon."""
+    """The name of a page where another one points to it: its heading as far as a colon."""
     found = _TITLE.search(markdown)
     return found[1].partition(":")[0] if found else ""
 

@@ -64,7 +64,7 @@ def test_pages(documents: str, chromium: str, names: tuple[str, ...], width: int
 
 
 def problems(page: Page, documents: str, name: str) -> list[str]:
-    """What is wrong with a page: too wide, or serious to axe-core."""
+    """Faults of a page: too wide, or serious to axe-core."""
     page.goto(documents + name)
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     found = [f"{name} is {wide} pixels too wide"] if wide > 0 else []

@@ -36,7 +36,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(scratch: Path) -> dict[str, Any]:
-    """How each peer behaved."""
+    """Behaviour of each peer."""
     return json.loads((scratch / "said.json").read_text())
 
 

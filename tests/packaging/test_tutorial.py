@@ -64,7 +64,7 @@ def as_lines_show(shown: tuple[str, ...], said: str) -> list[str]:
 
 
 def clone(directory: Path) -> None:
-    """What the commands of the page take from a clone."""
+    """Copy what the commands of the page take from a clone."""
     (directory / "reshard").mkdir()
     shutil.copy(ROOT / "constraints.txt", directory / "reshard")
     shutil.copytree(ROOT / "docs" / "tutorial", directory / "reshard" / "docs" / "tutorial")
@@ -77,14 +77,14 @@ def borrowed(wheel: Path) -> str:
         [sys.executable, "-m", "pip", "--python", f"{folder}/bin/python", "install", "--no-deps", str(wheel)]
     )
     packages = shlex.quote(sysconfig.get_path("purelib"))
-    return f"""{pip} --quiet {shlex.quote(str(wheel))}
+    return f"""{pip} --quiet
 echo {packages} > {folder}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/borrowed.pth
 printf '#!/bin/sh\\nexec python {Path(__file__).with_name("forked_torchrun.py")} "$@"\\n' > {folder}/bin/torchrun
 chmod +x {folder}/bin/torchrun"""
 
 
 def run(directory: Path, replaced: dict[str, str], timeout_s: float) -> list[str]:
-    """What each step of the page said, typed into one shell."""
+    """Outputs of the steps of the page, typed into one shell."""
     clone(directory)
     port = str(free_port())
     parts: list[str] = []

@@ -30,7 +30,7 @@ from reshard.choices import (
 )
 from reshard.cli.choosing import DTYPE_NAMES, TARGET_NAMES, choice, chosen
 from reshard.cli.help_pages import ADAPTERS, CHECKING, LAYOUT, RESOURCES, SOURCE, TARGET
-from reshard.cli.sizes import parse_size
+from reshard.cli.sizes import SIZE_FIELDS, parse_size
 from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ CALLED = {
     "memory_limit_bytes": "--memory-limit",
 }
 """The flag of each request field whose flag has another name than the field."""
-_SIZES = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
-"""Flags that take a size with a unit (`5GB`), and their fields."""
 _MAX_RULES_BYTES = 1 << 16
 _TARGETS = "|".join(TargetFormat)
 
@@ -304,7 +302,7 @@ class ConversionFlags:
         said: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         spec = source_spec(source, said.pop("tag"), said.pop("profile"))
         said["rules"] = read_rules(self.rules) if self.rules else None
-        for flag, field in _SIZES.items():
+        for flag, field in SIZE_FIELDS.items():
             if (text := said.pop(flag)) is not None:
                 said[field] = parse_size(text)
         said["server_copy"] = said.pop("offload") or self.server_copy

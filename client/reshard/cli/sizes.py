@@ -6,7 +6,9 @@ import re
 
 from reshard.errors import RequestError, format_size, printable
 
-__all__ = ["counted", "format_duration", "format_size", "parse_percent", "parse_size"]
+__all__ = ["SIZE_FIELDS", "counted", "format_duration", "format_size", "parse_percent", "parse_size", "size_of"]
+SIZE_FIELDS = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
+"""Options of a conversion that take a size with a unit (`5GB`), and the fields of the request that they fill."""
 _UNITS = {
     "": 1,
     "b": 1,
@@ -36,6 +38,15 @@ def parse_size(text: str) -> int:
     scale = _UNITS[match[3]]
     fraction = match[2] or ""
     return int(match[1]) * scale + (int(fraction) * scale // 10 ** len(fraction) if fraction else 0)
+
+
+def size_of(size: int | str) -> int:
+    """A size of a function's caller: a number of bytes, or a text as for `parse_size`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    return size if isinstance(size, int) else parse_size(size)
 
 
 def parse_percent(text: str) -> float:

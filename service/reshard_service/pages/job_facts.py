@@ -23,7 +23,7 @@ class Phase:
     """`done`, `now`, `bad`, or empty for a phase that has not begun."""
     at: datetime | None = None
     seconds: float | None = None
-    """How long it took; None while it runs."""
+    """Time that it took; None while it runs."""
 
 
 def phases_of(job: Job, events: Sequence[JobEvent]) -> list[Phase]:
