@@ -125,7 +125,8 @@ def test_a_job_runs_on_all_workers_and_survives_two_of_them(site: Site, expected
     site.judge("whole", expected)
     found = site.client.get(job.id)
     assert found.attempt == 2, "the owner was among the killed workers"
-    assert all(w.left_at is not None for w in found.workers), "nobody is at work any more"
+    # A killed helper's place ends with its lease, which can be later than the end of the job.
+    site.wait_until(lambda: site.at_work(job) == 0, "nobody is at work any more")
     shares = [w.share for w in found.workers if w.share is not None]
     assert sum(s.runs for s in shares) > 0
     again = {part: count for part, count in Counter(site.proxy.parts_uploaded()).items() if count > 1}

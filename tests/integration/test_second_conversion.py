@@ -56,6 +56,26 @@ def place_of(kind: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.Monkey
     return f"s3://{bucket}", files
 
 
+def stopped_in_its_middle(process: subprocess.Popen[bytes], files: Files) -> dict[str, int]:
+    """Stop the process when it has written 6 MiB, and return all files and uploads.
+
+    The process is stopped whenever the files are listed: a busy store may take longer for that than the process takes
+    for the rest of its work.
+    """
+    deadline = time.monotonic() + 60
+    while True:
+        time.sleep(0.03)
+        assert process.poll() is None, "it ended before it could be stopped"
+        process.send_signal(signal.SIGSTOP)
+        if sum(files().values()) >= (6 << 20):
+            break
+        assert time.monotonic() < deadline
+        process.send_signal(signal.SIGCONT)
+    # The store may still be at work on the last request.
+    time.sleep(0.1)
+    return files()
+
+
 @pytest.mark.parametrize("kind", ["local", "s3"])
 def test_the_second_ends_at_its_start_and_writes_nothing(
     kind: str, s3: S3Server, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -64,14 +84,7 @@ def test_the_second_ends_at_its_start_and_writes_nothing(
     target = f"{place}/weights"
     first = subprocess.Popen([*RESHARD, "convert", source, target, "--to", "safetensors", *SLOW])
     try:
-        deadline = time.monotonic() + 60
-        while sum(files().values()) < (6 << 20):
-            assert first.poll() is None, "it ended before it could be stopped"
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        first.send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
-        before = files()
+        before = stopped_in_its_middle(first, files)
         for options in (("--to", "safetensors", "--dtype", "bf16"), ("--to", "torch"), ("--to", "universal")):
             code, told, said = command("convert", source, target, *options, *SLOW)
             assert (code, told) == (ExitCode.CONFLICT, ""), said
