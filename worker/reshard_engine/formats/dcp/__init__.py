@@ -1,0 +1,61 @@
+"""PyTorch's distributed checkpoints (DCP), as FSDP, torchtitan, Accelerate, the Trainer and Lightning save them.
+
+This module is what the client and the command line need of the format; it imports no engine.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from reshard.installed_formats import InstalledFormat
+from reshard.options import FormatOptions
+
+
+class Grammar(StrEnum):
+    """The keys under which frameworks save model and optimizer."""
+
+    STATE_DICT = "state-dict"
+    """`dcp.save({"model": ..., "optimizer": ...})` with the state dicts of `get_state_dict`."""
+    TORCHTITAN = "torchtitan"
+    """The model at the root, the optimizer flattened."""
+    ACCELERATE = "accelerate"
+    """`Accelerator.save_state`: the directories `pytorch_model_fsdp_0` and `optimizer_0`."""
+    TRAINER = "trainer"
+    """A `checkpoint-N` of the Hugging Face Trainer: as `accelerate`, with the Trainer's own files."""
+    LIGHTNING = "lightning"
+    """A sharded checkpoint of Lightning: `model`, `optimizer_0`, and `meta.pt`."""
+
+
+class MissingMoments(StrEnum):
+    """Policies for trained parameters without optimizer states: no gradient ever reached them."""
+
+    ZERO = "zero"
+    """They get the states that the optimizer begins with: zeros."""
+    OMIT = "omit"
+    """They get none, as in the source; loaders then need `allow_partial_load`."""
+    REFUSE = "refuse"
+
+
+class DcpOptions(FormatOptions):
+    """Options of distributed checkpoints."""
+
+    grammar: Grammar | None = Field(
+        default=None, description="Keys and files as this framework loads them; default: the source's, or accelerate."
+    )
+    files: int | None = Field(
+        default=None, ge=1, le=1 << 16, description="Number of .distcp files; default: one for each 4 GB, 8 at most."
+    )
+    missing_moments: MissingMoments = Field(
+        default=MissingMoments.ZERO,
+        description="Trained parameters without optimizer states: zero (default), omit, refuse.",
+    )
+
+
+DCP = InstalledFormat(
+    name="dcp",
+    implementation="reshard_engine.formats.dcp.format:Dcp",
+    targets={"dcp": "PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning"},
+    options=DcpOptions,
+)

@@ -1,0 +1,1 @@
+"""The readers of PyTorch's distributed checkpoints."""

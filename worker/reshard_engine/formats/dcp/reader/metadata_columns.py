@@ -1,0 +1,229 @@
+"""Matches the chunks of every tensor with the places of their records, and checks the numbers of both.
+
+Source: torch 2.13.0 `distributed/checkpoint/metadata.py` (`MetadataIndex`: two are equal if their names and offsets
+are; `index` is a hint), `distributed/checkpoint/filesystem.py` (`FileSystemReader.read_data` looks a record up by it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import SourceError, printable
+from reshard_engine.formats.dcp.reader.metadata import BytesEntry, Column, KeyPath, Metadata, Narrow, TensorEntry
+from reshard_engine.formats.dcp.reader.metadata_nodes import MAX_NUMBER
+from reshard_engine.tensors.dtypes import Dtype
+
+NO_OFFSET = -1
+"""The number of dimensions of a place without an offset: that of a value that is no tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A tensor of `state_dict_metadata` with its chunks, as the file has them."""
+
+    number: int
+    """The position of its key in `state_dict_metadata`."""
+    key: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offsets: Column
+    """`[chunks, dims]`"""
+    sizes: Column
+    """`[chunks, dims]`"""
+
+    def __post_init__(self) -> None:
+        """Refuse chunks outside of their tensor.
+
+        Raises:
+            SourceError: `tensor.bad_extent`.
+        """
+        if prod(self.shape) >= MAX_NUMBER:
+            raise SourceError("tensor.bad_extent", f"tensor {printable(self.key)} has the shape {_text(self.shape)}")
+        bound = np.array(self.shape, np.int64)
+        inside = ((self.offsets >= 0) & (self.sizes >= 0) & (self.sizes <= bound)).all(axis=1)
+        # The sum is taken last: it cannot overflow where both numbers are checked.
+        inside &= (self.offsets <= bound - self.sizes).all(axis=1)
+        if not inside.all():
+            row = int(np.argmin(inside))
+            raise SourceError(
+                "tensor.bad_extent",
+                f"tensor {printable(self.key)} has the shape {_text(self.shape)}, but a chunk at "
+                f"{_text(self.offsets[row].tolist())} of {_text(self.sizes[row].tolist())}",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The entries of `storage_data` as columns."""
+
+    number: Narrow
+    """The position of the entry's key in `state_dict_metadata`."""
+    dims: npt.NDArray[np.int16]
+    """The number of dimensions of the offset, or `NO_OFFSET`."""
+    offsets: Column
+    """The offsets of all entries, one behind the other."""
+    file: Narrow
+    offset: Column
+    length: Column
+    transforms: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+
+
+def matched(
+    keys: Sequence[str],
+    tensors: Sequence[Chunks],
+    places: Places,
+    *,
+    files: tuple[str, ...],
+    paths: dict[str, KeyPath] | None,
+) -> Metadata:
+    """The metadata, with a place for every chunk and a chunk or value for every place.
+
+    Chunks without elements are left out: fully sharded ranks without rows write them, and several may share an offset.
+
+    Args:
+        keys: The keys of `state_dict_metadata` in their order. Those that no tensor has are values.
+        tensors: The tensors in the order of their keys.
+        places: The places of all keys.
+        files: The files that places name.
+        paths: Key paths of the flat keys, if the file has them.
+
+    Raises:
+        SourceError: `checkpoint.incomplete` for a chunk or value without a place, `checkpoint.malformed` for a place
+            without either, `checkpoint.ambiguous` for two of one.
+    """
+    return _Matching(keys, places).metadata(tensors, files, paths)
+
+
+class _Matching:
+    """The places, sorted by key."""
+
+    def __init__(self, keys: Sequence[str], places: Places) -> None:
+        self._keys = keys
+        self._places = places
+        self._order = np.argsort(places.number, kind="stable")
+        """The rows of the places, by key."""
+        counts = np.bincount(places.number, minlength=len(keys))
+        self._bounds = np.concatenate([[0], np.cumsum(counts)])
+        dims = np.maximum(places.dims, 0)
+        self._starts = np.cumsum(dims, dtype=np.int64) - dims
+
+    def metadata(self, tensors: Sequence[Chunks], files: tuple[str, ...], paths: dict[str, KeyPath] | None) -> Metadata:
+        entries: list[TensorEntry] = []
+        rows: list[Column] = []
+        first = 0
+        for tensor in tensors:
+            kept = np.all(tensor.sizes > 0, axis=1)
+            found = self._rows(tensor, kept)
+            boxes = np.stack([tensor.offsets[kept], tensor.sizes[kept]], axis=1)
+            entries.append(TensorEntry(tensor.key, tensor.dtype, tensor.shape, first, len(found), boxes))
+            rows.append(found)
+            first += len(found)
+        of_tensors = {tensor.number for tensor in tensors}
+        values = tuple(self._value(n) for n in range(len(self._keys)) if n not in of_tensors)
+        joined = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        p = self._places
+        transforms: dict[int, tuple[str, ...]] = {}
+        if p.transforms:
+            transforms = {at: p.transforms[row] for at, row in enumerate(joined.tolist()) if row in p.transforms}
+        columns = p.file[joined], p.offset[joined], p.length[joined]
+        return Metadata(tuple(entries), values, paths, files, *columns, transforms)
+
+    def _of_key(self, number: int) -> Column:
+        return self._order[self._bounds[number] : self._bounds[number + 1]]
+
+    def _value(self, number: int) -> BytesEntry:
+        rows, key = self._of_key(number), self._keys[number]
+        if len(rows) == 0:
+            raise SourceError("checkpoint.incomplete", f"no file is named for the value {printable(key)}")
+        if len(rows) > 1:
+            raise SourceError("checkpoint.ambiguous", f"the value {printable(key)} has {len(rows)} places")
+        row, p = int(rows[0]), self._places
+        if p.dims[row] != NO_OFFSET:
+            raise SourceError("checkpoint.malformed", f"a place with an offset is given for the value {printable(key)}")
+        place = int(p.file[row]), int(p.offset[row]), int(p.length[row])
+        return BytesEntry(key, *place, p.transforms.get(row, ()))
+
+    def _rows(self, tensor: Chunks, kept: npt.NDArray[np.bool_]) -> Column:
+        """The rows of the places of the chunks that have elements, in the order of the chunks."""
+        rows, dims, p = self._of_key(tensor.number), len(tensor.shape), self._places
+        if (p.dims[rows] != dims).any():
+            raise SourceError(
+                "checkpoint.malformed",
+                f"a place with an offset of another number of dimensions than {dims} is given for the tensor "
+                f"{printable(tensor.key)}",
+            )
+        found = p.offsets[self._starts[rows][:, None] + np.arange(dims)]
+        inside = (found < np.array(tensor.shape, np.int64)).all(axis=1)
+        wanted = _linear(tensor.offsets[kept], tensor.shape)
+        given, rows_inside = _linear(found[inside], tensor.shape), rows[inside]
+        if not (given[1:] > given[:-1]).all():
+            order = np.argsort(given, kind="stable")
+            given, rows_inside = given[order], rows_inside[order]
+        _check_once(given, tensor, "places for the chunk")
+        _check_once(np.sort(wanted), tensor, "chunks")
+        at = np.minimum(np.searchsorted(given, wanted), max(0, len(given) - 1))
+        hit = given[at] == wanted if len(given) else np.zeros(len(wanted), np.bool_)
+        if not hit.all():
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"no file is named for the chunk of {printable(tensor.key)} at "
+                f"{_text(_unravelled(int(wanted[np.argmin(hit)]), tensor.shape))}",
+            )
+        if len(at) < len(rows):
+            self._check_others(tensor, kept, found, set(wanted.tolist()))
+        return rows_inside[at]
+
+    def _check_others(self, tensor: Chunks, kept: npt.NDArray[np.bool_], found: Column, matched: set[int]) -> None:
+        """Refuse places that belong to no chunk at all, nor to one without elements."""
+        empty: set[tuple[int, ...]] = {tuple(offset) for offset in tensor.offsets[~kept].tolist()}
+        for offset in found.tolist():
+            place = tuple(offset)
+            inside = all(o < n for o, n in zip(place, tensor.shape, strict=True))
+            if inside and _one_linear(place, tensor.shape) in matched:
+                continue
+            if place not in empty:
+                raise SourceError(
+                    "checkpoint.malformed",
+                    f"a place is given for a chunk of {printable(tensor.key)} at {_text(place)}, which does not exist",
+                )
+            empty.discard(place)
+
+
+def _linear(offsets: Column, shape: tuple[int, ...]) -> Column:
+    """The row-major numbers of elements inside a tensor."""
+    numbers = np.zeros(len(offsets), np.int64)
+    for axis, length in enumerate(shape):
+        numbers = numbers * length + offsets[:, axis]
+    return numbers
+
+
+def _one_linear(offset: Sequence[int], shape: tuple[int, ...]) -> int:
+    number = 0
+    for at, length in zip(offset, shape, strict=True):
+        number = number * length + at
+    return number
+
+
+def _unravelled(number: int, shape: tuple[int, ...]) -> list[int]:
+    found: list[int] = []
+    for length in reversed(shape):
+        number, at = divmod(number, length)
+        found.append(at)
+    return found[::-1]
+
+
+def _check_once(numbers: Column, tensor: Chunks, what: str) -> None:
+    """Refuse a number that comes twice in a sorted column."""
+    same = numbers[1:] == numbers[:-1]
+    if same.any():
+        at = _unravelled(int(numbers[np.argmax(same)]), tensor.shape)
+        raise SourceError("checkpoint.ambiguous", f"tensor {printable(tensor.key)} has two {what} at {_text(at)}")
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return f"({printable(', '.join(map(str, numbers)), max_chars=120)})"
