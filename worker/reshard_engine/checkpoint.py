@@ -6,6 +6,7 @@ Facts that only one format family understands are in that family's record (`Form
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -35,6 +36,27 @@ class Scalar:
     """Little-endian bytes of the tensor's one element."""
     shape: tuple[int, ...] = ()
 
+    @classmethod
+    def of_element(cls, raw: bytes, dtype: Dtype, shape: tuple[int, ...]) -> Scalar | None:
+        """The number in the bytes of a tensor of one element; None for element types that hold no plain number."""
+        if dtype.name == "bfloat16":
+            return cls(struct.unpack("<f", b"\0\0" + raw)[0], dtype, raw, shape)
+        form = _FORMATS.get(dtype.name)
+        return None if form is None else cls(struct.unpack(form, raw)[0], dtype, raw, shape)
+
+
+_FORMATS = {
+    "float32": "<f",
+    "float64": "<d",
+    "float16": "<e",
+    "int64": "<q",
+    "int32": "<i",
+    "int16": "<h",
+    "int8": "<b",
+    "uint8": "<B",
+}
+"""Formats of `struct` by the name of the element type."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -56,6 +78,8 @@ class Parameter:
     """The number of its pipeline layer; None in a run without a pipeline."""
     padding: Mapping[str, int] = field(default_factory=dict[str, int])
     """Tensor numbers of the padding rows behind a vocabulary, by state and as `weight`. Training changes these rows."""
+    never_updated: bool = False
+    """True if the optimizer owns it and no gradient ever reached it: it has no states, which is to say zeros."""
     frozen_late: bool = False
     """True if the run froze it after the optimizer was made. DeepSpeed then saves and loads it as frozen, too."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import accumulate
 
@@ -27,6 +27,10 @@ class SourceFile:
     """Digest of the names, sizes and CRC-32s of the file's records, set by the parser if the container has them."""
     checksums: tuple[tuple[int, int, int], ...] = field(default=(), compare=False, repr=False)
     """(offset, length, CRC-32) of the larger records in file order, if the container stores checksums."""
+    archives: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
+    """(offset, length) of each torch archive in file order, if the stream is a sequence of archives."""
+    extent: tuple[int, int] | None = None
+    """(offset, length) if this is a part of the stream of the objects; None for the whole of it."""
     starts: tuple[int, ...] = field(init=False)
     size_bytes: int = field(init=False)
 
@@ -34,7 +38,17 @@ class SourceFile:
         """Compute the offset of each object in the stream."""
         ends = list(accumulate(o.size_bytes for o in self.objects))
         object.__setattr__(self, "starts", (0, *ends[:-1]))
-        object.__setattr__(self, "size_bytes", ends[-1])
+        object.__setattr__(self, "size_bytes", ends[-1] if self.extent is None else self.extent[1])
+
+    def part(self, offset: int, length: int) -> SourceFile:
+        """A range of this file as a file of its own, for containers inside a larger file.
+
+        Raises:
+            SourceError: `checkpoint.incomplete` if the file is shorter.
+        """
+        self._check_range(offset, length)
+        begin = offset if self.extent is None else offset + self.extent[0]
+        return replace(self, extent=(begin, length), directory_sha256=None, checksums=(), archives=())
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the stream's bytes from `offset` on.
@@ -43,21 +57,25 @@ class SourceFile:
             SourceError: `checkpoint.incomplete` if the stream is shorter, `source.changed` if an object does not
                 match its pin any more.
         """
-        if offset < 0 or offset + len(buffer) > self.size_bytes:
-            raise SourceError(
-                "checkpoint.incomplete",
-                f"{printable(self.name)} has {self.size_bytes} bytes, not {offset} to {offset + len(buffer)}",
-                fix="the file is truncated: copy the checkpoint again",
-            )
+        self._check_range(offset, len(buffer))
+        first = offset if self.extent is None else offset + self.extent[0]
         done = 0
         while done < len(buffer):
-            at = offset + done
+            at = first + done
             index = bisect_right(self.starts, at) - 1
             info = self.objects[index]
             count = min(len(buffer) - done, self.starts[index] + info.size_bytes - at)
             if count:
                 self.store.read_into(info, at - self.starts[index], buffer[done : done + count])
             done += count
+
+    def _check_range(self, offset: int, length: int) -> None:
+        if offset < 0 or offset + length > self.size_bytes:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{printable(self.name)} has {self.size_bytes} bytes, not {offset} to {offset + length}",
+                fix="the file is truncated: copy the checkpoint again",
+            )
 
     def read(self, offset: int, length: int) -> bytes:
         """The stream's bytes `[offset, offset + length)` without a second copy: a pickle may have hundreds of MB."""
@@ -81,7 +99,7 @@ class CachedFile:
         self.size_bytes = file.size_bytes
         self._blocks: dict[int, bytes] = {}
         self._tail_at = max(0, file.size_bytes - _BLOCK_BYTES)
-        one = len(file.objects) == 1
+        one = len(file.objects) == 1 and file.extent is None
         self._packed = file.store if one and isinstance(file.store, PackedStore) else None
 
     def holds(self, offset: int, length: int) -> bool:

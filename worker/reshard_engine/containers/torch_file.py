@@ -173,6 +173,9 @@ def checksummed_spans(file: SourceFile) -> list[tuple[int, int, int]]:
     Raises:
         SourceError: `zip.*`.
     """
+    if file.archives:
+        parts = ((at, checksummed_spans(file.part(at, length))) for at, length in file.archives)
+        return [(at + offset, length, crc) for at, spans in parts for offset, length, crc in spans]
     cached = CachedFile(file)
     if cached.read(0, min(4, file.size_bytes)) != _ZIP_MAGIC:
         return []

@@ -153,6 +153,8 @@ class TargetFile:
     tensors: tuple[int, ...]
     commit: bool = False
     """True for a commit file: the framework's loader refuses the target without it, so it is published last."""
+    archives: tuple[tuple[int, int], ...] = ()
+    """(offset, length) of each torch archive in file order, if the file is a sequence of archives."""
 
     @property
     def size_bytes(self) -> int:

@@ -123,9 +123,19 @@ def _header_problem(there: SourceFile, file: TargetFile) -> str | None:
 
 
 def _archive_problem(there: SourceFile, file: TargetFile, sums: Sequence[int]) -> str | None:
-    directory = read_zip_directory(CachedFile(there))
-    found = {e.data_offset: (e.size_bytes, e.crc32) for e in directory.entries.values() if e.size_bytes}
-    for record, (offset, length) in enumerate(file.template.records):
+    if not file.archives:
+        return _records_problem(there, file, sums, 0)
+    step = max(1, len(file.archives) // SAMPLED_FILES)
+    parts = ((there.part(*archive), archive[0]) for archive in file.archives[::step])
+    return next((text for part, at in parts if (text := _records_problem(part, file, sums, at))), None)
+
+
+def _records_problem(archive: SourceFile, file: TargetFile, sums: Sequence[int], begin: int) -> str | None:
+    """The difference between the records of an archive, which begins at this byte of its file, and the template."""
+    directory = read_zip_directory(CachedFile(archive))
+    found = {begin + e.data_offset: (e.size_bytes, e.crc32) for e in directory.entries.values() if e.size_bytes}
+    for record in file.template.records_in(begin, begin + archive.size_bytes):
+        offset, length = file.template.records[record]
         if found.get(offset) != (length, sums[record]):
             return f"record {record} at byte {offset} is not as planned"
     return None

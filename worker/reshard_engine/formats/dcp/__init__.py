@@ -45,7 +45,17 @@ class DcpOptions(FormatOptions):
         default=None, description="Keys and files as this framework loads them; default: the source's, or accelerate."
     )
     files: int | None = Field(
-        default=None, ge=1, le=1 << 16, description="Number of .distcp files; default: one for each 4 GB, 8 at most."
+        default=None, ge=1, le=1 << 16, description="Number of .distcp files; default: one for each 4 GB."
+    )
+    model_key: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Place of the model's state dict, such as app.model; default: that of --grammar.",
+    )
+    optimizer_key: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Place of the optimizer's state dict, such as app.optim; default: that of --grammar.",
     )
     missing_moments: MissingMoments = Field(
         default=MissingMoments.ZERO,

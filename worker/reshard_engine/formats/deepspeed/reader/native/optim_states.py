@@ -6,7 +6,6 @@ Source: deepspeed 0.19.8 `runtime/zero/stage_1_and_2.py` (`state_dict`, `_get_ba
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -211,18 +210,6 @@ def _paddings(node: Node, name: str) -> tuple[tuple[int, ...], ...]:
     return tuple(groups)
 
 
-_FORMATS = {
-    "float32": "<f",
-    "float64": "<d",
-    "float16": "<e",
-    "int64": "<q",
-    "int32": "<i",
-    "int16": "<h",
-    "int8": "<b",
-    "uint8": "<B",
-}
-
-
 def read_scalar(node: Node, torch_file: TorchFile, *, what: str) -> Scalar:
     """A Python number, or a tensor of one element with its value.
 
@@ -232,9 +219,7 @@ def read_scalar(node: Node, torch_file: TorchFile, *, what: str) -> Scalar:
     if type(node) is int or type(node) is float:
         return Scalar(node)
     if isinstance(node, PTensor) and node.numel == 1:
-        raw = torch_file.read_scalar_bytes(node)
-        if node.dtype == "bfloat16":
-            return Scalar(struct.unpack("<f", b"\0\0" + raw)[0], BY_NAME[node.dtype], raw, node.shape)
-        if node.dtype in _FORMATS:
-            return Scalar(struct.unpack(_FORMATS[node.dtype], raw)[0], BY_NAME[node.dtype], raw, node.shape)
+        found = Scalar.of_element(torch_file.read_scalar_bytes(node), BY_NAME[node.dtype], node.shape)
+        if found is not None:
+            return found
     raise SourceError("checkpoint.malformed", f"{what} is no number but {kind_of(node)}")

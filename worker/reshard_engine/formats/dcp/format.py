@@ -1,0 +1,66 @@
+"""PyTorch's distributed checkpoints as a format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+from reshard.errors import RequestError, listed
+from reshard.models import ConvertRequest, PossibleTarget
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.dcp import DcpOptions, MissingMoments
+from reshard_engine.formats.dcp.names import DATA_FILE, METADATA, SHARD_FILE, SUFFIX
+from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
+from reshard_engine.formats.format import DryRun, Format
+from reshard_engine.formats.reader import Reader
+from reshard_engine.formats.writer import Writer
+from reshard_engine.tensors.layout import KnownFiles
+
+
+class Dcp(Format):
+    """Checkpoints that `torch.distributed.checkpoint.save` writes, under the keys of several frameworks."""
+
+    name = "dcp"
+    readers: ClassVar[tuple[Reader, ...]] = (TrainerReader(), DcpReader())
+    of_training = True
+    files = KnownFiles(entries=(METADATA, "pytorch_model_fsdp_0"), suffixes=(SUFFIX,), needed=(METADATA,))
+    targets = ("dcp",)
+
+    def writer(self, target: str) -> Writer:
+        """The one writer."""
+        from reshard_engine.formats.dcp.writer.writer import DcpWriter
+
+        return DcpWriter()
+
+    def check_request(self, request: ConvertRequest) -> None:
+        """Refuse options of this format's target where another one is written."""
+        given = {*request.options.of(DcpOptions).given()} - {"missing_moments"}
+        if request.to not in self.targets and given:
+            flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
+            raise RequestError("request.invalid", f"{flags}: for --to dcp", fix="--to dcp")
+
+    def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
+        """The checkpoint, unless the request refuses parameters without optimizer states."""
+        idle = [p.fqn for p in checkpoint.trained if p.never_updated]
+        if idle and request.options.of(DcpOptions).missing_moments is MissingMoments.REFUSE:
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{len(idle)} trained parameters have no optimizer states, as no gradient ever reached them: "
+                f"{listed(idle)}",
+                fix="--missing-moments zero writes the states that an optimizer begins with",
+            )
+        return checkpoint
+
+    def rank_label(self, file: str, world: Mapping[str, int]) -> str:
+        """The rank that wrote the file, by its name."""
+        name = file.rpartition("/")[2]
+        if (match := DATA_FILE.fullmatch(name)) is not None:
+            return f"rank {int(match[1])}"
+        return f"rank {int(match[1]) - 1}" if (match := SHARD_FILE.fullmatch(name)) is not None else ""
+
+    def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
+        """A distributed checkpoint of any source."""
+        refusal = tried.refusal("dcp")
+        if refusal is None:
+            return [tried.possible("dcp", "any mesh; keys of --grammar", "--to dcp")]
+        return [tried.impossible("dcp", refusal)]

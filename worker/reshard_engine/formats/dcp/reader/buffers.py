@@ -1,0 +1,37 @@
+"""Names of buffers: a distributed checkpoint does not tell them from frozen parameters.
+
+Source: names that torch 2.13.0 `nn/modules/batchnorm.py` and transformers 5.23.0 register; torch's parameters hold
+floating-point or complex numbers only (`autograd` gives no gradient to others).
+"""
+
+from __future__ import annotations
+
+from reshard_engine.formats.dcp.reader.metadata import TensorEntry
+from reshard_engine.tensors.dtypes import Dtype
+
+_BUFFERS = frozenset(
+    {
+        "running_mean", "running_var", "num_batches_tracked", "inv_freq", "original_inv_freq", "freqs_cis",
+        "cos_cached", "sin_cached", "position_ids", "masked_bias", "e_score_correction_bias", "expert_bias",
+        "tokens_per_expert", "initialized",
+    }
+)  # fmt: skip
+
+
+def is_buffer(name: str, dtype: Dtype) -> bool:
+    """True for a tensor that no optimizer can train, and for one with a name that only buffers have."""
+    trainable = dtype.floating or dtype.name.startswith("complex")
+    return not trainable or name.rpartition(".")[2] in _BUFFERS
+
+
+def looks_plain(entry: TensorEntry, most_chunks: int) -> bool:
+    """True for a tensor that FSDP does not manage, which are buffers, but for parameters that it was told to ignore.
+
+    FSDP shards every parameter along its first dimension, and refuses those without dimensions. Buffers stay whole.
+
+    Args:
+        entry: The tensor.
+        most_chunks: The largest number of chunks of a tensor of the model.
+    """
+    whole = entry.count == 1 and most_chunks > 1 and entry.shape[:1] > (1,)
+    return entry.shape == () or whole

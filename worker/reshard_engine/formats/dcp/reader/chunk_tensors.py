@@ -1,0 +1,198 @@
+"""Tensors made of chunks: boxes in global coordinates, as pieces and views of the shard map.
+
+The files do not say how a tensor was sharded. Chunks that are runs of rows become pieces of the tensor. Other boxes,
+such as those of a mesh with two axes, become tensors of their own, of which the whole tensor is a view.
+
+Source: torch 2.13.0 `distributed/checkpoint/planner_helpers.py` (`_chunks_from_dtensor`, `_create_write_items`),
+`distributed/tensor/_utils.py` (`compute_local_shape_and_global_offset`); verified by running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard.errors import SourceError, printable
+from reshard_engine.checkpoint import Agreement, Scalar
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.dcp.reader.metadata import Column
+from reshard_engine.formats.dcp.reader.records import ChunkRecords, Kind, find_places
+from reshard_engine.formats.dcp.reader.saved_state import SavedTensor
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.tensors.shard_map import ShardMapBuilder
+from reshard_engine.tensors.views import MAX_BOXES, Box, View
+
+_FIX = "a file is missing, or is of another save: compare the directory with that of the writer"
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of one tensor, of all ranks that saved some, in columns."""
+
+    boxes: Column
+    file: Column
+    offset: Column
+    row: Column
+    """The row of each chunk among all chunks of the checkpoint."""
+
+    def rows(self, rows: npt.NDArray[np.intp]) -> _Chunks:
+        return _Chunks(self.boxes[rows], self.file[rows], self.offset[rows], self.row[rows])
+
+
+class ChunkTensors:
+    """Registers tensors of a saved state in a shard map."""
+
+    def __init__(
+        self,
+        builder: ShardMapBuilder,
+        files: Sequence[SourceFile],
+        wanted: Iterable[SavedTensor],
+        ledger: OpaqueLedger,
+    ) -> None:
+        """Find the data of all chunks of the wanted tensors.
+
+        Raises:
+            SourceError: As `find_places`.
+        """
+        self.agreements: list[Agreement] = []
+        self._builder, self._files = builder, files
+        self._tensors = list(wanted)
+        self._first: dict[int, int] = {}
+        self._places = find_places(files, self._records(), ledger)
+
+    def _records(self) -> ChunkRecords:
+        kinds: dict[Kind, int] = {}
+        columns: list[list[Column]] = [[], [], [], []]
+        count = 0
+        for tensor in self._tensors:
+            entry, metadata = tensor.entry, tensor.part.metadata
+            self._first[id(tensor)] = count
+            count += entry.count
+            rows = slice(entry.first, entry.first + entry.count)
+            shapes, inverse = np.unique(entry.boxes[:, 1], axis=0, return_inverse=True)
+            known = [kinds.setdefault(Kind(entry.dtype, tuple(s)), len(kinds)) for s in shapes.tolist()]
+            of_kind = np.array(known, dtype=np.int64)[inverse.reshape(-1)]
+            file = metadata.file[rows].astype(np.int64) + tensor.part.first_file
+            for column, part in zip(
+                columns, (of_kind, file, metadata.offset[rows], metadata.length[rows]), strict=True
+            ):
+                column.append(part)
+        kind, file, offset, length = (np.concatenate(c) if c else np.zeros(0, np.int64) for c in columns)
+        return ChunkRecords(kind.astype(np.int32), file.astype(np.int32), offset, length, list(kinds))
+
+    def scalar(self, tensor: SavedTensor) -> Scalar | None:
+        """The number of a tensor with one element; None if it is no plain number, or has several chunks."""
+        entry = tensor.entry
+        raw = self._places.scalars.get(self._first[id(tensor)]) if entry.count == 1 else None
+        if raw is None or len(raw) != entry.dtype.itemsize_bytes:
+            return None
+        return Scalar.of_element(raw, entry.dtype, entry.shape)
+
+    def add(self, fqn: str, state: str, saved: Sequence[SavedTensor]) -> int:
+        """Register a tensor, given the entries of all ranks that saved some of it; returns its number.
+
+        Raises:
+            SourceError: `checkpoint.coverage`, `checkpoint.too_large`, `source.unsupported`.
+        """
+        entry = saved[0].entry
+        chunks = self._without_copies(fqn, state, self._chunks(saved), entry.shape, saved[0])
+        strided = [r for r in chunks.row.tolist() if r in self._places.strides]
+        if strided:
+            return self._add_strided(fqn, state, chunks, saved[0])
+        begin, end, runs = _intervals(chunks.boxes, entry.shape)
+        if not runs.all():
+            return self._add_view(fqn, state, chunks, saved[0])
+        number = self._builder.tensor(fqn, state, entry.dtype, entry.shape)
+        tensor = np.full(len(begin), number, dtype=np.int64)
+        self._builder.pieces(tensor, begin, end, file=chunks.file, offset=chunks.offset)
+        return number
+
+    def _chunks(self, saved: Sequence[SavedTensor]) -> _Chunks:
+        boxes, files, rows = list[Column](), list[Column](), list[Column]()
+        for tensor in saved:
+            entry, metadata = tensor.entry, tensor.part.metadata
+            first = self._first[id(tensor)]
+            boxes.append(entry.boxes)
+            file = metadata.file[entry.first : entry.first + entry.count]
+            files.append(file.astype(np.int64) + tensor.part.first_file)
+            rows.append(np.arange(first, first + entry.count, dtype=np.int64))
+        row = np.concatenate(rows)
+        return _Chunks(np.concatenate(boxes), np.concatenate(files), self._places.offset[row], row)
+
+    def _without_copies(
+        self, fqn: str, state: str, chunks: _Chunks, shape: tuple[int, ...], saved: SavedTensor
+    ) -> _Chunks:
+        """The chunks, each box once. Copies must hold the same elements, which is checked before anything is written.
+
+        Without collectives, ranks do not know what others save: what all of them hold is in the file of each.
+        """
+        if len(chunks.row) < 2:
+            return chunks
+        flat = chunks.boxes.reshape(len(chunks.row), -1)
+        _, first, inverse = np.unique(flat, axis=0, return_index=True, return_inverse=True)
+        if len(first) == len(flat):
+            return chunks
+        inverse = inverse.reshape(-1)
+        for row in np.flatnonzero(first[inverse] != np.arange(len(flat))).tolist():
+            pair = (int(first[inverse[row]]), row)
+            one, other = (self._part(fqn, state, chunks, at, saved) for at in pair)
+            where = self._files[int(chunks.file[row])].name
+            self.agreements.append(Agreement(fqn, state, one, other, where))
+        return chunks.rows(np.sort(first))
+
+    def _part(self, fqn: str, state: str, chunks: _Chunks, at: int, saved: SavedTensor) -> int:
+        """Register one chunk as a tensor of its own."""
+        shape = tuple(chunks.boxes[at, 1].tolist())
+        number = self._builder.tensor(fqn, state, saved.entry.dtype, shape)
+        stride = self._places.strides.get(int(chunks.row[at]))
+        self._builder.whole(number, file=int(chunks.file[at]), offset=int(chunks.offset[at]), stride=stride)
+        return number
+
+    def _add_strided(self, fqn: str, state: str, chunks: _Chunks, saved: SavedTensor) -> int:
+        entry = saved.entry
+        if len(chunks.row) == 1 and tuple(chunks.boxes[0, 1].tolist()) == entry.shape:
+            return self._part(fqn, state, chunks, 0, saved)
+        raise SourceError(
+            "source.unsupported",
+            f"chunks of {printable(entry.key)} are not in row-major order, as those of a transposed parameter",
+            fix="make the parameter contiguous before it is sharded, and save again",
+        )
+
+    def _add_view(self, fqn: str, state: str, chunks: _Chunks, saved: SavedTensor) -> int:
+        entry, count = saved.entry, len(chunks.row)
+        if count > MAX_BOXES:
+            raise SourceError(
+                "checkpoint.too_large",
+                f"{printable(entry.key)} has {count} chunks that are no runs of rows, the limit is {MAX_BOXES}",
+            )
+        boxes: list[Box] = []
+        for at in range(count):
+            offset, lengths = map(tuple, chunks.boxes[at].tolist())
+            part = self._part(fqn, state, chunks, at, saved)
+            boxes.append(Box(part, lengths, (0,) * len(lengths), offset, lengths))
+        try:
+            return self._builder.view(fqn, state, View(entry.shape, tuple(boxes)), entry.shape)
+        except ValueError as error:
+            raise SourceError(
+                "checkpoint.coverage",
+                f"the chunks of {printable(entry.key)} {entry.shape} do not cover it exactly once: {error}",
+                fix=_FIX,
+            ) from error
+
+
+def _intervals(boxes: Column, shape: tuple[int, ...]) -> tuple[Column, Column, npt.NDArray[np.bool_]]:
+    """First element and end of each box in row-major order, and True for each box that is one run of elements."""
+    offsets, sizes = boxes[:, 0], boxes[:, 1]
+    dims = len(shape)
+    strides = np.array([prod(shape[d + 1 :]) for d in range(dims)], dtype=np.int64)
+    begin: Column = offsets @ strides
+    end: Column = begin + np.multiply.reduce(sizes, axis=1)
+    whole, single = sizes == np.array(shape, dtype=np.int64), sizes == 1
+    runs: npt.NDArray[np.bool_] = np.full(len(boxes), not dims)
+    for dim in range(dims):
+        runs |= single[:, :dim].all(axis=1) & whole[:, dim + 1 :].all(axis=1)
+    return begin, end, runs

@@ -1,0 +1,124 @@
+"""Files of a trainer beside the shards: schedulers, random states, counters, and objects that the script saved.
+
+They are read as inert data, and written again only for a target of the same kind.
+
+Source: accelerate 1.15.0 `checkpointing.py` (`save_accelerator_state`), `utils/constants.py`; transformers 5.23.0
+`trainer.py` (`_save_rng_state`, `_save_checkpoint`); pytorch-lightning 2.6.6 `strategies/fsdp.py` (`save_checkpoint`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from reshard.errors import SourceError, printable
+from reshard.models import NotCarried
+from reshard_engine.containers.bounded_json import parse_json
+from reshard_engine.containers.opening import open_all
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import TorchFile, open_torch_file
+from reshard_engine.formats.dcp.names import META, TRAINER_STATE
+from reshard_engine.pickles.nodes import Node, mapping_items, sequence_items
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing, read_bytes
+
+SCHEDULER = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")
+RANK_STATES = re.compile(r"(?:rng_state|random_states)(?:_(\d{1,7}))?\.(?:pth|pkl)")
+_OBJECTS = re.compile(
+    r"custom_checkpoint_\d{1,4}\.pkl|sampler(?:_\d{1,4})?\.bin|dl_state_dict(?:_\d{1,4})?\.bin|scaler\.pt"
+)
+_MADE_ANEW = {
+    "training_args.bin": "the Trainer writes its arguments anew",
+    "checkpoint-is-incomplete.txt": "a mark of the Trainer",
+}
+_STATE_LIMIT_BYTES = 64 << 20
+_BESIDE = "a file beside the shards"
+
+
+@dataclass(slots=True)
+class Companions:
+    """The contents of a trainer's files."""
+
+    schedulers: list[tuple[TorchFile, Node]] = field(default_factory=list[tuple[TorchFile, Node]])
+    rng: list[tuple[TorchFile, Mapping[str | int, Node]]] = field(
+        default_factory=list[tuple[TorchFile, Mapping[str | int, Node]]]
+    )
+    """Random states by rank."""
+    client_state: list[tuple[TorchFile, str, Node]] = field(default_factory=list[tuple[TorchFile, str, Node]])
+    """Other values, by the name of their file or their key in `meta.pt`."""
+    texts: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    """Files that are texts, which are written again as they are."""
+    steps: int | None = None
+    not_carried: list[NotCarried] = field(default_factory=list[NotCarried])
+
+
+def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) -> Companions:
+    """Read the files beside the shards of a directory.
+
+    Raises:
+        SourceError: `zip.*`, `pickle.*`, `checkpoint.malformed` for files that are not as trainers write them.
+    """
+    found = Companions()
+    there = {f.path.rpartition("/")[2]: f for f in listing.files}
+    torch_names = [
+        n for n in there if n == META or SCHEDULER.fullmatch(n) or RANK_STATES.fullmatch(n) or _OBJECTS.fullmatch(n)
+    ]
+    parts = [SourceFile(location.store, n, (there[n],)) for n in sorted(torch_names, key=_order)]
+    for parsed in open_all(parts, lambda f: open_torch_file(f, ledger)):
+        _take(found, parsed)
+    if (info := there.get(TRAINER_STATE)) is not None:
+        if info.size_bytes > _STATE_LIMIT_BYTES:
+            raise SourceError("checkpoint.too_large", f"{TRAINER_STATE} has {info.size_bytes} bytes")
+        found.texts[TRAINER_STATE] = read_bytes(location.store, info)
+        found.steps = _steps_of_trainer(found.texts[TRAINER_STATE])
+    return found
+
+
+def beside_shards(listing: Listing, known: frozenset[str]) -> list[NotCarried]:
+    """The files of a trainer's directory that nothing reads."""
+    names = [f.path.rpartition("/")[2] for f in listing.files]
+    read = (TRAINER_STATE, META)
+    rest = [n for n in names if n not in known and n not in read and not _is_read(n)]
+    return [NotCarried(path=printable(n), file=printable(n), reason=_MADE_ANEW.get(n, _BESIDE)) for n in rest]
+
+
+def _is_read(name: str) -> bool:
+    return any(p.fullmatch(name) for p in (SCHEDULER, RANK_STATES, _OBJECTS))
+
+
+def _order(name: str) -> tuple[str, int, str]:
+    """Ranks in the order of their numbers."""
+    match = RANK_STATES.fullmatch(name)
+    return ("rank", int(match[1] or 0), name) if match else ("", 0, name)
+
+
+def _take(found: Companions, parsed: TorchFile) -> None:
+    name = parsed.file.name
+    if name == META:
+        _take_meta(found, parsed)
+    elif SCHEDULER.fullmatch(name):
+        found.schedulers.append((parsed, parsed.root))
+    elif RANK_STATES.fullmatch(name):
+        found.rng.append((parsed, mapping_items(parsed.root, what=printable(name))))
+    else:
+        found.client_state.append((parsed, name, parsed.root))
+
+
+def _take_meta(found: Companions, parsed: TorchFile) -> None:
+    """Lightning's `meta.pt`: the checkpoint without weights and optimizers."""
+    for key, value in mapping_items(parsed.root, what=META).items():
+        if key == "lr_schedulers":
+            found.schedulers += [(parsed, node) for node in sequence_items(value, what=f"{META}: {key}")]
+        else:
+            found.client_state.append((parsed, str(key), value))
+        if key == "global_step" and type(value) is int:
+            found.steps = value
+
+
+def _steps_of_trainer(text: bytes) -> int | None:
+    state = parse_json(text, code="checkpoint.malformed", what=TRAINER_STATE)
+    steps: Any = cast("dict[str, Any]", state).get("global_step") if isinstance(state, dict) else None
+    return steps if type(steps) is int else None

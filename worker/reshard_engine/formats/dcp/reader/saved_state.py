@@ -1,0 +1,243 @@
+"""The state dict of one directory: metadata, files, and every tensor and value by its path of keys.
+
+A save without collectives has one metadata file for each rank; they are joined here.
+
+Source: torch 2.13.0 `distributed/checkpoint/state_dict_saver.py` (`use_collectives`),
+`distributed/checkpoint/filesystem.py` (`FileSystemReader.read_metadata`), verified by running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reshard.errors import SourceError, listed, printable
+from reshard_engine.containers.opening import open_all
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.dcp.names import METADATA, RANK_METADATA, SUFFIX
+from reshard_engine.formats.dcp.reader.metadata import BytesEntry, KeyPath, Metadata, TensorEntry
+from reshard_engine.formats.dcp.reader.metadata_pickle import parse_metadata
+from reshard_engine.formats.dcp.reader.records import refuse_other_streams
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
+
+_COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor of the state dict; its chunks are rows of the columns of its metadata."""
+
+    path: KeyPath
+    entry: TensorEntry
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A value of the state dict that is no tensor."""
+
+    path: KeyPath
+    entry: BytesEntry
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One metadata file with the files that it names."""
+
+    metadata: Metadata
+    first_file: int
+    """Number of its first file among all files of the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """The state dicts of one or several directories."""
+
+    files: tuple[SourceFile, ...] = ()
+    tensors: tuple[SavedTensor, ...] = ()
+    """Tensors in the order of the metadata. Without collectives each rank has an entry for one path."""
+    values: tuple[SavedValue, ...] = ()
+    copies: tuple[tuple[SavedValue, SavedValue], ...] = ()
+    """Values that several ranks saved: the one of `values`, and each other one."""
+    order: tuple[KeyPath, ...] = ()
+    """All paths in the order of the state dict, where the metadata keeps it."""
+
+    def joined(self, other: SavedState) -> SavedState:
+        """Both states as one; the files of `other` follow."""
+        shift = len(self.files)
+        parts = {id(i.part): i.part for i in (*other.tensors, *other.values, *(c for _, c in other.copies))}
+        moved = {key: replace(p, first_file=p.first_file + shift) for key, p in parts.items()}
+
+        def value(one: SavedValue) -> SavedValue:
+            return replace(one, part=moved[id(one.part)])
+
+        return SavedState(
+            (*self.files, *other.files),
+            (*self.tensors, *(replace(t, part=moved[id(t.part)]) for t in other.tensors)),
+            (*self.values, *map(value, other.values)),
+            (*self.copies, *((value(a), value(b)) for a, b in other.copies)),
+            (*self.order, *other.order),
+        )
+
+
+def read_state(location: Location, listing: Listing, *, folder: str = "") -> SavedState:
+    """Read the metadata of one directory.
+
+    Args:
+        location: The directory.
+        listing: Its children.
+        folder: Path of the directory below that of the checkpoint, for names of files.
+
+    Raises:
+        SourceError: `checkpoint.incomplete`, `checkpoint.mixed`, and all errors of the metadata.
+    """
+    there = {f.path.rpartition("/")[2]: f for f in listing.files}
+    names = _metadata_names(location, there)
+    infos = [there[n] for n in names]
+    sources = [SourceFile(location.store, n, (i,)) for n, i in zip(names, infos, strict=True)]
+    parsed = open_all(sources, lambda f: parse_metadata(read_bytes(f.store, f.objects[0]), f.name))
+    files: list[SourceFile] = []
+    parts: list[Part] = []
+    for metadata in parsed:
+        _refuse_overlaps(metadata, location, there)
+        parts.append(Part(metadata, len(files)))
+        files += _files_of(metadata, location, there, folder)
+    state = _state_of_ranks(parts) if len(parts) > 1 else _state_of(parts[0])
+    return replace(state, files=tuple(files))
+
+
+def _metadata_names(location: Location, there: Mapping[str, ObjectInfo]) -> list[str]:
+    """The metadata files of a directory: the one of the whole save, or one for each rank."""
+    if METADATA in there:
+        return [METADATA]
+    ranks = {int(m[1]): n for n in there if (m := RANK_METADATA.fullmatch(n))}
+    if not ranks:
+        count = sum(n.endswith(SUFFIX) for n in there)
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{printable(location.url)} has {count} files *{SUFFIX} and no `{METADATA}`: the save did not finish",
+            fix=f"resume from an older checkpoint; if the save did finish, {_COPY_AGAIN}",
+        )
+    if missing := [f"__{r}.metadata" for r in range(max(ranks) + 1) if r not in ranks]:
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"each rank of this save wrote its own metadata, and {len(missing)} of them are missing: {listed(missing)}",
+            fix="copy the files of all ranks into one directory",
+        )
+    return [ranks[r] for r in sorted(ranks)]
+
+
+def _files_of(metadata: Metadata, location: Location, there: Mapping[str, ObjectInfo], folder: str) -> list[SourceFile]:
+    """The data files that the metadata names, with the ranges of their archives."""
+    if missing := [n for n in metadata.files if n not in there]:
+        raise SourceError(
+            "checkpoint.incomplete",
+            f"{len(missing)} of {len(metadata.files)} files that the metadata names are missing: {listed(missing)}",
+            fix=_COPY_AGAIN,
+        )
+    ranges: list[list[tuple[int, int]]] = [[] for _ in metadata.files]
+    for number, offset, length in _all_records(metadata):
+        ranges[number].append((offset, length))
+    found: list[SourceFile] = []
+    for name, archives in zip(metadata.files, ranges, strict=True):
+        info, end = there[name], max((o + n for o, n in archives), default=0)
+        if end > info.size_bytes:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{printable(name)} has {info.size_bytes} bytes, and the metadata names bytes up to {end}",
+                fix="the file is truncated: copy the checkpoint again",
+            )
+        path = f"{folder}/{name}" if folder else name
+        found.append(SourceFile(location.store, path, (info,), archives=tuple(sorted(archives))))
+    return found
+
+
+def _all_records(metadata: Metadata) -> Sequence[tuple[int, int, int]]:
+    columns = (metadata.file.tolist(), metadata.offset.tolist(), metadata.length.tolist())
+    return [*zip(*columns, strict=True), *((v.file, v.offset, v.length) for v in metadata.values)]
+
+
+def _refuse_overlaps(metadata: Metadata, location: Location, there: Mapping[str, ObjectInfo]) -> None:
+    """Refuse records that share bytes: one of them would be read as another one.
+
+    Raises:
+        SourceError: `checkpoint.malformed`; `source.unsupported` for files of another serialization, whose tensors all
+            name the begin of one blob.
+    """
+    values = metadata.values
+    file = np.concatenate([metadata.file.astype(np.int64), np.array([v.file for v in values], dtype=np.int64)])
+    offset = np.concatenate([metadata.offset, np.array([v.offset for v in values], dtype=np.int64)])
+    length = np.concatenate([metadata.length, np.array([v.length for v in values], dtype=np.int64)])
+    order = np.lexsort((offset, file))
+    file, offset, length = file[order], offset[order], length[order]
+    shared = (file[1:] == file[:-1]) & (offset[:-1] + length[:-1] > offset[1:])
+    if not shared.any():
+        return
+    row = int(np.flatnonzero(shared)[0])
+    name = metadata.files[int(file[row])]
+    if name in there:
+        whole = SourceFile(location.store, name, (there[name],))
+        begin = min(int(offset[row]), whole.size_bytes)
+        refuse_other_streams(whole.part(begin, min(4, whole.size_bytes - begin)))
+    raise SourceError(
+        "checkpoint.malformed",
+        f"{printable(name)}: {int(shared.sum())} records share bytes with others, the first at byte {int(offset[row])}",
+        fix="the metadata is damaged: copy the checkpoint again",
+    )
+
+
+def _path(metadata: Metadata, key: str) -> KeyPath:
+    return metadata.paths.get(key, (key,)) if metadata.paths is not None else (key,)
+
+
+def _state_of(part: Part) -> SavedState:
+    metadata = part.metadata
+    return SavedState(
+        tensors=tuple(SavedTensor(_path(metadata, t.key), t, part) for t in metadata.tensors),
+        values=tuple(SavedValue(_path(metadata, v.key), v, part) for v in metadata.values),
+        order=tuple((metadata.paths or {}).values()),
+    )
+
+
+def _state_of_ranks(parts: Sequence[Part]) -> SavedState:
+    """The state of a save without collectives: every rank has its own chunks, and what all ranks hold."""
+    tensors: dict[KeyPath, list[SavedTensor]] = {}
+    values: dict[KeyPath, SavedValue] = {}
+    copies: list[tuple[SavedValue, SavedValue]] = []
+    order: dict[KeyPath, None] = {}
+    for alone in map(_state_of, parts):
+        order |= dict.fromkeys(alone.order)
+        for tensor in alone.tensors:
+            tensors.setdefault(tensor.path, []).append(tensor)
+        copies += [(values[v.path], v) for v in alone.values if v.path in values]
+        values |= {v.path: v for v in alone.values if v.path not in values}
+    for same in tensors.values():
+        _refuse_other_tensors(same)
+    if twice := [p for p in tensors if p in values]:
+        raise SourceError(
+            "checkpoint.mixed",
+            f"{printable(tensors[twice[0]][0].entry.key)} is a tensor to one rank and another value to the next",
+            fix="the metadata files are of different saves: copy those of one save",
+        )
+    return SavedState(
+        tensors=tuple(t for same in tensors.values() for t in same),
+        values=tuple(values.values()),
+        copies=tuple(copies),
+        order=tuple(order),
+    )
+
+
+def _refuse_other_tensors(same: Sequence[SavedTensor]) -> None:
+    first = same[0].entry
+    for other in (t.entry for t in same[1:]):
+        if (other.shape, other.dtype) != (first.shape, first.dtype):
+            raise SourceError(
+                "checkpoint.mixed",
+                f"{printable(first.key)} is {first.dtype.name} {first.shape} to one rank and "
+                f"{other.dtype.name} {other.shape} to another",
+                fix="the metadata files are of different saves: copy those of one save",
+            )

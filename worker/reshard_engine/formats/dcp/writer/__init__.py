@@ -1,0 +1,1 @@
+"""The writer of PyTorch's distributed checkpoints."""

@@ -1,0 +1,89 @@
+"""The files that trainers keep beside the shards.
+
+Source: accelerate 1.15.0 `checkpointing.py` (`save_accelerator_state`, `load_accelerator_state`), transformers 5.23.0
+`trainer.py` (`_load_optimizer_and_scheduler`, `_load_rng_state`), `trainer_callback.py` (`TrainerState`: every field
+has a default); pytorch-lightning 2.6.6 `trainer/connectors/checkpoint_connector.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from reshard.models import ConvertRequest, NotCarried
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats import not_written
+from reshard_engine.formats.dcp import Grammar
+from reshard_engine.formats.dcp.facts import facts_of
+from reshard_engine.formats.dcp.names import META, TRAINER_STATE
+from reshard_engine.formats.torch_archive import tree_template
+from reshard_engine.pickles.nodes import Node, PList, mapping_of
+from reshard_engine.tensors.layout import TargetFile, literal_template
+
+_FILE = re.compile(r"[a-z_]{1,64}(?:_\d{1,4})?\.(?:pkl|bin|pt)")
+"""Keys of the client state that are names of files of Accelerate."""
+_OTHER_RANDOM_STATES = "random states of another framework"
+_NO_PLACE = "trainers keep it in no file of a checkpoint"
+_VERSION = "pytorch-lightning_version"
+_OLDEST_LIGHTNING = "2.0.0"
+"""Lightning migrates checkpoints of older versions. 2.0 is the first whose keys are today's."""
+
+
+def trainer_files(
+    checkpoint: Checkpoint, request: ConvertRequest, grammar: Grammar, schedulers: Sequence[Node]
+) -> Iterator[TargetFile]:
+    """Schedulers, random states and objects of the script, one file each; for the Trainer also its own state."""
+
+    def file(name: str, node: Node) -> TargetFile:
+        template, slots = tree_template(name.rpartition(".")[0], node, checkpoint.shard_map, opaque=request.opaque)
+        return TargetFile(name, template, slots)
+
+    trainer = grammar is Grammar.TRAINER
+    for number, node in enumerate(schedulers[:1] if trainer else schedulers):
+        yield file("scheduler.pt" if trainer else f"scheduler{f'_{number}' if number else ''}.bin", node)
+    if _has_rank_files(checkpoint):
+        count = len(checkpoint.rng)
+        for rank, states in enumerate(checkpoint.rng):
+            name = f"rng_state{f'_{rank}' if count > 1 else ''}.pth" if trainer else f"random_states_{rank}.pkl"
+            yield file(name, mapping_of({**states}))
+    for key, node in checkpoint.client_state.items():
+        if _FILE.fullmatch(str(key)):
+            yield file(str(key), node)
+    if trainer:
+        facts = facts_of(checkpoint)
+        text = facts.texts.get(TRAINER_STATE) if facts is not None else None
+        yield TargetFile(TRAINER_STATE, literal_template(text or _trainer_state(_steps(checkpoint))), ())
+
+
+def left_out(checkpoint: Checkpoint) -> Iterator[NotCarried]:
+    """The parts of the run's state that no file of a trainer holds."""
+    if not _has_rank_files(checkpoint):
+        yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _OTHER_RANDOM_STATES)
+    yield from not_written.named((str(k) for k in checkpoint.client_state if not _FILE.fullmatch(str(k))), _NO_PLACE)
+
+
+def lightning_meta(checkpoint: Checkpoint, request: ConvertRequest, schedulers: Sequence[Node]) -> TargetFile:
+    """`meta.pt`: the checkpoint of Lightning without weights and optimizers."""
+    facts = facts_of(checkpoint)
+    own = facts is not None and facts.grammar is Grammar.LIGHTNING
+    made: dict[str | int, Node] = {"epoch": 0, "global_step": _steps(checkpoint), _VERSION: _OLDEST_LIGHTNING}
+    entries = {**({} if own else made), **checkpoint.client_state, "lr_schedulers": PList([*schedulers])}
+    template, slots = tree_template("meta", mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
+    return TargetFile(META, template, slots, commit=True)
+
+
+def _has_rank_files(checkpoint: Checkpoint) -> bool:
+    """True if the random states are those of Accelerate or of the Trainer."""
+    facts = facts_of(checkpoint)
+    return facts is not None and facts.grammar in (Grammar.ACCELERATE, Grammar.TRAINER)
+
+
+def _steps(checkpoint: Checkpoint) -> int:
+    if checkpoint.counters.steps is not None:
+        return checkpoint.counters.steps
+    return max((int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=0)
+
+
+def _trainer_state(steps: int) -> bytes:
+    return json.dumps({"global_step": steps, "log_history": []}, indent=2).encode() + b"\n"
