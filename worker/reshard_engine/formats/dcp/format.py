@@ -10,6 +10,7 @@ from reshard.models import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.dcp import DcpOptions, MissingMoments
 from reshard_engine.formats.dcp.names import DATA_FILE, METADATA, SHARD_FILE, SUFFIX
+from reshard_engine.formats.dcp.reader.hf_shards import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
 from reshard_engine.formats.format import DryRun, Format
 from reshard_engine.formats.reader import Reader
@@ -21,7 +22,7 @@ class Dcp(Format):
     """Checkpoints that `torch.distributed.checkpoint.save` writes, under the keys of several frameworks."""
 
     name = "dcp"
-    readers: ClassVar[tuple[Reader, ...]] = (TrainerReader(), DcpReader())
+    readers: ClassVar[tuple[Reader, ...]] = (TrainerReader(), DcpReader(), HuggingFaceShardsReader())
     of_training = True
     files = KnownFiles(entries=(METADATA, "pytorch_model_fsdp_0"), suffixes=(SUFFIX,), needed=(METADATA,))
     targets = ("dcp",)

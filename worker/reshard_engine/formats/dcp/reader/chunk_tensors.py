@@ -1,7 +1,6 @@
-"""Tensors made of chunks: boxes in global coordinates, as pieces and views of the shard map.
+"""Tensors made of chunks: boxes in global coordinates, each in a record of its own.
 
-The files do not say how a tensor was sharded. Chunks that are runs of rows become pieces of the tensor. Other boxes,
-such as those of a mesh with two axes, become tensors of their own, of which the whole tensor is a view.
+The files do not say how a tensor was sharded; nothing needs it.
 
 Source: torch 2.13.0 `distributed/checkpoint/planner_helpers.py` (`_chunks_from_dtensor`, `_create_write_items`),
 `distributed/tensor/_utils.py` (`compute_local_shape_and_global_offset`); verified by running.
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +17,12 @@ import numpy.typing as npt
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Agreement, Scalar
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.dcp.reader.boxes import Boxes, add_boxes
 from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.records import ChunkRecords, Kind, find_places
 from reshard_engine.formats.dcp.reader.saved_state import SavedTensor
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.tensors.shard_map import ShardMapBuilder
-from reshard_engine.tensors.views import MAX_BOXES, Box, View
-
-_FIX = "a file is missing, or is of another save: compare the directory with that of the writer"
+from reshard_engine.tensors.shard_map import LogicalTensor, ShardMapBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +99,8 @@ class ChunkTensors:
         strided = [r for r in chunks.row.tolist() if r in self._places.strides]
         if strided:
             return self._add_strided(fqn, state, chunks, saved[0])
-        begin, end, runs = _intervals(chunks.boxes, entry.shape)
-        if not runs.all():
-            return self._add_view(fqn, state, chunks, saved[0])
-        number = self._builder.tensor(fqn, state, entry.dtype, entry.shape)
-        tensor = np.full(len(begin), number, dtype=np.int64)
-        self._builder.pieces(tensor, begin, end, file=chunks.file, offset=chunks.offset)
-        return number
+        held = Boxes(chunks.boxes, chunks.file, chunks.offset)
+        return add_boxes(self._builder, LogicalTensor(fqn, state, entry.dtype, entry.shape), held)
 
     def _chunks(self, saved: Sequence[SavedTensor]) -> _Chunks:
         boxes, files, rows = list[Column](), list[Column](), list[Column]()
@@ -161,38 +152,3 @@ class ChunkTensors:
             f"chunks of {printable(entry.key)} are not in row-major order, as those of a transposed parameter",
             fix="make the parameter contiguous before it is sharded, and save again",
         )
-
-    def _add_view(self, fqn: str, state: str, chunks: _Chunks, saved: SavedTensor) -> int:
-        entry, count = saved.entry, len(chunks.row)
-        if count > MAX_BOXES:
-            raise SourceError(
-                "checkpoint.too_large",
-                f"{printable(entry.key)} has {count} chunks that are no runs of rows, the limit is {MAX_BOXES}",
-            )
-        boxes: list[Box] = []
-        for at in range(count):
-            offset, lengths = map(tuple, chunks.boxes[at].tolist())
-            part = self._part(fqn, state, chunks, at, saved)
-            boxes.append(Box(part, lengths, (0,) * len(lengths), offset, lengths))
-        try:
-            return self._builder.view(fqn, state, View(entry.shape, tuple(boxes)), entry.shape)
-        except ValueError as error:
-            raise SourceError(
-                "checkpoint.coverage",
-                f"the chunks of {printable(entry.key)} {entry.shape} do not cover it exactly once: {error}",
-                fix=_FIX,
-            ) from error
-
-
-def _intervals(boxes: Column, shape: tuple[int, ...]) -> tuple[Column, Column, npt.NDArray[np.bool_]]:
-    """First element and end of each box in row-major order, and True for each box that is one run of elements."""
-    offsets, sizes = boxes[:, 0], boxes[:, 1]
-    dims = len(shape)
-    strides = np.array([prod(shape[d + 1 :]) for d in range(dims)], dtype=np.int64)
-    begin: Column = offsets @ strides
-    end: Column = begin + np.multiply.reduce(sizes, axis=1)
-    whole, single = sizes == np.array(shape, dtype=np.int64), sizes == 1
-    runs: npt.NDArray[np.bool_] = np.full(len(boxes), not dims)
-    for dim in range(dims):
-        runs |= single[:, :dim].all(axis=1) & whole[:, dim + 1 :].all(axis=1)
-    return begin, end, runs

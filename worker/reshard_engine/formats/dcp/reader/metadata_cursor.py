@@ -1,0 +1,164 @@
+"""Reads many equal records of a pickle at once: a cursor in each of them, moved over the same opcodes together.
+
+Nothing is taken on trust. A record in which a cursor meets anything else than the opcodes that were asked for is marked
+as not regular, and whoever reads the records leaves it to an interpreter of single opcodes.
+
+Source: CPython 3.11 `Lib/pickletools.py` (opcodes and their arguments), `Modules/_pickle.c` (`save_long`: the shortest
+opcode; `store_tuple_elements` and `save_tuple`: marks from four elements on; `memo_put`: every text is memoised).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from reshard_engine.formats.dcp.reader.metadata import Column
+from reshard_engine.formats.dcp.reader.metadata_nodes import MAX_NUMBER
+
+Flags = npt.NDArray[np.bool_]
+MAX_DIMS = 8
+"""Of regular records. Tensors of more dimensions are left to the interpreter."""
+_SHORT_TEXT, _GET, _LONG_GET, _MEMOIZE = 0x8C, 0x68, 0x6A, 0x94
+_LONG1, _NONE, _MARK, _TUPLE = 0x8A, 0x4E, 0x28, 0x74
+_WIDTH = np.zeros(256, np.int64)
+_MASK = np.zeros(256, np.uint64)
+_LIMIT = np.zeros(256, np.uint64)
+for _opcode, _bytes, _bits in ((0x4B, 2, 8), (0x4D, 3, 16), (0x4A, 5, 31)):
+    _WIDTH[_opcode], _MASK[_opcode] = _bytes, (1 << (8 * (_bytes - 1))) - 1
+    _LIMIT[_opcode] = (1 << _bits) - 1
+_IS_NUMBER = _WIDTH > 0
+_IS_NUMBER[_LONG1] = True
+_TUPLE_OPS = np.array([0x29, 0x85, 0x86, 0x87] + [_TUPLE] * (MAX_DIMS - 3), np.uint8)
+"""The opcode that ends a tuple, by its number of elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """A text in each record: written out, or fetched from the memo."""
+
+    written: Flags
+    start: Column
+    """The position of a written text."""
+    end: Column
+    memo: Column
+    """The number of a fetched text in the memo."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A tuple of numbers in each record."""
+
+    dims: Column
+    numbers: Column
+    """`[records, MAX_DIMS]`; numbers behind the last dimension are zero."""
+
+
+class Buffer:
+    """The bytes of a pickle, for reading at many positions at once."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._bytes = np.frombuffer(data, np.uint8)
+        self._windows: dict[int, npt.NDArray[np.uint8]] = {}
+
+    def byte(self, at: Column) -> npt.NDArray[np.uint8]:
+        """The byte at each position; the last byte where a position lies behind the end."""
+        return self._bytes[np.minimum(at, len(self._bytes) - 1)]
+
+    def window(self, at: Column, length: int) -> npt.NDArray[np.uint8]:
+        """`[positions, length]`: the bytes from each position on."""
+        windows = self._windows.get(length)
+        if windows is None:
+            windows = np.lib.stride_tricks.sliding_window_view(self._bytes, length)
+            self._windows[length] = windows
+        return windows[np.minimum(at, len(windows) - 1)]
+
+    def word(self, at: Column) -> npt.NDArray[np.uint64]:
+        """The eight bytes from each position on, as a little-endian number."""
+        return self.window(at, 8).view("<u8")[:, 0]
+
+
+class Cursor:
+    """A position in each of many records."""
+
+    def __init__(self, buffer: Buffer, starts: Column) -> None:
+        self._buffer = buffer
+        self.at = starts.copy()
+        self.regular: Flags = np.ones(len(starts), np.bool_)
+
+    def meets(self, opcodes: bytes) -> Flags:
+        """True for each record that goes on with these bytes."""
+        found = self._buffer.window(self.at, len(opcodes)) == np.frombuffer(opcodes, np.uint8)
+        return np.all(found, axis=1)
+
+    def skip(self, opcodes: bytes, where: Flags | None = None) -> None:
+        """Move over these bytes, which every record (of some) must have."""
+        found = self.meets(opcodes)
+        if where is None:
+            self.regular &= found
+            self.at += len(opcodes)
+        else:
+            self.regular &= found | ~where
+            self.at += where * len(opcodes)
+
+    def number(self, where: Flags | None = None) -> Column:
+        """Move over an integer from 0 to `MAX_NUMBER - 1`, and return it."""
+        opcode = self._buffer.byte(self.at)
+        raw = self._buffer.word(self.at + 1)
+        value, width = raw & _MASK[opcode], _WIDTH[opcode]
+        good = (width > 0) & (value <= _LIMIT[opcode])
+        long = opcode == _LONG1
+        if long.any():
+            count = (raw & np.uint64(0xFF)).astype(np.int64)
+            fits = long & (count >= 1) & (count <= 8)
+            shift = (64 - 8 * np.where(fits, count, 8)).astype(np.uint64)
+            body = self._buffer.word(self.at + 2) & (np.uint64(0xFFFF_FFFF_FFFF_FFFF) >> shift)
+            # Two's complement of so many bytes: the highest bit is the sign.
+            good |= fits & ((body << shift) < np.uint64(1 << 63)) & (body < np.uint64(MAX_NUMBER))
+            value, width = np.where(long, body, value), np.where(long, 2 + count, width)
+        if where is not None:
+            value, width, good = value * where, width * where, good | ~where
+        self.regular &= good
+        self.at += width
+        return value.astype(np.int64)
+
+    def skip_number_or_none(self) -> None:
+        """Move over an integer or None."""
+        none = self._buffer.byte(self.at) == _NONE
+        self.at += none
+        self.number(~none)
+
+    def text(self) -> Texts:
+        """Move over a text of less than 256 bytes that goes into the memo, or over one from the memo."""
+        opcode = self._buffer.byte(self.at)
+        raw = self._buffer.word(self.at + 1)
+        low = (raw & np.uint64(0xFF)).astype(np.int64)
+        written, short = opcode == _SHORT_TEXT, opcode == _GET
+        memo = np.where(short, low, (raw & np.uint64(0xFFFF_FFFF)).astype(np.int64))
+        start = self.at + 2
+        end = start + low
+        self.regular &= (written & (self._buffer.byte(end) == _MEMOIZE)) | short | (opcode == _LONG_GET)
+        self.at = np.where(written, end + 1, self.at + np.where(short, 2, 5))
+        return Texts(written, start, end, memo)
+
+    def size(self, where: Flags) -> Sizes:
+        """Move over the arguments of `torch.Size` and its call."""
+        marked = where & (self._buffer.byte(self.at) == _MARK)
+        self.at += marked
+        dims = np.zeros(len(self.at), np.int64)
+        numbers = np.zeros((len(self.at), MAX_DIMS), np.int64)
+        for axis in range(MAX_DIMS):
+            more = where & (dims == axis) & _IS_NUMBER[self._buffer.byte(self.at)]
+            if not more.any():
+                break
+            numbers[:, axis] = self.number(more)
+            dims += more
+        ends = (self._buffer.byte(self.at) == _TUPLE_OPS[dims]) & (marked == (dims > 3))
+        self.regular &= ends | ~where
+        self.at += where
+        # The empty tuple is not memoised.
+        self.skip(b"\x94", where & (dims > 0))
+        self.skip(b"\x85\x94R\x94", where)
+        return Sizes(dims, numbers)
