@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from reshard.errors import RequestError, printable
-from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup
+from collections.abc import Mapping
+from dataclasses import replace
+
+from reshard.errors import RequestError, listed, printable
+from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup, Scalar
 from reshard_engine.formats.deepspeed.configured_groups import configured_groups
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
@@ -42,7 +45,14 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
     states: dict[str, None] = {"fp32": None}
     for parameter in checkpoint.trained:
         states |= dict.fromkeys(parameter.states)
-    lacking = [p.fqn for p in checkpoint.trained if set(states) - set(p.states)]
+    if narrow := [p.fqn for p in checkpoint.trained if "fp32" not in p.states]:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{len(narrow)} of {len(checkpoint.trained)} parameters have no fp32 masters ({listed(narrow)}): the run "
+            "trained in a narrower type, and DeepSpeed keeps masters in fp32",
+            fix="write the weights alone: --to safetensors",
+        )
+    lacking = [p.fqn for p in checkpoint.trained if set(states) - set(p.states) and not p.never_updated]
     if lacking and len(states) > 1:
         raise RequestError(
             "request.unsatisfiable",
@@ -51,6 +61,27 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
             fix="write the weights alone: --to safetensors",
         )
     return list(states)
+
+
+def with_all_counters(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint with counters for parameters that were never updated, those of their groups; and warnings.
+
+    Such parameters have no states in a run of FSDP. ZeRO keeps zeros for them, and one counter for a whole group.
+    """
+    idle = [p for p in checkpoint.trained if p.never_updated]
+    if not idle:
+        return checkpoint, []
+    updated = [p for p in checkpoint.trained if not p.never_updated]
+    scalars = {p.group: p.scalars for p in reversed(updated)}
+    rest: Mapping[str, Scalar] = updated[0].scalars if updated else {}
+    parameters = tuple(
+        replace(p, scalars=scalars.get(p.group, rest)) if p.never_updated else p for p in checkpoint.parameters
+    )
+    text = (
+        f"{len(idle)} parameters were never updated ({listed([p.fqn for p in idle])}): their moments are zeros, and "
+        "ZeRO decays such parameters, which other optimizers leave alone"
+    )
+    return replace(checkpoint, parameters=parameters), [text]
 
 
 def is_adam(checkpoint: Checkpoint) -> bool:

@@ -22,7 +22,7 @@ from reshard_engine.formats.deepspeed.configured_groups import configured_warnin
 from reshard_engine.formats.deepspeed.facts import facts_of, model_states, not_kept
 from reshard_engine.formats.deepspeed.megatron import ITERATION, TRACKER, is_megatron
 from reshard_engine.formats.deepspeed.names import CONFIG, LATEST, OPTIMIZER_STATE, RNG_KEYS, TIED, VERSION
-from reshard_engine.formats.deepspeed.optimizer_states import require_optimizer, states_to_write
+from reshard_engine.formats.deepspeed.optimizer_states import require_optimizer, states_to_write, with_all_counters
 from reshard_engine.formats.deepspeed.random_states import random_states
 from reshard_engine.formats.deepspeed.writer.native.autoep import (
     expert_weights,
@@ -61,6 +61,7 @@ class ZeroWriter:
                 source.
         """
         require_optimizer(checkpoint, "a native checkpoint")
+        checkpoint, never_updated = with_all_counters(checkpoint)
         target = resolve(checkpoint, request)
         refuse_impossible_layout(target, checkpoint)
         source = checkpoint
@@ -78,6 +79,7 @@ class ZeroWriter:
         for model in models:
             files.add(model)
         warnings = [
+            *never_updated,
             *configured_warnings(checkpoint),
             *_rng_warnings(checkpoint, target),
             *_vocab_warnings(checkpoint, target, rows),

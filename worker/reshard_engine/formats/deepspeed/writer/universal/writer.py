@@ -39,6 +39,7 @@ from reshard_engine.formats.deepspeed.optimizer_states import (
     is_adam,
     require_optimizer,
     states_to_write,
+    with_all_counters,
 )
 from reshard_engine.formats.deepspeed.random_states import random_states
 from reshard_engine.formats.deepspeed.writer.native.autoep import expert_keys, fused_experts
@@ -81,6 +82,7 @@ class UniversalWriter:
         if request.dtype is not None:
             raise RequestError("request.invalid", "a universal checkpoint holds fp32 masters: --dtype is for weights")
         require_optimizer(checkpoint, "a universal checkpoint")
+        checkpoint, never_updated = with_all_counters(checkpoint)
         source, checkpoint = checkpoint, megatron_grouped(checkpoint, sharded=False)
         states, warnings = _states_to_write(checkpoint)
         if checkpoint is not source:
@@ -93,7 +95,7 @@ class UniversalWriter:
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
-        warnings = [*warnings, *configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
+        warnings = [*never_updated, *warnings, *configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
         frozen = not_written.frozen_parameters(checkpoint) if request.exclude_frozen else ()
         return TargetLayout(
             tuple(files),
