@@ -1,7 +1,8 @@
 """Fixtures of the oracle's own tests."""
 
 from oracle.conversions import bf16_spread, universal
+from oracle.dcp_fixtures import fsdp, saved
 from oracle.fixtures import oracle, trained, worlds
 from oracle.parallel_fixtures import parallel, trained_3d
 
-__all__ = ["bf16_spread", "oracle", "parallel", "trained", "trained_3d", "universal", "worlds"]
+__all__ = ["bf16_spread", "fsdp", "oracle", "parallel", "saved", "trained", "trained_3d", "universal", "worlds"]

@@ -31,12 +31,13 @@ _SLOW_IMPORTS = (
     "deepspeed.utils.zero_to_fp32",
     "safetensors.torch",
 )
-# Models of the ranks need these and their thousands of modules: 1.5 s that each rank of each world would pay again.
+# Models of the ranks need these and their thousands of modules: 2.5 s that each rank of each world would pay again.
 _SLOW_IMPORTS_IF_INSTALLED = (
     "transformers.optimization",
     "transformers.trainer",
     "accelerate",
     "peft",
+    "pytorch_lightning",
 )
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -1,0 +1,119 @@
+"""Runs under FSDP whose checkpoints PyTorch DCP writes, and the meshes on which they are trained and resumed.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from oracle.cases import Case
+
+Parallel = Literal["fsdp2", "fsdp1", "fsdp1_flat"]
+OptimizerName = Literal["adamw", "amsgrad", "sgd"]
+
+GRAMMARS = ("app", "nested", "flat", "titan", "raw")
+"""Grammars of keys in which torch alone saves a run; ``oracle.dcp_grammars`` says what each is."""
+VARIANTS = ("async", "no_collectives", "threads", "items", "v2_3")
+"""Other ways to write ``app``."""
+HUGGING_FACE = "hf"
+"""Weights by ``HuggingFaceStorageWriter(save_distributed=True)``."""
+
+_MODEL = Case("dcp", 2, "fp32", two_groups=True, unused=False)
+_UNTIED = replace(_MODEL, tied=False)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Arrangement of the ranks.
+
+    Attributes:
+        shard: ranks over which FSDP cuts a parameter.
+        replicate: copies of that (HSDP).
+        tensor: ranks over which tensor parallelism cuts it first.
+    """
+
+    shard: int
+    replicate: int = 1
+    tensor: int = 1
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return self.shard * self.replicate * self.tensor
+
+    @property
+    def data(self) -> int:
+        """Ranks with rows of their own."""
+        return self.shard * self.replicate
+
+    def __str__(self) -> str:
+        """Short, for the names of tests: ``4``, ``2x2hsdp``, ``2x2tp``."""
+        name = str(self.shard)
+        name += f"x{self.replicate}hsdp" if self.replicate > 1 else ""
+        return name + (f"x{self.tensor}tp" if self.tensor > 1 else "")
+
+
+@dataclass(frozen=True)
+class FsdpRun:
+    """One kind of training run.
+
+    Attributes:
+        name: unique; also the test id.
+        parallel: FSDP2, or FSDP1 with its original parameters or with flat ones only.
+        model: the switches of the model; of this only what the model and its groups want is read.
+        mesh: the ranks that train the source.
+        optimizer: AdamW, AdamW with AMSGrad, or SGD with momentum.
+        scheduler: ExponentialLR, which DeepSpeed can run as well, or none.
+        by_block: the two groups are the first block and the rest, for FSDP1's flat parameters are whole blocks; else
+            they are matrices and vectors.
+    """
+
+    name: str
+    parallel: Parallel = "fsdp2"
+    model: Case = _MODEL
+    mesh: Mesh = Mesh(4)
+    optimizer: OptimizerName = "adamw"
+    scheduler: bool = True
+    by_block: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for the way into a rank; `FsdpRun.of` takes it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> FsdpRun:
+        """The run that ``to_json`` described."""
+        return cls(**data | {"model": Case(**data["model"]), "mesh": Mesh(**data["mesh"])})
+
+    def on(self, mesh: Mesh, parallel: Parallel | None = None) -> FsdpRun:
+        """The run that continues this one on another mesh."""
+        return replace(self, mesh=mesh, parallel=parallel or self.parallel)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The checkpoints that torch can save of this run.
+
+        Under FSDP1 ``async_save`` fails (torch 2.13), and an optimizer's own state dict is one rank's only.
+        """
+        every = (*GRAMMARS, *VARIANTS, HUGGING_FACE)
+        return every if self.parallel == "fsdp2" else tuple(k for k in every if k not in ("raw", "async"))
+
+
+def _runs() -> dict[str, FsdpRun]:
+    runs = [
+        FsdpRun("fsdp2"),
+        FsdpRun("fsdp2_unused", model=replace(_MODEL, unused=True)),
+        FsdpRun("hsdp", mesh=Mesh(2, replicate=2), model=_UNTIED),
+        FsdpRun("fsdp2_tp", mesh=Mesh(2, tensor=2), model=_UNTIED),
+        FsdpRun("fsdp1", parallel="fsdp1", model=replace(_MODEL, unused=True)),
+        FsdpRun("fsdp1_flat", parallel="fsdp1_flat", by_block=True),
+        FsdpRun("fsdp2_sgd", optimizer="sgd"),
+        FsdpRun("fsdp2_amsgrad", optimizer="amsgrad", scheduler=False),
+        FsdpRun("fsdp2_plain", model=replace(_UNTIED, frozen=False, buffers=False, two_groups=False), scheduler=False),
+    ]
+    return {run.name: run for run in runs}
+
+
+RUNS: dict[str, FsdpRun] = _runs()

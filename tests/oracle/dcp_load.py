@@ -1,0 +1,57 @@
+"""Functions that run inside the ranks: resume checkpoints as the programs that write them do, and say what came in.
+
+Each leaves ``resumed.safetensors`` and ``resumed.json`` right after loading, and then trains three steps.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from oracle.dcp_accelerate import join_as_accelerate, start as start_accelerate
+from oracle.dcp_cases import FsdpRun
+from oracle.dcp_grammars import load
+from oracle.dcp_models import RESUME_SEED, STEPS, Running, start, start_world, train_steps
+from oracle.dcp_truth import dump
+
+
+def _go_on(running: Running, out: str) -> list[float]:
+    dump(running.model, running.optimizer, running.scheduler, Path(out), "resumed")
+    running.steps = STEPS
+    return train_steps(running)
+
+
+def torch_only(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Resumes several checkpoints one after the other, by ``dcp.load`` and torch's state-dict functions.
+
+    Args:
+        jobs: of each the ``run``, the ``kind`` of its grammar, its ``path``, where to dump (``out``), ``partial`` if
+            states may be missing, and the ``scheduler``'s state if the grammar holds none.
+
+    Returns:
+        For each the ``losses`` of its three steps, or the ``error`` that loading ended with.
+    """
+    start_world()
+    results: list[dict[str, Any]] = []
+    for job in jobs:
+        running = start(FsdpRun.of(job["run"]), seed=RESUME_SEED)
+        try:
+            load(running, job["kind"], Path(job["path"]), partial=job["partial"])
+        except (Exception, CheckpointException):  # noqa: BLE001 - the test judges it; torch's is none of Exception's
+            results.append({"error": traceback.format_exc()})
+            continue
+        if job["scheduler"] is not None:
+            running.scheduler.load_state_dict(job["scheduler"])
+        results.append({"losses": _go_on(running, job["out"])})
+    return results
+
+
+def accelerate(run: dict[str, Any], path: str, out: str) -> dict[str, Any]:
+    """Resumes by ``Accelerator.load_state(path)``."""
+    join_as_accelerate()
+    accelerator, running = start_accelerate(FsdpRun.of(run), seed=RESUME_SEED)
+    accelerator.load_state(path)
+    return {"losses": _go_on(running, out)}

@@ -1,0 +1,105 @@
+"""Transformers' Trainer with FSDP, trained, saved and resumed; runs inside the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from oracle.dcp_accelerate import join_as_accelerate
+from oracle.dcp_truth import dump
+from oracle.hf_models import config_of, tokens
+
+GLOBAL_ROWS = 12
+"""Rows of a step, on any number of ranks."""
+SAVED_STEP, STEPS = 3, 6
+_LAYERS = {"gpt2": "GPT2Block", "llama": "LlamaDecoderLayer"}
+
+
+class _Rows(Dataset[dict[str, torch.Tensor]]):
+    """Each row another sequence: who deals them out wrongly has other losses."""
+
+    def __len__(self) -> int:
+        return GLOBAL_ROWS * STEPS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = tokens(1, index)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+class _Dumps(TrainerCallback):
+    """Dumps the state that the checkpoint of step 3 holds, or the one with which a resumed run begins."""
+
+    def __init__(self, folder: Path, *, resumed: bool) -> None:
+        self.folder, self.resumed = folder, resumed
+        self.trainer: Any = None
+
+    def _dump(self, stem: str) -> None:
+        trainer = self.trainer
+        dump(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, self.folder, stem)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Called when a checkpoint is loaded."""
+        if self.resumed:
+            self._dump("resumed")
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Called on all ranks once a checkpoint is written."""
+        if not self.resumed and state.global_step == SAVED_STEP:
+            self._dump("truth")
+
+
+def trainer(folder: str, kind: str, version: int, resume: str | None = None) -> dict[str, Any]:
+    """Trains to step 6 under ``Trainer``, from the start or from a checkpoint.
+
+    Args:
+        folder: output directory; the checkpoint of step 3 and its truth are left in it.
+        kind: ``llama``, or ``gpt2``, whose head is tied.
+        version: of FSDP.
+        resume: a ``checkpoint-N``.
+
+    Returns:
+        ``losses`` by step, and the ``rates``.
+    """
+    _, world = join_as_accelerate()
+    torch.manual_seed(4321 if resume is None else 98765)
+    arguments = TrainingArguments(
+        output_dir=str(Path(folder, "output")),
+        fsdp=True,
+        fsdp_config={
+            "version": version,
+            "transformer_layer_cls_to_wrap": [_LAYERS[kind]],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+        per_device_train_batch_size=GLOBAL_ROWS // world,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        lr_scheduler_type="linear",
+        max_steps=STEPS,
+        save_steps=SAVED_STEP,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        seed=7,
+        use_cpu=False,
+    )
+    model: Any = AutoModelForCausalLM.from_config(config_of(kind))
+    dumps = _Dumps(Path(folder), resumed=resume is not None)
+    run = Trainer(model=model, args=arguments, train_dataset=_Rows(), callbacks=[dumps])
+    dumps.trainer = run
+    run.train(resume_from_checkpoint=resume)
+    log = [entry for entry in run.state.log_history if "loss" in entry]
+    return {
+        "losses": {str(entry["step"]): entry["loss"] for entry in log},
+        "rates": {str(entry["step"]): entry["learning_rate"] for entry in log},
+    }

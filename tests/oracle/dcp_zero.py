@@ -1,0 +1,53 @@
+"""DeepSpeed's ZeRO on the same model and data, with the same optimizer and scheduler; runs inside the ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+from oracle.cases import Case, ds_config
+from oracle.models import build_model, param_groups
+from oracle.train import RESUME_SEED, SOURCE_SEED, dump_states, start_world, train_steps
+
+STEPS = 3
+
+
+def _engine(case: Case, world: int, seed: int) -> Any:
+    model = build_model(case, seed)
+    config = ds_config(case, world) | {"gradient_clipping": 0.0}
+    initialize: Any = deepspeed.initialize
+    engine, *_ = initialize(
+        model=model,
+        model_parameters=param_groups(case, model),
+        config=config,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8),
+    )
+    return engine
+
+
+def save(case: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Trains three steps, saves ``folder/ckpt`` with the truth in ``folder``, trains three more.
+
+    Returns:
+        ``tag``, ``losses_before``, and ``losses_after`` of the uninterrupted run.
+    """
+    rank, world = start_world()
+    engine = _engine(Case(**case), world, SOURCE_SEED)
+    before = train_steps(engine, STEPS, rank, world)
+    tag = f"global_step{engine.global_steps}"
+    engine.save_checkpoint(str(Path(folder, "ckpt")), tag=tag)
+    dump_states(engine, Path(folder), "truth", {"losses_before": before})
+    return {"tag": tag, "losses_before": before, "losses_after": train_steps(engine, STEPS, rank, world)}
+
+
+def load(case: dict[str, Any], path: str, out: str) -> dict[str, Any]:
+    """Resumes from a DeepSpeed checkpoint, dumps ``out/resumed.*`` as loaded and trains three steps."""
+    rank, world = start_world()
+    engine = _engine(Case(**case), world, RESUME_SEED)
+    found, _ = engine.load_checkpoint(path)
+    assert found is not None, f"DeepSpeed found no checkpoint in {path}"
+    dump_states(engine, Path(out), "resumed", {})
+    return {"losses": train_steps(engine, STEPS, rank, world)}
