@@ -65,6 +65,12 @@ class ConvertOptions(TypedDict, total=False):
     adapter: str | None
     lora_alpha: float | None
     base: str | None
+    grammar: str | None
+    files: int | None
+    model_key: str | None
+    optimizer_key: str | None
+    trainer_files: str | None
+    missing_moments: str
     on_overflow: OverflowPolicy | str
     opaque: OpaquePolicy | str
     verify: VerifyLevel | str

@@ -43,7 +43,7 @@ def request_of(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertR
             said[field] = size_of(size)
     said["rules"] = None if said["rules"] is None else rules_of(said["rules"])
     said["options"] = dict(said["options"] or {})
-    for name in ("model_files", "base"):
+    for name in ("model_files", "base", "trainer_files"):
         if said[name] is not None:
             said[name] = for_service(said[name]) if to_service else os.fspath(said[name])
     if isinstance(said["zero_stage"], int):

@@ -61,6 +61,12 @@ def plan(
     adapter: str | None = None,
     lora_alpha: float | None = None,
     base: PathLike | None = None,
+    grammar: str | None = None,
+    files: int | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    trainer_files: PathLike | None = None,
+    missing_moments: str = "zero",
     on_overflow: OverflowPolicy | str = OverflowPolicy.INF,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     overwrite: bool = False,
@@ -80,7 +86,7 @@ def plan(
     Args:
         source: A checkpoint, as for `inspect`.
         target: The target; for `universal` and `zero`, the tag directory.
-        to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`.
+        to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
         tag: Checkpoint tag; by default what `latest` (or `latest_universal`) names.
         dtype: Type of weights: `fp32`, `bf16`, `fp16`. By default fp32 from the masters, else as stored; with
             `to="zero"` as in the source.
@@ -107,6 +113,13 @@ def plan(
         adapter: Adapter to write or to merge, if the source has several.
         lora_alpha: Scale of an adapter that has no adapter_config.json.
         base: Weights of the base model, if the source was saved without frozen parameters.
+        grammar: With `to="dcp"`, the framework that loads it: `state-dict`, `torchtitan`, `accelerate`, `trainer`,
+            `lightning`; by default the source's, or `accelerate`.
+        files: Number of `.distcp` files; by default one for each 4 GB.
+        model_key: Place of the model's state dict, such as `app.model`; by default that of `grammar`.
+        optimizer_key: Place of the optimizer's state dict; by default that of `grammar`.
+        trainer_files: Directory of a trainer's files (`trainer_state.json`, schedulers, random states) for the target.
+        missing_moments: Trained parameters without optimizer states: `zero`, `omit`, `refuse`.
         on_overflow: Elements too large for `dtype`: `inf`, `saturate`, `error`.
         opaque: Policy for objects of classes that are not on the allow-list: `refuse`, `keep`, `drop`.
         overwrite: True to replace the target. Its old contents are lost, even if the run fails.
@@ -173,6 +186,12 @@ def convert(
     adapter: str | None = None,
     lora_alpha: float | None = None,
     base: PathLike | None = None,
+    grammar: str | None = None,
+    files: int | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    trainer_files: PathLike | None = None,
+    missing_moments: str = "zero",
     on_overflow: OverflowPolicy | str = OverflowPolicy.INF,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     overwrite: bool = False,
@@ -200,7 +219,7 @@ def convert(
     Args:
         source: A checkpoint, as for `inspect`.
         target: The target; for `universal` and `zero`, the tag directory.
-        to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`.
+        to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
         tag: As for `plan`, and so are all arguments up to `options`.
         dtype: Type of weights.
         max_shard_size: Largest weights file.
@@ -226,6 +245,13 @@ def convert(
         adapter: Adapter to write or to merge.
         lora_alpha: Scale of an adapter that has no adapter_config.json.
         base: Weights of the base model.
+        grammar: With `to="dcp"`, the framework that loads it: `state-dict`, `torchtitan`, `accelerate`, `trainer`,
+            `lightning`; by default the source's, or `accelerate`.
+        files: Number of `.distcp` files; by default one for each 4 GB.
+        model_key: Place of the model's state dict, such as `app.model`; by default that of `grammar`.
+        optimizer_key: Place of the optimizer's state dict; by default that of `grammar`.
+        trainer_files: Directory of a trainer's files (`trainer_state.json`, schedulers, random states) for the target.
+        missing_moments: Trained parameters without optimizer states: `zero`, `omit`, `refuse`.
         on_overflow: Elements too large for `dtype`: `inf`, `saturate`, `error`.
         opaque: Objects of classes that are not on the allow-list: `refuse`, `keep`, `drop`.
         overwrite: True to replace the target. Its old contents are lost, even if the run fails.

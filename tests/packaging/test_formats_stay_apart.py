@@ -12,6 +12,14 @@ from house.repository import ROOT
 ENGINE = ROOT / "worker" / "reshard_engine"
 OWN = ("formats/deepspeed/", "testing/")
 OF_OTHERS = {
+    # Names of the Trainer, of torchtitan and of Lightning, too.
+    "formats/dcp/reader/companions.py": {
+        "global_step",
+        "lr_schedulers",
+        r"(?:rng_state|random_states)(?:_(\d{1,7}))?\.(?:pth|pkl)",
+    },
+    "formats/dcp/writer/trainer_files.py": {"global_step", "lr_schedulers", "rng_state", ".pth"},
+    "formats/dcp/writer/writer.py": {"lr_scheduler", "lr_scheduler_", "lr_scheduler[", "skipped_steps"},
     "formats/unsupported.py": {r"mp_rank_\d+(_\d+)?(_\d+)?"},  # Megatron-LM's name, too
     "pickles/policy.py": {  # the reviewed allow-list is one list
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",

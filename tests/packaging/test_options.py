@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from enum import StrEnum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import annotated_types
@@ -14,11 +17,13 @@ from pydantic.fields import FieldInfo
 
 from house.repository import ROOT
 from reshard._wire import ConvertOptions, convert_request
+from reshard.cli import format_flags
 from reshard.cli.flags import CALLED, ConversionFlags
 from reshard.errors import RequestError
+from reshard.installed_formats import plain_kind
 from reshard.models import ConvertRequest, SourceSpec, SubmitRequest, TargetFormat
 from reshard.nested_options import option_fields
-from reshard.options import DeepSpeedOptions, NativeLayout, PeftOptions, WeightsOptions
+from reshard.options import DeepSpeedOptions, NativeLayout, Options, PeftOptions, WeightsOptions
 from reshard_engine.plan.planner import request_facts
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app
@@ -53,13 +58,20 @@ IN_FILES = {"model_files", "base"}
 """Options that a plan's digest holds by what they make: the bytes of files, and the facts of merged weights."""
 
 
+OF_ENTRY_POINTS = {n for n, (name, _) in OF_FORMATS.items() if name not in Options.model_fields}
+"""Options of formats that an entry point names: the command line makes their flags of their fields."""
+
+
 def flag_of(field: str) -> str:
-    """The attribute of `ConversionFlags` that an option is."""
+    """The attribute of `ConversionFlags` that an option is, or the name of the flag that is made of its field."""
     return CALLED[field].removeprefix("--").replace("-", "_") if field in CALLED else field
 
 
 def option_of(flag: str) -> Any:
-    """The typer option of a flag."""
+    """The typer option of a flag, or the parameter that is made of an option of an entry point's format."""
+    if flag in OF_ENTRY_POINTS:
+        click = next(p for p in made_flags() if p.name == flag)
+        return SimpleNamespace(min=getattr(click.type, "min", None), max=getattr(click.type, "max", None))
     hint = get_type_hints(ConversionFlags, include_extras=True)[flag]
     return next(a for a in get_args(hint) if isinstance(a, typer.models.OptionInfo))
 
@@ -68,6 +80,12 @@ def sample(field: str) -> Any:
     """A value of the flag that is not its default."""
     if field in SAMPLES:
         return SAMPLES[field]
+    if field in OF_ENTRY_POINTS:
+        info = FIELDS[field]
+        kind = plain_kind(info)
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
+            return next(value.value for value in kind if value is not info.default)
+        return 7 if kind is int else "something"
     default = ConversionFlags.__dataclass_fields__[flag_of(field)].default
     hint = get_type_hints(ConversionFlags)[flag_of(field)]
     kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
@@ -78,9 +96,21 @@ def sample(field: str) -> Any:
     return 7 if kinds == [int] else "something"
 
 
+def made_flags() -> list[Any]:
+    """The parameters of the command line that are made of the options of entry points' formats."""
+    return format_flags._flags()  # pyright: ignore[reportPrivateUsage]
+
+
+def flags_with(field: str, value: Any) -> ConversionFlags:
+    """Flags of which one is given."""
+    given = {"options_of_formats": json.dumps({field: value})} if field in OF_ENTRY_POINTS else {flag_of(field): value}
+    return ConversionFlags(to=TargetFormat.SAFETENSORS, **given)
+
+
 def test_every_option_is_a_flag_and_every_flag_an_option() -> None:
     flags = set(ConversionFlags.__dataclass_fields__) - {"to", "options_of_formats"} - set(FORMER)
-    assert flags == {flag_of(field) for field in FIELDS}
+    assert flags == {flag_of(field) for field in FIELDS if field not in OF_ENTRY_POINTS}
+    assert {p.name for p in made_flags()} == OF_ENTRY_POINTS
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -90,8 +120,8 @@ def test_a_flag_arrives_in_its_field(field: str, tmp_path: Path) -> None:
         value = tmp_path / "rules.yaml"
         value.write_text("{}")
     before, after = (
-        ConversionFlags(to=TargetFormat.SAFETENSORS, **more).request("a", "b").model_dump()
-        for more in ({}, {flag_of(field): value})
+        flags.request("a", "b").model_dump()
+        for flags in (ConversionFlags(to=TargetFormat.SAFETENSORS), flags_with(field, value))
     )
     places = ["source"] if field in SourceSpec.model_fields else []
     places = ["options", OF_FORMATS[field][0]] if field in OF_FORMATS else places
@@ -103,7 +133,8 @@ def test_a_flag_arrives_in_its_field(field: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", FIELDS)
 def test_defaults_and_bounds_are_the_same(field: str) -> None:
     flag, info = flag_of(field), FIELDS[field]
-    default = ConversionFlags.__dataclass_fields__[flag].default
+    made = field in OF_ENTRY_POINTS
+    default = info.default if made else ConversionFlags.__dataclass_fields__[flag].default
     if field not in {"memory_limit_bytes", "part_bytes", "max_shard_bytes", "rules"}:
         assert default == info.default
     option = option_of(flag)
@@ -191,5 +222,5 @@ def test_what_decides_the_bytes_is_in_the_plan(field: str, tmp_path: Path) -> No
         value = tmp_path / "rules.yaml"
         value.write_text("{}")
     plain = ConversionFlags(to=TargetFormat.SAFETENSORS).request("a", "b")
-    other = ConversionFlags(to=TargetFormat.SAFETENSORS, **{flag_of(field): value}).request("a", "b")
+    other = flags_with(field, value).request("a", "b")
     assert request_facts(plain) != request_facts(other)

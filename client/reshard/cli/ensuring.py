@@ -49,6 +49,20 @@ def ensure(
             WeightDtype, also=DTYPE_NAMES, help="Element type of the model; default: as in SRC.", rich_help_panel=WORLD
         ),
     ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="zero|dcp", help="Run that will load it: DeepSpeed, FSDP; default: SRC's.", rich_help_panel=TARGET
+        ),
+    ] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Framework that loads a dcp: state-dict, torchtitan, accelerate, trainer, lightning.",
+            rich_help_panel=TARGET,
+        ),
+    ] = None,
     tag: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Checkpoint tag; default: what `latest` names.", rich_help_panel=SOURCE),
@@ -100,7 +114,7 @@ def ensure(
     `OUT=$(reshard ensure SRC --dp 16)` works, because the path is the only output on stdout.
     """
     source_spec(source, tag, None)
-    from reshard.ensuring import Outcome, ensured
+    from reshard.ensuring.call import Outcome, ensured, framework_of
     from reshard.ensuring.world import Wanted, world_size
 
     said = {
@@ -108,6 +122,7 @@ def ensure(
         Outcome.EARLIER: "converted earlier",
         Outcome.CONVERTED: "converted and verified",
     }
+    framework = framework_of(source, tag, to=to, grammar=grammar)
     wanted = Wanted.of(
         {"dp": dp, "tp": tp, "pp": pp, "ep": ep},
         zero_stage=zero_stage,
@@ -116,8 +131,9 @@ def ensure(
         family=family,
         opaque=opaque,
         environ=os.environ,
+        framework=framework,
     )
-    if dp is None and not quiet and (told := world_size(os.environ)) is not None:
+    if dp is None and not framework.distributed and not quiet and (told := world_size(os.environ)) is not None:
         sys.stderr.write(f"{told[0]} ranks, from {told[1]}; --dp N overrides\n")
     with progress_shown(quiet=quiet) as show:
         result = ensured(

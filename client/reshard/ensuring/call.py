@@ -26,6 +26,7 @@ from reshard.ensuring.local_checkpoints import (
     LocalSource,
     find_source,
     finished,
+    is_distributed,
     local_path,
     place_companions,
     storage_error,
@@ -33,7 +34,7 @@ from reshard.ensuring.local_checkpoints import (
 )
 from reshard.ensuring.records import Invitation, Records
 from reshard.ensuring.together import LATE_S, Launch, Sharing
-from reshard.ensuring.world import Wanted, fits, name_of
+from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Framework, Layout, Wanted, fits, name_of
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
 from reshard.options import DeepSpeedOptions, NativeLayout, Options
@@ -55,7 +56,7 @@ class Ensured:
 
     path: str
     outcome: Outcome
-    layout: NativeLayout | None = None
+    layout: Layout | None = None
     """The layout of the conversion; None if nothing was converted."""
 
 
@@ -68,6 +69,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     ep: int | None = None,
     zero_stage: ZeroStage | str | int | None = None,
     dtype: WeightDtype | str | None = None,
+    to: str | None = None,
+    grammar: str | None = None,
     tag: str | None = None,
     out: str | os.PathLike[str] | None = None,
     rules: str | None = None,
@@ -81,13 +84,17 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
 
     Args:
         src: A save directory (with `latest`), a Trainer's `checkpoint-N`, an Accelerate directory, or a tag directory.
-            The result is of the same kind.
+            The result is of the same kind. A distributed checkpoint (FSDP) is returned as it is, for any world, unless
+            `to` or `grammar` asks for something else.
         dp: Data-parallel ranks; by default the number of processes (`WORLD_SIZE` and the like) divided by tp x pp.
         tp: Tensor-parallel ranks; by default the source's, as for `pp` and `ep`.
         pp: Pipeline stages.
         ep: Expert-parallel ranks.
         zero_stage: 0, 1, 2, 3 or `bf16`; by default the source's.
         dtype: Element type of the model; by default the source's.
+        to: `zero` for a DeepSpeed run, `dcp` for one of FSDP; by default the source's own kind.
+        grammar: Framework that will load a distributed checkpoint: `state-dict`, `torchtitan`, `accelerate`, `trainer`
+            or `lightning`; by default the source's.
         tag: Tag of a save directory; by default the one that `latest` names.
         out: Save directory to create; by default one below `.reshard` in the source's save directory.
         rules: Rules as YAML: how tensor parallelism cuts parameters, if the source does not say.
@@ -110,9 +117,29 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     """
     axes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
     wanted = Wanted.of(
-        axes, zero_stage=zero_stage, dtype=dtype, rules=rules, family=family, opaque=opaque, environ=os.environ
+        axes,
+        zero_stage=zero_stage,
+        dtype=dtype,
+        rules=rules,
+        family=family,
+        opaque=opaque,
+        environ=os.environ,
+        framework=framework_of(src, tag, to=to, grammar=grammar),
     )
     return ensured(src, wanted, tag=tag, out=out, url=url, timeout_s=timeout_s, workers=workers).path
+
+
+def framework_of(
+    src: str | os.PathLike[str], tag: str | None, *, to: str | None = None, grammar: str | None = None
+) -> Framework:
+    """The framework that will load the result of a source; a look into a local directory tells the source's own.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    path = local_path(os.fspath(src))
+    own = path is not None and is_distributed(path if tag is None else os.path.join(path, tag))
+    return Framework(to, grammar, source_is_distributed=own)
 
 
 def ensured(
@@ -149,8 +176,17 @@ class _Task:
     deadline: Deadline
     sharing: Sharing
 
-    def request(self, source: SourceSpec, target: str, layout: NativeLayout) -> ConvertRequest:
-        """The request of the conversion."""
+    def request(self, source: SourceSpec, target: str, layout: Layout, beside: str | None = None) -> ConvertRequest:
+        """The request of the conversion; `beside` is the directory of a trainer's files, for a distributed target."""
+        if isinstance(layout, DistributedLayout):
+            options = {"grammar": layout.grammar, "trainer_files": beside}
+            return ConvertRequest.model_validate({
+                "source": source, "target": target, "to": DISTRIBUTED, "dtype": self.wanted.dtype,
+                "opaque": self.wanted.opaque,
+                "options": {
+                    "deepspeed": {"rules": self.wanted.rules, "family": self.wanted.family}, DISTRIBUTED: options,
+                },
+            })  # fmt: skip
         return ConvertRequest(
             source=source,
             target=target,
@@ -175,18 +211,20 @@ class _Task:
                 f"{printable(source)} is not on this machine, and its layout is another one",
                 fix="say where the result goes: --out DIR, or reshard.ensure(src, out=DIR)",
             )
+        distributed = isinstance(layout, DistributedLayout)
         name = found.tag or source.rstrip("/").rpartition("/")[2]
         key = _key(self.wanted.key(), source, out, found.model_dump_json())
-        target = f"{out.rstrip('/')}/{name}"
+        target = out if distributed else f"{out.rstrip('/')}/{name}"
+        tags = () if distributed else (name,)
         here = local_path(out)
         work = self.sharing.among_all(found.total_bytes)
         if work is not None and not self.sharing.launch.first_on_node:
-            self._leave_to_the_first(SourceSpec(url=out, tag=name), layout)
+            self._leave_to_the_first(SourceSpec(url=out, tag=None if distributed else name), layout)
         request = self.request(spec, target, layout)
-        self.maker.convert(request, key, lambda: here is None or finished(here, (name,)), work)
+        self.maker.convert(request, key, lambda: here is None or finished(here, tags), work)
         return Ensured(out, Outcome.CONVERTED, layout)
 
-    def _leave_to_the_first(self, result: SourceSpec, layout: NativeLayout) -> None:
+    def _leave_to_the_first(self, result: SourceSpec, layout: Layout) -> None:
         """Wait until the result can be read, or until the first process of this node may have been lost."""
         until, pauses = time.monotonic() + LATE_S, pauses_s()
         while time.monotonic() < until and not self.deadline.passed():
@@ -238,10 +276,26 @@ class _Local:
                 return known
             self._records.raise_told(self._asked, election.watched)
 
-    def _requests(self, target: str, layout: NativeLayout) -> list[ConvertRequest]:
-        """The conversions that fill a save directory, in their order."""
-        specs = [(tag, SourceSpec(url=self._source.home, tag=tag)) for tag in self._source.tags]
+    def _requests(self, target: str, layout: Layout) -> list[ConvertRequest]:
+        """The conversions that fill a save directory, in their order; one for a distributed checkpoint."""
+        if isinstance(layout, DistributedLayout):
+            beside = self._source.home if self._source.has_trainer_files else None
+            return [self._task.request(self._specs()[-1], target, layout, beside)]
+        specs = zip(self._source.tags, self._specs(), strict=True)
         return [self._task.request(spec, os.path.join(target, tag), layout) for tag, spec in specs]
+
+    def _specs(self) -> list[SourceSpec]:
+        """The sources of the tags."""
+        home, whole = self._source.home, self._source.distributed
+        return [SourceSpec(url=home, tag=None if whole else tag) for tag in self._source.tags]
+
+    def _made_tags(self, layout: Layout | None) -> tuple[str, ...]:
+        """The tags of a result; none in a distributed checkpoint."""
+        if layout is None:
+            distributed = self._task.wanted.framework.distributed
+        else:
+            distributed = isinstance(layout, DistributedLayout)
+        return () if distributed else self._source.tags
 
     def _as_winner(self, nonce: str) -> Ensured:
         self._nonce = nonce
@@ -267,7 +321,7 @@ class _Local:
             StorageError: `storage.unavailable` if the service does not find the source that this process sees.
         """
         try:
-            return [self._task.maker.inspect(SourceSpec(url=self._source.home, tag=tag)) for tag in self._source.tags]
+            return [self._task.maker.inspect(spec) for spec in self._specs()]
         except SourceError as error:
             if error.code != "source.not_found":
                 raise
@@ -285,18 +339,19 @@ class _Local:
             return None
         if (place := self._records.place(record)) is None:
             return Ensured(self._src, Outcome.SOURCE)
-        return Ensured(self._returned(place), Outcome.EARLIER) if finished(place, self._source.tags) else None
+        return Ensured(self._returned(place), Outcome.EARLIER) if finished(place, self._made_tags(None)) else None
 
     def _returned(self, save_directory: str) -> str:
         """The path in a save directory that matches the kind of `src`: save directory or tag directory."""
-        return os.path.join(save_directory, self._source.tag) if self._source.names_tag else save_directory
+        names_tag = self._source.names_tag and bool(self._made_tags(None))
+        return os.path.join(save_directory, self._source.tag) if names_tag else save_directory
 
     def _make(self) -> Ensured:
         wanted, found = self._task.wanted, self._inspected()
         if all(fits(f, wanted.layout(f), wanted.dtype) for f in found):
             self._records.write(self._asked, None, finished=True)
             return Ensured(self._src, Outcome.SOURCE)
-        layout = wanted.layout(found[-1])
+        layout = self._completed(wanted.layout(found[-1]))
         # Calls with other arguments may mean this result, too: `--dp 4`, or a world of four processes.
         wishes = (wanted.dtype or "", wanted.rules or "", wanted.family or "", wanted.opaque)
         key = _key(layout.model_dump_json(), *wishes, *self._facts)
@@ -312,20 +367,28 @@ class _Local:
         self._records.write(self._asked, target, finished=True)
         return made
 
-    def _convert(self, target: str, layout: NativeLayout, key: str, size_bytes: int) -> None:
+    def _completed(self, layout: Layout) -> Layout:
+        """The layout, for a framework that the files beside the source tell of, if the caller names none."""
+        if not isinstance(layout, DistributedLayout) or layout.grammar is not None or self._source.distributed:
+            return layout
+        return DistributedLayout(grammar="trainer" if self._source.is_trainers else "accelerate")
+
+    def _convert(self, target: str, layout: Layout, key: str, size_bytes: int) -> None:
         """Fill a save directory: first the files beside the tags, then the tags, and `latest` last."""
-        task, tags = self._task, self._source.tags
-        with writing(target):
-            os.makedirs(target, exist_ok=True)
-        place_companions(self._source, target, layout.world_size)
+        task, tags = self._task, self._made_tags(layout)
+        if isinstance(layout, NativeLayout):
+            with writing(target):
+                os.makedirs(target, exist_ok=True)
+            place_companions(self._source, target, layout.world_size)
         work = task.sharing.among_nodes(size_bytes)
         if work is not None:
             node, path = task.sharing.launch.node, self._records.relative(target)
             self._records.invite(self._asked, Invitation(nonce=self._nonce, node=node, path=path, layout=layout))
         try:
             # Each conversion writes its tag into `latest` when it commits. Only our record is written after that.
-            for tag, request in zip(tags, self._requests(target, layout), strict=True):
-                task.maker.convert(request, _key(key, tag), lambda: finished(target, tags), work)
+            for request in self._requests(target, layout):
+                own = _key(key, os.path.relpath(request.target, target))
+                task.maker.convert(request, own, lambda: finished(target, tags), work)
         finally:
             self._records.withdraw(self._asked)
         if not finished(target, tags):

@@ -11,9 +11,9 @@ from reshard.ensuring.election import Election
 from reshard.ensuring.local_checkpoints import writing
 from reshard.ensuring.records import Invitation, Records
 from reshard.ensuring.together import Sharing
+from reshard.ensuring.world import Layout
 from reshard.errors import ReshardError
 from reshard.models import ConvertRequest
-from reshard.options import NativeLayout
 
 _LOOK_S = 0.5
 """Seconds between two looks of a helper at its invitation."""
@@ -34,7 +34,7 @@ class Helper:
         records: Records,
         key: str,
         sharing: Sharing,
-        requests: Callable[[str, NativeLayout], list[ConvertRequest]],
+        requests: Callable[[str, Layout], list[ConvertRequest]],
     ) -> None:
         self._records, self._key, self._sharing, self._requests = records, key, sharing, requests
         self._election = Election(records.helper_claim(key, sharing.launch.node))

@@ -30,6 +30,8 @@ _COPIED_BYTES = 16 << 20
 """Largest size of a file that is copied; larger ones are linked."""
 _MODEL_TAG = re.compile(r"pytorch_model(?:_(\d+))?")
 _RANK_FILE = re.compile(r"(rng_state|random_states)(?:_(\d{1,7}))?(\.pth|\.pkl)")
+_SHARDS = re.compile(r"\.metadata|__\d+\.metadata|pytorch_model_fsdp_\d+")
+_SHARD_FOLDERS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -51,18 +53,32 @@ class LocalSource:
     """The tags to convert; the requested one comes last. Accelerate has one tag for each model."""
     names_tag: bool
     """True if the caller named the tag directory itself."""
+    distributed: bool = False
+    """True for a distributed checkpoint: it is the save directory itself, and its one tag is only a name."""
 
     @property
     def tag(self) -> str:
         """The requested tag."""
         return self.tags[-1]
 
+    @property
+    def is_trainers(self) -> bool:
+        """True for a `checkpoint-N` of the Trainer."""
+        return os.path.isfile(os.path.join(self.home, "trainer_state.json"))
+
+    @property
+    def has_trainer_files(self) -> bool:
+        """True if a trainer's files lie beside the tags of a checkpoint that is not distributed."""
+        if self.distributed:
+            return False
+        return self.is_trainers or any(map(_RANK_FILE.fullmatch, os.listdir(self.home)))
+
     def fingerprint(self) -> str:
         """A digest of the names, sizes and modification times of the tags' files."""
         digest = hashlib.sha256()
-        for tag in self.tags:
-            for place, directories, names in os.walk(os.path.join(self.home, tag)):
-                directories.sort()
+        for top in [self.home] if self.distributed else [os.path.join(self.home, tag) for tag in self.tags]:
+            for place, directories, names in os.walk(top):
+                directories[:] = sorted(d for d in directories if d != RECORDS)
                 for name in sorted(names):
                     path = os.path.join(place, name)
                     info = os.stat(path)
@@ -81,6 +97,9 @@ def find_source(src: str, tag: str | None) -> LocalSource:
     if not _names_in(src):
         raise SourceError("source.not_found", f"{printable(src)} does not exist, or is empty", fix="check the path")
     _refuse_incomplete(src)
+    if is_distributed(place := src if tag is None else os.path.join(src, tag)):
+        home = os.path.realpath(place)
+        return LocalSource(home, (os.path.basename(home),), names_tag=False, distributed=True)
     if tag is None and (tag := _pointed(src)) is None:
         if not _holds_tag(src):
             raise SourceError(
@@ -98,6 +117,16 @@ def find_source(src: str, tag: str | None) -> LocalSource:
             fix=_tags_there(src) or "copy the checkpoint again",
         )
     return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
+
+
+def is_distributed(directory: str) -> bool:
+    """True for a directory of torch's distributed checkpoints, or a trainer's directory that holds such shards.
+
+    Source: torch 2.13.0 `distributed/checkpoint/filesystem.py`, accelerate 1.15.0 `utils/fsdp_utils.py`.
+    """
+    with suppress(OSError):
+        return any(_SHARDS.fullmatch(n) for n in os.listdir(directory))
+    return False
 
 
 def _names_in(directory: str) -> list[str]:
@@ -191,6 +220,8 @@ def place_companions(source: LocalSource, target: str, ranks: int) -> None:
     Raises:
         StorageError: `storage.denied`, `storage.no_space` and the like.
     """
+    if source.distributed and not any(map(_SHARD_FOLDERS.fullmatch, os.listdir(source.home))):
+        return  # the shards lie in the directory itself, and no trainer's files do
     with os.scandir(source.home) as entries:
         found = [e for e in entries if not e.name.startswith(".") and e.name not in (*_POINTERS, MANIFEST, INCOMPLETE)]
     files = {e.name: e.path for e in found if e.is_file()}
@@ -208,7 +239,8 @@ def place_companions(source: LocalSource, target: str, ranks: int) -> None:
         if by_rank or "trainer_state.json" in files:
             # Only a trainer's own checkpoint: other save directories may hold any files, which are not copied.
             for entry in found:
-                if entry.is_dir() and entry.name not in source.tags and not _holds_tag(entry.path):
+                shards = source.distributed and _SHARD_FOLDERS.fullmatch(entry.name)
+                if entry.is_dir() and entry.name not in source.tags and not shards and not _holds_tag(entry.path):
                     _place_tree(entry.path, os.path.join(target, entry.name))
 
 
@@ -247,7 +279,13 @@ def _place(source: str, target: str) -> None:
 
 
 def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
-    """True if a save directory is complete: every tag has a manifest, and `latest`, which is written last, exists."""
+    """True if a result is complete.
+
+    A save directory is, if every tag has a manifest, and `latest`, which is written last, exists. A distributed
+    checkpoint has no tags, and its manifest in itself.
+    """
+    if not tags:
+        return os.path.isfile(os.path.join(save_directory, MANIFEST))
     whole = all(os.path.isfile(os.path.join(save_directory, t, MANIFEST)) for t in tags)
     return whole and _pointed_latest(save_directory) in tags
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard.ensuring.local_checkpoints import RECORDS, writing
+from reshard.ensuring.world import Layout
 from reshard.errors import ReshardError, from_problem
-from reshard.options import NativeLayout
 
 
 class Record(BaseModel):
@@ -38,7 +38,7 @@ class Invitation(BaseModel):
     """The owner's node."""
     path: str
     """Save directory of the result, relative to the one that holds the invitation."""
-    layout: NativeLayout
+    layout: Layout
 
     def same_work(self, other: Invitation | None) -> bool:
         """True if another owner goes on with the same conversion."""

@@ -10,8 +10,10 @@ from pydantic import ValidationError
 from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
 from reshard.errors import RequestError, printable
 from reshard.models import Inspection
-from reshard.options import NativeLayout
+from reshard.options import FormatOptions, NativeLayout
 
+DISTRIBUTED = "dcp"
+"""The target of distributed checkpoints, and the first word of the names of formats that are read as such."""
 _BF16_OPTIMIZER = "deepspeed-bf16-optimizer"
 _DTYPES = {WeightDtype.FP32: "float32", WeightDtype.BF16: "bfloat16", WeightDtype.FP16: "float16"}
 _LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
@@ -80,6 +82,52 @@ def _first(environ: Mapping[str, str], names: Sequence[str]) -> tuple[str, int] 
     return None
 
 
+class DistributedLayout(FormatOptions):
+    """A distributed checkpoint (PyTorch DCP), which is loaded on any number of ranks."""
+
+    grammar: str | None = None
+    """Keys and files as this framework loads them; None for any."""
+
+
+Layout = NativeLayout | DistributedLayout
+"""The layout of a result."""
+
+
+@dataclass(frozen=True)
+class Framework:
+    """The framework that will load the result."""
+
+    to: str | None = None
+    """`zero` or `dcp`; None for the source's own kind."""
+    grammar: str | None = None
+    """Framework that will load a distributed checkpoint; None for the source's, or any."""
+    source_is_distributed: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse arguments that do not go together.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+        if self.to not in (None, "zero", DISTRIBUTED):
+            raise RequestError("request.invalid", f"to is {printable(str(self.to))!r}", fix="--to zero, or --to dcp")
+        if self.to == "zero" and self.grammar is not None:
+            raise RequestError("request.invalid", "a grammar is for distributed checkpoints", fix="--to dcp")
+
+    @property
+    def kind(self) -> str | None:
+        """`zero` or `dcp` as far as arguments say: a grammar asks for `dcp`."""
+        return DISTRIBUTED if self.to is None and self.grammar is not None else self.to
+
+    @property
+    def distributed(self) -> bool:
+        """True if the result is a distributed checkpoint, which needs no number of ranks."""
+        return self.kind == DISTRIBUTED or (self.kind is None and self.source_is_distributed)
+
+
+_OWN = Framework()
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The wanted layout. None means as in the source; for `dp`, the number of processes / (tp x pp)."""
@@ -97,6 +145,7 @@ class Wanted:
     """Policy for objects of classes that are not on the allow-list."""
     processes: int | None = None
     """Number of processes of the launcher; needed if `dp` is None."""
+    framework: Framework = Framework()
 
     @classmethod
     def of(
@@ -109,6 +158,7 @@ class Wanted:
         family: str | None = None,
         opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
         environ: Mapping[str, str],
+        framework: Framework = _OWN,
     ) -> Wanted:
         """Check the arguments of a call.
 
@@ -120,6 +170,7 @@ class Wanted:
             family: Built-in set of such rules.
             opaque: `refuse`, `keep` or `drop`.
             environ: Environment variables, in which launchers tell the number of processes.
+            framework: The framework that will load the result.
 
         Raises:
             RequestError: `request.invalid`, also if `dp` is not given and no launcher tells the number of processes.
@@ -133,9 +184,10 @@ class Wanted:
             policy = OpaquePolicy(opaque)
         except ValueError as error:
             raise RequestError("request.invalid", str(error), fix="reshard ensure --help") from None
-        told = world_size(environ) if axes.get("dp") is None else None
+        counted = axes.get("dp") is None and not framework.distributed
+        told = world_size(environ) if counted else None
         processes = None if told is None else told[0]
-        if axes.get("dp") is None and processes is None:
+        if counted and processes is None:
             raise RequestError(
                 "request.invalid",
                 f"no launcher says how many processes there are (none of {', '.join(_LAUNCHERS)}), and no dp was given",
@@ -149,18 +201,22 @@ class Wanted:
             family=family,
             opaque=policy,
             processes=processes,
+            framework=framework,
         )
 
     def key(self) -> str:
         """A text that is the same for equal arguments."""
         return repr(sorted(asdict(self).items()))
 
-    def layout(self, found: Inspection) -> NativeLayout:
+    def layout(self, found: Inspection) -> Layout:
         """The wanted layout, completed from a source.
 
         Raises:
             RequestError: `request.invalid` if tp x pp does not divide the number of processes.
         """
+        kind = self.framework.kind
+        if kind == DISTRIBUTED or (kind is None and is_distributed(found)):
+            return DistributedLayout(grammar=self.framework.grammar)
         sizes = {axis: getattr(self, axis) or found.world.get(axis, 1) for axis in ("tp", "pp", "ep")}
         dp = self.dp
         if dp is None:
@@ -181,8 +237,16 @@ class Wanted:
             raise RequestError("request.invalid", f"{first['loc'][0]}: {first['msg']}") from None
 
 
-def fits(found: Inspection, layout: NativeLayout, dtype: WeightDtype | None) -> bool:
+def is_distributed(found: Inspection) -> bool:
+    """True for a distributed checkpoint."""
+    return found.format.startswith(f"{DISTRIBUTED}-")
+
+
+def fits(found: Inspection, layout: Layout, dtype: WeightDtype | None) -> bool:
     """True if a run with this layout can load the checkpoint as it is."""
+    if isinstance(layout, DistributedLayout):
+        same = layout.grammar is None or found.format == f"{DISTRIBUTED}-{layout.grammar}"
+        return dtype is None and same and is_distributed(found)
     stage = stage_of(found)
     if stage is None or (layout.zero_stage is not None and layout.zero_stage is not stage):
         return False
@@ -208,8 +272,10 @@ def _model_dtypes(found: Inspection) -> set[str]:
     return {t.dtype for t in found.tensors if not t.frozen and not t.shared_with and "buffer" not in t.states}
 
 
-def name_of(tag: str, layout: NativeLayout, dtype: WeightDtype | None, key: str) -> str:
+def name_of(tag: str, layout: Layout, dtype: WeightDtype | None, key: str) -> str:
     """The name of a result: its layout, and a key of all facts that it depends on."""
+    if isinstance(layout, DistributedLayout):
+        return "-".join((tag.replace("/", "_"), DISTRIBUTED, *([layout.grammar] if layout.grammar else []), key[:8]))
     parts = [tag.replace("/", "_"), f"dp{layout.dp}"]
     parts += [f"{axis}{size}" for axis in ("tp", "pp", "ep") if (size := getattr(layout, axis)) > 1]
     parts += [] if layout.zero_stage is None else [f"zero{layout.zero_stage.value}"]

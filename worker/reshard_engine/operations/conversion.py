@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from reshard.ensuring.local_checkpoints import RECORDS
 from reshard.errors import IntegrityError, JobError, RequestError, StorageError, printable
 from reshard.models import (
     ConvertRequest,
@@ -71,7 +72,10 @@ def sink_for(target: Location) -> LocalSink | ObjectSink | None:
 
 
 def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) -> None:
-    """Refuse a target that equals, contains, or lies in the checkpoint; local links are resolved on both sides."""
+    """Refuse a target that equals, contains, or lies in the checkpoint; local links are resolved on both sides.
+
+    Results of `ensure` lie in a hidden folder of the checkpoint's directory, so that they are removed with it.
+    """
     places = {checkpoint.url}
     single = len(checkpoint.files) == 1 and checkpoint.url == checkpoint.files[0].objects[0].path
     if target.store.scheme == "file" and not single:
@@ -84,6 +88,8 @@ def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) ->
         there = [f for f in checkpoint.files if f.store.scheme == target.store.scheme]
         places |= {f"{f.store.scheme}://{parent_and_name(i.path)[0]}" for f in there for i in f.objects}
     for place in places:
+        if is_within(target.url, f"{place}/{RECORDS}"):
+            continue
         if is_within(target.url, place) or is_within(place, target.url):
             raise RequestError(
                 "request.overlap",

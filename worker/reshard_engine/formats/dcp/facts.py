@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reshard.dcp_options import Grammar
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
-from reshard_engine.formats.dcp import Grammar
 
 KeyPath = tuple[str | int, ...]
 
@@ -15,7 +15,8 @@ KeyPath = tuple[str | int, ...]
 class DcpFacts(FormatFacts):
     """The facts that a reader notes for the writer and for people."""
 
-    grammar: Grammar
+    grammar: Grammar | None
+    """The framework's keys; None for a source of another format beside which a trainer's files lie."""
     model_path: KeyPath = ()
     """The place of the model's state dict."""
     optimizer_path: KeyPath | None = None
@@ -30,6 +31,8 @@ class DcpFacts(FormatFacts):
     """For each plain name the name in the files, where wrapping modules made it longer."""
     texts: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Text files of a trainer beside the shards, by name."""
+    trainers_rng: bool = False
+    """True if the random states are those of Accelerate or of the Trainer."""
 
 
 def facts_of(checkpoint: Checkpoint) -> DcpFacts | None:

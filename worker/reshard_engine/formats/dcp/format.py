@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
+from reshard.dcp_options import DcpOptions, MissingMoments
 from reshard.errors import RequestError, listed
 from reshard.models import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.dcp import DcpOptions, MissingMoments
 from reshard_engine.formats.dcp.names import DATA_FILE, METADATA, SHARD_FILE, SUFFIX
 from reshard_engine.formats.dcp.reader.hf_shards import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
 from reshard_engine.formats.format import DryRun, Format
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.writer import Writer
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.layout import KnownFiles
 
 
@@ -51,6 +53,16 @@ class Dcp(Format):
                 fix="--missing-moments zero writes the states that an optimizer begins with",
             )
         return checkpoint
+
+    def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
+        """The checkpoint with the contents of `--trainer-files`, in place of what the source holds of them."""
+        place = request.options.of(DcpOptions).trainer_files
+        if place is None or request.to not in self.targets:
+            return checkpoint
+        from reshard_engine.formats.dcp.reader.trainer_files import with_trainer_files
+
+        location = open_location(place, request.source.profile)
+        return with_trainer_files(checkpoint, location, OpaqueLedger(request.opaque))
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The rank that wrote the file, by its name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from reshard.dcp_options import Grammar
 from reshard.errors import SourceError, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import (
@@ -16,11 +17,11 @@ from reshard_engine.checkpoint import (
     Parameter,
     Scalar,
 )
-from reshard_engine.formats.dcp import Grammar
 from reshard_engine.formats.dcp.facts import DcpFacts
 from reshard_engine.formats.dcp.reader.buffers import is_buffer, looks_plain
 from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.companions import Companions
+from reshard_engine.formats.dcp.reader.group_order import in_order_of
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
 from reshard_engine.formats.dcp.reader.optimizer import ReadOptimizer, read_optimizer
 from reshard_engine.formats.dcp.reader.roles import Item, Roles, below, plain_names, sort_roles
@@ -122,13 +123,13 @@ class Assembly:
             SourceError: `checkpoint.*`, `name.invalid`, `source.unsupported`.
         """
         roles = self._roles
-        optimizer = self._optimizer()
-        members = {} if optimizer is None else self._members(optimizer)
-        parameters, buffers = self._model(members, optimizer)
-        extra_states = self._extra_states()
         rest = nested({path: self.node(items) for path, items in roles.rest.items()})
         schedulers, scheduler_paths, client_state = _without_schedulers(rest)
         beside = self._companion_state()
+        optimizer = self._optimizer((*schedulers, *beside.schedulers))
+        members = {} if optimizer is None else self._members(optimizer)
+        parameters, buffers = self._model(members)
+        extra_states = self._extra_states()
         steps = self._companions.steps if self._companions.steps is not None else self._steps_of(client_state)
         shard_map = self._builder.build()
         agreements = (*self._tensors.chunks.agreements, *self._agreements)
@@ -166,6 +167,7 @@ class Assembly:
                 frozenset(roles.at_root),
                 {plain: name for name, plain in self._names.items() if name != plain},
                 dict(self._companions.texts),
+                bool(self._companions.rng),
             ),
         )
 
@@ -183,7 +185,7 @@ class Assembly:
 
     # The model.
 
-    def _optimizer(self) -> ReadOptimizer | None:
+    def _optimizer(self, schedulers: Sequence[Node]) -> ReadOptimizer | None:
         roles = self._roles
         if roles.optimizer is None:
             return None
@@ -201,16 +203,19 @@ class Assembly:
             for n, saved in roles.weights.items()
             if self._names[n] not in self._shared and not (by_number and is_buffer(n, saved[0].entry.dtype))
         }
-        return read_optimizer(roles, model, self._names, self.node)
+        found = read_optimizer(roles, model, self._names, self.node)
+        if not roles.optimizer.flat:
+            return found
+        groups, warnings = in_order_of(found.groups, schedulers)
+        self._warnings += warnings
+        return replace(found, groups=tuple(groups))
 
     @staticmethod
     def _members(optimizer: ReadOptimizer) -> dict[str, tuple[int, str]]:
         """For each parameter of the optimizer its group and the optimizer's key, in the optimizer's order."""
         return {optimizer.names[key]: (number, key) for number, g in enumerate(optimizer.groups) for key in g.members}
 
-    def _model(
-        self, members: Mapping[str, tuple[int, str]], optimizer: ReadOptimizer | None
-    ) -> tuple[list[Parameter], list[Buffer]]:
+    def _model(self, members: Mapping[str, tuple[int, str]]) -> tuple[list[Parameter], list[Buffer]]:
         by_name = {self._names[n]: saved for n, saved in self._roles.weights.items()}
         self._shared = {a: o for a, o in self._shared.items() if a not in members}
         numbers = {name: self._tensors.number(checked_name(name), "weight", saved) for name, saved in by_name.items()}
@@ -223,12 +228,12 @@ class Assembly:
         if not some:  # before the first step no parameter has states
             trained = [replace(p, never_updated=False) for p in trained]
         parameters, buffers = trained, list[Buffer]()
-        most_chunks = max((saved[0].entry.count for saved in by_name.values()), default=1)
+        most_chunks = max((sum(s.entry.count for s in saved) for saved in by_name.values()), default=1)
         for name, saved in by_name.items():
             if name in members or name in self._shared:
                 continue
             entry = saved[0].entry
-            if is_buffer(name, entry.dtype) or looks_plain(entry, most_chunks):
+            if is_buffer(name, entry.dtype) or looks_plain(saved, most_chunks):
                 buffers.append(Buffer(name, numbers[name]))
             else:
                 parameters.append(Parameter(name, entry.shape, None, numbers[name]))

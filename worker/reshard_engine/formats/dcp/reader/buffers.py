@@ -6,7 +6,9 @@ floating-point or complex numbers only (`autograd` gives no gradient to others).
 
 from __future__ import annotations
 
-from reshard_engine.formats.dcp.reader.metadata import TensorEntry
+from collections.abc import Sequence
+
+from reshard_engine.formats.dcp.reader.saved_state import SavedTensor
 from reshard_engine.tensors.dtypes import Dtype
 
 _BUFFERS = frozenset(
@@ -24,14 +26,15 @@ def is_buffer(name: str, dtype: Dtype) -> bool:
     return not trainable or name.rpartition(".")[2] in _BUFFERS
 
 
-def looks_plain(entry: TensorEntry, most_chunks: int) -> bool:
+def looks_plain(saved: Sequence[SavedTensor], most_chunks: int) -> bool:
     """True for a tensor that FSDP does not manage, which are buffers, but for parameters that it was told to ignore.
 
     FSDP shards every parameter along its first dimension, and refuses those without dimensions. Buffers stay whole.
 
     Args:
-        entry: The tensor.
-        most_chunks: The largest number of chunks of a tensor of the model.
+        saved: The tensor's entries; without collectives each rank has one.
+        most_chunks: The largest number of chunks of a tensor of the model, in all of its entries.
     """
-    whole = entry.count == 1 and most_chunks > 1 and entry.shape[:1] > (1,)
-    return entry.shape == () or whole
+    entry = saved[0].entry
+    whole = all(s.entry.count == 1 and bool((s.entry.boxes[0, 1] == entry.shape).all()) for s in saved)
+    return entry.shape == () or (whole and most_chunks > 1 and entry.shape[0] > 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from reshard.dcp_options import Grammar
 from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.dcp import Grammar
 from reshard_engine.formats.dcp.names import (
     META,
     MODEL_DIRECTORY,

@@ -37,18 +37,18 @@ def tied_names(
     """
     same: dict[object, list[str]] = {}
     for name, saved in weights.items():
-        entry = saved[0].entry
-        if len(saved) == 1 and len(entry.shape) >= _LEAST_DIMS and entry.count:
-            same.setdefault((entry.dtype.name, entry.shape, entry.boxes.tobytes()), []).append(name)
+        entry, boxes = saved[0].entry, tuple(s.entry.boxes.tobytes() for s in saved)
+        if len(entry.shape) >= _LEAST_DIMS and any(boxes):
+            same.setdefault((entry.dtype.name, entry.shape, boxes), []).append(name)
     found: dict[str, str] = {}
     for names in same.values():
         if len(names) > 1 and any(not trained(n) for n in names) and any(trained(n) is not False for n in names):
-            found |= _tied(files, {n: weights[n][0] for n in names}, trained)
+            found |= _tied(files, {n: weights[n] for n in names}, trained)
     return found
 
 
 def _tied(
-    files: Sequence[SourceFile], weights: Mapping[str, SavedTensor], trained: Callable[[str], bool | None]
+    files: Sequence[SourceFile], weights: Mapping[str, Sequence[SavedTensor]], trained: Callable[[str], bool | None]
 ) -> dict[str, str]:
     sums = {name: _sums(files, saved) for name, saved in weights.items()}
     found: dict[str, str] = {}
@@ -63,15 +63,14 @@ def _tied(
     return found
 
 
-def _sums(files: Sequence[SourceFile], saved: SavedTensor) -> tuple[int, ...] | None:
+def _sums(files: Sequence[SourceFile], saved: Sequence[SavedTensor]) -> tuple[int, ...] | None:
     """The CRC-32s of a tensor's chunks; None if the writer did not compute one."""
-    metadata, entry = saved.part.metadata, saved.entry
-    parts = [
-        files[saved.part.first_file + int(metadata.file[row])].part(
-            int(metadata.offset[row]), int(metadata.length[row])
-        )
-        for row in range(entry.first, entry.first + entry.count)
-    ]
+    parts: list[SourceFile] = []
+    for one in saved:
+        metadata, entry = one.part.metadata, one.entry
+        for row in range(entry.first, entry.first + entry.count):
+            file = files[one.part.first_file + int(metadata.file[row])]
+            parts.append(file.part(int(metadata.offset[row]), int(metadata.length[row])))
     sums = tuple(open_all(parts, _sum))
     return None if 0 in sums else sums
 

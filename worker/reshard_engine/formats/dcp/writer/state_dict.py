@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from reshard.dcp_options import MissingMoments
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
-from reshard_engine.formats.dcp import MissingMoments
 from reshard_engine.formats.dcp.writer.entries import (
     KeyPath,
     LiteralEntry,

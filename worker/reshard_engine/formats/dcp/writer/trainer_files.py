@@ -11,10 +11,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+from reshard.dcp_options import Grammar
 from reshard.models import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats import not_written
-from reshard_engine.formats.dcp import Grammar
 from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.dcp.names import META, TRAINER_STATE
 from reshard_engine.formats.torch_archive import tree_template
@@ -76,7 +76,7 @@ def lightning_meta(checkpoint: Checkpoint, request: ConvertRequest, schedulers: 
 def _has_rank_files(checkpoint: Checkpoint) -> bool:
     """True if the random states are those of Accelerate or of the Trainer."""
     facts = facts_of(checkpoint)
-    return facts is not None and facts.grammar in (Grammar.ACCELERATE, Grammar.TRAINER)
+    return facts is not None and facts.trainers_rng
 
 
 def _steps(checkpoint: Checkpoint) -> int:

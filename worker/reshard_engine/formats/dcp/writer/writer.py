@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from reshard.dcp_options import DcpOptions, Grammar
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats import not_written
-from reshard_engine.formats.dcp import DcpOptions, Grammar
 from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.dcp.schedulers import is_scheduler
 from reshard_engine.formats.dcp.writer.entries import KeyPath, StateEntry
@@ -62,7 +62,7 @@ class _Target:
     @classmethod
     def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
         options, facts = request.options.of(DcpOptions), facts_of(checkpoint)
-        grammar = options.grammar or (facts.grammar if facts is not None else Grammar.ACCELERATE)
+        grammar = options.grammar or (facts.grammar if facts is not None else None) or Grammar.ACCELERATE
         model, optimizer, flat = _PLACES[grammar]
         names: Mapping[str, str] = {}
         if facts is not None and facts.grammar is grammar:

@@ -1,0 +1,78 @@
+"""Options of PyTorch's distributed checkpoints (DCP): as FSDP, torchtitan, Accelerate and other frameworks save them.
+
+The entry point of the format names this module; the engine's class of the format is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from reshard.installed_formats import InstalledFormat
+from reshard.options import FormatOptions, Place
+
+
+class Grammar(StrEnum):
+    """The keys under which frameworks save model and optimizer."""
+
+    STATE_DICT = "state-dict"
+    """`dcp.save({"model": ..., "optimizer": ...})` with the state dicts of `get_state_dict`."""
+    TORCHTITAN = "torchtitan"
+    """The model at the root, the optimizer flattened."""
+    ACCELERATE = "accelerate"
+    """`Accelerator.save_state`: the directories `pytorch_model_fsdp_0` and `optimizer_0`."""
+    TRAINER = "trainer"
+    """A `checkpoint-N` of the Hugging Face Trainer: as `accelerate`, with the Trainer's own files."""
+    LIGHTNING = "lightning"
+    """A sharded checkpoint of Lightning: `model`, `optimizer_0`, and `meta.pt`."""
+
+
+class MissingMoments(StrEnum):
+    """Policies for trained parameters without optimizer states: no gradient ever reached them."""
+
+    ZERO = "zero"
+    """They get the states that the optimizer begins with: zeros."""
+    OMIT = "omit"
+    """They get none, as in the source; loaders then need `allow_partial_load`."""
+    REFUSE = "refuse"
+
+
+class DcpOptions(FormatOptions):
+    """Options of distributed checkpoints."""
+
+    grammar: Grammar | None = Field(
+        default=None, description="Keys and files as this framework loads them; default: the source's, or accelerate."
+    )
+    files: int | None = Field(
+        default=None, ge=1, le=1 << 16, description="Number of .distcp files; default: one for each 4 GB."
+    )
+    model_key: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Place of the model's state dict, such as app.model; default: that of --grammar.",
+    )
+    optimizer_key: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Place of the optimizer's state dict, such as app.optim; default: that of --grammar.",
+    )
+    trainer_files: Annotated[str | None, Place()] = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target.",
+    )
+    missing_moments: MissingMoments = Field(
+        default=MissingMoments.ZERO,
+        description="Trained parameters without optimizer states: zero (default), omit, refuse.",
+    )
+
+
+DCP = InstalledFormat(
+    name="dcp",
+    implementation="reshard_engine.formats.dcp.format:Dcp",
+    targets={"dcp": "PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning"},
+    options=DcpOptions,
+)
