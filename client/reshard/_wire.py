@@ -70,6 +70,7 @@ class ConvertOptions(TypedDict, total=False):
     model_key: str | None
     optimizer_key: str | None
     trainer_files: str | None
+    torch_file: str
     missing_moments: str
     on_overflow: OverflowPolicy | str
     opaque: OpaquePolicy | str

@@ -66,6 +66,7 @@ def plan(
     model_key: str | None = None,
     optimizer_key: str | None = None,
     trainer_files: PathLike | None = None,
+    torch_file: str = "checkpoint.pt",
     missing_moments: str = "zero",
     on_overflow: OverflowPolicy | str = OverflowPolicy.INF,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
@@ -119,6 +120,7 @@ def plan(
         model_key: Place of the model's state dict, such as `app.model`; by default that of `grammar`.
         optimizer_key: Place of the optimizer's state dict; by default that of `grammar`.
         trainer_files: Directory of a trainer's files (`trainer_state.json`, schedulers, random states) for the target.
+        torch_file: With `to="torch_save"`, the name of the file.
         missing_moments: Trained parameters without optimizer states: `zero`, `omit`, `refuse`.
         on_overflow: Elements too large for `dtype`: `inf`, `saturate`, `error`.
         opaque: Policy for objects of classes that are not on the allow-list: `refuse`, `keep`, `drop`.
@@ -191,6 +193,7 @@ def convert(
     model_key: str | None = None,
     optimizer_key: str | None = None,
     trainer_files: PathLike | None = None,
+    torch_file: str = "checkpoint.pt",
     missing_moments: str = "zero",
     on_overflow: OverflowPolicy | str = OverflowPolicy.INF,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
@@ -251,6 +254,7 @@ def convert(
         model_key: Place of the model's state dict, such as `app.model`; by default that of `grammar`.
         optimizer_key: Place of the optimizer's state dict; by default that of `grammar`.
         trainer_files: Directory of a trainer's files (`trainer_state.json`, schedulers, random states) for the target.
+        torch_file: With `to="torch_save"`, the name of the file.
         missing_moments: Trained parameters without optimizer states: `zero`, `omit`, `refuse`.
         on_overflow: Elements too large for `dtype`: `inf`, `saturate`, `error`.
         opaque: Objects of classes that are not on the allow-list: `refuse`, `keep`, `drop`.

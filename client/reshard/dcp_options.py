@@ -64,6 +64,12 @@ class DcpOptions(FormatOptions):
         max_length=4096,
         description="Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target.",
     )
+    torch_file: str = Field(
+        default="checkpoint.pt",
+        pattern=r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}",
+        max_length=128,
+        description="With --to torch_save, the name of the file.",
+    )
     missing_moments: MissingMoments = Field(
         default=MissingMoments.ZERO,
         description="Trained parameters without optimizer states: zero (default), omit, refuse.",
@@ -73,6 +79,9 @@ class DcpOptions(FormatOptions):
 DCP = InstalledFormat(
     name="dcp",
     implementation="reshard_engine.formats.dcp.format:Dcp",
-    targets={"dcp": "PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning"},
+    targets={
+        "dcp": "PyTorch distributed checkpoint: FSDP, torchtitan, Accelerate, Trainer, Lightning",
+        "torch_save": "the whole state dict of a distributed checkpoint in one file",
+    },
     options=DcpOptions,
 )

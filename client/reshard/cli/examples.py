@@ -67,6 +67,10 @@ EXAMPLES: Mapping[str, tuple[tuple[str, str], ...]] = {
             "reshard ds-to-universal --input_folder s3://bucket/step5 --output_folder step5",
         ),
     ),
+    "merge-weights": (
+        ("As Accelerate's command", "reshard merge-weights run1/pytorch_model_fsdp_0 weights"),
+        ("A torch file of the whole directory", "reshard merge-weights run1 weights --unsafe_serialization"),
+    ),
     "slim": (
         ("One file", "reshard slim pytorch_model.bin slim.bin"),
         ("A directory; files without torch data are copied", "reshard slim run1 run1-slim"),

@@ -21,6 +21,7 @@ from reshard.cli import (
     ensuring,
     identity,
     local,
+    merging,
     remote,
     slimming,
     webhooks,
@@ -41,6 +42,7 @@ local.register(app)
 compare.register(app)
 ensuring.register(app)
 deepspeed_scripts.register(app)
+merging.register(app)
 slimming.register(app)
 cleaning.register(app)
 doctor.register(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 from reshard.dcp_options import DcpOptions, MissingMoments
@@ -16,7 +17,7 @@ from reshard_engine.formats.format import DryRun, Format
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.writer import Writer
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.storage.locations import open_location
+from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.tensors.layout import KnownFiles
 
 
@@ -27,10 +28,14 @@ class Dcp(Format):
     readers: ClassVar[tuple[Reader, ...]] = (TrainerReader(), DcpReader(), HuggingFaceShardsReader())
     of_training = True
     files = KnownFiles(entries=(METADATA, "pytorch_model_fsdp_0"), suffixes=(SUFFIX,), needed=(METADATA,))
-    targets = ("dcp",)
+    targets = ("dcp", "torch_save")
 
     def writer(self, target: str) -> Writer:
-        """The one writer."""
+        """The writer of shards, or of one file that holds everything."""
+        if target == "torch_save":
+            from reshard_engine.formats.dcp.writer.torch_save import TorchSaveWriter
+
+            return TorchSaveWriter()
         from reshard_engine.formats.dcp.writer.writer import DcpWriter
 
         return DcpWriter()
@@ -41,6 +46,18 @@ class Dcp(Format):
         if request.to not in self.targets and given:
             flags = listed([f"--{name.replace('_', '-')}" for name in sorted(given)])
             raise RequestError("request.invalid", f"{flags}: for --to dcp", fix="--to dcp")
+
+    def read_for(self, request: ConvertRequest, location: Location, ledger: OpaqueLedger) -> Checkpoint | None:
+        """A file of `torch.save` for a distributed target; a whole state dict for a target that is such a file."""
+        if request.to not in self.targets:
+            return None
+        from reshard_engine.formats.dcp.reader.state_tree import read_state_tree, read_torch_tree
+
+        place = location if request.source.tag is None else location.child(*request.source.tag.split("/"))
+        if request.to == "torch_save":
+            return replace(read_state_tree(place, ledger), family=self.name)
+        info = place.store.stat(place.path)
+        return None if info is None else replace(read_torch_tree(place, info, ledger), family=self.name)
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint, unless the request refuses parameters without optimizer states."""

@@ -14,8 +14,8 @@ from reshard_engine.formats.dcp.reader.optimizer import ReadGroup
 from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items
 
 _NO_ORDER = (
-    "the scheduler keeps the initial rates {rates}, and the param groups, which were flattened, have {own}: no order of "
-    "the groups fits, so set the scheduler anew after loading"
+    "the scheduler keeps the initial rates {rates}, and the param groups, which were flattened, have {own}: no order "
+    "of the groups fits, so set the scheduler anew after loading"
 )
 
 

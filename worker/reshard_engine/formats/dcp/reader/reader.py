@@ -28,6 +28,30 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
 
+def saved_state_in(location: Location, listing: Listing) -> SavedState | None:
+    """The state dict of a directory, or those of the model and of the optimizer of a trainer; None for others.
+
+    Raises:
+        SourceError: `source.unsupported` for several models, and all errors of the metadata.
+    """
+    if not any(MODEL_DIRECTORY.fullmatch(d) for d in listing.directories):
+        return read_state(location, listing) if is_distributed(listing) else None
+    models = [d for d in listing.directories if MODEL_DIRECTORY.fullmatch(d)]
+    if len(models) > 1:
+        raise SourceError(
+            "source.unsupported",
+            f"it holds {len(models)} models: {listed(models)}",
+            fix=f"name the directory of one of them, such as {printable(models[0])}: its weights are read",
+        )
+    number = models[0].rpartition("_")[2]
+    optimizers = [d for d in listing.directories if OPTIMIZER_DIRECTORY.fullmatch(d) and d.endswith(f"_{number}")]
+    state = SavedState()
+    for folder in (*models, *optimizers):
+        child = location.child(folder)
+        state = state.joined(read_state(child, child.store.list_directory(child.path), folder=folder))
+    return state
+
+
 class DcpReader:
     """Reads a directory that `torch.distributed.checkpoint.save` wrote."""
 
@@ -81,19 +105,7 @@ class TrainerReader:
         Raises:
             SourceError: As `DcpReader.read`, and `source.unsupported` for several models.
         """
-        models = [d for d in listing.directories if MODEL_DIRECTORY.fullmatch(d)]
-        if len(models) > 1:
-            raise SourceError(
-                "source.unsupported",
-                f"it holds {len(models)} models: {listed(models)}",
-                fix=f"name the directory of one of them, such as {printable(models[0])}: its weights are read",
-            )
-        number = models[0].rpartition("_")[2]
-        optimizers = [d for d in listing.directories if OPTIMIZER_DIRECTORY.fullmatch(d) and d.endswith(f"_{number}")]
-        state = SavedState()
-        for folder in (*models, *optimizers):
-            child = location.child(folder)
-            state = state.joined(read_state(child, child.store.list_directory(child.path), folder=folder))
+        state = saved_state_in(location, listing) or SavedState()
         companions = read_companions(location, listing, ledger)
         companions.not_carried += beside_shards(listing, frozenset())
         grammar = Grammar.TRAINER if TRAINER_STATE in names_of(listing) else Grammar.ACCELERATE

@@ -16,6 +16,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats import not_written
 from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.dcp.schedulers import is_scheduler
+from reshard_engine.formats.dcp.state_tree import StateTree
 from reshard_engine.formats.dcp.writer.entries import KeyPath, StateEntry
 from reshard_engine.formats.dcp.writer.param_groups import groups_to_write
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
@@ -25,7 +26,7 @@ from reshard_engine.formats.dcp.writer.trainer_files import (
     lightning_meta,
     trainer_files,
 )
-from reshard_engine.pickles.nodes import Node, mapping_of
+from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -94,6 +95,8 @@ class DcpWriter:
                 "a distributed checkpoint holds the parameters as the optimizer has them: --dtype is for weights",
                 fix="leave --dtype out",
             )
+        if isinstance(checkpoint.facts, StateTree):
+            return _lay_out_tree(checkpoint, checkpoint.facts.tree, request)
         target = _Target.of(checkpoint, request)
         state_dict = StateDict(checkpoint, target.places)
         model = list(state_dict.model(exclude_frozen=request.exclude_frozen))
@@ -108,6 +111,19 @@ class DcpWriter:
         # Files without which loaders refuse the directory are published last.
         ordered = [*(f for f in files if not f.commit), *(f for f in files if f.commit)]
         return TargetLayout(tuple(ordered), None, tuple(warnings), not_carried=tuple(_not_carried(target)))
+
+
+def _lay_out_tree(checkpoint: Checkpoint, tree: Node, request: ConvertRequest) -> TargetLayout:
+    """A state dict that was saved as one file, under its own keys."""
+    state_dict = StateDict(checkpoint, Places((), (), flat=False, names={}))
+    entries = [
+        e
+        for key, node in mapping_items(tree, what="the state dict").items()
+        for e in state_dict.values((str(key),), node)
+    ]
+    options = request.options.of(DcpOptions)
+    shards = Shards(ShardOptions(checkpoint.shard_map, request.opaque, options.files))
+    return TargetLayout(tuple(shards.lay_out(entries)), None)
 
 
 def _files(

@@ -1,0 +1,90 @@
+"""Reads a whole state dict as one tree: a distributed checkpoint, or a file of `torch.save`.
+
+Source: torch 2.13.0 `distributed/checkpoint/format_utils.py` (`dcp_to_torch_save`, `torch_save_to_dcp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.errors import SourceError, printable
+from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.containers.torch_file import open_torch_file
+from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
+from reshard_engine.formats.dcp.reader.metadata import KeyPath
+from reshard_engine.formats.dcp.reader.reader import saved_state_in
+from reshard_engine.formats.dcp.reader.saved_state import SavedTensor
+from reshard_engine.formats.dcp.reader.values import CarriedValues, nested, open_values
+from reshard_engine.formats.dcp.state_tree import StateTree
+from reshard_engine.pickles.collector import collector_paused
+from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_of
+from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import ObjectInfo
+from reshard_engine.tensors.shard_map import ShardMapBuilder
+
+
+def read_state_tree(location: Location, ledger: OpaqueLedger) -> Checkpoint:
+    """Read every entry of a distributed checkpoint.
+
+    Raises:
+        SourceError: `source.unknown_kind` if it is none, and all errors of reading it.
+    """
+    listing = location.store.list_directory(location.path)
+    with collector_paused():
+        state = saved_state_in(location, listing)
+        if state is None:
+            raise SourceError(
+                "source.unknown_kind",
+                f"{printable(location.url)} is no distributed checkpoint",
+                fix="name the directory that holds `.metadata`",
+            )
+        builder = ShardMapBuilder()
+        chunks = ChunkTensors(builder, state.files, state.tensors, ledger)
+        carried = CarriedValues(builder)
+        entries: dict[KeyPath, Node] = {}
+        for value, parsed in zip(state.values, open_values(state.files, state.values, ledger), strict=True):
+            entries[value.path] = carried.carried(parsed, value.part.first_file + value.entry.file)
+        same: dict[KeyPath, list[SavedTensor]] = {}
+        for tensor in state.tensors:
+            same.setdefault(tensor.path, []).append(tensor)
+        for path, saved in same.items():
+            entries[path] = PTensorRef(chunks.add(saved[0].entry.key, "value", saved))
+        order = {path: i for i, path in enumerate(state.order)}
+        tree = mapping_of(nested(dict(sorted(entries.items(), key=lambda e: order.get(e[0], len(order))))))
+    return _checkpoint(location, state.files, builder, tree, ledger)
+
+
+def read_torch_tree(location: Location, info: ObjectInfo, ledger: OpaqueLedger) -> Checkpoint:
+    """Read a file of `torch.save` that holds a state dict, nested or flat.
+
+    Raises:
+        SourceError: `zip.*`, `pickle.*`, `tensor.*`.
+    """
+    with collector_paused():
+        parsed = open_torch_file(SourceFile(location.store, location.path.rpartition("/")[2], (info,)), ledger)
+        builder = ShardMapBuilder()
+        tree = CarriedValues(builder).carried(parsed, 0)
+    return _checkpoint(location, (parsed.file,), builder, tree, ledger)
+
+
+def _checkpoint(
+    location: Location, files: Sequence[SourceFile], builder: ShardMapBuilder, tree: Node, ledger: OpaqueLedger
+) -> Checkpoint:
+    return Checkpoint(
+        url=location.url,
+        tag=None,
+        format="state-dict",
+        framework_version=None,
+        world={},
+        files=tuple(files),
+        shard_map=builder.build(),
+        parameters=(),
+        buffers=(),
+        shared={},
+        optimizer=None,
+        facts=StateTree(tree),
+        foreign_globals=tuple(sorted(ledger.foreign)),
+        warnings=(),
+    )
