@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from reshard.dcp_options import Grammar
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
+from reshard_engine.pickles.nodes import Node, PList, mapping_of
 
+RANK_STATES = "random_states"
+"""The name of the ranks' random states among the run's state."""
 KeyPath = tuple[str | int, ...]
 
 
@@ -31,8 +34,15 @@ class DcpFacts(FormatFacts):
     """For each plain name the name in the files, where wrapping modules made it longer."""
     texts: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Text files of a trainer beside the shards, by name."""
-    trainers_rng: bool = False
-    """True if the random states are those of Accelerate or of the Trainer."""
+    rank_states: tuple[Mapping[str, Node], ...] = ()
+    """Random states by rank, by the keys of Accelerate or of the Trainer. Other frameworks have no use for them."""
+
+    def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
+        """The state that every format has, random states of a trainer, and its text files."""
+        own: dict[str | int, Node] = {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
+        if self.rank_states:
+            own[RANK_STATES] = PList([mapping_of({**states}) for states in self.rank_states])
+        return {**FormatFacts.run_state(self, checkpoint), **own}
 
 
 def facts_of(checkpoint: Checkpoint) -> DcpFacts | None:

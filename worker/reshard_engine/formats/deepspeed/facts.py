@@ -147,7 +147,16 @@ def _derived(checkpoint: Checkpoint) -> dict[str | int, Node]:
 def not_kept(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     """Counters that DeepSpeed's files cannot hold: tokens, unless Megatron's arguments count them."""
     lost = ["tokens"] if checkpoint.counters.tokens is not None and ARGS not in checkpoint.client_state else []
-    return named(lost, "DeepSpeed counts no tokens")
+    return (*named(lost, "DeepSpeed counts no tokens"), *_of_other_formats(checkpoint))
+
+
+def _of_other_formats(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
+    """The run's state that only another format's record of facts holds, such as a trainer's own files."""
+    if isinstance(checkpoint.facts, DeepSpeedFacts):
+        return ()
+    held = FormatFacts.run_state(checkpoint.facts, checkpoint)
+    others = [str(k) for k in checkpoint.facts.run_state(checkpoint) if k not in held]
+    return named(others, "DeepSpeed's checkpoints have no place for it")
 
 
 def split_groups(nodes: Iterable[Node]) -> tuple[tuple[ParamGroup, ...], tuple[Node, ...]]:

@@ -153,7 +153,6 @@ class Assembly:
             agreements=agreements,
             counters=Counters(steps=steps),
             schedulers=(*schedulers, *beside.schedulers),
-            rng=beside.rng,
             client_state={**client_state, **beside.client_state},
             module_names=module_names,
             extra_states=extra_states,
@@ -167,7 +166,7 @@ class Assembly:
                 frozenset(roles.at_root),
                 {plain: name for name, plain in self._names.items() if name != plain},
                 dict(self._companions.texts),
-                bool(self._companions.rng),
+                beside.rng,
             ),
         )
 

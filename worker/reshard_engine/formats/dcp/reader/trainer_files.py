@@ -43,10 +43,9 @@ def with_trainer_files(checkpoint: Checkpoint, location: Location, ledger: Opaqu
     return replace(
         checkpoint,
         schedulers=schedulers or checkpoint.schedulers,
-        rng=rng or checkpoint.rng,
         counters=counters,
         client_state={**checkpoint.client_state, **{n: _literal(p, node) for p, n, node in found.client_state}},
-        facts=replace(facts, texts={**facts.texts, **found.texts}, trainers_rng=bool(rng)),
+        facts=replace(facts, texts={**facts.texts, **found.texts}, rank_states=rng or facts.rank_states),
         foreign_globals=tuple(sorted({*checkpoint.foreign_globals, *ledger.foreign})),
     )
 

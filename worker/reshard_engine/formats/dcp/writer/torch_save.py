@@ -1,6 +1,6 @@
 """A whole state dict as one file of `torch.save`.
 
-Source: torch 2.13.0 `distributed/checkpoint/format_utils.py` (`dcp_to_torch_save`: everything is loaded and saved at once).
+Source: torch 2.13.0 `distributed/checkpoint/format_utils.py` (`dcp_to_torch_save`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ class TorchSaveWriter:
             RequestError: `request.invalid` for options that would change what tensors hold.
         """
         if request.dtype is not None or request.exclude_frozen:
-            raise RequestError(
-                "request.invalid", "the file holds the state dict as it is: no --dtype", fix="--to torch"
-            )
+            raise RequestError("request.invalid", "the file holds all as it is: no --dtype", fix="--to torch")
         if not isinstance(checkpoint.facts, StateTree):
             raise RequestError(
                 "request.unsatisfiable", "only a distributed checkpoint is one state dict", fix="--to torch"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from reshard.dcp_options import Grammar
 from reshard.models import ConvertRequest, NotCarried
@@ -42,11 +42,10 @@ def trainer_files(
     trainer = grammar is Grammar.TRAINER
     for number, node in enumerate(schedulers[:1] if trainer else schedulers):
         yield file("scheduler.pt" if trainer else f"scheduler{f'_{number}' if number else ''}.bin", node)
-    if _has_rank_files(checkpoint):
-        count = len(checkpoint.rng)
-        for rank, states in enumerate(checkpoint.rng):
-            name = f"rng_state{f'_{rank}' if count > 1 else ''}.pth" if trainer else f"random_states_{rank}.pkl"
-            yield file(name, mapping_of({**states}))
+    states_of = _rank_states(checkpoint)
+    for rank, states in enumerate(states_of):
+        name = f"rng_state{f'_{rank}' if len(states_of) > 1 else ''}.pth" if trainer else f"random_states_{rank}.pkl"
+        yield file(name, mapping_of({**states}))
     for key, node in checkpoint.client_state.items():
         if _FILE.fullmatch(str(key)):
             yield file(str(key), node)
@@ -58,8 +57,7 @@ def trainer_files(
 
 def left_out(checkpoint: Checkpoint) -> Iterator[NotCarried]:
     """The parts of the run's state that no file of a trainer holds."""
-    if not _has_rank_files(checkpoint):
-        yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _OTHER_RANDOM_STATES)
+    yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _OTHER_RANDOM_STATES)
     yield from not_written.named((str(k) for k in checkpoint.client_state if not _FILE.fullmatch(str(k))), _NO_PLACE)
 
 
@@ -73,10 +71,10 @@ def lightning_meta(checkpoint: Checkpoint, request: ConvertRequest, schedulers: 
     return TargetFile(META, template, slots, commit=True)
 
 
-def _has_rank_files(checkpoint: Checkpoint) -> bool:
-    """True if the random states are those of Accelerate or of the Trainer."""
+def _rank_states(checkpoint: Checkpoint) -> tuple[Mapping[str, Node], ...]:
+    """Random states of Accelerate or of the Trainer."""
     facts = facts_of(checkpoint)
-    return facts is not None and facts.trainers_rng
+    return () if facts is None else facts.rank_states
 
 
 def _steps(checkpoint: Checkpoint) -> int:

@@ -14,7 +14,7 @@ from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats import not_written
-from reshard_engine.formats.dcp.facts import facts_of
+from reshard_engine.formats.dcp.facts import RANK_STATES, facts_of
 from reshard_engine.formats.dcp.schedulers import is_scheduler
 from reshard_engine.formats.dcp.state_tree import StateTree
 from reshard_engine.formats.dcp.writer.entries import KeyPath, StateEntry
@@ -116,11 +116,8 @@ class DcpWriter:
 def _lay_out_tree(checkpoint: Checkpoint, tree: Node, request: ConvertRequest) -> TargetLayout:
     """A state dict that was saved as one file, under its own keys."""
     state_dict = StateDict(checkpoint, Places((), (), flat=False, names={}))
-    entries = [
-        e
-        for key, node in mapping_items(tree, what="the state dict").items()
-        for e in state_dict.values((str(key),), node)
-    ]
+    items = mapping_items(tree, what="the state dict").items()
+    entries = [entry for key, node in items for entry in state_dict.values((str(key),), node)]
     options = request.options.of(DcpOptions)
     shards = Shards(ShardOptions(checkpoint.shard_map, request.opaque, options.files))
     return TargetLayout(tuple(shards.lay_out(entries)), None)
@@ -185,6 +182,8 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
     yield from not_written.named(counted, _NO_PLACE)
     if target.grammar not in _IN_FOLDERS:
         yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _NO_PLACE)
+        facts = facts_of(checkpoint)
+        yield from not_written.named([RANK_STATES] if facts is not None and facts.rank_states else [], _NO_PLACE)
     else:
         yield from left_out(checkpoint)
         extra = [f"lr_scheduler[{i}]" for i in range(1, len(list(_schedulers(target))))]
