@@ -20,7 +20,7 @@ from reshard.cli.colours import complain, warn
 from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
 from reshard.cli.format_flags import ConversionCommand
 from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, SOURCE, TARGET
-from reshard.cli.next_steps import ensurable, followed, next_steps, remote
+from reshard.cli.next_steps import DISTRIBUTED, ensurable, followed, next_steps, remote
 from reshard.cli.picture import html_of, picture_lines
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import counted, format_size, parse_percent
@@ -131,6 +131,8 @@ def _next(source: str, found: Inspection, named: Mapping[str, str | None]) -> No
     said = "".join(f" {flag} {shlex.quote(value)}" for flag, value in named.items() if value is not None)
     if not remote(source) and ensurable(found):
         _hint(f"next: reshard ensure {shlex.quote(source)} --dp N{said}")
+    elif not remote(source) and found.format.startswith(f"{DISTRIBUTED}-") and found.param_groups:
+        _hint(f"next: reshard ensure {shlex.quote(source)} --to zero --dp N{said}, for a run of DeepSpeed")
     elif (flags := onward(found)) is not None:
         _hint(f"next: reshard convert {shlex.quote(source)} DST {flags}{said}")
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _UNIVERSAL = 'in the DeepSpeed config: "checkpoint": {"load_universal": true}'
 
+DISTRIBUTED = "dcp"
+"""The target of distributed checkpoints (`reshard.dcp_options`)."""
 _STAGES = re.compile(r"; stages ([\w, ]+)")
 """The stages that `inspect` lists for the target `zero --dp`."""
 _POINTERS = ("latest", "latest_universal")
@@ -64,7 +66,20 @@ def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
         TargetFormat.PEFT: [f"in the script: PeftModel.from_pretrained(base_model, {whole})"],
     }
     found = calls[TargetFormat(to)] if to in calls else []
+    if to == DISTRIBUTED:
+        found = [f"in the script: {_distributed_call(whole, set(files))}"]
     return [f"copy {printable(target)} to a directory DIR of each node", *found] if away and found else found
+
+
+def _distributed_call(whole: str, files: set[str]) -> str:
+    """The call of the framework whose files these are."""
+    if "meta.pt" in files:
+        return f"trainer.fit(model, ckpt_path={whole})"
+    if "trainer_state.json" in files:
+        return f"trainer.train(resume_from_checkpoint={whole})"
+    if any(name.startswith("pytorch_model_fsdp_0/") for name in files):
+        return f"accelerator.load_state({whole})"
+    return f"dcp.load(state_dict, checkpoint_id={whole})"
 
 
 def _weights_call(whole: str, files: list[str], *, remote: bool) -> str:
