@@ -5,6 +5,8 @@ Needs no torch.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -19,6 +21,13 @@ VARIANTS = ("async", "no_collectives", "threads", "items", "v2_3")
 """Other ways to write ``app``."""
 HUGGING_FACE = "hf"
 """Weights by ``HuggingFaceStorageWriter(save_distributed=True)``."""
+
+TITAN_FOLDER = "RESHARD_TORCHTITAN"
+"""The variable that names the folder of torchtitan, unless it is installed.
+
+Only some parts of it are wanted, without what it depends on for others: ``pip install --no-deps --target FOLDER
+torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser typeguard``.
+"""
 
 _MODEL = Case("dcp", 2, "fp32", two_groups=True, unused=False)
 _UNTIED = replace(_MODEL, tied=False)
@@ -117,3 +126,8 @@ def _runs() -> dict[str, FsdpRun]:
 
 
 RUNS: dict[str, FsdpRun] = _runs()
+
+
+def titan_is_here() -> bool:
+    """True if torchtitan can be imported."""
+    return TITAN_FOLDER in os.environ or importlib.util.find_spec("torchtitan") is not None

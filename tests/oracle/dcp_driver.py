@@ -76,7 +76,7 @@ class Job:
         path: the checkpoint.
         out: where to dump.
         partial: accepts that states are missing.
-        scheduler: the state for a scheduler of which the grammar says nothing.
+        scheduler: the state for a scheduler of which the checkpoint says nothing.
     """
 
     run: FsdpRun

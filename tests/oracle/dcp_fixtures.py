@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pytest
 
 from house.shared import made_once
-from oracle.dcp_cases import RUNS, FsdpRun
+from oracle.dcp_cases import RUNS, TITAN_FOLDER, FsdpRun, titan_is_here
 from oracle.dcp_driver import Framework, FsdpOracle, Saved
 from oracle.launcher import Worlds
 
@@ -28,6 +28,8 @@ def saved(fsdp: FsdpOracle, tmp_path_factory: pytest.TempPathFactory) -> SavedFa
 
     def train(run: FsdpRun | str, framework: Framework = "torch") -> Saved:
         run = RUNS[run] if isinstance(run, str) else run
+        if framework == "titan" and not titan_is_here():
+            pytest.skip(f"torchtitan is not installed, and {TITAN_FOLDER} names no folder of it")
 
         def save(folder: Path) -> list[float]:
             return list(fsdp.train(framework, run, folder))

@@ -1,37 +1,28 @@
 """torchtitan's own optimizer, scheduler and checkpoint manager around the oracle's model; runs inside the ranks.
 
-torchtitan 0.3.0 itself wants a GPU and much else; these parts of it need neither. They are installed without what they
-do not use: ``pip install --no-deps --target FOLDER torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser
-typeguard``, and ``RESHARD_TORCHTITAN`` names the folder unless it is an installed package.
+torchtitan's trainer wants a GPU; these parts of it want none.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from oracle.dcp_cases import FsdpRun
+from oracle.dcp_cases import TITAN_FOLDER, FsdpRun
 from oracle.dcp_grammars import Dataloader, TrainState
 from oracle.dcp_models import RESUME_SEED, SOURCE_SEED, STEPS, Running, start_world, train_steps, wrap
 from oracle.dcp_truth import dump
 from oracle.models import build_model
 
-FOLDER = "RESHARD_TORCHTITAN"
 _PATTERNS = (r"(embed|head|up|down)\.weight$", r".*")
 
 
-def available() -> bool:
-    """True if torchtitan can be imported here."""
-    return importlib.util.find_spec("torchtitan") is not None or FOLDER in os.environ
-
-
 def _import() -> tuple[Any, Any]:
-    if FOLDER in os.environ:
-        sys.path.append(os.environ[FOLDER])  # last: what is installed comes first
+    if TITAN_FOLDER in os.environ:
+        sys.path.append(os.environ[TITAN_FOLDER])  # last: what is installed comes first
     optimizer = importlib.import_module("torchtitan.components.optimizer")
     return optimizer, importlib.import_module("torchtitan.components.checkpoint")
 

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from oracle.dcp_accelerate import join_as_accelerate
+from oracle.dcp_models import mean_over_ranks
 from oracle.dcp_truth import dump
 from oracle.hf_models import config_of, tokens
 
@@ -59,6 +60,18 @@ class _Dumps(TrainerCallback):
             self._dump("truth")
 
 
+class _Recording(Trainer):
+    """Keeps each step's loss: logs follow intervals that a resumed Trainer takes from the checkpoint."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The step itself, and the mean of its losses."""
+        loss = super().training_step(*args, **kwargs)
+        self.losses[str(self.state.global_step + 1)] = mean_over_ranks(loss)
+        return loss
+
+    losses: dict[str, float]
+
+
 def trainer(folder: str, kind: str, version: int, resume: str | None = None) -> dict[str, Any]:
     """Trains to step 6 under ``Trainer``, from the start or from a checkpoint.
 
@@ -69,7 +82,7 @@ def trainer(folder: str, kind: str, version: int, resume: str | None = None) -> 
         resume: a ``checkpoint-N``.
 
     Returns:
-        ``losses`` by step, and the ``rates``.
+        ``losses`` by step.
     """
     _, world = join_as_accelerate()
     torch.manual_seed(4321 if resume is None else 98765)
@@ -80,6 +93,7 @@ def trainer(folder: str, kind: str, version: int, resume: str | None = None) -> 
             "version": version,
             "transformer_layer_cls_to_wrap": [_LAYERS[kind]],
             "state_dict_type": "SHARDED_STATE_DICT",
+            "sync_module_states": "false",
         },
         per_device_train_batch_size=GLOBAL_ROWS // world,
         learning_rate=1e-2,
@@ -91,15 +105,11 @@ def trainer(folder: str, kind: str, version: int, resume: str | None = None) -> 
         report_to=[],
         disable_tqdm=True,
         seed=7,
-        use_cpu=False,
     )
     model: Any = AutoModelForCausalLM.from_config(config_of(kind))
     dumps = _Dumps(Path(folder), resumed=resume is not None)
-    run = Trainer(model=model, args=arguments, train_dataset=_Rows(), callbacks=[dumps])
+    run = _Recording(model=model, args=arguments, train_dataset=_Rows(), callbacks=[dumps])
+    run.losses = {}
     dumps.trainer = run
     run.train(resume_from_checkpoint=resume)
-    log = [entry for entry in run.state.log_history if "loss" in entry]
-    return {
-        "losses": {str(entry["step"]): entry["loss"] for entry in log},
-        "rates": {str(entry["step"]): entry["learning_rate"] for entry in log},
-    }
+    return {"losses": run.losses}

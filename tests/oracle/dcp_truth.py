@@ -197,10 +197,13 @@ def dump(
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Tied names, alias to owner; the owner is the name that ``named_parameters`` reports.
-
-    FSDP1 with flat parameters only registers the owner.
-    """
+    """Tied names, alias to owner; the owner is the name that ``named_parameters`` reports."""
     owners = {id(param): clean(name) for name, param in model.named_parameters()}
     everything = model.named_parameters(remove_duplicate=False)
-    return {clean(name): owners[id(param)] for name, param in everything if owners[id(param)] != clean(name)}
+    found = {clean(name): owners[id(param)] for name, param in everything if owners[id(param)] != clean(name)}
+    for prefix, handle in _flat_units(model):
+        for info in handle.flat_param._shared_param_infos:
+            names = (info.module_name, info.param_name), (info.prim_module_name, info.prim_param_name)
+            alias, owner = (prefix + clean(".".join(filter(None, pair))) for pair in names)
+            found[alias] = owner
+    return found

@@ -1,0 +1,86 @@
+"""Distributed checkpoints of real runs are read bit for bit: every tensor, moment, step and hyper-parameter.
+
+The truth is what the running engine held (``oracle.dcp_truth``); the checkpoints become universal directories, which
+hold everything, and weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from house.tiers import rest_full
+from oracle.dcp_cases import HUGGING_FACE, RUNS, FsdpRun
+from oracle.dcp_driver import Framework
+from oracle.dcp_fixtures import SavedFactory
+from oracle.dcp_reading import dcp_convert, universal_problems, weights_problems
+from oracle.outputs import read_safetensors
+from reshard.errors import SourceError
+
+WITH_SCHEDULER = ("nested", "flat", "titan")
+"""Grammars that hold the scheduler."""
+
+AMBIGUOUS = ("fsdp2_unused", "raw")
+"""An optimizer's own state dict numbers its parameters; one of them without states has not even a shape."""
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_torch_checkpoints_are_read(name: str, saved: SavedFactory, tmp_path: Path) -> None:
+    source = saved(name)
+    found = {}
+    for kind in source.run.kinds:
+        if kind == HUGGING_FACE or (name, kind) == AMBIGUOUS:
+            continue
+        dcp_convert(source.path(kind), tmp_path / kind, "universal")
+        problems = universal_problems(tmp_path / kind, source.truth, scheduler=kind in WITH_SCHEDULER)
+        found |= {kind: problems} if problems else {}
+    assert found == {}
+    dcp_convert(source.path("app"), tmp_path / "weights", "safetensors")
+    assert weights_problems(read_safetensors(tmp_path / "weights"), source.truth) == []
+
+
+def test_numbers_that_could_be_several_parameters_are_refused(saved: SavedFactory, tmp_path: Path) -> None:
+    name, kind = AMBIGUOUS
+    with pytest.raises(SourceError) as refused:
+        dcp_convert(saved(name).path(kind), tmp_path / "universal", "universal")
+    assert refused.value.code == "checkpoint.ambiguous"
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_tp", "fsdp1"])
+def test_sharded_files_of_the_hugging_face_writer_are_read(name: str, saved: SavedFactory, tmp_path: Path) -> None:
+    source = saved(name)
+    dcp_convert(source.path(HUGGING_FACE), tmp_path / "weights", "safetensors")
+    problems = weights_problems(read_safetensors(tmp_path / "weights"), source.truth)
+    # Who saves a tied model in this way has to leave the second name out.
+    assert problems == [f"model: {alias} is missing" for alias in source.truth.meta["aliases"]]
+
+
+@pytest.mark.parametrize(
+    ("framework", "name"),
+    rest_full(
+        [
+            ("accelerate", "fsdp2"),
+            ("accelerate", "fsdp2_unused"),
+            ("accelerate", "fsdp1"),
+            ("lightning", "fsdp2"),
+            ("lightning", "fsdp2_tp"),
+            ("lightning", "fsdp1"),
+            ("titan", "fsdp2"),
+            ("trainer", "llama"),
+            ("trainer", "gpt2"),
+        ],
+        ("accelerate", "fsdp2"),
+        ("accelerate", "fsdp1"),
+        ("lightning", "fsdp2"),
+        ("lightning", "fsdp1"),
+        ("titan", "fsdp2"),
+        ("trainer", "gpt2"),
+    ),
+)
+def test_checkpoints_of_frameworks_are_read(
+    framework: Framework, name: str, saved: SavedFactory, tmp_path: Path
+) -> None:
+    source = saved(RUNS.get(name) or FsdpRun(name), framework)
+    dcp_convert(source.path(), tmp_path / "universal", "universal")
+    assert universal_problems(tmp_path / "universal", source.truth) == []
