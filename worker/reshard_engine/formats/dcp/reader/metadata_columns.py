@@ -6,8 +6,8 @@ are; `index` is a hint), `distributed/checkpoint/filesystem.py` (`FileSystemRead
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -18,6 +18,7 @@ from reshard_engine.formats.dcp.reader.metadata import BytesEntry, Column, KeyPa
 from reshard_engine.formats.dcp.reader.metadata_nodes import MAX_NUMBER
 from reshard_engine.tensors.dtypes import Dtype
 
+NO_TRANSFORM = -1
 NO_OFFSET = -1
 """The number of dimensions of a place without an offset: that of a value that is no tensor."""
 
@@ -70,7 +71,46 @@ class Places:
     file: Narrow
     offset: Column
     length: Column
-    transforms: dict[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
+    transform: Narrow
+    """The position of each record's transforms in `transforms`, or `NO_TRANSFORM`."""
+    files: tuple[str, ...] = ()
+    transforms: tuple[tuple[str, ...], ...] = ()
+
+
+def joined(parts: Sequence[Places], files: tuple[str, ...], transforms: tuple[tuple[str, ...], ...]) -> Places:
+    """The places of all parts, which number the same files and transforms."""
+    if len(parts) == 1:
+        return replace(parts[0], files=files, transforms=transforms)
+    return Places(
+        np.concatenate([part.number for part in parts]),
+        np.concatenate([part.dims for part in parts]),
+        np.concatenate([part.offsets for part in parts]),
+        np.concatenate([part.file for part in parts]),
+        np.concatenate([part.offset for part in parts]),
+        np.concatenate([part.length for part in parts]),
+        np.concatenate([part.transform for part in parts]),
+        files,
+        transforms,
+    )
+
+
+class RowTransforms(Mapping[int, tuple[str, ...]]):
+    """The transforms of the rows that have any, as a column of small integers."""
+
+    def __init__(self, column: Narrow, transforms: tuple[tuple[str, ...], ...]) -> None:
+        self._column = column
+        self._transforms = transforms
+
+    def __getitem__(self, row: int) -> tuple[str, ...]:
+        if not 0 <= row < len(self._column) or self._column[row] == NO_TRANSFORM:
+            raise KeyError(row)
+        return self._transforms[int(self._column[row])]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.flatnonzero(self._column != NO_TRANSFORM).tolist())
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._column != NO_TRANSFORM))
 
 
 def matched(
@@ -78,7 +118,6 @@ def matched(
     tensors: Sequence[Chunks],
     places: Places,
     *,
-    files: tuple[str, ...],
     paths: dict[str, KeyPath] | None,
 ) -> Metadata:
     """The metadata, with a place for every chunk and a chunk or value for every place.
@@ -89,14 +128,13 @@ def matched(
         keys: The keys of `state_dict_metadata` in their order. Those that no tensor has are values.
         tensors: The tensors in the order of their keys.
         places: The places of all keys.
-        files: The files that places name.
         paths: Key paths of the flat keys, if the file has them.
 
     Raises:
         SourceError: `checkpoint.incomplete` for a chunk or value without a place, `checkpoint.malformed` for a place
             without either, `checkpoint.ambiguous` for two of one.
     """
-    return _Matching(keys, places).metadata(tensors, files, paths)
+    return _Matching(keys, places).metadata(tensors, paths)
 
 
 class _Matching:
@@ -112,7 +150,7 @@ class _Matching:
         dims = np.maximum(places.dims, 0)
         self._starts = np.cumsum(dims, dtype=np.int64) - dims
 
-    def metadata(self, tensors: Sequence[Chunks], files: tuple[str, ...], paths: dict[str, KeyPath] | None) -> Metadata:
+    def metadata(self, tensors: Sequence[Chunks], paths: dict[str, KeyPath] | None) -> Metadata:
         entries: list[TensorEntry] = []
         rows: list[Column] = []
         first = 0
@@ -125,13 +163,13 @@ class _Matching:
             first += len(found)
         of_tensors = {tensor.number for tensor in tensors}
         values = tuple(self._value(n) for n in range(len(self._keys)) if n not in of_tensors)
-        joined = np.concatenate(rows) if rows else np.empty(0, np.int64)
+        chosen = np.concatenate(rows) if rows else np.empty(0, np.int64)
         p = self._places
-        transforms: dict[int, tuple[str, ...]] = {}
+        columns = p.file[chosen], p.offset[chosen], p.length[chosen]
+        transforms: Mapping[int, tuple[str, ...]] = {}
         if p.transforms:
-            transforms = {at: p.transforms[row] for at, row in enumerate(joined.tolist()) if row in p.transforms}
-        columns = p.file[joined], p.offset[joined], p.length[joined]
-        return Metadata(tuple(entries), values, paths, files, *columns, transforms)
+            transforms = RowTransforms(p.transform[chosen], p.transforms)
+        return Metadata(tuple(entries), values, paths, p.files, *columns, transforms)
 
     def _of_key(self, number: int) -> Column:
         return self._order[self._bounds[number] : self._bounds[number + 1]]
@@ -146,7 +184,8 @@ class _Matching:
         if p.dims[row] != NO_OFFSET:
             raise SourceError("checkpoint.malformed", f"a place with an offset is given for the value {printable(key)}")
         place = int(p.file[row]), int(p.offset[row]), int(p.length[row])
-        return BytesEntry(key, *place, p.transforms.get(row, ()))
+        transform = int(p.transform[row])
+        return BytesEntry(key, *place, () if transform == NO_TRANSFORM else p.transforms[transform])
 
     def _rows(self, tensor: Chunks, kept: npt.NDArray[np.bool_]) -> Column:
         """The rows of the places of the chunks that have elements, in the order of the chunks."""

@@ -9,7 +9,9 @@ opcode; `store_tuple_elements` and `save_tuple`: marks from four elements on; `m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,9 @@ for _opcode, _bytes, _bits in ((0x4B, 2, 8), (0x4D, 3, 16), (0x4A, 5, 31)):
     _LIMIT[_opcode] = (1 << _bits) - 1
 _IS_NUMBER = _WIDTH > 0
 _IS_NUMBER[_LONG1] = True
+_SLACK = 288
+"""More bytes than the longest text of a record has."""
+_STEP = {0x4B: 2, 0x4D: 3, 0x4A: 5, _GET: 2, _LONG_GET: 5}
 _TUPLE_OPS = np.array([0x29, 0x85, 0x86, 0x87] + [_TUPLE] * (MAX_DIMS - 3), np.uint8)
 """The opcode that ends a tuple, by its number of elements."""
 
@@ -55,58 +60,73 @@ class Sizes:
     """`[records, MAX_DIMS]`; numbers behind the last dimension are zero."""
 
 
-class Buffer:
-    """The bytes of a pickle, for reading at many positions at once."""
+class Window:
+    """A part of a stream without its frames, for reading at many positions at once."""
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self._bytes = np.frombuffer(data, np.uint8)
-        self._windows: dict[int, npt.NDArray[np.uint8]] = {}
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        """Join the contents of frames that follow one another."""
+        self.length = sum(map(len, pieces))
+        # A cursor that has lost its way may stand behind the end: it reads zeros there.
+        self.data = b"".join([*pieces, bytes(_SLACK)])
+        self.cuts = list(accumulate(map(len, pieces[:-1])))
+        """The positions between frames. No opcode may lie across them."""
+        self._bytes = np.frombuffer(self.data, np.uint8)
+        self._words = np.ndarray((len(self.data) - 7,), "<u8", self.data, strides=(1,))
 
     def byte(self, at: Column) -> npt.NDArray[np.uint8]:
-        """The byte at each position; the last byte where a position lies behind the end."""
-        return self._bytes[np.minimum(at, len(self._bytes) - 1)]
-
-    def window(self, at: Column, length: int) -> npt.NDArray[np.uint8]:
-        """`[positions, length]`: the bytes from each position on."""
-        windows = self._windows.get(length)
-        if windows is None:
-            windows = np.lib.stride_tricks.sliding_window_view(self._bytes, length)
-            self._windows[length] = windows
-        return windows[np.minimum(at, len(windows) - 1)]
+        """The byte at each position."""
+        return self._bytes[at]
 
     def word(self, at: Column) -> npt.NDArray[np.uint64]:
         """The eight bytes from each position on, as a little-endian number."""
-        return self.window(at, 8).view("<u8")[:, 0]
+        return self._words[at]
+
+    def meets(self, opcodes: bytes, at: Column) -> Flags:
+        """True for each position from which on these bytes lie."""
+        length = len(opcodes)
+        # As texts of one length: zeros that numpy leaves out at their ends are equal then too.
+        texts = np.ndarray((len(self.data) - length + 1,), f"S{length}", self.data, strides=(1,))
+        return texts[at] == opcodes
+
+    def divides(self, start: int, cut: int) -> bool:
+        """True if the position `cut` lies between two opcodes of the record that begins at `start`."""
+        at, data = start, self.data
+        while at < cut:
+            opcode = data[at]
+            at += 2 + data[at + 1] if opcode in (_SHORT_TEXT, _LONG1) else _STEP.get(opcode, 1)
+        return at == cut
 
 
 class Cursor:
     """A position in each of many records."""
 
-    def __init__(self, buffer: Buffer, starts: Column) -> None:
-        self._buffer = buffer
+    def __init__(self, window: Window, starts: Column) -> None:
+        self._window = window
+        self._last = window.length
         self.at = starts.copy()
         self.regular: Flags = np.ones(len(starts), np.bool_)
 
+    def _move(self, after: Column) -> None:
+        self.at = np.minimum(after, self._last)
+
     def meets(self, opcodes: bytes) -> Flags:
         """True for each record that goes on with these bytes."""
-        found = self._buffer.window(self.at, len(opcodes)) == np.frombuffer(opcodes, np.uint8)
-        return np.all(found, axis=1)
+        return self._window.meets(opcodes, self.at)
 
     def skip(self, opcodes: bytes, where: Flags | None = None) -> None:
         """Move over these bytes, which every record (of some) must have."""
         found = self.meets(opcodes)
         if where is None:
             self.regular &= found
-            self.at += len(opcodes)
+            self._move(self.at + len(opcodes))
         else:
             self.regular &= found | ~where
-            self.at += where * len(opcodes)
+            self._move(self.at + where * len(opcodes))
 
     def number(self, where: Flags | None = None) -> Column:
         """Move over an integer from 0 to `MAX_NUMBER - 1`, and return it."""
-        opcode = self._buffer.byte(self.at)
-        raw = self._buffer.word(self.at + 1)
+        opcode = self._window.byte(self.at)
+        raw = self._window.word(self.at + 1)
         value, width = raw & _MASK[opcode], _WIDTH[opcode]
         good = (width > 0) & (value <= _LIMIT[opcode])
         long = opcode == _LONG1
@@ -114,48 +134,52 @@ class Cursor:
             count = (raw & np.uint64(0xFF)).astype(np.int64)
             fits = long & (count >= 1) & (count <= 8)
             shift = (64 - 8 * np.where(fits, count, 8)).astype(np.uint64)
-            body = self._buffer.word(self.at + 2) & (np.uint64(0xFFFF_FFFF_FFFF_FFFF) >> shift)
+            body = self._window.word(self.at + 2) & (np.uint64(0xFFFF_FFFF_FFFF_FFFF) >> shift)
             # Two's complement of so many bytes: the highest bit is the sign.
             good |= fits & ((body << shift) < np.uint64(1 << 63)) & (body < np.uint64(MAX_NUMBER))
             value, width = np.where(long, body, value), np.where(long, 2 + count, width)
         if where is not None:
             value, width, good = value * where, width * where, good | ~where
         self.regular &= good
-        self.at += width
+        self._move(self.at + width)
         return value.astype(np.int64)
 
     def skip_number_or_none(self) -> None:
         """Move over an integer or None."""
-        none = self._buffer.byte(self.at) == _NONE
+        none = self._window.byte(self.at) == _NONE
         self.at += none
         self.number(~none)
 
-    def text(self) -> Texts:
+    def text(self, where: Flags | None = None) -> Texts:
         """Move over a text of less than 256 bytes that goes into the memo, or over one from the memo."""
-        opcode = self._buffer.byte(self.at)
-        raw = self._buffer.word(self.at + 1)
+        opcode = self._window.byte(self.at)
+        raw = self._window.word(self.at + 1)
         low = (raw & np.uint64(0xFF)).astype(np.int64)
         written, short = opcode == _SHORT_TEXT, opcode == _GET
         memo = np.where(short, low, (raw & np.uint64(0xFFFF_FFFF)).astype(np.int64))
         start = self.at + 2
         end = start + low
-        self.regular &= (written & (self._buffer.byte(end) == _MEMOIZE)) | short | (opcode == _LONG_GET)
-        self.at = np.where(written, end + 1, self.at + np.where(short, 2, 5))
+        good = (written & (self._window.byte(end) == _MEMOIZE)) | short | (opcode == _LONG_GET)
+        after = np.where(written, end + 1, self.at + np.where(short, 2, 5))
+        if where is not None:
+            good, after = good | ~where, np.where(where, after, self.at)
+        self.regular &= good
+        self._move(after)
         return Texts(written, start, end, memo)
 
     def size(self, where: Flags) -> Sizes:
         """Move over the arguments of `torch.Size` and its call."""
-        marked = where & (self._buffer.byte(self.at) == _MARK)
+        marked = where & (self._window.byte(self.at) == _MARK)
         self.at += marked
         dims = np.zeros(len(self.at), np.int64)
         numbers = np.zeros((len(self.at), MAX_DIMS), np.int64)
         for axis in range(MAX_DIMS):
-            more = where & (dims == axis) & _IS_NUMBER[self._buffer.byte(self.at)]
+            more = where & (dims == axis) & _IS_NUMBER[self._window.byte(self.at)]
             if not more.any():
                 break
             numbers[:, axis] = self.number(more)
             dims += more
-        ends = (self._buffer.byte(self.at) == _TUPLE_OPS[dims]) & (marked == (dims > 3))
+        ends = (self._window.byte(self.at) == _TUPLE_OPS[dims]) & (marked == (dims > 3))
         self.regular &= ends | ~where
         self.at += where
         # The empty tuple is not memoised.

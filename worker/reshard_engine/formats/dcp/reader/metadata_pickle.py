@@ -7,11 +7,16 @@ Python's default protocol: 4 up to Python 3.13, 5 from 3.14 on), `distributed/ch
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
 from reshard.errors import SourceError, printable
 from reshard.models import OpaquePolicy
 from reshard_engine.formats.dcp.reader import metadata_names as names
 from reshard_engine.formats.dcp.reader.metadata import KeyPath, Metadata
-from reshard_engine.formats.dcp.reader.metadata_columns import matched
+from reshard_engine.formats.dcp.reader.metadata_columns import Chunks, Places, matched
+from reshard_engine.formats.dcp.reader.metadata_machine import RunMachine
 from reshard_engine.formats.dcp.reader.metadata_names import refuse_foreign_names
 from reshard_engine.formats.dcp.reader.metadata_nodes import (
     MAX_DIMS,
@@ -23,12 +28,35 @@ from reshard_engine.formats.dcp.reader.metadata_nodes import (
 )
 from reshard_engine.formats.dcp.reader.metadata_places import places_of
 from reshard_engine.formats.dcp.reader.metadata_tensors import tensors_of
+from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.limits import PickleLimits, configured_limits
 from reshard_engine.pickles.nodes import Node, PTuple, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.vm import parse_pickle
 
 _VERSION = "1."
+_STREAM_BYTES = "RESHARD_PICKLE_STREAM_BYTES"
+_FIXES = {
+    "pickle.too_large": _STREAM_BYTES,
+    "pickle.too_much_work": "RESHARD_PICKLE_OPCODES",
+    "pickle.too_much_memory": "RESHARD_PICKLE_NODE_BYTES",
+}
+"""The environment's variables that set the limits, by the code of the error."""
+METADATA_BYTES = 2 << 30
+"""Largest `.metadata` by default: twice that of 5,000 tensors on 1,024 ranks. Reading one takes twice its size in memory.
+
+Other pickles have a smaller limit, because each of their bytes may become sixty of nodes; runs of records become columns
+that are smaller than the stream, and all that is not a run is bounded as in any pickle."""
+
+
+def metadata_limits(environ: Mapping[str, str] = os.environ) -> PickleLimits:
+    """The bounds for `.metadata`: those of all pickles, but for its size.
+
+    Raises:
+        RequestError: `request.invalid` for a value in the environment that is not a positive number.
+    """
+    limits = configured_limits(environ)
+    return limits if _STREAM_BYTES in environ else replace(limits, stream_bytes=METADATA_BYTES)
 
 
 def parse_metadata(data: bytes, name: str, *, limits: PickleLimits | None = None) -> Metadata:
@@ -37,35 +65,78 @@ def parse_metadata(data: bytes, name: str, *, limits: PickleLimits | None = None
     Args:
         data: The whole file.
         name: The file's name, for messages.
-        limits: Bounds on work and memory; by default those of the environment.
+        limits: Bounds on work and memory; by default `metadata_limits`.
 
     Raises:
         SourceError: `pickle.*` for a bad pickle or one that names what no writer names; `checkpoint.malformed`,
             `checkpoint.incomplete`, `checkpoint.ambiguous`, `tensor.bad_extent`, `tensor.unsupported`, `name.invalid`,
             `source.unsupported_version`.
     """
-    ledger = OpaqueLedger(OpaquePolicy.KEEP)
-    root, _ = parse_pickle(data, ledger, limits=limits or configured_limits())
-    refuse_foreign_names(ledger, name)
-    return metadata_of(root, name)
+    chosen = limits or metadata_limits()
+    if len(data) > chosen.stream_bytes:
+        message = f"{name} has {len(data)} bytes, the limit is {chosen.stream_bytes}"
+        raise SourceError("pickle.too_large", message, fix=f"set {_STREAM_BYTES} to {len(data)} or more")
+    try:
+        parts = parts_with_runs(data, name, chosen)
+    except SourceError as problem:
+        # Runs are an abridgement: what is wrong, if anything is, the interpreter of all pickles says.
+        try:
+            parts = parts_of_nodes(data, name, chosen)
+        except SourceError as error:
+            if error.code not in _FIXES:
+                raise
+            if not problem.code.startswith("pickle."):
+                raise problem from None
+            fix = f"if you trust its origin, set {_FIXES[error.code]} to more"
+            raise SourceError(error.code, f"{name}: {error.message}", fix=fix) from None
+    return matched(parts.keys, parts.tensors, parts.places, paths=parts.paths)
 
 
-def metadata_of(root: Node, name: str) -> Metadata:
-    """The metadata from the nodes of its pickle.
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a `.metadata`, checked each for itself."""
+
+    keys: tuple[str, ...]
+    tensors: list[Chunks]
+    places: Places
+    paths: dict[str, KeyPath] | None
+
+
+def parts_with_runs(data: bytes, name: str, limits: PickleLimits) -> Parts:
+    """The parts, with runs of equal records read at once.
 
     Raises:
-        SourceError: as `parse_metadata`, but for `pickle.*`.
+        SourceError: as `parts_of_nodes`, and for anything that is merely irregular.
     """
+    ledger = OpaqueLedger(OpaquePolicy.KEEP)
+    with collector_paused():
+        root = RunMachine(data, ledger, limits).result()
+    refuse_foreign_names(ledger, name)
+    return _parts(root, name)
+
+
+def parts_of_nodes(data: bytes, name: str, limits: PickleLimits) -> Parts:
+    """The parts, from one node for every object.
+
+    Raises:
+        SourceError: as `parse_metadata`.
+    """
+    ledger = OpaqueLedger(OpaquePolicy.KEEP)
+    root, _ = parse_pickle(data, ledger, limits=limits)
+    refuse_foreign_names(ledger, name)
+    return _parts(root, name)
+
+
+def _parts(root: Node, name: str) -> Parts:
     if class_of(root) != names.METADATA or not root.has_state:
         raise malformed(name, root, "the Metadata of a distributed checkpoint")
     # Other attributes of the root, such as the plans of all ranks, describe nothing that a reader needs.
-    parts = mapping_items(root.state, what=f"the state of {name}")
-    _check_version(parts.get("version"), name)
-    items = text_items(parts.get("state_dict_metadata"), "state_dict_metadata")
+    state = mapping_items(root.state, what=f"the state of {name}")
+    _check_version(state.get("version"), name)
+    items = text_items(state.get("state_dict_metadata"), "state_dict_metadata")
     tensors = tensors_of(items)
-    places, files = places_of(parts.get("storage_data"), {key: number for number, key in enumerate(items)})
-    paths = _paths(parts.get("planner_data"))
-    return matched(tuple(items), tensors, places, files=files, paths=paths)
+    places = places_of(state.get("storage_data"), {key: number for number, key in enumerate(items)})
+    return Parts(tuple(items), tensors, places, _paths(state.get("planner_data")))
 
 
 def _check_version(node: Node, name: str) -> None:

@@ -8,14 +8,15 @@ out if there are none; `FileSystemWriter.finish` collects the entries of all ran
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import numpy as np
 
 from reshard.errors import SourceError, printable
 from reshard_engine.formats.dcp.reader import metadata_names as names
-from reshard_engine.formats.dcp.reader.metadata_columns import NO_OFFSET, Places
+from reshard_engine.formats.dcp.reader.metadata import Narrow
+from reshard_engine.formats.dcp.reader.metadata_columns import NO_OFFSET, NO_TRANSFORM, Places, joined
 from reshard_engine.formats.dcp.reader.metadata_nodes import (
     MAX_NUMBER,
     attributes_of,
@@ -25,11 +26,13 @@ from reshard_engine.formats.dcp.reader.metadata_nodes import (
     scalar_of,
     size_of,
 )
+from reshard_engine.formats.dcp.reader.metadata_runs import PlaceRun
 from reshard_engine.pickles.nodes import Node, PDict, PList, PTuple
 
 MAX_PATH_CHARS = 512
 _MAX_TRANSFORMS = 8
 _TRANSFORM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,63}")
+_NAME = "the name in a key of storage_data"
 _INDEX = frozenset({"fqn", "offset", "index"})
 _PLACE = frozenset({"relative_path", "offset", "length", "transform_descriptors"})
 
@@ -50,19 +53,29 @@ def checked_path(node: Node) -> str:
     return path
 
 
-class PlaceColumns:
-    """Collects the entries of `storage_data` as columns."""
+class _Texts:
+    """The files and transforms that places name, each once."""
 
-    def __init__(self, keys: Mapping[str, int]) -> None:
+    def __init__(self) -> None:
+        self.files: dict[str, int] = {}
+        self.transforms: dict[tuple[str, ...], int] = {}
+
+    def file(self, path: Node) -> int:
+        """The number of a file."""
+        return self.files.setdefault(checked_path(path), len(self.files))
+
+    def transform(self, names: tuple[str, ...]) -> int:
+        """The number of a list of transforms; -1 for none."""
+        return self.transforms.setdefault(names, len(self.transforms)) if names else NO_TRANSFORM
+
+
+class _Rows:
+    """Entries of `storage_data` that are nodes, as columns."""
+
+    def __init__(self, keys: Mapping[str, int], texts: _Texts) -> None:
         self._keys = keys
-        self._files: dict[str, int] = {}
-        self._number: list[int] = []
-        self._dims: list[int] = []
-        self._offsets: list[int] = []
-        self._file: list[int] = []
-        self._offset: list[int] = []
-        self._length: list[int] = []
-        self._transforms: dict[int, tuple[str, ...]] = {}
+        self._texts = texts
+        self._columns: tuple[list[int], ...] = tuple([] for _ in range(7))
 
     def add(self, index: Node, place: Node) -> None:
         """Take one entry.
@@ -70,68 +83,106 @@ class PlaceColumns:
         Raises:
             SourceError: `checkpoint.malformed`, `tensor.bad_extent`, `name.invalid`.
         """
+        numbers, dims, offsets, *_ = self._columns
         parts = attributes_of(index, names.INDEX, _INDEX, "a key of storage_data")
-        key = key_of(parts.get("fqn"), "the name in a key of storage_data")
-        number = self._keys.get(key)
-        if number is None:
-            raise SourceError(
-                "checkpoint.malformed",
-                f"a place is given for {printable(key)}, which state_dict_metadata does not have",
-            )
+        key = key_of(parts.get("fqn"), _NAME)
+        numbers.append(_number_of(key, self._keys))
         hint = parts.get("index")
         if hint is not None:
             number_of(hint, f"the index of {printable(key)}")
         offset = parts.get("offset")
         at = None if offset is None else size_of(offset, f"the offset of a chunk of {printable(key)}")
-        self._dims.append(NO_OFFSET if at is None else len(at))
-        self._offsets += at or ()
-        self._number.append(number)
+        dims.append(NO_OFFSET if at is None else len(at))
+        offsets += at or ()
         self._take_place(place, f"the place of {printable(key)}")
 
     def _take_place(self, node: Node, what: str) -> None:
         parts = attributes_of(node, names.PLACE, _PLACE, what)
-        path = checked_path(parts.get("relative_path"))
         offset = number_of(parts.get("offset"), f"the offset in {what}")
         length = number_of(parts.get("length"), f"the length in {what}")
         if offset + length >= MAX_NUMBER:
             raise SourceError("tensor.bad_extent", f"{what} ends at byte {offset + length}")
-        transforms = _transforms(parts.get("transform_descriptors"), what)
-        if transforms:
-            self._transforms[len(self._file)] = transforms
-        self._file.append(self._files.setdefault(path, len(self._files)))
-        self._offset.append(offset)
-        self._length.append(length)
+        transform = self._texts.transform(_transforms(parts.get("transform_descriptors"), what))
+        row = self._texts.file(parts.get("relative_path")), offset, length, transform
+        for column, value in zip(self._columns[3:], row, strict=True):
+            column.append(value)
 
     def places(self) -> Places:
         """The columns."""
+        numbers, dims, offsets, file, offset, length, transform = self._columns
         return Places(
-            np.array(self._number, np.int32),
-            np.array(self._dims, np.int16),
-            np.array(self._offsets, np.int64),
-            np.array(self._file, np.int32),
-            np.array(self._offset, np.int64),
-            np.array(self._length, np.int64),
-            self._transforms,
+            np.array(numbers, np.int32), np.array(dims, np.int16), np.array(offsets, np.int64),
+            np.array(file, np.int32), np.array(offset, np.int64), np.array(length, np.int64),
+            np.array(transform, np.int32),
+        )  # fmt: skip
+
+
+class _Runs:
+    """Turns runs of places into columns: every text of theirs is looked up once."""
+
+    def __init__(self, keys: Mapping[str, int], texts: _Texts) -> None:
+        self._keys = keys
+        self._texts = texts
+        self._numbers: dict[int, int] = {}
+        self._files: dict[int, int] = {}
+        self._transforms: dict[int, int] = {-1: NO_TRANSFORM}
+
+    def places(self, run: PlaceRun) -> Places:
+        """The columns of one run.
+
+        Raises:
+            SourceError: as `_Rows.add`.
+        """
+        number = _each(
+            run.name, self._numbers, lambda word: _number_of(key_of(run.words.texts[word], _NAME), self._keys)
         )
+        file = _each(run.path, self._files, lambda word: self._texts.file(run.words.texts[word]))
+        transform = _each(run.transform, self._transforms, lambda word: self._transform(run.words.texts[word]))
+        return Places(number, run.dims, run.offsets, file, run.offset, run.length, transform)
 
-    def files(self) -> tuple[str, ...]:
-        """The files in the order in which they are first named."""
-        return tuple(self._files)
+    def _transform(self, text: str) -> int:
+        return self._texts.transform(_transforms(PList([text]), "a place"))
 
 
-def places_of(node: Node, keys: Mapping[str, int]) -> tuple[Places, tuple[str, ...]]:
-    """The places of all entries, and the files that they name.
+def _each(words: Narrow, known: dict[int, int], found: Callable[[int], int]) -> Narrow:
+    """The numbers for a column of words: `found` is asked once for each word, in the order in which they come."""
+    distinct, first, inverse = np.unique(words, return_index=True, return_inverse=True)
+    for word in distinct[np.argsort(first)].tolist():
+        if word not in known:
+            known[word] = found(word)
+    return np.array([known[word] for word in distinct.tolist()], np.int32)[inverse]
+
+
+def places_of(node: Node, keys: Mapping[str, int]) -> Places:
+    """The places of all entries, with the files that they name.
 
     Raises:
-        SourceError: as `PlaceColumns.add`.
+        SourceError: `checkpoint.malformed`, `tensor.bad_extent`, `name.invalid`.
     """
-    columns = PlaceColumns(keys)
-    if node is not None:
-        if not isinstance(node, PDict):
-            raise malformed("storage_data", node, "a dict")
-        for at in range(0, len(node.pairs), 2):
-            columns.add(node.pairs[at], node.pairs[at + 1])
-    return columns.places(), columns.files()
+    texts = _Texts()
+    runs = _Runs(keys, texts)
+    parts: list[Places] = []
+    rows = _Rows(keys, texts)
+    if node is not None and not isinstance(node, PDict):
+        raise malformed("storage_data", node, "a dict")
+    pairs: list[Node] = [] if node is None else node.pairs
+    for at in range(0, len(pairs), 2):
+        index, place = pairs[at], pairs[at + 1]
+        if isinstance(index, PlaceRun) and place is index:
+            parts += rows.places(), runs.places(index)
+            rows = _Rows(keys, texts)
+        else:
+            rows.add(index, place)
+    return joined([*parts, rows.places()], tuple(texts.files), tuple(texts.transforms))
+
+
+def _number_of(key: str, keys: Mapping[str, int]) -> int:
+    number = keys.get(key)
+    if number is None:
+        raise SourceError(
+            "checkpoint.malformed", f"a place is given for {printable(key)}, which state_dict_metadata does not have"
+        )
+    return number
 
 
 def _transforms(node: Node, what: str) -> tuple[str, ...]:

@@ -6,12 +6,17 @@ Source: torch 2.13.0 `distributed/checkpoint/metadata.py` (`TensorStorageMetadat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import numpy as np
 
 from reshard.errors import SourceError, printable
 from reshard_engine.formats.dcp.reader import metadata_names as names
+from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.metadata_columns import Chunks
 from reshard_engine.formats.dcp.reader.metadata_nodes import attributes_of, class_of, dtype_of, malformed, size_of
+from reshard_engine.formats.dcp.reader.metadata_runs import ChunkRun
 from reshard_engine.pickles.nodes import Node, PList
 
 _TENSOR = frozenset({"properties", "size", "chunks"})
@@ -42,19 +47,39 @@ def _tensor(number: int, key: str, node: Node) -> Chunks:
     chunks = parts.get("chunks")
     if not isinstance(chunks, PList):
         raise malformed(f"the chunks of {what}", chunks, "a list")
+    parts = [_columns(run, shape, what) for run in _runs(chunks.items)]
+    if len(parts) == 1:
+        return Chunks(number, key, dtype, shape, *parts[0])
+    empty = np.empty((0, len(shape)), np.int64)
+    offsets, sizes = (np.concatenate([empty, *(part[end] for part in parts)]) for end in (0, 1))
+    return Chunks(number, key, dtype, shape, offsets, sizes)
+
+
+def _runs(items: list[Node]) -> Iterator[ChunkRun | list[Node]]:
+    """The chunks of a list: runs of them, and those between."""
+    for regular, run in groupby(items, lambda item: isinstance(item, ChunkRun)):
+        if regular:
+            yield from run
+        else:
+            yield list(run)
+
+
+def _columns(run: ChunkRun | list[Node], shape: tuple[int, ...], what: str) -> tuple[Column, Column]:
+    if isinstance(run, ChunkRun):
+        _check_dims(run.offsets.shape[1], shape, what)
+        return run.offsets, run.sizes
     offsets: list[int] = []
     sizes: list[int] = []
-    for chunk in chunks.items:
+    for chunk in run:
         ends = attributes_of(chunk, names.CHUNK, _CHUNK, f"a chunk of {what}")
-        offsets += _corner(ends.get("offsets"), shape, what)
-        sizes += _corner(ends.get("sizes"), shape, what)
-    box = len(chunks.items), len(shape)
-    columns = np.array(offsets, np.int64).reshape(box), np.array(sizes, np.int64).reshape(box)
-    return Chunks(number, key, dtype, shape, *columns)
+        for end, numbers in (("offsets", offsets), ("sizes", sizes)):
+            corner = size_of(ends.get(end), f"a chunk of {what}")
+            _check_dims(len(corner), shape, what)
+            numbers.extend(corner)
+    box = len(run), len(shape)
+    return np.array(offsets, np.int64).reshape(box), np.array(sizes, np.int64).reshape(box)
 
 
-def _corner(node: Node, shape: tuple[int, ...], what: str) -> tuple[int, ...]:
-    corner = size_of(node, f"a chunk of {what}")
-    if len(corner) != len(shape):
-        raise SourceError("tensor.bad_extent", f"{what} has {len(shape)} dimensions, but a chunk of it {len(corner)}")
-    return corner
+def _check_dims(dims: int, shape: tuple[int, ...], what: str) -> None:
+    if dims != len(shape):
+        raise SourceError("tensor.bad_extent", f"{what} has {len(shape)} dimensions, but a chunk of it {dims}")
