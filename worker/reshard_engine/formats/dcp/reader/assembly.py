@@ -23,7 +23,7 @@ from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.companions import Companions
 from reshard_engine.formats.dcp.reader.group_order import in_order_of
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
-from reshard_engine.formats.dcp.reader.optimizer import ReadOptimizer, read_optimizer
+from reshard_engine.formats.dcp.reader.optimizer import ReadOptimizer, read_groups, read_optimizer
 from reshard_engine.formats.dcp.reader.roles import Item, Roles, below, plain_names, sort_roles
 from reshard_engine.formats.dcp.reader.saved_state import SavedState, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.ties import tied_names
@@ -188,8 +188,10 @@ class Assembly:
         roles = self._roles
         if roles.optimizer is None:
             return None
-        by_number = bool(roles.states) and all(k.isdecimal() for k in roles.states)
-        known = {*roles.states, *map(str, roles.groups)} if roles.optimizer.flat else {*roles.states}
+        groups = read_groups(roles, self.node)
+        by_number = any(g.numbered for g in groups)
+        flat = (*roles.states, *map(str, roles.groups)) if roles.optimizer.flat else ()
+        known = {*flat, *(member for g in groups for member in g.members)}
 
         def trained(name: str) -> bool | None:
             return None if by_number else name in known or self._names[name] in known
@@ -202,12 +204,12 @@ class Assembly:
             for n, saved in roles.weights.items()
             if self._names[n] not in self._shared and not (by_number and is_buffer(n, saved[0].entry.dtype))
         }
-        found = read_optimizer(roles, model, self._names, self.node)
+        found = read_optimizer(roles, groups, model, plain=self._names, node_of=self.node)
         if not roles.optimizer.flat:
             return found
-        groups, warnings = in_order_of(found.groups, schedulers)
+        ordered, warnings = in_order_of(found.groups, schedulers)
         self._warnings += warnings
-        return replace(found, groups=tuple(groups))
+        return replace(found, groups=tuple(ordered))
 
     @staticmethod
     def _members(optimizer: ReadOptimizer) -> dict[str, tuple[int, str]]:

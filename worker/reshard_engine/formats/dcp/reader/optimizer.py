@@ -42,6 +42,8 @@ class ReadGroup:
 
     group: ParamGroup
     members: tuple[str, ...]
+    numbered: bool = False
+    """True if the members are numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +55,28 @@ class ReadOptimizer:
     """The model's name for each key of the optimizer."""
 
 
+def read_groups(roles: Roles, node_of: NodeOf) -> tuple[ReadGroup, ...]:
+    """Read the param groups of an optimizer that is not flat; a flat one has none before its parameters are named.
+
+    Raises:
+        SourceError: `checkpoint.malformed`, `checkpoint.incomplete`.
+    """
+    return () if roles.optimizer is None or roles.optimizer.flat else _numbered(roles, node_of)
+
+
 def read_optimizer(
-    roles: Roles, model: Mapping[str, Shape], plain: Mapping[str, str], node_of: NodeOf
+    roles: Roles,
+    groups: tuple[ReadGroup, ...],
+    model: Mapping[str, Shape],
+    *,
+    plain: Mapping[str, str],
+    node_of: NodeOf,
 ) -> ReadOptimizer:
-    """Read the param groups of an optimizer.
+    """Give the members of an optimizer's param groups their names.
 
     Args:
         roles: The entries by role.
+        groups: What `read_groups` found.
         model: Names and shapes of the model's tensors of floating-point numbers, in its order, without ties.
         plain: The plain name of each of the model's tensors.
         node_of: The value of an entry.
@@ -70,11 +87,10 @@ def read_optimizer(
     place = roles.optimizer
     if place is not None and place.flat:
         return _flat(roles, model, plain, node_of)
-    groups = _numbered(roles, node_of)
     keys = [key for g in groups for key in g.members]
     if len(set(keys)) != len(keys):
         raise SourceError("checkpoint.malformed", "a parameter is a member of two param groups")
-    if keys and all(key.isdecimal() for key in keys):
+    if keys and all(g.numbered or not g.members for g in groups):
         return ReadOptimizer(groups, _names_of_numbers(groups, roles, model))
     names = {key: _name(key, model, plain) for key in keys}
     if strangers := [key for key in roles.states if key not in names]:
@@ -114,9 +130,11 @@ def _numbered(roles: Roles, node_of: NodeOf) -> tuple[ReadGroup, ...]:
 
 def _group(entries: Mapping[str | int, Node]) -> ReadGroup:
     members = sequence_items(entries.get(PARAMS), what="params of a param group")
-    if not all(isinstance(m, str) or type(m) is int for m in members):
+    numbered = bool(members) and all(type(m) is int for m in members)
+    if not numbered and not all(isinstance(m, str) for m in members):
         raise SourceError("checkpoint.malformed", "a param group has members that are neither names nor numbers")
-    return ReadGroup(ParamGroup({k: v for k, v in entries.items() if k != PARAMS}), tuple(map(str, members)))
+    values = ParamGroup({k: v for k, v in entries.items() if k != PARAMS})
+    return ReadGroup(values, tuple(map(str, members)), numbered)
 
 
 def _flat(roles: Roles, model: Mapping[str, Shape], plain: Mapping[str, str], node_of: NodeOf) -> ReadOptimizer:

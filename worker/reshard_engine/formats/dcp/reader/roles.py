@@ -126,7 +126,8 @@ def _names_of_parameters(state: SavedState, place: OptimizerPlace) -> set[str]:
             found.add(head.partition(".")[2].rpartition(".")[0])
         elif head == STATE and len(path) > depth + 1:
             found.add(str(path[depth + 1]))
-    return found
+    # Numbers are no names: any list has an entry that is called 0.
+    return set() if all(name.isdecimal() for name in found) else found
 
 
 def _model_path(tensors: Iterable[SavedTensor], names: set[str]) -> KeyPath:
