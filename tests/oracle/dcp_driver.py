@@ -162,23 +162,28 @@ def _version(run: FsdpRun) -> int:
     return 2 if run.parallel == "fsdp2" else 1
 
 
-def problems(wanted: Truth, found: Truth, *, without: tuple[str, ...] = ("module",)) -> list[str]:
+_ONLY_DEEPSPEED = ("global_steps", "global_samples", "skipped_steps", "loss_scale", "client_state")
+
+
+def problems(wanted: Truth, found: Truth, *, across: bool = False) -> list[str]:
     """Everything in which a state is not the wanted one, and ranks that have other hyper-parameters than the first.
 
     Args:
         wanted: the truth.
         found: what was loaded.
-        without: kinds of tensors left out: weights in model dtype, which only DeepSpeed has apart from its masters.
+        across: one of them is DeepSpeed's, which has weights in model dtype apart from its masters, and counters.
     """
     ranks = found.meta.get("ranks_that_disagree", [])
+    told = meta_differences(wanted, found)
     return [
-        *differences(wanted, found, without=without),
-        *meta_differences(wanted, found),
+        *differences(wanted, found, without=("module",) if across else ()),
+        *(text for text in told if not (across and text.startswith(_ONLY_DEEPSPEED))),
         *(f"rank {rank} has other hyper-parameters than rank 0" for rank in ranks),
     ]
 
 
 def zero_run(stage: Literal[1, 2, 3], run: FsdpRun, world: int) -> FsdpRun:
     """The run under DeepSpeed with the model and groups of ``run``."""
-    case = Case(**run.model.to_json() | {"name": f"zero{stage}", "stage": stage})
+    name = "sgd" if run.optimizer == "sgd" else "adamw"
+    case = Case(**run.model.to_json() | {"name": f"zero{stage}", "stage": stage, "optimizer": name})
     return FsdpRun(case.name, model=case, mesh=Mesh(world))

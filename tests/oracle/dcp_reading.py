@@ -81,11 +81,12 @@ def weights_problems(found: Weights, truth: Truth) -> list[str]:
 
 
 def dcp_convert(source: Path, target: Path, to: str, **options: Any) -> ConvertResult:
-    """Converts with our engine, to DCP if ``grammar`` or ``files`` say how, and verifies what it wrote.
+    """Converts with our engine and verifies what it wrote; options of DCP stand beside those of all formats.
 
-    Nothing may be left out but what `may_be_left_out` lists.
+    Nothing may be left out but what `_MAY_BE_LEFT_OUT` lists.
     """
-    result = reshard.convert(source, target, to=to, options={"dcp": options})
+    dcp = {key: options.pop(key) for key in ("grammar", "files", "model_key", "missing_moments") if key in options}
+    result = reshard.convert(source, target, to=to, options={"dcp": dcp}, **options)
     report = reshard.verify(target)
     assert report.ok, report.problems
     left = [f"{entry.path}: {entry.reason}" for entry in result.not_carried]

@@ -9,7 +9,7 @@ import deepspeed
 import torch
 
 from oracle.cases import Case, ds_config
-from oracle.models import build_model, param_groups
+from oracle.models import build_model, client_optimizer, param_groups
 from oracle.train import RESUME_SEED, SOURCE_SEED, dump_states, start_world, train_steps
 
 STEPS = 3
@@ -18,10 +18,12 @@ STEPS = 3
 def _engine(case: Case, world: int, seed: int) -> Any:
     model = build_model(case, seed)
     config = ds_config(case, world) | {"gradient_clipping": 0.0}
+    groups = param_groups(case, model)
     initialize: Any = deepspeed.initialize
     engine, *_ = initialize(
         model=model,
-        model_parameters=param_groups(case, model),
+        model_parameters=groups,
+        optimizer=client_optimizer(case, groups),
         config=config,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8),
     )
@@ -50,4 +52,5 @@ def load(case: dict[str, Any], path: str, out: str) -> dict[str, Any]:
     found, _ = engine.load_checkpoint(path)
     assert found is not None, f"DeepSpeed found no checkpoint in {path}"
     dump_states(engine, Path(out), "resumed", {})
+    engine.global_steps = STEPS  # the number of the next batch; the dump has what the checkpoint says
     return {"losses": train_steps(engine, STEPS, rank, world)}

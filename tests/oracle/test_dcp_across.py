@@ -1,0 +1,140 @@
+"""A run goes from DeepSpeed's ZeRO to FSDP, or back, with its optimizer: the real engines say that it is the same run.
+
+Both train one model on the same batches, with the same optimizer, groups and scheduler.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import reshard
+from house.tiers import rest_full
+from oracle.conversions import agree
+from oracle.dcp_cases import RUNS, Mesh
+from oracle.dcp_driver import FsdpOracle, Job, Resumed, Saved, problems, zero_run
+from oracle.dcp_fixtures import SavedFactory
+from oracle.dcp_reading import dcp_convert
+from oracle.outputs import contents
+from reshard.errors import SourceError
+from reshard.models import ConvertResult
+
+TWO_BY_ONE = Mesh(2, tensor=1)
+TAG = "global_step3"
+NO_PLACE = "checkpoints of this kind have no place for it"
+
+
+def assert_goes_on(source: Saved, resumed: Resumed | str) -> None:
+    """The state is the source's, bit for bit, and the next losses are the uninterrupted run's."""
+    assert isinstance(resumed, Resumed), resumed
+    assert problems(source.truth, resumed.state, across=True) == []
+    assert agree(resumed.losses, source.losses_after, significant=6)
+    assert len(set(source.losses_after)) == 3
+
+
+def left_out(result: ConvertResult) -> dict[str, str]:
+    return {entry.path: entry.reason for entry in result.not_carried}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_to_fsdp2(stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    run = RUNS["fsdp2"]
+    source = saved(zero_run(stage, run, 4), "zero")
+    for grammar in ("state-dict", "torchtitan", "accelerate"):
+        result = dcp_convert(source.path(), tmp_path / grammar, "dcp", grammar=grammar)
+        # FSDP and its trainers count no samples. What DeepSpeed's configuration says is no state.
+        assert left_out(result) == {"samples": NO_PLACE}
+        assert result.warnings == ()
+    for mesh in (Mesh(3), Mesh(2)):
+        target = run.on(mesh)
+        kinds = (("state-dict", "nested"), ("torchtitan", "flat"))
+        jobs = [Job(target, kind, tmp_path / grammar, tmp_path / f"{grammar}-{mesh}") for grammar, kind in kinds]
+        for resumed in fsdp.resume_all(jobs):
+            assert_goes_on(source, resumed)
+    if stage == 2:
+        path, out = tmp_path / "accelerate", tmp_path / "accelerate-out"
+        assert_goes_on(source, fsdp.resume("accelerate", run.on(Mesh(3)), path, out))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stage"),
+    rest_full(
+        [
+            ("fsdp2_tp", "nested", 2),
+            ("fsdp2_tp", "titan", 2),
+            ("fsdp2_tp", "nested", 1),
+            ("fsdp2_tp", "nested", 3),
+            ("fsdp2", "nested", 2),
+            ("fsdp1", "nested", 2),
+            ("fsdp2_sgd", "nested", 2),
+        ],
+        ("fsdp2_tp", "nested", 2),
+        ("fsdp2_tp", "titan", 2),
+    ),
+)
+def test_fsdp_to_zero(name: str, kind: str, stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    source = saved(name)
+    result = dcp_convert(source.path(kind), tmp_path / "zero" / TAG, "zero", dp=3, zero_stage=stage)
+    assert left_out(result) == {}
+    resumed = fsdp.resume("zero", zero_run(stage, source.run, 3), tmp_path / "zero", tmp_path / "out")
+    assert_goes_on(source, resumed)
+    # Nothing counts SGD's steps but torchtitan's own state.
+    counted = source.run.optimizer != "sgd" or kind == "titan"
+    assert resumed.state.meta["global_steps"] == (3 if counted else 0)
+
+
+def test_a_parameter_without_gradient_goes_to_zero(saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    """ZeRO keeps moments of every parameter: zeros. It decays such a parameter, which FSDP2 leaves alone."""
+    source = saved("fsdp2_unused")
+    result = dcp_convert(source.path("nested"), tmp_path / "zero" / TAG, "zero", dp=3, zero_stage=2)
+    assert any("never updated (unused)" in text for text in result.warnings)
+    resumed = fsdp.resume("zero", zero_run(2, source.run, 3), tmp_path / "zero", tmp_path / "out")
+    wrong = problems(source.truth, resumed.state, across=True)
+    assert {text.partition(":")[0] for text in wrong} == {"exp_avg/unused", "exp_avg_sq/unused", "scalar step"}
+    assert agree(resumed.losses, source.losses_after, significant=6)
+
+
+@pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2))
+@pytest.mark.parametrize("grammar", rest_full(("state-dict", "torchtitan", "accelerate"), "accelerate"))
+def test_zero_to_dcp_and_back_is_the_same(stage: Any, grammar: str, saved: SavedFactory, tmp_path: Path) -> None:
+    source = saved(zero_run(stage, RUNS["fsdp2"], 4), "zero")
+    there, back, direct = tmp_path / "dcp", tmp_path / "back" / TAG, tmp_path / "direct" / TAG
+    dcp_convert(source.path(), there, "dcp", grammar=grammar)
+    lost = left_out(dcp_convert(there, back, "zero", dp=3, zero_stage=stage))
+    reshard.convert(source.path(), direct, to="zero", dp=3, zero_stage=stage)
+    assert lost == {}
+    assert {difference.name for difference in reshard.diff(direct, back).differences} == {"global_samples"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    rest_full(
+        [(name, kind) for name in ("fsdp2", "fsdp2_tp", "fsdp1", "fsdp2_sgd") for kind in ("nested", "titan")],
+        ("fsdp2", "nested"),
+        ("fsdp2_tp", "titan"),
+    ),
+)
+def test_dcp_to_zero_and_back_is_the_same(name: str, kind: str, saved: SavedFactory, tmp_path: Path) -> None:
+    source = saved(name)
+    grammar = "torchtitan" if kind == "titan" else "state-dict"
+    there, back, direct = tmp_path / "zero" / TAG, tmp_path / "back", tmp_path / "direct"
+    lost = left_out(dcp_convert(source.path(kind), there, "zero", dp=3, zero_stage=2))
+    dcp_convert(tmp_path / "zero", back, "dcp", grammar=grammar, files=2)
+    dcp_convert(source.path(kind), direct, "dcp", grammar=grammar, files=2)
+    assert lost == {}
+    assert contents(direct) == contents(back)
+
+
+def test_a_save_without_collectives_is_refused_when_a_file_is_missing(saved: SavedFactory, tmp_path: Path) -> None:
+    """With all of its files it is right at any world size (`test_dcp_out`), where torch is silently wrong."""
+    source = saved("fsdp2")
+    for file in ("__2.metadata", "__2_0.distcp"):
+        cut = tmp_path / file
+        shutil.copytree(source.path("no_collectives"), cut)
+        (cut / file).unlink()
+        with pytest.raises(SourceError) as refused:
+            dcp_convert(cut, tmp_path / "out", "dcp")
+        assert refused.value.code == "checkpoint.incomplete", file
