@@ -90,16 +90,19 @@ def _tensor_parallel(source: Path, parameters: list[tuple[str, tuple[int, ...]]]
         write_tensor_parallel_checkpoint(source, parameters, tp=4, ranks=2)
 
 
-def _convert(source: Path, target: Path, *options: str) -> list[str]:
+def convert_command(source: Path, target: Path, *options: str) -> list[str]:
+    """Our command."""
     return [*RESHARD, "convert", str(source), str(target), *options, "-q"]
 
 
-def _copy(output: Path, copied: Path) -> Contender:
-    command = f"cp -r {output} {copied} && sync -f {copied}"
-    return Contender(COPY, ["sh", "-c", command], copied)
+def copied(output: Path, target: Path) -> Contender:
+    """A plain copy of our output."""
+    command = f"cp -r {output} {target} && sync -f {target}"
+    return Contender(COPY, ["sh", "-c", command], target)
 
 
-def _written_alone(output: Path, target: Path) -> Contender:
+def written_alone(output: Path, target: Path) -> Contender:
+    """As many bytes as our output has, written from memory."""
     return Contender(WRITE, [PYTHON, str(Path(__file__).parent / "write_alone.py"), str(output), str(target)], target)
 
 
@@ -118,13 +121,13 @@ def _to_universal(source: Path, output: Path, *, rounds: int | None = None) -> C
 def _universal(
     root: Path, name: str, make: Callable[[Path], None], limits: tuple[Limit, ...], *, peer_rounds: int | None = None
 ) -> Case:
-    source, ours, peer = root / "source" / name, root / "ours" / "u", root / "peer" / "u"
+    source, ours, peer, full = root / "source" / name, root / "ours" / "u", root / "peer" / "u", root / "full"
     contenders = (
-        Contender(OURS, _convert(source, ours, "--to", "universal"), ours),
-        _copy(ours, root / "copy"),
-        _written_alone(ours, root / "written"),
+        Contender(OURS, convert_command(source, ours, "--to", "universal"), ours),
+        copied(ours, root / "copy"),
+        written_alone(ours, root / "written"),
         _to_universal(source, peer, rounds=peer_rounds),
-        Contender(FULL, _convert(source, root / "full" / "u", "--to", "universal", "--verify", "full"), root / "full"),
+        Contender(FULL, convert_command(source, full / "u", "--to", "universal", "--verify", "full"), full),
     )
     return Case(f"{name} to universal", partial(make, source), contenders, lambda: same_universal(ours, peer), limits)
 
@@ -139,9 +142,9 @@ def _weights(root: Path, name: str, make: Callable[[Path], None], dtype: str, li
         script = f"{script}, torch; from bf16_peer import convert_to_bf16"
         call = "convert_to_bf16(sys.argv[1], sys.argv[2])"
     contenders = (
-        Contender(OURS, _convert(source, ours, "--to", "safetensors", "--dtype", dtype), ours),
-        _copy(ours, root / "copy"),
-        _written_alone(ours, root / "written"),
+        Contender(OURS, convert_command(source, ours, "--to", "safetensors", "--dtype", dtype), ours),
+        copied(ours, root / "copy"),
+        written_alone(ours, root / "written"),
         Contender(
             "zero_to_fp32 --safe_serialization" if dtype == "fp32" else "zero_to_fp32's functions, then bf16",
             [PYTHON, "-c", f"{script}; {call}", str(source), str(peer)],
@@ -156,16 +159,16 @@ def _weights(root: Path, name: str, make: Callable[[Path], None], dtype: str, li
 def _native(root: Path, name: str, make: Callable[[Path], None], dp: int, limits: tuple[Limit, ...]) -> Case:
     source, ours, back = root / "source" / name, root / "ours" / "n", root / "back"
     contenders = (
-        Contender(OURS, _convert(source, ours, "--to", "zero", "--dp", str(dp)), ours),
-        _copy(ours, root / "copy"),
-        _written_alone(ours, root / "written"),
+        Contender(OURS, convert_command(source, ours, "--to", "zero", "--dp", str(dp)), ours),
+        copied(ours, root / "copy"),
+        written_alone(ours, root / "written"),
     )
 
     def check() -> list[str]:
         """The new layout holds the same: its universal form is the source's."""
         shutil.rmtree(back, ignore_errors=True)
         for which, tree in (("a", source), ("b", ours)):
-            command = _convert(tree, back / which, "--to", "universal")
+            command = convert_command(tree, back / which, "--to", "universal")
             subprocess.run(command, check=True, env=environment(), stderr=subprocess.DEVNULL)
         return same_files(back / "a" / "zero", back / "b" / "zero")
 
@@ -212,4 +215,4 @@ def _universal_source(source: Path, parameters: list[tuple[str, tuple[int, ...]]
         return
     before = source.with_name(f"{source.name} before")
     written(before, parameters, stage=2, ranks=4)
-    subprocess.run(_convert(before, source, "--to", "universal"), check=True, env=environment())
+    subprocess.run(convert_command(before, source, "--to", "universal"), check=True, env=environment())

@@ -53,3 +53,36 @@ def same_files(ours: Path, theirs: Path) -> list[str]:
     found = [n for n in sorted(names) if not (ours / n).exists() or not (theirs / n).exists()]
     found += [n for n in sorted(names - set(found)) if not filecmp.cmp(ours / n, theirs / n, shallow=False)]
     return found if names else ["there are no files"]
+
+
+def same_state_dicts(ours: Path, theirs: Path) -> list[str]:
+    """Differences between two distributed checkpoints, as torch loads them."""
+    expected, found = _state_dict(theirs), _state_dict(ours)
+    problems = sorted(set(expected) ^ set(found))
+    for name in set(expected) & set(found):
+        one, other = expected[name], found[name]
+        same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        problems += [] if same else [name]
+    return problems if expected else ["the peer holds nothing"]
+
+
+def _state_dict(directory: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    found: dict[str, Any] = {}
+    reader, planner = FileSystemReader(directory), _EmptyStateDictLoadPlanner()
+    _load_state_dict(found, storage_reader=reader, planner=planner, no_dist=True)
+    return dict(_leaves(found, ""))
+
+
+def _leaves(value: Any, path: str) -> Any:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{path}.{key}")
+    elif isinstance(value, list) and any(isinstance(i, dict | torch.Tensor) for i in value):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, f"{path}.{number}")
+    else:
+        yield path, value

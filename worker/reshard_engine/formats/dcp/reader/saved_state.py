@@ -17,6 +17,7 @@ from reshard.errors import SourceError, listed, printable
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.dcp.names import METADATA, RANK_METADATA, SUFFIX
+from reshard_engine.formats.dcp.reader.compressed import decompressed
 from reshard_engine.formats.dcp.reader.metadata import BytesEntry, KeyPath, Metadata, TensorEntry
 from reshard_engine.formats.dcp.reader.metadata_pickle import parse_metadata
 from reshard_engine.formats.dcp.reader.records import refuse_other_streams
@@ -104,8 +105,9 @@ def read_state(location: Location, listing: Listing, *, folder: str = "") -> Sav
     parts: list[Part] = []
     for metadata in parsed:
         _refuse_overlaps(metadata, location, there)
-        parts.append(Part(metadata, len(files)))
-        files += _files_of(metadata, location, there, folder)
+        plain = decompressed(metadata, _files_of(metadata, location, there, folder))
+        parts.append(Part(plain.metadata, len(files)))
+        files += plain.files
     state = _state_of_ranks(parts) if len(parts) > 1 else _state_of(parts[0])
     return replace(state, files=tuple(files))
 

@@ -1,0 +1,63 @@
+"""Saves a distributed checkpoint of any size with torch itself: four ranks, sharded along the first dimension.
+
+python bench/dcp_source.py DIRECTORY PARAMETERS.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+RANKS = 4
+
+
+def _rows(shape: list[int], rank: int) -> int:
+    step = -(-shape[0] // RANKS)
+    return max(0, min(step, shape[0] - rank * step))
+
+
+def _save(rank: int, rendezvous: str, directory: str, parameters: list[tuple[str, list[int]]]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    generator = torch.Generator().manual_seed(rank)
+
+    def tensor(shape: list[int]) -> DTensor:
+        local = torch.randn((_rows(shape, rank), *shape[1:]), generator=generator)
+        size = torch.Size(shape)
+        return DTensor.from_local(local, mesh, [Shard(0)], shape=size, stride=torch.empty(size, device="meta").stride())
+
+    model = {name: tensor(shape) for name, shape in parameters}
+    states = {
+        name: {"step": torch.tensor(7.0), "exp_avg": tensor(shape), "exp_avg_sq": tensor(shape)}
+        for name, shape in parameters
+    }
+    group: dict[str, Any] = {
+        "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "maximize": False,
+        "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+        "params": [name for name, _ in parameters],
+    }  # fmt: skip
+    dcp.save({"model": model, "optimizer": {"state": states, "param_groups": [group]}}, checkpoint_id=directory)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Save the checkpoint that the arguments name."""
+    directory, parameters = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
+    with tempfile.TemporaryDirectory() as scratch:
+        mp.spawn(_save, (os.path.join(scratch, "rendezvous"), directory, parameters), nprocs=RANKS)
+
+
+if __name__ == "__main__":
+    main()
