@@ -72,9 +72,11 @@ class SavedState:
         shift = len(self.files)
         parts = {id(i.part): i.part for i in (*other.tensors, *other.values, *(c for _, c in other.copies))}
         moved = {key: replace(p, first_file=p.first_file + shift) for key, p in parts.items()}
+        known: dict[int, SavedValue] = {}
 
         def value(one: SavedValue) -> SavedValue:
-            return replace(one, part=moved[id(one.part)])
+            # A value and the first of its copies stay one object.
+            return known.setdefault(id(one), replace(one, part=moved[id(one.part)]))
 
         return SavedState(
             (*self.files, *other.files),
