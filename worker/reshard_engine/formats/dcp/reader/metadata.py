@@ -65,3 +65,5 @@ class Metadata:
     """For each chunk the length of its record in bytes."""
     transforms: Mapping[int, tuple[str, ...]] = field(default_factory=dict[int, tuple[str, ...]])
     """Transform descriptors by row, for the chunks that have any."""
+    original_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """`mcore_data`: the shapes of tensors that Megatron flattened, before that; their `shape` is the flattened one."""

@@ -118,7 +118,8 @@ def matched(
     tensors: Sequence[Chunks],
     places: Places,
     *,
-    paths: dict[str, KeyPath] | None,
+    paths: Mapping[str, KeyPath] | None,
+    original_shapes: Mapping[str, tuple[int, ...]],
 ) -> Metadata:
     """The metadata, with a place for every chunk and a chunk or value for every place.
 
@@ -129,12 +130,18 @@ def matched(
         tensors: The tensors in the order of their keys.
         places: The places of all keys.
         paths: Key paths of the flat keys, if the file has them.
+        original_shapes: Shapes of tensors that were flattened.
 
     Raises:
         SourceError: `checkpoint.incomplete` for a chunk or value without a place, `checkpoint.malformed` for a place
             without either, `checkpoint.ambiguous` for two of one.
     """
-    return _Matching(keys, places).metadata(tensors, paths)
+    entries, values, rows = _Matching(keys, places).entries(tensors)
+    columns = places.file[rows], places.offset[rows], places.length[rows]
+    transforms: Mapping[int, tuple[str, ...]] = {}
+    if places.transforms:
+        transforms = RowTransforms(places.transform[rows], places.transforms)
+    return Metadata(entries, values, paths, places.files, *columns, transforms, original_shapes)
 
 
 class _Matching:
@@ -150,9 +157,10 @@ class _Matching:
         dims = np.maximum(places.dims, 0)
         self._starts = np.cumsum(dims, dtype=np.int64) - dims
 
-    def metadata(self, tensors: Sequence[Chunks], paths: dict[str, KeyPath] | None) -> Metadata:
+    def entries(self, tensors: Sequence[Chunks]) -> tuple[tuple[TensorEntry, ...], tuple[BytesEntry, ...], Column]:
+        """The tensors, the values, and the rows of the places of all chunks."""
         entries: list[TensorEntry] = []
-        rows: list[Column] = []
+        rows: list[Column] = [np.empty(0, np.int64)]
         first = 0
         for tensor in tensors:
             kept = np.all(tensor.sizes > 0, axis=1)
@@ -163,13 +171,7 @@ class _Matching:
             first += len(found)
         of_tensors = {tensor.number for tensor in tensors}
         values = tuple(self._value(n) for n in range(len(self._keys)) if n not in of_tensors)
-        chosen = np.concatenate(rows) if rows else np.empty(0, np.int64)
-        p = self._places
-        columns = p.file[chosen], p.offset[chosen], p.length[chosen]
-        transforms: Mapping[int, tuple[str, ...]] = {}
-        if p.transforms:
-            transforms = RowTransforms(p.transform[chosen], p.transforms)
-        return Metadata(tuple(entries), values, paths, p.files, *columns, transforms)
+        return tuple(entries), values, np.concatenate(rows)
 
     def _of_key(self, number: int) -> Column:
         return self._order[self._bounds[number] : self._bounds[number + 1]]

@@ -167,6 +167,21 @@ class Cursor:
         self._move(after)
         return Texts(written, start, end, memo)
 
+    def fetched(self, where: Flags) -> Column:
+        """Move over a value from the memo, and return its number there."""
+        opcode = self._window.byte(self.at)
+        raw = self._window.word(self.at + 1)
+        short = opcode == _GET
+        self.regular &= short | (opcode == _LONG_GET) | ~where
+        self._move(self.at + where * np.where(short, 2, 5))
+        return np.where(short, raw & np.uint64(0xFF), raw & np.uint64(0xFFFF_FFFF)).astype(np.int64)
+
+    def flag(self, where: Flags) -> None:
+        """Move over True or False."""
+        opcode = self._window.byte(self.at)
+        self.regular &= (opcode == 0x88) | (opcode == 0x89) | ~where
+        self._move(self.at + where)
+
     def size(self, where: Flags) -> Sizes:
         """Move over the arguments of `torch.Size` and its call."""
         marked = where & (self._window.byte(self.at) == _MARK)

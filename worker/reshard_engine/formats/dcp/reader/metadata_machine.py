@@ -15,20 +15,27 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from reshard_engine.formats.dcp.reader import metadata_names as names
+from reshard_engine.formats.dcp.reader.metadata_chunk_runs import chunk_run
 from reshard_engine.formats.dcp.reader.metadata_cursor import Window
-from reshard_engine.formats.dcp.reader.metadata_runs import ATTRIBUTES, CLASSES, PlaceReader, PlaceRun, Run, chunk_run
+from reshard_engine.formats.dcp.reader.metadata_place_runs import PlaceReader, PlaceRun
+from reshard_engine.formats.dcp.reader.metadata_plan_runs import plan_run
+from reshard_engine.formats.dcp.reader.metadata_runs import ATTRIBUTES, CLASSES, Run
 from reshard_engine.pickles import opcodes_objects as objects, opcodes_values as values
 from reshard_engine.pickles.limits import PickleLimits
-from reshard_engine.pickles.machine import PickleMachine, bad
+from reshard_engine.pickles.machine import CONTAINERS, PickleMachine, bad
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PTuple
 from reshard_engine.pickles.policy import OpaqueLedger
 
 _U16 = struct.Struct("<H")
 _U32 = struct.Struct("<I")
+_F64 = struct.Struct(">d")
 _U64 = struct.Struct("<Q")
 _I32 = struct.Struct("<i")
-_DEEPER = 10
-"""Levels that a run may hide: a chunk is an object with a dict with a size with a tuple with a tuple."""
+_SHALLOW = 6
+"""Depth of the values that an item of a plan may fetch: a chunk is an object, a dict, a size, and two tuples."""
+_DEEPER = 16
+"""More levels than a run hides: an item of a plan is an object with a dict with an object with a dict with a chunk."""
+_RUNS = (names.CHUNK, names.INDEX, names.ITEM)
 _ROW_BYTES = 64
 """Bytes that a record counts. Columns of two dimensions take 32 bytes for a chunk and 49 for a place."""
 _RUN_BYTES = 2 << 10
@@ -61,7 +68,7 @@ class RunMachine(PickleMachine):
         self._runs: list[Run] = []
         self._bases: list[int] = []
         self._window = _LEAST_WINDOW
-        self._idle = {names.CHUNK: 0, names.INDEX: 0}
+        self._idle: dict[str, int] = dict.fromkeys(_RUNS, 0)
         """By class: how many records to interpret before the next attempt at a run."""
         self._penalty = dict(self._idle)
 
@@ -99,20 +106,25 @@ class RunMachine(PickleMachine):
                 return self._runs[at].text(number - self._bases[at])
         return value if type(value) is str else None
 
+    def _is_shallow(self, number: int) -> bool:
+        value: Node = self.memo.get(number)
+        # The state of properties may not be made from dicts: their keys would have to be checked.
+        return type(value) is not PDict and (type(value) not in CONTAINERS or value.depth <= _SHALLOW)
+
     def _begins_run(self, cls: Global, start: int) -> bool:
         """True if a run of records was read, in place of the class that its first record begins with."""
         name = cls.dotted
-        if name not in self._idle or not self.marks:
+        if name not in _RUNS or not self.marks:
             return False
         if self._idle[name]:
             self._idle[name] -= 1
             return False
         mark = self.marks[-1]
         target = self.stack[mark - 1] if mark else None
-        if name == names.CHUNK:
-            fits = type(target) is PList
-        else:
+        if name == names.INDEX:
             fits = type(target) is PDict and (len(self.stack) - mark) % 2 == 1
+        else:
+            fits = type(target) is PList
         return fits and self._read_run(name, start)
 
     def _read_run(self, name: str, start: int) -> bool:
@@ -136,7 +148,13 @@ class RunMachine(PickleMachine):
     def _next_run(self, name: str) -> Run | None:
         pieces, frames = self._pieces()
         window = Window(pieces)
-        run = chunk_run(window, self.gets) if name == names.CHUNK else self._places.run(window, self.next, self.gets)
+        run: Run | None
+        if name == names.CHUNK:
+            run = chunk_run(window, self.gets)
+        elif name == names.INDEX:
+            run = self._places.run(window, self.next, self.gets)
+        else:
+            run = plan_run(window, self.next, self.gets, self._is_shallow)
         if run is None:
             return None
         self._runs.append(run)
@@ -205,6 +223,9 @@ def _steps() -> list[Callable[[RunMachine], None] | None]:
         b"M": lambda m: m.push(_U16.unpack(take(m, 2))[0]),
         b"J": lambda m: m.push(_I32.unpack(take(m, 4))[0]),
         b"\x8a": lambda m: values.op_long(m, take(m, 1)[0]),
+        b"G": lambda m: m.push(_F64.unpack(take(m, 8))[0]),
+        b"B": lambda m: m.stack.append(m.text(_U32.unpack(take(m, 4))[0])),
+        b"C": lambda m: m.stack.append(m.text(take(m, 1)[0])),
         b"X": values.op_binunicode,
         b"\x8c": lambda m: values.op_utf8(m, m.text(take(m, 1)[0])),
         b"]": lambda m: m.push(PList(), 56),

@@ -25,7 +25,10 @@ STORAGE_META = f"{_METADATA}.StorageMeta"
 PLACE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 LAYOUT = "torch.serialization._get_layout"
 SIZE = "torch.Size"
-PROPERTIES = frozenset({f"{_METADATA}.TensorProperties", f"{_SHARDED}.TensorProperties"})
+ITEM = f"{_PLANNER}.WriteItem"
+ITEM_DATA = f"{_PLANNER}.TensorWriteData"
+PROPERTY = f"{_METADATA}.TensorProperties"
+PROPERTIES = frozenset({PROPERTY, f"{_SHARDED}.TensorProperties"})
 MEMORY_FORMATS = frozenset({f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM_FORMAT_ENCODING"})
 MEMORY_FORMAT_MEMBERS = frozenset(
     f"{enum}.{member}"
@@ -34,7 +37,7 @@ MEMORY_FORMAT_MEMBERS = frozenset(
 )
 """Members as names: Python 3.11.0 to 3.11.3 pickles an enum's member as `getattr` of its class."""
 _PLANS = frozenset(
-    {f"{_PLANNER}.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")}
+    {f"{_PLANNER}.{name}" for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")}
     | {f"{_PLANNER}.WriteItemType.{member}" for member in ("TENSOR", "SHARD", "BYTE_IO")}
     | {
         "torch.distributed.checkpoint.filesystem._StoragePrefix",

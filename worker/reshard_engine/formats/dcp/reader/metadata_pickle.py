@@ -24,6 +24,7 @@ from reshard_engine.formats.dcp.reader.metadata_nodes import (
     MAX_NUMBER,
     class_of,
     malformed,
+    size_of,
     text_items,
 )
 from reshard_engine.formats.dcp.reader.metadata_places import places_of
@@ -43,10 +44,10 @@ _FIXES = {
 }
 """The environment's variables that set the limits, by the code of the error."""
 METADATA_BYTES = 2 << 30
-"""Largest `.metadata` by default: twice that of 5,000 tensors on 1,024 ranks. Reading one takes twice its size in memory.
+"""Largest `.metadata` by default: twice that of 5,000 tensors on 1,024 ranks. Reading takes twice its size in memory.
 
-Other pickles have a smaller limit, because each of their bytes may become sixty of nodes; runs of records become columns
-that are smaller than the stream, and all that is not a run is bounded as in any pickle."""
+Other pickles have a smaller limit, because each of their bytes may become sixty of nodes; runs of records become
+columns that are smaller than the stream, and all that is not a run is bounded as in any pickle."""
 
 
 def metadata_limits(environ: Mapping[str, str] = os.environ) -> PickleLimits:
@@ -89,7 +90,7 @@ def parse_metadata(data: bytes, name: str, *, limits: PickleLimits | None = None
                 raise problem from None
             fix = f"if you trust its origin, set {_FIXES[error.code]} to more"
             raise SourceError(error.code, f"{name}: {error.message}", fix=fix) from None
-    return matched(parts.keys, parts.tensors, parts.places, paths=parts.paths)
+    return metadata_of(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,16 @@ class Parts:
     tensors: list[Chunks]
     places: Places
     paths: dict[str, KeyPath] | None
+    original_shapes: dict[str, tuple[int, ...]]
+
+
+def metadata_of(parts: Parts) -> Metadata:
+    """The metadata from its parts.
+
+    Raises:
+        SourceError: as `matched`.
+    """
+    return matched(parts.keys, parts.tensors, parts.places, paths=parts.paths, original_shapes=parts.original_shapes)
 
 
 def parts_with_runs(data: bytes, name: str, limits: PickleLimits) -> Parts:
@@ -136,7 +147,8 @@ def _parts(root: Node, name: str) -> Parts:
     items = text_items(state.get("state_dict_metadata"), "state_dict_metadata")
     tensors = tensors_of(items)
     places = places_of(state.get("storage_data"), {key: number for number, key in enumerate(items)})
-    return Parts(tuple(items), tensors, places, _paths(state.get("planner_data")))
+    paths, shapes = _paths(state.get("planner_data")), _original_shapes(state.get("mcore_data"))
+    return Parts(tuple(items), tensors, places, paths, shapes)
 
 
 def _check_version(node: Node, name: str) -> None:
@@ -170,3 +182,17 @@ def _path(node: Node, key: str) -> KeyPath:
         if not text and not (type(part) is int and -MAX_NUMBER < part < MAX_NUMBER):
             raise malformed(f"a part of {what}", part, "a printable text or a list index")
     return tuple(node.items)
+
+
+def _original_shapes(node: Node) -> dict[str, tuple[int, ...]]:
+    """The shapes in `mcore_data`, an attribute that Megatron adds.
+
+    Source: megatron-core 0.5 to 0.14 `dist_checkpointing/strategies/torch.py` (`MCoreSavePlanner.create_global_plan`:
+    a dict of dicts by key, each with `nd_reformulated_orig_global_shape` or empty).
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for key, value in ({} if node is None else text_items(node, "mcore_data")).items():
+        shape = mapping_items(value, what=f"mcore_data of {printable(key)}").get("nd_reformulated_orig_global_shape")
+        if shape is not None:
+            found[key] = size_of(shape, f"the original shape of {printable(key)}")
+    return found

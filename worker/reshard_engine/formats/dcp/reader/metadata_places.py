@@ -26,7 +26,7 @@ from reshard_engine.formats.dcp.reader.metadata_nodes import (
     scalar_of,
     size_of,
 )
-from reshard_engine.formats.dcp.reader.metadata_runs import PlaceRun
+from reshard_engine.formats.dcp.reader.metadata_place_runs import PlaceRun
 from reshard_engine.pickles.nodes import Node, PDict, PList, PTuple
 
 MAX_PATH_CHARS = 512

@@ -14,9 +14,9 @@ import numpy as np
 from reshard.errors import SourceError, printable
 from reshard_engine.formats.dcp.reader import metadata_names as names
 from reshard_engine.formats.dcp.reader.metadata import Column
+from reshard_engine.formats.dcp.reader.metadata_chunk_runs import ChunkRun
 from reshard_engine.formats.dcp.reader.metadata_columns import Chunks
 from reshard_engine.formats.dcp.reader.metadata_nodes import attributes_of, class_of, dtype_of, malformed, size_of
-from reshard_engine.formats.dcp.reader.metadata_runs import ChunkRun
 from reshard_engine.pickles.nodes import Node, PList
 
 _TENSOR = frozenset({"properties", "size", "chunks"})
