@@ -36,6 +36,9 @@ from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
+_TRAIN_STATE, _COUNTERS = "train_state", ("step", "ntokens_seen")
+"""Counters of torchtitan 0.3.0 (`trainer.py`, `state_dict`)."""
+_BY_SCHEDULER = "the optimizer counts no steps: {steps} steps, which the scheduler counted, are taken"
 _PER_RANK = "ranks saved different values under one key; the first rank's is taken"
 _OTHER_SHAPE = "an optimizer state with another shape than its parameter"
 
@@ -130,7 +133,7 @@ class Assembly:
         members = {} if optimizer is None else self._members(optimizer)
         parameters, buffers = self._model(members)
         extra_states = self._extra_states()
-        steps = self._companions.steps if self._companions.steps is not None else self._steps_of(client_state)
+        counters, client_state = self._counted(client_state, (*schedulers, *beside.schedulers), parameters)
         shard_map = self._builder.build()
         agreements = (*self._tensors.chunks.agreements, *self._agreements)
         module_names = tuple(dict.fromkeys((*(self._names[n] for n in roles.weights), *extra_states)))
@@ -151,7 +154,7 @@ class Assembly:
             foreign_globals=tuple(sorted(self._ledger.foreign)),
             warnings=tuple(self._warnings),
             agreements=agreements,
-            counters=Counters(steps=steps),
+            counters=counters,
             schedulers=(*schedulers, *beside.schedulers),
             client_state={**client_state, **beside.client_state},
             module_names=module_names,
@@ -277,15 +280,28 @@ class Assembly:
         found = nested({path: self.node([item]) for path, item in below(self._roles.extra_states)})
         return {checked_name(str(name)): node for name, node in found.items()}
 
-    def _steps_of(self, client_state: Mapping[str | int, Node]) -> int | None:
-        """The count of torchtitan's `train_state`, which is a number or a tensor of one element."""
-        state = client_state.get("train_state")
-        if not is_mapping(state):
-            return None
-        step = mapping_items(state, what="train_state").get("step")
-        if type(step) is int:
-            return step
-        saved = self._roles.rest.get(("train_state", "step"))
+    def _counted(
+        self, client_state: Mapping[str | int, Node], schedulers: Sequence[Node], parameters: Sequence[Parameter]
+    ) -> tuple[Counters, dict[str | int, Node]]:
+        """The counters, and the client state without those of torchtitan that are nothing but counters."""
+        left = dict(client_state)
+        state = client_state.get(_TRAIN_STATE)
+        counted = mapping_items(state, what=_TRAIN_STATE) if is_mapping(state) else {}
+        if counted and all(k in _COUNTERS and type(v) is int for k, v in counted.items()):
+            del left[_TRAIN_STATE]
+        steps, tokens = (self._count_of(counted, name) for name in _COUNTERS)
+        if self._companions.steps is not None:
+            steps = self._companions.steps
+        if steps is None and parameters and not any("step" in p.scalars for p in parameters):
+            steps = _last_epoch(schedulers)
+            self._warnings += [] if steps is None else [_BY_SCHEDULER.format(steps=steps)]
+        return Counters(steps=steps, tokens=tokens), left
+
+    def _count_of(self, counted: Mapping[str | int, Node], name: str) -> int | None:
+        """A count of torchtitan's `train_state`, which is a number or a tensor of one element."""
+        if type(value := counted.get(name)) is int:
+            return value
+        saved = self._roles.rest.get((_TRAIN_STATE, name))
         if saved and isinstance(saved[0], SavedTensor) and (scalar := self._tensors.chunks.scalar(saved[0])):
             return int(scalar.value)
         return None
@@ -321,6 +337,12 @@ class _Beside:
     schedulers: tuple[Node, ...]
     rng: tuple[dict[str, Node], ...]
     client_state: dict[str, Node]
+
+
+def _last_epoch(schedulers: Sequence[Node]) -> int | None:
+    """The count of the first scheduler."""
+    counts = (mapping_items(s, what="a scheduler").get("last_epoch") for s in schedulers if is_mapping(s))
+    return next((c for c in counts if type(c) is int), None)
 
 
 def _without_schedulers(

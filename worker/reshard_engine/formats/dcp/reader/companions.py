@@ -20,6 +20,7 @@ from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
 from reshard_engine.formats.dcp.names import META, TRAINER_STATE
+from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.pickles.nodes import Node, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
@@ -80,7 +81,7 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
 def beside_shards(listing: Listing, known: frozenset[str]) -> list[NotCarried]:
     """The files of a trainer's directory that nothing reads."""
     names = [f.path.rpartition("/")[2] for f in listing.files]
-    read = (TRAINER_STATE, META)
+    read = (TRAINER_STATE, META, MANIFEST_NAME)
     rest = [n for n in names if n not in known and n not in read and not _is_read(n)]
     return [NotCarried(path=printable(n), file=printable(n), reason=_MADE_ANEW.get(n, _BESIDE)) for n in rest]
 

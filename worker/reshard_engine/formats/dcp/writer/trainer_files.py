@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from reshard.dcp_options import Grammar
 from reshard.models import ConvertRequest, NotCarried
@@ -19,8 +20,15 @@ from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.dcp.names import META, TRAINER_STATE
 from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
+from reshard_engine.pickles.plain import node_of
 from reshard_engine.tensors.layout import TargetFile, literal_template
 
+_INTERVALS = {"logging_steps": 500, "eval_steps": 500, "save_steps": 500}
+"""The Trainer's defaults. Those of a checkpoint take the place of its arguments."""
+MADE_STATE = (
+    f"{TRAINER_STATE} was made, as the source has none: the Trainer takes logging_steps, eval_steps and save_steps "
+    "(500 each) from it, and the epoch begins at 0; edit it, or name a checkpoint-N: --trainer-files DIR"
+)
 _FILE = re.compile(r"[a-z_]{1,64}(?:_\d{1,4})?\.(?:pkl|bin|pt)")
 """Keys of the client state that are names of files of Accelerate."""
 _OTHER_RANDOM_STATES = "random states of another framework"
@@ -55,6 +63,12 @@ def trainer_files(
         yield TargetFile(TRAINER_STATE, literal_template(text or _trainer_state(_steps(checkpoint))), ())
 
 
+def makes_trainer_state(checkpoint: Checkpoint, grammar: Grammar) -> bool:
+    """True if a target for the Trainer gets a state of the Trainer that no run wrote."""
+    facts = facts_of(checkpoint)
+    return grammar is Grammar.TRAINER and (facts is None or TRAINER_STATE not in facts.texts)
+
+
 def left_out(checkpoint: Checkpoint) -> Iterator[NotCarried]:
     """The parts of the run's state that no file of a trainer holds."""
     yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _OTHER_RANDOM_STATES)
@@ -65,10 +79,28 @@ def lightning_meta(checkpoint: Checkpoint, request: ConvertRequest, schedulers: 
     """`meta.pt`: the checkpoint of Lightning without weights and optimizers."""
     facts = facts_of(checkpoint)
     own = facts is not None and facts.grammar is Grammar.LIGHTNING
-    made: dict[str | int, Node] = {"epoch": 0, "global_step": _steps(checkpoint), _VERSION: _OLDEST_LIGHTNING}
+    steps = _steps(checkpoint)
+    made: dict[str | int, Node] = {
+        "epoch": 0, "global_step": steps, _VERSION: _OLDEST_LIGHTNING, "loops": node_of(_loops(steps)),
+    }  # fmt: skip
     entries = {**({} if own else made), **checkpoint.client_state, "lr_schedulers": PList([*schedulers])}
     template, slots = tree_template("meta", mapping_of(entries), checkpoint.shard_map, opaque=request.opaque)
     return TargetFile(META, template, slots, commit=True)
+
+
+def _loops(steps: int) -> dict[str, Any]:
+    """The progress of Lightning's loops: it takes the number of steps from here, and not from `global_step`.
+
+    Source: pytorch-lightning 2.6.6 `loops/training_epoch_loop.py` (`global_step`), `loops/progress.py`; verified by
+    resuming: other entries may be absent.
+    """
+    ready: dict[str, Any] = {"ready": steps, "completed": steps}
+    zeroed: dict[str, Any] = {"ready": steps, "started": steps, "completed": steps}
+    optimizer = {
+        "step": {"total": ready, "current": dict(ready)},
+        "zero_grad": {"total": zeroed, "current": dict(zeroed)},
+    }
+    return {"fit_loop": {"epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer}}}
 
 
 def _rank_states(checkpoint: Checkpoint) -> tuple[Mapping[str, Node], ...]:
@@ -84,4 +116,6 @@ def _steps(checkpoint: Checkpoint) -> int:
 
 
 def _trainer_state(steps: int) -> bytes:
-    return json.dumps({"global_step": steps, "log_history": []}, indent=2).encode() + b"\n"
+    """A state for a source without one: the steps, and what a resumed Trainer reads from it in any case."""
+    state: dict[str, Any] = {"global_step": steps, "log_history": [], **_INTERVALS, "train_batch_size": 1}
+    return json.dumps(state, indent=2).encode() + b"\n"

@@ -22,8 +22,10 @@ from reshard_engine.formats.dcp.writer.param_groups import groups_to_write
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
 from reshard_engine.formats.dcp.writer.state_dict import Places, StateDict
 from reshard_engine.formats.dcp.writer.trainer_files import (
+    MADE_STATE,
     left_out,
     lightning_meta,
+    makes_trainer_state,
     trainer_files,
 )
 from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
@@ -107,6 +109,7 @@ class DcpWriter:
             optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
         shards = Shards(ShardOptions(checkpoint.shard_map, request.opaque, target.options.files))
         files = list(_files(target, shards, model, optimizer, state_dict))
+        warnings += [MADE_STATE] if makes_trainer_state(checkpoint, target.grammar) else []
         warnings += [not_written.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
         # Files without which loaders refuse the directory are published last.
         ordered = [*(f for f in files if not f.commit), *(f for f in files if f.commit)]
