@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.zip_reader import read_zip_directory
+from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.saved_state import SavedTensor
 
 _LEAST_DIMS = 2
@@ -37,9 +40,9 @@ def tied_names(
     """
     same: dict[object, list[str]] = {}
     for name, saved in weights.items():
-        entry, boxes = saved[0].entry, tuple(s.entry.boxes.tobytes() for s in saved)
-        if len(entry.shape) >= _LEAST_DIMS and any(boxes):
-            same.setdefault((entry.dtype.name, entry.shape, boxes), []).append(name)
+        entry = saved[0].entry
+        if len(entry.shape) >= _LEAST_DIMS and any(s.entry.count for s in saved):
+            same.setdefault((entry.dtype.name, entry.shape, _in_order(saved)[0].tobytes()), []).append(name)
     found: dict[str, str] = {}
     for names in same.values():
         if len(names) > 1 and any(not trained(n) for n in names) and any(trained(n) is not False for n in names):
@@ -66,13 +69,23 @@ def _tied(
 def _sums(files: Sequence[SourceFile], saved: Sequence[SavedTensor]) -> tuple[int, ...] | None:
     """The CRC-32s of a tensor's chunks; None if the writer did not compute one."""
     parts: list[SourceFile] = []
-    for one in saved:
-        metadata, entry = one.part.metadata, one.entry
-        for row in range(entry.first, entry.first + entry.count):
-            file = files[one.part.first_file + int(metadata.file[row])]
-            parts.append(file.part(int(metadata.offset[row]), int(metadata.length[row])))
+    for one, row in _in_order(saved)[1]:
+        metadata = one.part.metadata
+        file = files[one.part.first_file + int(metadata.file[row])]
+        parts.append(file.part(int(metadata.offset[row]), int(metadata.length[row])))
     sums = tuple(open_all(parts, _sum))
     return None if 0 in sums else sums
+
+
+def _in_order(saved: Sequence[SavedTensor]) -> tuple[Column, list[tuple[SavedTensor, int]]]:
+    """The boxes of a tensor's chunks by offset, each once, and the row of each in its metadata.
+
+    Of copies, any rank may be the one that writes: the order in which chunks come is another one for each tensor.
+    """
+    boxes = np.concatenate([s.entry.boxes for s in saved])
+    rows = [(s, row) for s in saved for row in range(s.entry.first, s.entry.first + s.entry.count)]
+    distinct, first = np.unique(boxes.reshape(len(boxes), -1), axis=0, return_index=True)
+    return distinct, [rows[i] for i in first.tolist()]
 
 
 def _sum(part: SourceFile) -> int:
