@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil, prod
 
+import numpy as np
+
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _FRAME = 64 << 10
@@ -69,10 +71,11 @@ class _Stream:
         self._frame = bytearray()
         self._last = b""
         self.memo = 0
+        self.frame_bytes = _FRAME
 
     def put(self, block: bytes) -> None:
         """Append opcodes."""
-        room = _FRAME - len(self._frame)
+        room = self.frame_bytes - len(self._frame)
         if len(block) >= room:
             for at in _saves(self._last + block, len(self._last)):
                 if at >= room:
@@ -161,11 +164,14 @@ class _Writer:
         self._word("planner_data")
         self._dict(len(self._tensors), self._path)
         self._word("storage_data")
-        self._dict(len(self._tensors) * self._ranks, self._place)
+        self._places()
         self._word("version")
         self._s.text("1.0.0")
         self._s.put(b"ub")
         return self._s.finish()
+
+    def _places(self) -> None:
+        self._dict(len(self._tensors) * self._ranks, self._place)
 
     def _word(self, text: str, key: str = "") -> None:
         """A text that is one object wherever it comes: written once, then fetched."""
@@ -242,6 +248,10 @@ class _Writer:
         self._size(tensor.shape)
         self._word("chunks")
         self._put(b"]\x94", 1)
+        self._chunks(tensor)
+
+    def _chunks(self, tensor: Sharded) -> None:
+        """The chunks of a tensor, and the end of its object."""
         for rank in range(self._ranks):
             if self._ranks > 1 and rank % _BATCH == 0:
                 self._s.put(b"e(" if rank else b"(")
@@ -331,6 +341,49 @@ def size(numbers: tuple[int, ...]) -> bytes:
 def _memoised(numbers: tuple[int, ...]) -> int:
     """How many values of such a size go into the memo: all tuples but the empty one, and the size."""
     return 3 if numbers else 2
+
+
+class _Crowd(_Writer):
+    """Writes one tensor of very many chunks, in one frame and one batch; also small numbers take four bytes."""
+
+    def __init__(self, chunks: int, step: int) -> None:
+        super().__init__([Sharded("app.model.w", (chunks,))], 2)
+        self._s.frame_bytes = 1 << 62
+        self._rows = step * np.arange(chunks, dtype="<i4")
+
+    def _chunks(self, tensor: Sharded) -> None:
+        self._s.put(b"(")
+        self._chunk((0,), (1,))
+        cls, first, second, call = self._gets(f"{METADATA}.ChunkStorageMetadata", "offsets", "sizes", "torch.Size")
+        head = cls + b")\x81\x94}\x94(" + first + call + b"J"
+        self._table(head, b"\x85\x94\x85\x94R\x94" + second + call + size((1,)) + b"ub", 8)
+        self._s.put(b"eub")
+
+    def _places(self) -> None:
+        self._put(b"}\x94", 1)
+        self._s.put(b"(")
+        self._place(0)
+        index, fqn, hint, start, call = self._gets(f"{METADATA}.MetadataIndex", "fqn", "index", "offset", "torch.Size")
+        place, file, end, path = self._gets(f"{FILESYSTEM}._StorageInfo", "relative_path", "length", "__0_0.distcp")
+        opened = b")\x81\x94}\x94("
+        head = b"".join((index, opened, fqn, written("app.model.w"), hint, b"N", start, call, b"J"))
+        tail = b"".join((b"\x85\x94\x85\x94R\x94ub", place, opened, file, path, start, b"K\x00", end, b"M\x00\x05ub"))
+        self._table(head, tail, 8)
+        self._s.put(b"u")
+
+    def _table(self, head: bytes, tail: bytes, memoised: int) -> None:
+        """Append a record for each row but the first one."""
+        rows = self._rows[1:]
+        table = np.empty((len(rows), len(head) + 4 + len(tail)), np.uint8)
+        table[:, : len(head)] = np.frombuffer(head, np.uint8)
+        table[:, len(head) : len(head) + 4] = rows.view(np.uint8).reshape(-1, 4)
+        table[:, len(head) + 4 :] = np.frombuffer(tail, np.uint8)
+        self._put(table.tobytes(), memoised * len(rows))
+
+
+def crowd(chunks: int, *, step: int = 1) -> bytes:
+    """The `.metadata` of one tensor of so many chunks of a row; a `step` of zero puts them all at the first row."""
+    return _Crowd(chunks, step).stream()
 
 
 def stream(tensors: list[Sharded], ranks: int) -> bytes:
