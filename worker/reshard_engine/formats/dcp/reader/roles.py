@@ -76,7 +76,8 @@ def sort_roles(state: SavedState) -> Roles:
     first = places[0] if places else None
     left = [t for t in state.tensors if not any(_within(t.path, p.path) for p in places)]
     names = _names_of_parameters(state, first) if first is not None else set[str]()
-    roles = Roles(_model_path(left, names), first, other_optimizers=tuple(p.path for p in places[1:]))
+    shapes = _shapes_of_states(state, first) if first is not None and not names else set[tuple[int, ...]]()
+    roles = Roles(_model_path(left, names, shapes), first, other_optimizers=tuple(p.path for p in places[1:]))
     for item in _in_order(state):
         _place(roles, item, places)
     return roles
@@ -130,13 +131,18 @@ def _names_of_parameters(state: SavedState, place: OptimizerPlace) -> set[str]:
     return set() if all(name.isdecimal() for name in found) else found
 
 
-def _model_path(tensors: Iterable[SavedTensor], names: set[str]) -> KeyPath:
-    """The place whose tensors have the most of these names; else the place with the most elements."""
+def _shapes_of_states(state: SavedState, place: OptimizerPlace) -> set[tuple[int, ...]]:
+    """The shapes of the optimizer's states, which are those of its parameters."""
+    return {t.entry.shape for t in state.tensors if _within(t.path, place.path) and t.path[-1] != "step"}
+
+
+def _model_path(tensors: Iterable[SavedTensor], names: set[str], shapes: set[tuple[int, ...]]) -> KeyPath:
+    """The place whose tensors have the most of these names or shapes; else the place with the most elements."""
     named: Counter[KeyPath] = Counter()
     size: Counter[KeyPath] = Counter()
     for tensor in tensors:
         parent, name = tensor.path[:-1], str(tensor.path[-1])
-        named[parent] += name in names or _plain(name) in names
+        named[parent] += name in names or _plain(name) in names or tensor.entry.shape in shapes
         size[parent] += prod(tensor.entry.shape)
     if not size:
         return ()
