@@ -14,6 +14,8 @@ from pathlib import Path
 from adversarial.corpus import carriers, containers, opcodes as op, safetensors_files
 from adversarial.corpus.archives import Ending, archive
 from adversarial.corpus.pickle_code import ENTRIES as PAYLOADS
+from house import dcp_stand_ins as dcp, dcp_streams
+from house.dcp_mutations import assert_equal
 from reshard.errors import ReshardError
 from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
 from reshard_engine.containers.safetensors_file import open_safetensors_file
@@ -21,6 +23,12 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
+from reshard_engine.formats.dcp.reader.metadata_pickle import (
+    metadata_of,
+    parse_metadata,
+    parts_of_nodes,
+    parts_with_runs,
+)
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
 from reshard_engine.formats.weights.reader.index import read_index
@@ -40,6 +48,23 @@ from reshard_engine.testing.memory_store import MemoryStore
 DATA = Path(__file__).parents[2] / "data"
 LIMITS = PickleLimits(opcodes=100_000, node_bytes=16 << 20, stream_bytes=1 << 20)
 Target = Callable[[bytes], None]
+
+
+def fuzz_dcp_metadata(data: bytes) -> None:
+    """The metadata of a distributed checkpoint: what is read with runs of records is read so without them."""
+    try:
+        found = parts_with_runs(data, ".metadata", LIMITS)
+    except ReshardError:
+        parse_metadata(data, ".metadata", limits=LIMITS)
+        return
+    try:
+        assert_equal(found, parts_of_nodes(data, ".metadata", LIMITS))
+    except ReshardError as error:
+        raise AssertionError("only one of two readers refuses it") from error
+    read = metadata_of(found)
+    for path in read.files:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise AssertionError(f"{path!r} lies outside of the directory")
 
 
 def _stored(name: str, data: bytes) -> SourceFile:
@@ -203,6 +228,24 @@ def _latest() -> list[bytes]:
     return [carriers.TAG.encode(), b"../../x", b"a/b", b"\xff\xfe", b"global_step3\r\n"]
 
 
+def _dcp_metadata() -> list[bytes]:
+    chunks = [dcp.chunk((row, 0), (1, 3)) for row in range(4)]
+    meta = {"w": dcp.tensor((4, 3), chunks), "s": dcp.tensor((), [dcp.chunk((), ())]), "v": dcp.Bytes()}
+    places = {dcp.index("w", (row, 0), row): dcp.place(f"__{row}_0.distcp", row << 30) for row in range(4)}
+    places |= {dcp.index("s", (), 0): dcp.place(), dcp.index("v"): dcp.place(transform_descriptors=["stream.zstd/1"])}
+    whole = dcp.Metadata(state_dict_metadata=meta, planner_data={"v": ("a", 0)}, storage_data=places, version="1.0.0")
+    plain = dcp.dumped(whole)
+    items = [
+        dcp.Item(index=dcp.index("w", chunk.offsets, None), type=2, bytes_io_data=None, tensor_data=dcp.ItemData(
+            chunk=chunk, properties=meta["w"].properties, size=dcp.size(4, 3)))
+        for chunk in chunks
+    ]  # fmt: skip
+    whole.all_local_plans = [items]
+    streamed = [dcp_streams.stream(dcp_streams.model(tensors), ranks) for tensors, ranks in ((1, 1), (3, 9))]
+    # Without frames, opcodes can be put in anywhere.
+    return [plain, plain[:2] + plain[11:], dcp.dumped(whole), *streamed, streamed[1][:2] + streamed[1][11:]]
+
+
 def words(seeds: list[bytes]) -> list[bytes]:
     """Words of the seeds and of the allow-list, for the fuzzer to put where it likes."""
     found = {w for seed in seeds for w in re.findall(rb"[A-Za-z_][A-Za-z0-9_.]{2,40}", seed)}
@@ -215,6 +258,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "zip": (fuzz_zip, _archives),
     "checkpoint": (fuzz_checkpoint, lambda: [bytes([i]) + f.data_pkl() for i, (f, _) in enumerate(_FILES)]),
     "safetensors": (fuzz_safetensors, _headers),
+    "dcp_metadata": (fuzz_dcp_metadata, _dcp_metadata),
     "index": (fuzz_index, _indexes),
     "latest": (fuzz_latest, _latest),
     "manifest": (fuzz_manifest, _manifests),

@@ -85,7 +85,7 @@ def parse_metadata(data: bytes, name: str, *, limits: PickleLimits | None = None
             parts = parts_of_nodes(data, name, chosen)
         except SourceError as error:
             if error.code not in _FIXES:
-                raise
+                raise error from None
             if not problem.code.startswith("pickle."):
                 raise problem from None
             fix = f"if you trust its origin, set {_FIXES[error.code]} to more"
