@@ -18,7 +18,7 @@ from reshard_engine.checkpoint import (
     Scalar,
 )
 from reshard_engine.formats.dcp.facts import DcpFacts
-from reshard_engine.formats.dcp.reader.buffers import is_buffer, looks_plain
+from reshard_engine.formats.dcp.reader.buffers import chunk_count, is_buffer, looks_plain
 from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.companions import Companions
 from reshard_engine.formats.dcp.reader.group_order import in_order_of
@@ -232,7 +232,7 @@ class Assembly:
         if not some:  # before the first step no parameter has states
             trained = [replace(p, never_updated=False) for p in trained]
         parameters, buffers = trained, list[Buffer]()
-        most_chunks = max((sum(s.entry.count for s in saved) for saved in by_name.values()), default=1)
+        most_chunks = max(map(chunk_count, by_name.values()), default=1)
         for name, saved in by_name.items():
             if name in members or name in self._shared:
                 continue

@@ -26,6 +26,13 @@ def is_buffer(name: str, dtype: Dtype) -> bool:
     return not trainable or name.rpartition(".")[2] in _BUFFERS
 
 
+def chunk_count(saved: Sequence[SavedTensor]) -> int:
+    """The number of different chunks of a tensor: without collectives, several ranks may have one and the same."""
+    if len(saved) == 1:
+        return saved[0].entry.count
+    return len({box.tobytes() for s in saved for box in s.entry.boxes})
+
+
 def looks_plain(saved: Sequence[SavedTensor], most_chunks: int) -> bool:
     """True for a tensor that FSDP does not manage, which are buffers, but for parameters that it was told to ignore.
 
@@ -33,7 +40,7 @@ def looks_plain(saved: Sequence[SavedTensor], most_chunks: int) -> bool:
 
     Args:
         saved: The tensor's entries; without collectives each rank has one.
-        most_chunks: The largest number of chunks of a tensor of the model, in all of its entries.
+        most_chunks: The largest `chunk_count` of a tensor of the model.
     """
     entry = saved[0].entry
     whole = all(s.entry.count == 1 and bool((s.entry.boxes[0, 1] == entry.shape).all()) for s in saved)
