@@ -19,8 +19,13 @@ GRAMMARS = ("app", "nested", "flat", "titan", "raw")
 """Grammars of keys in which torch alone saves a run; ``oracle.dcp_grammars`` says what each is."""
 VARIANTS = ("async", "no_collectives", "threads", "items", "v2_3")
 """Other ways to write ``app``."""
-HUGGING_FACE = "hf"
-"""Weights by ``HuggingFaceStorageWriter(save_distributed=True)``."""
+HUGGING_FACE = ("hf", "hf_consolidated")
+"""Weights by ``HuggingFaceStorageWriter(save_distributed=True)``, and with one consolidated file beside the shards."""
+LOST = ("raw", "local")
+"""Saves of FSDP1 from which nobody gets the state back.
+
+An optimizer's own state dict is one rank's flat pieces, and LOCAL_STATE_DICT has flat parameters without names.
+"""
 
 TITAN_FOLDER = "RESHARD_TORCHTITAN"
 """The variable that names the folder of torchtitan, unless it is installed.
@@ -102,12 +107,19 @@ class FsdpRun:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The checkpoints that torch can save of this run.
+        """The checkpoints that torch can save of this run and that hold all of it."""
+        every = (*GRAMMARS, *VARIANTS)
+        # Under FSDP1 `async_save` fails (torch 2.13).
+        return every if self.parallel == "fsdp2" else tuple(kind for kind in every if kind not in ("async", *LOST))
 
-        Under FSDP1 ``async_save`` fails (torch 2.13), and an optimizer's own state dict is one rank's only.
+    @property
+    def other_kinds(self) -> tuple[str, ...]:
+        """What torch saves of it besides: weights alone, and what is lost.
+
+        Consolidation fails on integers (torch 2.13).
         """
-        every = (*GRAMMARS, *VARIANTS, HUGGING_FACE)
-        return every if self.parallel == "fsdp2" else tuple(k for k in every if k not in ("raw", "async"))
+        weights = HUGGING_FACE if not self.model.buffers else HUGGING_FACE[:1]
+        return weights if self.parallel == "fsdp2" else (*weights, *LOST)
 
 
 def _runs() -> dict[str, FsdpRun]:

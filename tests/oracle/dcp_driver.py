@@ -106,7 +106,8 @@ class FsdpOracle:
         shared: dict[str, Any] = {"world": run.mesh.world, "folder": str(folder)}
         match framework:
             case "torch":
-                got = self._run("dcp_train:torch_only", run=run.to_json(), kinds=list(run.kinds), **shared)
+                kinds = [*run.kinds, *run.other_kinds]
+                got = self._run("dcp_train:torch_only", run=run.to_json(), kinds=kinds, **shared)
             case "accelerate":
                 got = self._run("dcp_train:accelerate", run=run.to_json(), **shared)
             case "titan":

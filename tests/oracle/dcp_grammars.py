@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, F
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from oracle.dcp_models import Running
 
@@ -137,6 +138,13 @@ def save(running: Running, kind: str, folder: Path) -> None:
         case "v2_3":
             with _grammar_of_2_3():
                 dcp.save(app, checkpoint_id=path)
+        case "local":
+            with FullyShardedDataParallel.state_dict_type(running.model, StateDictType.LOCAL_STATE_DICT):
+                dcp.save({"model": running.model.state_dict()}, checkpoint_id=path)
+        case "hf_consolidated":
+            model = states.get_model_state_dict(running.model)
+            writer = HuggingFaceStorageWriter(path, save_distributed=True, enable_consolidation=True)
+            dcp.save(model, storage_writer=writer)
         case _:
             model = states.get_model_state_dict(running.model)
             if running.run.model.tied:  # safetensors takes no tensor twice

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from house.tiers import rest_full
-from oracle.dcp_cases import HUGGING_FACE, RUNS, FsdpRun
+from oracle.dcp_cases import HUGGING_FACE, LOST, RUNS, FsdpRun
 from oracle.dcp_driver import Framework
 from oracle.dcp_fixtures import SavedFactory
 from oracle.dcp_reading import dcp_convert, universal_problems, weights_problems
@@ -30,7 +30,7 @@ def test_torch_checkpoints_are_read(name: str, saved: SavedFactory, tmp_path: Pa
     source = saved(name)
     found = {}
     for kind in source.run.kinds:
-        if kind == HUGGING_FACE or (name, kind) == AMBIGUOUS:
+        if (name, kind) == AMBIGUOUS:
             continue
         dcp_convert(source.path(kind), tmp_path / kind, "universal")
         problems = universal_problems(tmp_path / kind, source.truth, scheduler=kind in WITH_SCHEDULER)
@@ -47,10 +47,29 @@ def test_numbers_that_could_be_several_parameters_are_refused(saved: SavedFactor
     assert refused.value.code == "checkpoint.ambiguous"
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2_tp", "fsdp1"])
-def test_sharded_files_of_the_hugging_face_writer_are_read(name: str, saved: SavedFactory, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "code"), list(zip(LOST, ("checkpoint.ambiguous", "source.unsupported"), strict=True)))
+@pytest.mark.parametrize("name", rest_full(("fsdp1", "fsdp1_flat"), "fsdp1"))
+def test_saves_that_lost_the_state_are_refused(
+    name: str, kind: str, code: str, saved: SavedFactory, tmp_path: Path
+) -> None:
+    with pytest.raises(SourceError) as refused:
+        dcp_convert(saved(name).path(kind), tmp_path / "universal", "universal")
+    assert refused.value.code == code, refused.value
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    rest_full(
+        [(name, "hf") for name in ("fsdp2", "fsdp2_tp", "fsdp1", "hsdp")]
+        + [("fsdp2_plain", kind) for kind in HUGGING_FACE],
+        ("fsdp2", "hf"),
+        ("fsdp2_tp", "hf"),
+        ("fsdp1", "hf"),
+    ),
+)
+def test_files_of_the_hugging_face_writer_are_read(name: str, kind: str, saved: SavedFactory, tmp_path: Path) -> None:
     source = saved(name)
-    dcp_convert(source.path(HUGGING_FACE), tmp_path / "weights", "safetensors")
+    dcp_convert(source.path(kind), tmp_path / "weights", "safetensors")
     problems = weights_problems(read_safetensors(tmp_path / "weights"), source.truth)
     # Who saves a tied model in this way has to leave the second name out.
     assert problems == [f"model: {alias} is missing" for alias in source.truth.meta["aliases"]]

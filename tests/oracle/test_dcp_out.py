@@ -17,6 +17,7 @@ from oracle.dcp_driver import Framework, FsdpOracle, Job, Resumed, Saved, proble
 from oracle.dcp_fixtures import SavedFactory
 from oracle.dcp_reading import dcp_convert
 from oracle.outputs import contents
+from reshard.errors import RequestError
 
 TWO_BY_ONE = Mesh(1, tensor=2)
 CONSUMERS = {"state-dict": "nested", "torchtitan": "flat"}
@@ -106,7 +107,7 @@ def test_fsdp1_resumes(name: str, parallel: Any, saved: SavedFactory, fsdp: Fsdp
     [
         ("accelerate", "fsdp2", ("accelerate", "torch"), (Mesh(3), Mesh(2))),
         ("lightning", "fsdp1", ("lightning",), (Mesh(3), Mesh(2))),
-        ("lightning", "fsdp2", ("lightning",), (Mesh(3), TWO_BY_ONE)),
+        ("lightning", "fsdp2_tp", ("lightning",), (Mesh(3), TWO_BY_ONE)),
         ("titan", "fsdp2_tp", ("titan", "torch"), (Mesh(3), TWO_BY_ONE)),
         ("trainer", "gpt2", ("trainer",), (Mesh(3), Mesh(2))),
     ],
@@ -128,10 +129,11 @@ def test_frameworks_resume(
         folder = tmp_path / f"{origin}-{mesh}"
         path = folder / "checkpoint" / "step-3"  # torchtitan's place; the others take any
         between = "accelerate" if framework in ("titan", "lightning") else "torchtitan"
+        options: dict[str, Any] = {"grammar": "torchtitan" if framework == "titan" else framework, "files": 3}
+        if framework == "lightning" and run.parallel == "fsdp2":
+            options["model_key"] = "state_dict"  # as ModelParallelStrategy has it
         dcp_convert(source.path("nested"), folder / "between", "dcp", grammar=between)
-        dcp_convert(
-            folder / "between", path, "dcp", grammar="torchtitan" if framework == "titan" else framework, files=3
-        )
+        dcp_convert(folder / "between", path, "dcp", **options)
         assert_goes_on(source, fsdp.resume(framework, run.on(mesh), path, folder / "out"))
 
 
@@ -155,6 +157,24 @@ def test_frameworks_resume_where_they_refuse_their_own_checkpoint(
     prefix = "model." if framework == "lightning" else ""
     more = frozenset({f"exp_avg/{prefix}unused", f"exp_avg_sq/{prefix}unused"})
     assert_goes_on(source, resumed, more=more)
+
+
+def test_missing_moments_are_left_out_or_refused_on_demand(
+    saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path
+) -> None:
+    source = saved("fsdp2_unused")
+    dcp_convert(source.path("nested"), tmp_path / "omit", "dcp", missing_moments="omit")
+    target = RUNS["fsdp2_unused"].on(Mesh(2))
+    strict, partial = fsdp.resume_all(
+        [Job(target, "nested", tmp_path / "omit", tmp_path / f"{way}", partial=way) for way in (False, True)]
+    )
+    assert isinstance(strict, str)
+    assert "Missing key in checkpoint state_dict" in strict
+    assert_goes_on(source, partial, more=frozenset({"exp_avg/unused", "exp_avg_sq/unused"}))
+    with pytest.raises(RequestError) as refused:
+        dcp_convert(source.path("nested"), tmp_path / "refuse", "dcp", missing_moments="refuse")
+    assert refused.value.code == "request.unsatisfiable"
+    assert "unused" in str(refused.value)
 
 
 def test_the_same_bytes_come_out_however_it_was_saved(saved: SavedFactory, tmp_path: Path) -> None:
