@@ -23,6 +23,8 @@ PathLike = str | os.PathLike[str]
 OnProgress = Callable[[Progress], None]
 KEYWORDS = {**{field: keyword for keyword, field in SIZE_FIELDS.items()}, "url": "source"}
 """Fields of requests whose keyword arguments have other names."""
+_DEFAULT_IF_NONE = ("torch_file", "missing_moments")
+"""Keyword arguments whose None stands for a default of the format's own, as on the command line."""
 
 
 def request_of(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertRequest:
@@ -43,6 +45,9 @@ def request_of(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertR
             said[field] = size_of(size)
     said["rules"] = None if said["rules"] is None else rules_of(said["rules"])
     said["options"] = dict(said["options"] or {})
+    for name in _DEFAULT_IF_NONE:
+        if said[name] is None:
+            del said[name]
     for name in ("model_files", "base", "trainer_files"):
         if said[name] is not None:
             said[name] = for_service(said[name]) if to_service else os.fspath(said[name])

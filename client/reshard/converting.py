@@ -66,8 +66,8 @@ def plan(
     model_key: str | None = None,
     optimizer_key: str | None = None,
     trainer_files: PathLike | None = None,
-    torch_file: str = "checkpoint.pt",
-    missing_moments: str = "zero",
+    torch_file: str | None = None,
+    missing_moments: str | None = None,
     on_overflow: OverflowPolicy | str = OverflowPolicy.INF,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     overwrite: bool = False,
@@ -120,8 +120,8 @@ def plan(
         model_key: Place of the model's state dict, such as `app.model`; by default that of `grammar`.
         optimizer_key: Place of the optimizer's state dict; by default that of `grammar`.
         trainer_files: Directory of a trainer's files (`trainer_state.json`, schedulers, random states) for the target.
-        torch_file: With `to="torch_save"`, the name of the file.
-        missing_moments: Trained parameters without optimizer states: `zero`, `omit`, `refuse`.
+        torch_file: With `to="torch_save"`, the name of the file; by default `checkpoint.pt`.
+        missing_moments: Trained parameters without optimizer states: `zero` (the default), `omit`, `refuse`.
         on_overflow: Elements too large for `dtype`: `inf`, `saturate`, `error`.
         opaque: Policy for objects of classes that are not on the allow-list: `refuse`, `keep`, `drop`.
         overwrite: True to replace the target. Its old contents are lost, even if the run fails.
@@ -193,8 +193,8 @@ def convert(
     model_key: str | None = None,
     optimizer_key: str | None = None,
     trainer_files: PathLike | None = None,
-    torch_file: str = "checkpoint.pt",
-    missing_moments: str = "zero",
+    torch_file: str | None = None,
+    missing_moments: str | None = None,
     on_overflow: OverflowPolicy | str = OverflowPolicy.INF,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     overwrite: bool = False,
@@ -254,8 +254,8 @@ def convert(
         model_key: Place of the model's state dict, such as `app.model`; by default that of `grammar`.
         optimizer_key: Place of the optimizer's state dict; by default that of `grammar`.
         trainer_files: Directory of a trainer's files (`trainer_state.json`, schedulers, random states) for the target.
-        torch_file: With `to="torch_save"`, the name of the file.
-        missing_moments: Trained parameters without optimizer states: `zero`, `omit`, `refuse`.
+        torch_file: With `to="torch_save"`, the name of the file; by default `checkpoint.pt`.
+        missing_moments: Trained parameters without optimizer states: `zero` (the default), `omit`, `refuse`.
         on_overflow: Elements too large for `dtype`: `inf`, `saturate`, `error`.
         opaque: Objects of classes that are not on the allow-list: `refuse`, `keep`, `drop`.
         overwrite: True to replace the target. Its old contents are lost, even if the run fails.

@@ -24,7 +24,7 @@ from reshard.choices import (
     WeightDtype as WeightDtype,
     ZeroStage as ZeroStage,
 )
-from reshard.nested_options import OfInstalledFormats, nested
+from reshard.nested_options import OfInstalledFormats, default_options, nested
 from reshard.options import NativeLayout as NativeLayout, Options as Options
 from reshard.target_name import TargetName
 from reshard.wire_model import MOST_BYTES, RequestModel, ShownModel, WireModel as WireModel
@@ -72,7 +72,7 @@ class ConvertRequest(RequestModel):
         default=ServerCopyPolicy.AUTO, validation_alias=AliasChoices("server_copy", "offload")
     )
     """With `auto` the object store itself copies ranges that move unchanged within it (server-side copies)."""
-    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=Options)
+    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
     """Options of single formats, by format."""
 
     @model_validator(mode="before")

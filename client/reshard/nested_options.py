@@ -14,6 +14,9 @@ from reshard.options import FormatOptions, Options
 from reshard.wire_model import WireModel
 
 
+_OF_FORMATS = "OptionsOfFormats"
+
+
 class OfInstalledFormats:
     """Makes pydantic validate and describe `Options` including the formats of other packages."""
 
@@ -37,7 +40,19 @@ def options_model() -> type[Options]:
     }
     if not others:
         return Options
-    return create_model("OptionsOfFormats", __base__=Options, __doc__=Options.__doc__, **others)
+    return create_model(_OF_FORMATS, __base__=Options, __module__=__name__, __doc__=Options.__doc__, **others)
+
+
+def __getattr__(name: str) -> Any:
+    """The model that `options_model` makes, by its name: pickles of requests look for it in this module."""
+    if name == _OF_FORMATS:
+        return options_model()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def default_options() -> Options:
+    """The options of a request that gives none."""
+    return options_model()()
 
 
 def option_fields() -> dict[str, tuple[str, FieldInfo]]:

@@ -80,11 +80,13 @@ def test_dcp_reads_no_zero_checkpoint(said: dict[str, Any]) -> None:
     assert said["dcp_to_torch_save"] == "ok"
 
 
-def test_reshard_reads_no_dcp_and_says_what_does(scratch: Path, said: dict[str, Any]) -> None:
-    with pytest.raises(reshard.ReshardError) as caught:
-        reshard.inspect(scratch / "clean-dcp")
-    assert caught.value.code == "source.unsupported"
-    assert "dcp_to_torch" in (caught.value.fix or "")
+def test_reshard_reads_dcp(scratch: Path, said: dict[str, Any], tmp_path: Path) -> None:
+    assert said["dcp_to_torch_save"] == "ok"
+    found = reshard.inspect(scratch / "clean-dcp")
+    assert found.format == "dcp-state-dict"
+    result = reshard.convert(scratch / "clean-dcp", tmp_path / "weights", to="safetensors")
+    assert {t.fqn for t in found.tensors} == set(load_file(tmp_path / "weights" / "model.safetensors"))
+    assert result.write_bytes
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -6,7 +6,6 @@ import json
 import re
 from enum import StrEnum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import annotated_types
@@ -54,7 +53,7 @@ BYTES_KEPT = {
     "server_copy",
 }  # fmt: skip
 """Options that change how the bytes of a target are made, or nothing at all, and never which they are."""
-IN_FILES = {"model_files", "base"}
+IN_FILES = {"model_files", "base", "trainer_files"}
 """Options that a plan's digest holds by what they make: the bytes of files, and the facts of merged weights."""
 
 
@@ -70,8 +69,7 @@ def flag_of(field: str) -> str:
 def option_of(flag: str) -> Any:
     """The typer option of a flag, or the parameter that is made of an option of an entry point's format."""
     if flag in OF_ENTRY_POINTS:
-        click = next(p for p in made_flags() if p.name == flag)
-        return SimpleNamespace(min=getattr(click.type, "min", None), max=getattr(click.type, "max", None))
+        return next(p for p in made_flags() if p.name == flag)
     hint = get_type_hints(ConversionFlags, include_extras=True)[flag]
     return next(a for a in get_args(hint) if isinstance(a, typer.models.OptionInfo))
 

@@ -50,7 +50,9 @@ def flags(command: str) -> dict[str, Any]:
     """The parameters of a command by the name of the flag with underscores."""
     group: Any = typer.main.get_command(app)
     found = {}
-    for option in group.commands[command].params:
+    asked = group.commands[command]
+    # Some flags are made of the options of formats when the command is asked for them.
+    for option in asked.get_params(asked.make_context("it", [], resilient_parsing=True)):
         names = [name for name in option.opts if name.startswith("--")]
         if not getattr(option, "hidden", False):
             found[names[0].removeprefix("--").replace("-", "_") if names else option.name] = option

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def test_its_options_change_the_plan(tmp_path: Path) -> None:
 def test_help_shows_its_flags_and_its_target() -> None:
     text = reshard("convert", "--help").stdout
     assert all(word in text for word in ("--rows-per-file", "Rows of one file; default: all.", "Format raw_rows"))
-    assert "|raw_rows" in text
+    assert re.search(r"One of [^\]]*\braw_rows\b", text)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +131,7 @@ def test_its_flags_are_checked(flags: tuple[object, ...], says: str, tmp_path: P
 def test_the_api_shows_and_takes_its_options(tmp_path: Path) -> None:
     program = f"""
 import json
+import re
 from fastapi.testclient import TestClient
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app

@@ -48,7 +48,7 @@ _SECOND_SCHEDULER = "checkpoints of this kind keep one scheduler"
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """What is written where."""
+    """The places and options of one target."""
 
     checkpoint: Checkpoint
     request: ConvertRequest
