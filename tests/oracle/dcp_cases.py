@@ -38,7 +38,7 @@ _MODEL = Case("dcp", 2, "fp32", two_groups=True, unused=False)
 _UNTIED = replace(_MODEL, tied=False)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Mesh:
     """Arrangement of the ranks.
 
@@ -62,7 +62,7 @@ class Mesh:
         """Ranks with rows of their own."""
         return self.shard * self.replicate
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Short, for the names of tests: ``4``, ``2x2hsdp``, ``2x2tp``."""
         name = str(self.shard)
         name += f"x{self.replicate}hsdp" if self.replicate > 1 else ""

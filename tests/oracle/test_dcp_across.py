@@ -24,9 +24,8 @@ from oracle.truth import differences
 from reshard.errors import SourceError
 from reshard.models import ConvertResult
 
-TWO_BY_ONE = Mesh(2, tensor=1)
+TWO_BY_TWO = Mesh(2, tensor=2)
 TAG = "global_step3"
-NO_PLACE = "checkpoints of this kind have no place for it"
 
 
 def assert_goes_on(source: Saved, resumed: Resumed | str) -> None:
@@ -46,24 +45,33 @@ def tokens_of(kind: str) -> set[str]:
     return {"tokens"} if kind == "titan" else set()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_to_fsdp2(stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
-    run = RUNS["fsdp2"]
+@pytest.mark.parametrize(
+    ("stage", "mesh"),
+    rest_full(
+        [(stage, mesh) for stage in (1, 2, 3) for mesh in (Mesh(3), Mesh(2), TWO_BY_TWO)],
+        (1, Mesh(2)),
+        (2, TWO_BY_TWO),
+        (3, Mesh(3)),
+    ),
+    ids=str,
+)
+def test_zero_to_fsdp2(stage: Any, mesh: Mesh, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    run = RUNS["fsdp2" if mesh.tensor == 1 else "fsdp2_tp"]
     source = saved(zero_run(stage, run, 4), "zero")
-    for grammar in ("state-dict", "torchtitan", "accelerate"):
-        result = dcp_convert(source.path(), tmp_path / grammar, "dcp", grammar=grammar)
-        # FSDP and its trainers count no samples. What DeepSpeed's configuration says is no state.
-        assert left_out(result) == {"samples": NO_PLACE}
-        assert result.warnings == ()
-    for mesh in (Mesh(3), Mesh(2)):
-        target = run.on(mesh)
-        kinds = (("state-dict", "nested"), ("torchtitan", "flat"))
-        jobs = [Job(target, kind, tmp_path / grammar, tmp_path / f"{grammar}-{mesh}") for grammar, kind in kinds]
-        for resumed in fsdp.resume_all(jobs):
-            assert_goes_on(source, resumed)
-    if stage == 2:
-        path, out = tmp_path / "accelerate", tmp_path / "accelerate-out"
-        assert_goes_on(source, fsdp.resume("accelerate", run.on(Mesh(3)), path, out))
+    jobs = []
+    for grammar, kind in (("state-dict", "nested"), ("torchtitan", "flat")):
+        path = tmp_path / grammar
+        assert dcp_convert(source.path(), path, "dcp", grammar=grammar).warnings == ()
+        jobs.append(Job(run.on(mesh), kind, path, tmp_path / f"{grammar}-out"))
+    for resumed in fsdp.resume_all(jobs):
+        assert_goes_on(source, resumed)
+
+
+def test_zero_to_accelerate(saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    run = RUNS["fsdp2"]
+    source = saved(zero_run(2, run, 4), "zero")
+    dcp_convert(source.path(), tmp_path / "state", "dcp")
+    assert_goes_on(source, fsdp.resume("accelerate", run.on(Mesh(3)), tmp_path / "state", tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +191,7 @@ LEFT_OUT: list[tuple[Framework, str, str, set[str]]] = [
 """Whatever each direction leaves out."""
 
 
-@pytest.mark.parametrize(("framework", "kind", "to", "names"), LEFT_OUT)
+@pytest.mark.parametrize(("framework", "kind", "to", "names"), LEFT_OUT, ids=str)
 def test_each_direction_says_what_it_leaves_out(
     framework: Framework, kind: str, to: str, names: set[str], saved: SavedFactory, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from house.tiers import rest_full
-from oracle.dcp_cases import HUGGING_FACE, LOST, RUNS, FsdpRun
+from oracle.dcp_cases import GRAMMARS, HUGGING_FACE, LOST, RUNS, VARIANTS, FsdpRun
 from oracle.dcp_driver import Framework
 from oracle.dcp_fixtures import SavedFactory
 from oracle.dcp_reading import dcp_convert, universal_problems, weights_problems
@@ -25,18 +25,26 @@ AMBIGUOUS = ("fsdp2_unused", "raw")
 """An optimizer's own state dict numbers its parameters; one of them without states has not even a shape."""
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_torch_checkpoints_are_read(name: str, saved: SavedFactory, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    rest_full(
+        [(name, kinds) for name in RUNS for kinds in (GRAMMARS, VARIANTS)],
+        *((name, GRAMMARS) for name in ("fsdp2", "fsdp2_tp", "fsdp2_unused", "fsdp1", "fsdp1_flat", "fsdp2_sgd")),
+        ("fsdp2", VARIANTS),
+    ),
+    ids=str,
+)
+def test_torch_checkpoints_are_read(name: str, kinds: tuple[str, ...], saved: SavedFactory, tmp_path: Path) -> None:
     source = saved(name)
     found = {}
-    for kind in source.run.kinds:
-        if (name, kind) == AMBIGUOUS:
+    for kind in kinds:
+        if kind not in source.run.kinds or (name, kind) == AMBIGUOUS:
             continue
         dcp_convert(source.path(kind), tmp_path / kind, "universal")
         problems = universal_problems(tmp_path / kind, source.truth, scheduler=kind in WITH_SCHEDULER)
         found |= {kind: problems} if problems else {}
     assert found == {}
-    dcp_convert(source.path("app"), tmp_path / "weights", "safetensors")
+    dcp_convert(source.path(kinds[0]), tmp_path / "weights", "safetensors")
     assert weights_problems(read_safetensors(tmp_path / "weights"), source.truth) == []
 
 
@@ -91,7 +99,7 @@ def test_files_of_the_hugging_face_writer_are_read(name: str, kind: str, saved: 
         ],
         ("accelerate", "fsdp2"),
         ("accelerate", "fsdp1"),
-        ("lightning", "fsdp2"),
+        ("lightning", "fsdp2_tp"),
         ("lightning", "fsdp1"),
         ("titan", "fsdp2"),
         ("trainer", "gpt2"),

@@ -55,45 +55,63 @@ def converted(source: Saved, kind: str, grammar: str, folder: Path, target: Fsdp
     return Job(target, consumer, path, folder / f"{kind}-{grammar}-{target.mesh}", scheduler=scheduler)
 
 
+def each(*kinds: str) -> tuple[tuple[str, str], ...]:
+    """Each kind of source, in each grammar."""
+    return tuple((kind, grammar) for kind in kinds for grammar in CONSUMERS)
+
+
+CROSSED = (("nested", "torchtitan"), ("titan", "state-dict"))
+ODD = (("raw", "state-dict"), ("v2_3", "torchtitan"))
+THREE_AND_TWO = (Mesh(3), Mesh(2))
+_ALWAYS = [
+    ("fsdp2", ODD, (Mesh(3), Mesh(1))),
+    ("fsdp2_tp", CROSSED, (Mesh(3), TWO_BY_ONE)),
+    ("fsdp1", CROSSED, THREE_AND_TWO),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "kinds", "meshes"),
+    ("name", "pairs", "meshes"),
     rest_full(
         [
-            ("fsdp2", ("nested", "raw", "v2_3"), (Mesh(3), Mesh(1))),
-            ("fsdp2", ("app", "titan", "async", "no_collectives", "threads", "items"), (Mesh(3), Mesh(2))),
-            ("fsdp2_unused", ("nested", "titan"), (Mesh(3), Mesh(2))),
-            ("hsdp", ("nested", "titan"), (Mesh(3), TWO_BY_ONE)),
-            ("fsdp2_tp", ("nested", "titan"), (Mesh(3), TWO_BY_ONE)),
-            ("fsdp2_tp", ("app", "raw"), (Mesh(2, replicate=2), Mesh(1, tensor=3))),
-            ("fsdp1", ("nested", "titan"), (Mesh(3), Mesh(2))),
-            ("fsdp1_flat", ("nested", "titan"), (Mesh(3), Mesh(2))),
-            ("fsdp2_sgd", ("nested", "titan"), (Mesh(3), Mesh(2))),
-            ("fsdp2_amsgrad", ("nested", "titan"), (Mesh(3), Mesh(2))),
-            ("fsdp2_plain", ("nested", "titan"), (Mesh(3), Mesh(2))),
+            *_ALWAYS,
+            ("fsdp2", each("nested", "raw", "v2_3"), (Mesh(3), Mesh(1))),
+            ("fsdp2", each("app", "titan", "async", "no_collectives", "threads", "items"), THREE_AND_TWO),
+            ("fsdp2_unused", each("nested", "titan"), THREE_AND_TWO),
+            ("hsdp", each("nested", "titan"), (Mesh(3), TWO_BY_ONE)),
+            ("fsdp2_tp", each("nested", "titan"), (Mesh(3), TWO_BY_ONE)),
+            ("fsdp2_tp", each("app", "raw"), (Mesh(2, replicate=2), Mesh(1, tensor=3))),
+            ("fsdp1", each("nested", "titan"), THREE_AND_TWO),
+            ("fsdp1_flat", each("nested", "titan"), THREE_AND_TWO),
+            ("fsdp2_sgd", each("nested", "titan"), THREE_AND_TWO),
+            ("fsdp2_amsgrad", each("nested", "titan"), THREE_AND_TWO),
+            ("fsdp2_plain", each("nested", "titan"), THREE_AND_TWO),
         ],
-        ("fsdp2", ("nested", "raw", "v2_3"), (Mesh(3), Mesh(1))),
-        ("fsdp2_tp", ("nested", "titan"), (Mesh(3), TWO_BY_ONE)),
-        ("fsdp1", ("nested", "titan"), (Mesh(3), Mesh(2))),
+        *_ALWAYS,
     ),
     ids=str,
 )
 def test_torch_alone_resumes(
-    name: str, kinds: tuple[str, ...], meshes: tuple[Mesh, ...], saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path
+    name: str,
+    pairs: tuple[tuple[str, str], ...],
+    meshes: tuple[Mesh, ...],
+    saved: SavedFactory,
+    fsdp: FsdpOracle,
+    tmp_path: Path,
 ) -> None:
     source = saved(name)
     unused = frozenset({"exp_avg/unused", "exp_avg_sq/unused"} if name == "fsdp2_unused" else ())
     for mesh in meshes:
-        target = RUNS[name].on(mesh, "fsdp2")
-        pairs = [(kind, grammar) for kind in kinds for grammar in CONSUMERS]
-        jobs = [
-            converted(source, *pair, tmp_path / str(mesh), target, files=number + 1)
-            for number, pair in enumerate(pairs)
-        ]
+        target, folder = RUNS[name].on(mesh, "fsdp2"), tmp_path / str(mesh)
+        jobs = [converted(source, *pair, folder, target, files=number + 1) for number, pair in enumerate(pairs)]
         for resumed in fsdp.resume_all(jobs):
             assert_goes_on(source, resumed, more=unused)
 
 
-@pytest.mark.parametrize(("name", "parallel"), [("fsdp1", "fsdp1"), ("fsdp1_flat", "fsdp1_flat"), ("fsdp2", "fsdp1")])
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    rest_full([("fsdp1", "fsdp1"), ("fsdp1_flat", "fsdp1_flat"), ("fsdp2", "fsdp1")], ("fsdp2", "fsdp1")),
+)
 def test_fsdp1_resumes(name: str, parallel: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
     source = saved(name)
     target = RUNS[name].on(Mesh(3), parallel)
@@ -103,20 +121,31 @@ def test_fsdp1_resumes(name: str, parallel: Any, saved: SavedFactory, fsdp: Fsdp
 
 
 @pytest.mark.parametrize(
-    ("framework", "name", "sources", "meshes"),
-    [
-        ("accelerate", "fsdp2", ("accelerate", "torch"), (Mesh(3), Mesh(2))),
-        ("lightning", "fsdp1", ("lightning",), (Mesh(3), Mesh(2))),
-        ("lightning", "fsdp2_tp", ("lightning",), (Mesh(3), TWO_BY_ONE)),
-        ("titan", "fsdp2_tp", ("titan", "torch"), (Mesh(3), TWO_BY_ONE)),
-        ("trainer", "gpt2", ("trainer",), (Mesh(3), Mesh(2))),
-    ],
+    ("framework", "name", "origin", "meshes"),
+    rest_full(
+        [
+            ("accelerate", "fsdp2", "accelerate", (Mesh(3),)),
+            ("accelerate", "fsdp2", "torch", (Mesh(2),)),
+            ("lightning", "fsdp1", "lightning", THREE_AND_TWO),
+            ("lightning", "fsdp2_tp", "lightning", (Mesh(3), TWO_BY_ONE)),
+            ("titan", "fsdp2_tp", "torch", (Mesh(3), TWO_BY_ONE)),
+            ("titan", "fsdp2_tp", "titan", (Mesh(3), TWO_BY_ONE)),
+            ("trainer", "gpt2", "trainer", THREE_AND_TWO),
+            ("trainer", "llama", "trainer", (Mesh(1), Mesh(4))),
+        ],
+        ("accelerate", "fsdp2", "accelerate", (Mesh(3),)),
+        ("accelerate", "fsdp2", "torch", (Mesh(2),)),
+        ("lightning", "fsdp1", "lightning", THREE_AND_TWO),
+        ("lightning", "fsdp2_tp", "lightning", (Mesh(3), TWO_BY_ONE)),
+        ("titan", "fsdp2_tp", "torch", (Mesh(3), TWO_BY_ONE)),
+        ("trainer", "gpt2", "trainer", THREE_AND_TWO),
+    ),
     ids=str,
 )
 def test_frameworks_resume(
     framework: Framework,
     name: str,
-    sources: tuple[Framework, ...],
+    origin: Framework,
     meshes: tuple[Mesh, ...],
     saved: SavedFactory,
     fsdp: FsdpOracle,
@@ -124,9 +153,9 @@ def test_frameworks_resume(
 ) -> None:
     """Through the grammar of another framework, and back to the one that resumes."""
     run = RUNS.get(name) or FsdpRun(name)
-    for origin, mesh in zip((*sources, *sources), meshes, strict=False):
-        source = saved(run, origin)
-        folder = tmp_path / f"{origin}-{mesh}"
+    source = saved(run, origin)
+    for mesh in meshes:
+        folder = tmp_path / str(mesh)
         path = folder / "checkpoint" / "step-3"  # torchtitan's place; the others take any
         between = "accelerate" if framework in ("titan", "lightning") else "torchtitan"
         options: dict[str, Any] = {"grammar": "torchtitan" if framework == "titan" else framework, "files": 3}
@@ -146,7 +175,7 @@ def test_accelerate_goes_on_where_its_own_fsdp1_lost_its_moments(
     assert_goes_on(source, fsdp.resume("accelerate", target, tmp_path / "state", tmp_path / "out"))
 
 
-@pytest.mark.parametrize("framework", ["accelerate", "lightning"])
+@pytest.mark.parametrize("framework", rest_full(("accelerate", "lightning"), "accelerate"))
 def test_frameworks_resume_where_they_refuse_their_own_checkpoint(
     framework: Framework, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path
 ) -> None:
