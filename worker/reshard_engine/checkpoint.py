@@ -170,7 +170,7 @@ class Agreement:
 class FormatFacts:
     """The base class of the records of facts; each format family has its own, which no other family reads.
 
-    A family overrides `run_state` and `trees` if its files have names of their own for the run's state.
+    A family overrides `run_state`, `own_state` and `trees` if its files have names of their own for the run's state.
     """
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
@@ -181,6 +181,10 @@ class FormatFacts:
         for states in checkpoint.rng[:1]:
             found |= {**states}
         return {**found, **checkpoint.client_state}
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """The parts of the run's state that no field of a checkpoint holds: only this format has a place for them."""
+        return {}
 
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
         """All inert trees, each with the path at which the source's files hold it."""

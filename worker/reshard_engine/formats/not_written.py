@@ -24,6 +24,11 @@ def training_state(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     return named([*optimizer, *map(str, checkpoint.facts.run_state(checkpoint))], NO_TRAINING_STATE)
 
 
+def of_the_format(checkpoint: Checkpoint, reason: str) -> tuple[NotCarried, ...]:
+    """The parts of the run's state that only the source's own format has, for targets of other formats."""
+    return named(map(str, checkpoint.facts.own_state()), reason)
+
+
 def extra_states(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     """The entries of the state dict that are not tensors, for targets that hold tensors only."""
     return named((f"module.{name}" for name in checkpoint.extra_states), NO_TENSORS)

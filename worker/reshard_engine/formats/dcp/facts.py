@@ -38,11 +38,15 @@ class DcpFacts(FormatFacts):
     """Random states by rank, by the keys of Accelerate or of the Trainer. Other frameworks have no use for them."""
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
-        """The state that every format has, random states of a trainer, and its text files."""
+        """The state that every format has, and a trainer's."""
+        return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """Random states of a trainer, and its text files."""
         own: dict[str | int, Node] = {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
         if self.rank_states:
             own[RANK_STATES] = PList([mapping_of({**states}) for states in self.rank_states])
-        return {**FormatFacts.run_state(self, checkpoint), **own}
+        return own
 
 
 def facts_of(checkpoint: Checkpoint) -> DcpFacts | None:

@@ -23,7 +23,7 @@ from reshard_engine.formats.deepspeed.names import (
     SCHEDULER,
     VERSION,
 )
-from reshard_engine.formats.not_written import named
+from reshard_engine.formats.not_written import named, of_the_format
 from reshard_engine.pickles.nodes import Node, PList, PTensorRef, mapping_items, mapping_of
 from reshard_engine.pickles.state_dict import KeyPath, nested_dict
 
@@ -57,6 +57,11 @@ class DeepSpeedFacts(FormatFacts):
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The model states without the entries that name, shape or hold tensors."""
         return {k: v for k, v in _joined(checkpoint, self).items() if k not in DESCRIBED_KEYS}
+
+    def own_state(self) -> Mapping[str | int, Node]:
+        """Entries of model states such as `ds_config`, and entries of optimizer files such as the loss scaler."""
+        entries = {k: v for k, v in self.entries.items() if k not in DESCRIBED_KEYS and v is not None}
+        return {**entries, **{f"{OPTIMIZER_STATE}.{k}": v for k, v in self.optimizer_entries.items()}}
 
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
         """The trees that every format has, and the entries of optimizer files such as the loss scaler."""
@@ -147,16 +152,9 @@ def _derived(checkpoint: Checkpoint) -> dict[str | int, Node]:
 def not_kept(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     """Counters that DeepSpeed's files cannot hold: tokens, unless Megatron's arguments count them."""
     lost = ["tokens"] if checkpoint.counters.tokens is not None and ARGS not in checkpoint.client_state else []
-    return (*named(lost, "DeepSpeed counts no tokens"), *_of_other_formats(checkpoint))
-
-
-def _of_other_formats(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
-    """The run's state that only another format's record of facts holds, such as a trainer's own files."""
-    if isinstance(checkpoint.facts, DeepSpeedFacts):
-        return ()
-    held = FormatFacts.run_state(checkpoint.facts, checkpoint)
-    others = [str(k) for k in checkpoint.facts.run_state(checkpoint) if k not in held]
-    return named(others, "DeepSpeed's checkpoints have no place for it")
+    own = isinstance(checkpoint.facts, DeepSpeedFacts)
+    others = () if own else of_the_format(checkpoint, "DeepSpeed's checkpoints have no place for it")
+    return (*named(lost, "DeepSpeed counts no tokens"), *others)
 
 
 def split_groups(nodes: Iterable[Node]) -> tuple[tuple[ParamGroup, ...], tuple[Node, ...]]:

@@ -181,10 +181,10 @@ def _names_of_numbers(groups: Sequence[ReadGroup], roles: Roles, model: Mapping[
         last = _matched(wanted[::-1], shapes[::-1])
         last = None if last is None else [len(shapes) - 1 - i for i in reversed(last)]
         if first is None or first != last:
-            ways = "no way" if first is None else "several ways"
+            ways = "is no way" if first is None else "are several ways"
             raise SourceError(
                 "checkpoint.ambiguous",
-                f"the optimizer numbers its parameters, and there are {ways} to give the {len(wanted)} numbers of "
+                f"the optimizer numbers its parameters, and there {ways} to give the {len(wanted)} numbers of "
                 f"group {number} the names of {len(names)} tensors of the model in their order",
                 fix=_BY_NAME,
             )

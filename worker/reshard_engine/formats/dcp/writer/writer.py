@@ -15,7 +15,7 @@ from reshard.models import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats import not_written
 from reshard_engine.formats.dcp.facts import RANK_STATES, facts_of
-from reshard_engine.formats.dcp.schedulers import is_scheduler
+from reshard_engine.formats.dcp.schedulers import is_scheduler, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import StateTree
 from reshard_engine.formats.dcp.writer.entries import KeyPath, StateEntry
 from reshard_engine.formats.dcp.writer.param_groups import groups_to_write
@@ -146,7 +146,7 @@ def _files(
 
 def _schedulers(target: _Target) -> Iterator[Node]:
     """The state dicts of torch's schedulers."""
-    yield from (s for s in target.checkpoint.schedulers if is_scheduler(s))
+    yield from (plain_scheduler(s) for s in target.checkpoint.schedulers if is_scheduler(s))
 
 
 def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
@@ -191,5 +191,7 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
         yield from left_out(checkpoint)
         extra = [f"lr_scheduler[{i}]" for i in range(1, len(list(_schedulers(target))))]
         yield from not_written.named(extra if target.grammar is Grammar.TRAINER else [], _SECOND_SCHEDULER)
+    if facts_of(checkpoint) is None:
+        yield from not_written.of_the_format(checkpoint, "only the source's framework has it")
     if target.request.exclude_frozen:
         yield from not_written.frozen_parameters(checkpoint)
