@@ -16,10 +16,13 @@ from transformers import (
     TrainingArguments,
 )
 
+import reshard
 from oracle.dcp_accelerate import join_as_accelerate
 from oracle.dcp_models import mean_over_ranks
 from oracle.dcp_truth import dump
+from oracle.ensured import _config as zero_config, _start as join_as_deepspeed
 from oracle.hf_models import config_of, tokens
+from oracle.train import dump_states
 
 GLOBAL_ROWS = 12
 """Rows of a step, on any number of ranks."""
@@ -47,6 +50,9 @@ class _Dumps(TrainerCallback):
 
     def _dump(self, stem: str) -> None:
         trainer = self.trainer
+        if trainer.is_deepspeed_enabled:
+            dump_states(trainer.model_wrapped, self.folder, stem, {"lr_scheduler": trainer.lr_scheduler.state_dict()})
+            return
         dump(trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler, self.folder, stem)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -72,7 +78,22 @@ class _Recording(Trainer):
     losses: dict[str, float]
 
 
-def trainer(folder: str, kind: str, version: int, resume: str | None = None) -> dict[str, Any]:
+def _distribution(kind: str, version: int, stage: int | None) -> dict[str, Any]:
+    """The arguments that say how the run is spread over the ranks: DeepSpeed at a stage, or FSDP."""
+    if stage is not None:
+        return {"deepspeed": zero_config(stage)}
+    config = {
+        "version": version,
+        "transformer_layer_cls_to_wrap": [_LAYERS[kind]],
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "sync_module_states": "false",
+    }
+    return {"fsdp": True, "fsdp_config": config}
+
+
+def trainer(
+    folder: str, kind: str, version: int = 2, resume: str | None = None, stage: int | None = None, to: str | None = None
+) -> dict[str, Any]:
     """Trains to step 6 under ``Trainer``, from the start or from a checkpoint.
 
     Args:
@@ -80,21 +101,16 @@ def trainer(folder: str, kind: str, version: int, resume: str | None = None) -> 
         kind: ``llama``, or ``gpt2``, whose head is tied.
         version: of FSDP.
         resume: a ``checkpoint-N``.
+        stage: trains with DeepSpeed's ZeRO at that stage in place of FSDP.
+        to: what ``reshard.ensure`` is asked to make of ``resume`` first.
 
     Returns:
-        ``losses`` by step.
+        ``losses`` by step, and the ``path`` that was resumed from.
     """
-    _, world = join_as_accelerate()
+    _, world = join_as_accelerate() if stage is None else join_as_deepspeed()
     torch.manual_seed(4321 if resume is None else 98765)
     arguments = TrainingArguments(
         output_dir=str(Path(folder, "output")),
-        fsdp=True,
-        fsdp_config={
-            "version": version,
-            "transformer_layer_cls_to_wrap": [_LAYERS[kind]],
-            "state_dict_type": "SHARDED_STATE_DICT",
-            "sync_module_states": "false",
-        },
         per_device_train_batch_size=GLOBAL_ROWS // world,
         learning_rate=1e-2,
         weight_decay=0.1,
@@ -105,11 +121,13 @@ def trainer(folder: str, kind: str, version: int, resume: str | None = None) -> 
         report_to=[],
         disable_tqdm=True,
         seed=7,
+        **_distribution(kind, version, stage),
     )
     model: Any = AutoModelForCausalLM.from_config(config_of(kind))
     dumps = _Dumps(Path(folder), resumed=resume is not None)
     run = _Recording(model=model, args=arguments, train_dataset=_Rows(), callbacks=[dumps])
     run.losses = {}
     dumps.trainer = run
-    run.train(resume_from_checkpoint=resume)
-    return {"losses": run.losses}
+    path = resume if resume is None or to is None else reshard.ensure(resume, to=to, zero_stage=stage)
+    run.train(resume_from_checkpoint=path)
+    return {"losses": run.losses, "path": path}
