@@ -106,7 +106,7 @@ def assert_equal(one: Parts, other: Parts) -> None:
     assert (one.keys, one.paths, one.original_shapes) == (other.keys, other.paths, other.original_shapes)
     for mine, theirs in zip(one.tensors, other.tensors, strict=True):
         assert (mine.number, mine.key, mine.shape) == (theirs.number, theirs.key, theirs.shape)
-        assert mine.dtype is theirs.dtype
+        assert (mine.dtype, mine.requires_grad) == (theirs.dtype, theirs.requires_grad)
         for column in ("offsets", "sizes"):
             _assert_same(getattr(mine, column), getattr(theirs, column), f"{column} of {mine.key!r}")
     for column in ("number", "dims", "offsets", "file", "offset", "length", "transform"):

@@ -36,6 +36,7 @@ class Chunks:
     """`[chunks, dims]`"""
     sizes: Column
     """`[chunks, dims]`"""
+    requires_grad: bool = False
 
     def __post_init__(self) -> None:
         """Refuse chunks outside of their tensor.
@@ -166,7 +167,9 @@ class _Matching:
             kept = np.all(tensor.sizes > 0, axis=1)
             found = self._rows(tensor, kept)
             boxes = np.stack([tensor.offsets[kept], tensor.sizes[kept]], axis=1)
-            entries.append(TensorEntry(tensor.key, tensor.dtype, tensor.shape, first, len(found), boxes))
+            entries.append(
+                TensorEntry(tensor.key, tensor.dtype, tensor.shape, first, len(found), boxes, tensor.requires_grad)
+            )
             rows.append(found)
             first += len(found)
         of_tensors = {tensor.number for tensor in tensors}

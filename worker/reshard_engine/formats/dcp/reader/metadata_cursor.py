@@ -176,11 +176,12 @@ class Cursor:
         self._move(self.at + where * np.where(short, 2, 5))
         return np.where(short, raw & np.uint64(0xFF), raw & np.uint64(0xFFFF_FFFF)).astype(np.int64)
 
-    def flag(self, where: Flags) -> None:
-        """Move over True or False."""
+    def flag(self, where: Flags) -> Flags:
+        """Move over True or False, and return it."""
         opcode = self._window.byte(self.at)
         self.regular &= (opcode == 0x88) | (opcode == 0x89) | ~where
         self._move(self.at + where)
+        return opcode == 0x88
 
     def size(self, where: Flags) -> Sizes:
         """Move over the arguments of `torch.Size` and its call."""

@@ -20,6 +20,7 @@ from reshard_engine.formats.dcp.reader.metadata_cursor import Window
 from reshard_engine.formats.dcp.reader.metadata_place_runs import PlaceReader, PlaceRun
 from reshard_engine.formats.dcp.reader.metadata_plan_runs import plan_run
 from reshard_engine.formats.dcp.reader.metadata_runs import ATTRIBUTES, CLASSES, Run
+from reshard_engine.formats.dcp.reader.metadata_tensor_runs import TensorReader, TensorRun
 from reshard_engine.pickles import opcodes_objects as objects, opcodes_values as values
 from reshard_engine.pickles.limits import PickleLimits
 from reshard_engine.pickles.machine import CONTAINERS, PickleMachine, bad
@@ -35,7 +36,7 @@ _SHALLOW = 6
 """Depth of the values that an item of a plan may fetch: a chunk is an object, a dict, a size, and two tuples."""
 _DEEPER = 16
 """More levels than a run hides: an item of a plan is an object with a dict with an object with a dict with a chunk."""
-_RUNS = (names.CHUNK, names.INDEX, names.ITEM)
+_RUNS = (names.TENSOR, names.CHUNK, names.INDEX, names.ITEM)
 _ROW_BYTES = 64
 """Bytes that a record counts. Columns of two dimensions take 32 bytes for a chunk and 49 for a place."""
 _RUN_BYTES = 2 << 10
@@ -55,7 +56,7 @@ class Skipped:
 class RunMachine(PickleMachine):
     """The state of one run of the interpreter, with the runs of records that it has met."""
 
-    __slots__ = ("_bases", "_idle", "_penalty", "_places", "_runs", "_window", "gets", "next", "skipped")
+    __slots__ = ("_bases", "_idle", "_penalty", "_places", "_runs", "_tensors", "_windows", "gets", "next", "skipped")
 
     def __init__(self, data: bytes, ledger: OpaqueLedger, limits: PickleLimits) -> None:
         super().__init__(data, ledger, replace(limits, value_depth=max(1, limits.value_depth - _DEEPER)))
@@ -65,11 +66,13 @@ class RunMachine(PickleMachine):
         self.skipped = False
         """True if a value inside a run was fetched again."""
         self._places = PlaceReader(self.text_of)
+        self._tensors = TensorReader(self._small_value, self.text_of)
         self._runs: list[Run] = []
         self._bases: list[int] = []
-        self._window = _LEAST_WINDOW
+        self._windows: dict[str, int] = dict.fromkeys(_RUNS, _LEAST_WINDOW)
+        """By the class that records begin with: how many bytes to look at."""
         self._idle: dict[str, int] = dict.fromkeys(_RUNS, 0)
-        """By class: how many records to interpret before the next attempt at a run."""
+        """How many records to interpret before the next attempt at a run."""
         self._penalty = dict(self._idle)
 
     def memoise(self) -> None:
@@ -106,6 +109,9 @@ class RunMachine(PickleMachine):
                 return self._runs[at].text(number - self._bases[at])
         return value if type(value) is str else None
 
+    def _small_value(self, number: int) -> Node:
+        return self.memo.get(number) if self._is_shallow(number) else None
+
     def _is_shallow(self, number: int) -> bool:
         value: Node = self.memo.get(number)
         # The state of properties may not be made from dicts: their keys would have to be checked.
@@ -121,8 +127,9 @@ class RunMachine(PickleMachine):
             return False
         mark = self.marks[-1]
         target = self.stack[mark - 1] if mark else None
-        if name == names.INDEX:
-            fits = type(target) is PDict and (len(self.stack) - mark) % 2 == 1
+        if name in (names.INDEX, names.TENSOR):
+            # A place is read with its key, a tensor behind it.
+            fits = type(target) is PDict and (len(self.stack) - mark) % 2 == (name == names.INDEX)
         else:
             fits = type(target) is PList
         return fits and self._read_run(name, start)
@@ -135,30 +142,29 @@ class RunMachine(PickleMachine):
             run := self._next_run(name)
         ):
             rows, length = rows + len(run), length + run.end
-            self._window = min(2 * self._window, _MOST_WINDOW)
+            self._windows[name] = min(2 * self._windows[name], _MOST_WINDOW)
         if rows == 0:
             self.at = start + len(first)
-        else:
+        elif name != names.TENSOR or not self._tensors.wants_more:
             # The next run is expected to be as long.
-            self._window = min(max(length * 5 // 4, _LEAST_WINDOW), _MOST_WINDOW)
+            self._windows[name] = min(max(length * 5 // 4, _LEAST_WINDOW), _MOST_WINDOW)
         self._penalty[name] = 0 if rows >= _WORTHWHILE else min(max(1, 2 * self._penalty[name]), _MOST_IDLE)
         self._idle[name] = self._penalty[name]
         return rows > 0
 
     def _next_run(self, name: str) -> Run | None:
-        pieces, frames = self._pieces()
+        pieces, frames = self._pieces(self._windows[name])
         window = Window(pieces)
-        run: Run | None
-        if name == names.CHUNK:
-            run = chunk_run(window, self.gets)
-        elif name == names.INDEX:
-            run = self._places.run(window, self.next, self.gets)
-        else:
-            run = plan_run(window, self.next, self.gets, self._is_shallow)
+        run = self._run_in(window, name)
         if run is None:
+            if name == names.TENSOR and self._tensors.wants_more and self._windows[name] < _MOST_WINDOW:
+                # The chunks of one tensor fill the window.
+                self._windows[name] *= 2
+                return self._next_run(name)
             return None
+        base = self.next
         self._runs.append(run)
-        self._bases.append(self.next)
+        self._bases.append(base)
         self.next += run.memoised
         at = bisect_left(window.cuts, run.end)
         if at == 0:
@@ -166,15 +172,37 @@ class RunMachine(PickleMachine):
         else:
             first, self.boundary = frames[at - 1]
             self.at = first + run.end - window.cuts[at - 1]
-        self.push(run, _RUN_BYTES + _ROW_BYTES * len(run))
+        self._push_run(run, base)
+        return run
+
+    def _run_in(self, window: Window, name: str) -> Run | None:
+        if name == names.TENSOR:
+            return self._tensors.run(window, self.gets)
+        if name == names.CHUNK:
+            return chunk_run(window, self.gets)
+        if name == names.INDEX:
+            return self._places.run(window, self.next, self.gets)
+        return plan_run(window, self.next, self.gets, self._is_shallow)
+
+    def _push_run(self, run: Run, base: int) -> None:
+        """Put what stands for the records on the stack."""
+        self.charge(_RUN_BYTES + _ROW_BYTES * len(run))
+        if isinstance(run, TensorRun):
+            self.push(run.tensors[0])
+            for key, number, tensor in zip(run.keys, run.numbers, run.tensors[1:], strict=True):
+                self.push(key, len(key))
+                self.push(tensor)
+                if number >= 0:
+                    self.memo[base + number] = key
+            return
+        self.push(run)
         if isinstance(run, PlaceRun):
             # In the place of the key and of the value: a dict is made from pairs.
             self.push(run)
-        return run
 
-    def _pieces(self) -> tuple[list[bytes], list[tuple[int, int]]]:
-        """The bytes from here on without frames, and the bounds of the frames that begin in them."""
-        data, left = self.data, self._window
+    def _pieces(self, left: int) -> tuple[list[bytes], list[tuple[int, int]]]:
+        """So many bytes from here on without frames, and the bounds of the frames that begin in them."""
+        data = self.data
         pieces, frames = [data[self.at : min(self.boundary, self.at + left)]], list[tuple[int, int]]()
         left -= len(pieces[0])
         boundary = self.boundary

@@ -131,8 +131,8 @@ def text_items(node: Node, what: str) -> dict[str, Node]:
     return {key_of(key, f"a key of {what}"): value for key, value in mapping_items(node, what=what).items()}
 
 
-def dtype_of(node: Node, what: str) -> Dtype:
-    """The element type from a `TensorProperties`.
+def properties_of(node: Node, what: str) -> tuple[Dtype, bool]:
+    """The element type and `requires_grad` from a `TensorProperties`.
 
     Source: torch 2.13.0 `distributed/checkpoint/metadata.py` (`TensorProperties.__getstate__`, a tuple of dtype,
     layout, requires_grad, memory format and pin_memory since torch 1.10).
@@ -146,7 +146,7 @@ def dtype_of(node: Node, what: str) -> Dtype:
     if not isinstance(state, PTuple) or len(state.items) != 5:
         raise malformed(f"the properties of {what}", state, "a tuple of five values")
     dtype, layout, requires_grad, memory_format, pin_memory = state.items
-    scalar_of(requires_grad, bool, f"requires_grad of {what}")
+    required = bool(scalar_of(requires_grad, bool, f"requires_grad of {what}"))
     scalar_of(pin_memory, bool, f"pin_memory of {what}")
     _check_layout(layout, what)
     _check_memory_format(memory_format, what)
@@ -156,7 +156,7 @@ def dtype_of(node: Node, what: str) -> Dtype:
         raise SourceError("tensor.unsupported", f"{what} has elements of type {dtype.dotted}")
     if dtype.name not in BY_NAME:
         raise malformed(f"the dtype of {what}", dtype, "a torch.dtype")
-    return BY_NAME[dtype.name]
+    return BY_NAME[dtype.name], required
 
 
 def _argument_of(node: Node, functions: frozenset[str], what: str) -> Node:

@@ -97,7 +97,7 @@ def _items(cursor: Cursor, gets: Mapping[str, bytes]) -> tuple[Column, list[tupl
     cursor.skip(gets["tensor_data"] + gets[names.ITEM_DATA] + OPENED + gets["chunk"])
     fetched.append((cursor.fetched(everywhere), everywhere))
     cursor.skip(gets["properties"])
-    made = _properties(cursor, gets, fetched)
+    made = _properties(cursor, gets.get(names.PROPERTY), fetched)
     cursor.skip(gets["size"])
     written = cursor.meets(gets[names.SIZE])
     cursor.skip(gets[names.SIZE], written)
@@ -110,11 +110,13 @@ def _items(cursor: Cursor, gets: Mapping[str, bytes]) -> tuple[Column, list[tupl
     return memoised, fetched
 
 
-def _properties(cursor: Cursor, gets: Mapping[str, bytes], fetched: list[tuple[Column, Flags]]) -> Flags:
+def _properties(cursor: Cursor, cls: bytes | None, fetched: list[tuple[Column, Flags]]) -> Flags:
     """Move over the properties of a tensor, which are fetched or made: true where they are made."""
-    opened = gets.get(names.PROPERTY, b"") + b")\x81\x94("
-    made = cursor.meets(opened)
-    cursor.skip(opened, made)
+    made = np.zeros(len(cursor.at), np.bool_)
+    if cls is not None:
+        opened = cls + b")\x81\x94("
+        made = cursor.meets(opened)
+        cursor.skip(opened, made)
     # Element type and layout, or the properties themselves.
     fetched.append((cursor.fetched(np.ones(len(made), np.bool_)), np.ones(len(made), np.bool_)))
     fetched.append((cursor.fetched(made), made))

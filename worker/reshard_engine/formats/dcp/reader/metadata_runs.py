@@ -17,10 +17,12 @@ from reshard_engine.formats.dcp.reader import metadata_names as names
 from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.metadata_cursor import Cursor, Window
 
-CLASSES = frozenset({names.CHUNK, names.INDEX, names.PLACE, names.SIZE, names.PROPERTY, names.ITEM, names.ITEM_DATA})
+CLASSES = names.PROPERTIES | {
+    names.TENSOR, names.CHUNK, names.INDEX, names.PLACE, names.SIZE, names.ITEM, names.ITEM_DATA,
+}  # fmt: skip
 ATTRIBUTES = frozenset(
     {"fqn", "index", "offset", "relative_path", "length", "transform_descriptors", "offsets", "sizes"}
-    | {"type", "bytes_io_data", "tensor_data", "chunk", "properties", "size"}
+    | {"type", "bytes_io_data", "tensor_data", "chunk", "properties", "size", "chunks"}
 )
 """Names of attributes that, like the classes, are in the memo before regular records come."""
 OPENED = b")\x81\x94}\x94("
@@ -48,14 +50,22 @@ class Run(Protocol):
         ...
 
 
-def record_starts(window: Window, head: bytes) -> Column | None:
-    """The positions of what may be records; None if a window does not begin with one."""
-    if not window.data.startswith(head):
-        return None
+def positions(window: Window, head: bytes) -> Column:
+    """The positions at which these bytes lie in a window."""
     # Splitting finds them faster than searching for one after the other.
     lengths = [len(rest) for rest in window.data.split(head)]
-    starts = np.cumsum(np.array(lengths[:-1], np.int64) + len(head)) - len(head)
-    if len(starts) > 2:
+    return np.cumsum(np.array(lengths[:-1], np.int64) + len(head)) - len(head)
+
+
+def record_positions(window: Window, head: bytes) -> Column | None:
+    """The positions of what may be records; None if a window does not begin with one."""
+    return positions(window, head) if window.data.startswith(head) else None
+
+
+def record_starts(window: Window, head: bytes) -> Column | None:
+    """As `record_positions`, up to a gap that no record fills."""
+    starts = record_positions(window, head)
+    if starts is not None and len(starts) > 2:
         # Another list begins behind a longer gap. It is not worth reading what follows: a run ends there.
         gaps = np.diff(starts)
         far = gaps > 2 * gaps[0] + _GAP_BYTES

@@ -16,7 +16,8 @@ from reshard_engine.formats.dcp.reader import metadata_names as names
 from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.metadata_chunk_runs import ChunkRun
 from reshard_engine.formats.dcp.reader.metadata_columns import Chunks
-from reshard_engine.formats.dcp.reader.metadata_nodes import attributes_of, class_of, dtype_of, malformed, size_of
+from reshard_engine.formats.dcp.reader.metadata_nodes import attributes_of, class_of, malformed, properties_of, size_of
+from reshard_engine.formats.dcp.reader.metadata_tensor_runs import RegularTensor
 from reshard_engine.pickles.nodes import Node, PList
 
 _TENSOR = frozenset({"properties", "size", "chunks"})
@@ -32,7 +33,10 @@ def tensors_of(items: dict[str, Node]) -> list[Chunks]:
     """
     found: list[Chunks] = []
     for number, (key, node) in enumerate(items.items()):
-        if class_of(node) == names.BYTES:
+        if isinstance(node, RegularTensor):
+            dtype, requires_grad = properties_of(node.properties, f"tensor {printable(key)}")
+            found.append(Chunks(number, key, dtype, node.shape, node.offsets, node.sizes, requires_grad))
+        elif class_of(node) == names.BYTES:
             attributes_of(node, names.BYTES, _NOTHING, f"the entry of {printable(key)}")
         else:
             found.append(_tensor(number, key, node))
@@ -42,17 +46,17 @@ def tensors_of(items: dict[str, Node]) -> list[Chunks]:
 def _tensor(number: int, key: str, node: Node) -> Chunks:
     what = f"tensor {printable(key)}"
     parts = attributes_of(node, names.TENSOR, _TENSOR, what)
-    dtype = dtype_of(parts.get("properties"), what)
+    dtype, requires_grad = properties_of(parts.get("properties"), what)
     shape = size_of(parts.get("size"), f"the size of {what}")
     chunks = parts.get("chunks")
     if not isinstance(chunks, PList):
         raise malformed(f"the chunks of {what}", chunks, "a list")
     parts = [_columns(run, shape, what) for run in _runs(chunks.items)]
     if len(parts) == 1:
-        return Chunks(number, key, dtype, shape, *parts[0])
+        return Chunks(number, key, dtype, shape, *parts[0], requires_grad)
     empty = np.empty((0, len(shape)), np.int64)
     offsets, sizes = (np.concatenate([empty, *(part[end] for part in parts)]) for end in (0, 1))
-    return Chunks(number, key, dtype, shape, offsets, sizes)
+    return Chunks(number, key, dtype, shape, offsets, sizes, requires_grad)
 
 
 def _runs(items: list[Node]) -> Iterator[ChunkRun | list[Node]]:
