@@ -34,6 +34,8 @@ class TensorEntry:
     count: int
     boxes: Column
     """`[count, 2, dims]`: the offsets and the sizes of each chunk in the global tensor, in elements."""
+    requires_grad: bool = False
+    """False in all files that torch writes; our own writer marks parameters by it."""
 
 
 @dataclass(frozen=True, slots=True)
