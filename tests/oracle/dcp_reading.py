@@ -99,6 +99,7 @@ _MAY_BE_LEFT_OUT = [
     re.compile(pattern)
     for pattern in (
         r".*: weights hold no training state",
+        r".*: only the source's framework has it",
         r".*: the format holds tensors only, .*",
         r".*: (DeepSpeed's checkpoints|checkpoints of this kind) have no place for it",
         r"tokens: DeepSpeed counts no tokens",

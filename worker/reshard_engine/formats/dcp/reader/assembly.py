@@ -232,12 +232,13 @@ class Assembly:
         if not some:  # before the first step no parameter has states
             trained = [replace(p, never_updated=False) for p in trained]
         parameters, buffers = trained, list[Buffer]()
+        marked = any(saved[0].entry.requires_grad for saved in by_name.values())
         most_chunks = max(map(chunk_count, by_name.values()), default=1)
         for name, saved in by_name.items():
             if name in members or name in self._shared:
                 continue
             entry = saved[0].entry
-            if is_buffer(name, entry.dtype) or looks_plain(saved, most_chunks):
+            if is_buffer(name, entry.dtype) or looks_plain(saved, most_chunks, marked=marked):
                 buffers.append(Buffer(name, numbers[name]))
             else:
                 parameters.append(Parameter(name, entry.shape, None, numbers[name]))

@@ -33,15 +33,19 @@ def chunk_count(saved: Sequence[SavedTensor]) -> int:
     return len({box.tobytes() for s in saved for box in s.entry.boxes})
 
 
-def looks_plain(saved: Sequence[SavedTensor], most_chunks: int) -> bool:
+def looks_plain(saved: Sequence[SavedTensor], most_chunks: int, *, marked: bool) -> bool:
     """True for a tensor that FSDP does not manage, which are buffers, but for parameters that it was told to ignore.
 
-    FSDP shards every parameter along its first dimension, and refuses those without dimensions. Buffers stay whole.
+    FSDP shards every parameter along its first dimension, and refuses those without dimensions. Buffers stay whole. Our
+    own writer marks parameters, and keeps buffers whole, too.
 
     Args:
         saved: The tensor's entries; without collectives each rank has one.
-        most_chunks: The largest `chunk_count` of a tensor of the model.
+        most_chunks: The largest number of chunks of a tensor of the model.
+        marked: True if some tensors of the model are marked as parameters.
     """
     entry = saved[0].entry
     whole = all(s.entry.count == 1 and bool((s.entry.boxes[0, 1] == entry.shape).all()) for s in saved)
+    if marked:
+        return whole and not entry.requires_grad
     return entry.shape == () or (whole and most_chunks > 1 and entry.shape[0] > 1)

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 
+from reshard.dcp_options import Grammar
 from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.containers.bounded_json import parse_json
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.safetensors_file import SafetensorsEntry, SafetensorsFile, open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.formats.dcp import Grammar
 from reshard_engine.formats.dcp.facts import DcpFacts
 from reshard_engine.formats.dcp.names import SHARD_FILE, names_of
 from reshard_engine.formats.dcp.reader.boxes import Boxes, add_boxes

@@ -36,6 +36,10 @@ class TensorEntry:
     """Number in the shard map, or `tensors.layout.ZEROS`."""
     dtype: Dtype
     shape: tuple[int, ...]
+    parameter: bool = False
+    """True for a parameter of the model, as which `.metadata` marks it."""
+    whole: bool = False
+    """True for a tensor that is one chunk, whatever its size: buffers, which FSDP does not shard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class Saved:
     """None for a value that is no tensor."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
+    parameter: bool = False
+    """True for a parameter: torch ignores `requires_grad`, and a reader of ours tells parameters from buffers by it."""
 
 
 def metadata_bytes(saved: Sequence[Saved], files: Sequence[str]) -> bytes:
@@ -87,7 +89,7 @@ def _value() -> Node:
 def _tensor(entry: Saved, dtype: Dtype, sizes: _Sizes) -> Node:
     layout = PObject("reduce", Global("torch.serialization", "_get_layout"), PTuple(("torch.strided",)))
     memory = PObject("reduce", Global(_METADATA, "_MEM_FORMAT_ENCODING"), PTuple((_CONTIGUOUS,)))
-    state = PTuple((Global("torch", dtype.name), layout, False, memory, False))
+    state = PTuple((Global("torch", dtype.name), layout, entry.parameter, memory, False))
     properties = PObject("newobj", Global(_METADATA, "TensorProperties"), PTuple(), state=state, has_state=True)
     chunks: list[Node] = [
         _object("ChunkStorageMetadata", {"offsets": sizes.of(c.offsets), "sizes": sizes.of(c.sizes)})

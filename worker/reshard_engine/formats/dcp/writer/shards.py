@@ -135,7 +135,7 @@ class Shards:
 
     def _tensor(self, entry: TensorEntry, files: Sequence[_File]) -> Saved:
         rows, row = (entry.shape[0], prod(entry.shape[1:])) if entry.shape else (1, 1)
-        count = _chunk_count(entry)
+        count = 1 if entry.whole else _chunk_count(entry)
         step = -(-rows // count) if rows else 0
         chunks: list[Chunk] = []
         smallest = min(range(len(files)), key=lambda i: files[i].at)
@@ -146,7 +146,7 @@ class Shards:
             place = number * len(files) // count if count >= len(files) else (smallest + number) % len(files)
             offset, length = files[place].add(self._chunk(entry.dtype, sizes), (entry.tensor,), start * row)
             chunks.append(Chunk(offsets, sizes, place, offset, length))
-        return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks))
+        return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks), entry.parameter)
 
     def _chunk(self, dtype: Dtype, shape: tuple[int, ...]) -> FileTemplate:
         key = (dtype.name, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from reshard.dcp_options import MissingMoments
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
@@ -47,12 +47,14 @@ class StateDict:
         """Every entry of the model, in its order: masters of trained parameters, the others as they are stored."""
         found = self._checkpoint
         numbers = {p.fqn: p.value() for p in found.parameters if p.trained or not exclude_frozen}
-        numbers |= {b.fqn: b.tensor for b in found.buffers}
+        buffers = {b.fqn: b.tensor for b in found.buffers}
+        numbers |= buffers
         numbers |= {alias: numbers[owner] for alias, owner in found.shared.items() if owner in numbers}
         for name in dict.fromkeys((*found.module_names, *numbers, *found.extra_states)):
             path = (*self._places.model, self._name(name))
             if name in numbers:
-                yield self._tensor(path, numbers[name])
+                plain = name in buffers
+                yield replace(self._tensor(path, numbers[name]), parameter=not plain, whole=plain)
             elif name in found.extra_states:
                 yield from self.values(path, found.extra_states[name])
 
