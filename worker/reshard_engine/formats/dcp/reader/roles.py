@@ -22,6 +22,8 @@ from reshard_engine.formats.dcp.reader.saved_state import SavedState, SavedTenso
 GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 _FLAT_PARAMETER = "_flat_param"
 _EXTRA_STATE = "_extra_state"
+_MODEL = "model"
+"""The key under which nearly all frameworks save the model."""
 Item = SavedTensor | SavedValue
 
 
@@ -137,7 +139,7 @@ def _shapes_of_states(state: SavedState, place: OptimizerPlace) -> set[tuple[int
 
 
 def _model_path(tensors: Iterable[SavedTensor], names: set[str], shapes: set[tuple[int, ...]]) -> KeyPath:
-    """The place whose tensors have the most of these names or shapes; else the place with the most elements."""
+    """The place whose tensors have the most of these names or shapes; else `model`, or that with the most elements."""
     named: Counter[KeyPath] = Counter()
     size: Counter[KeyPath] = Counter()
     for tensor in tensors:
@@ -146,7 +148,7 @@ def _model_path(tensors: Iterable[SavedTensor], names: set[str], shapes: set[tup
         size[parent] += prod(tensor.entry.shape)
     if not size:
         return ()
-    best = max(size, key=lambda place: (named[place], size[place]))
+    best = max(size, key=lambda place: (named[place], place[-1:] == (_MODEL,), size[place]))
     # An entry such as an extra state, or a module that nests its state dict, may have more elements than its model.
     while len(best) > 1 and not named[best] and _EXTRA_STATE in str(best[-1]):
         best = best[:-1]
