@@ -99,7 +99,8 @@ class FsdpRun:
     @classmethod
     def of(cls, data: dict[str, Any]) -> FsdpRun:
         """The run that ``to_json`` described."""
-        return cls(**data | {"model": Case(**data["model"]), "mesh": Mesh(**data["mesh"])})
+        known: dict[str, Any] = data | {"model": Case(**data["model"]), "mesh": Mesh(**data["mesh"])}
+        return cls(**known)
 
     def on(self, mesh: Mesh, parallel: Parallel | None = None) -> FsdpRun:
         """The run that continues this one on another mesh."""

@@ -186,5 +186,6 @@ def problems(wanted: Truth, found: Truth, *, across: bool = False) -> list[str]:
 def zero_run(stage: Literal[1, 2, 3], run: FsdpRun, world: int) -> FsdpRun:
     """The run under DeepSpeed with the model and groups of ``run``."""
     name = "sgd" if run.optimizer == "sgd" else "adamw"
-    case = Case(**run.model.to_json() | {"name": f"zero{stage}_{run.name}", "stage": stage, "optimizer": name})
+    changed: dict[str, Any] = {"name": f"zero{stage}_{run.name}", "stage": stage, "optimizer": name}
+    case = Case(**run.model.to_json() | changed)
     return FsdpRun(case.name, model=case, mesh=Mesh(world))

@@ -109,7 +109,7 @@ _GIVEN: dict[str, Callable[[Running], dict[str, Any]]] = {
     "titan": _titan,
     "raw": _raw,
 }
-"""What each grammar gives ``dcp.save``."""
+"""The state dict of each grammar, as ``dcp.save`` gets it."""
 
 
 def save(running: Running, kind: str, folder: Path) -> None:
@@ -166,7 +166,7 @@ def _grammar_of_2_3() -> Iterator[None]:
         version._derived_version = None
 
 
-def load(running: Running, kind: str, folder: Path, *, partial: bool = False, reader: Any = None) -> None:
+def load(running: Running, kind: str, folder: Path, *, partial: bool = False) -> None:
     """Loads one checkpoint into a run that has made no step, as the program that wrote the grammar would; collective.
 
     Args:
@@ -174,14 +174,13 @@ def load(running: Running, kind: str, folder: Path, *, partial: bool = False, re
         kind: a grammar; variants are all ``app``.
         folder: the checkpoint's directory.
         partial: accepts that the checkpoint lacks states which a fresh optimizer is given.
-        reader: a storage reader of its own.
     """
     # By default torch 2.13 drops what FSDP1 holds no piece of on this rank, takes the rest for a checkpoint of torch
     # 2.3, and finds no such keys.
     flatten = running.run.parallel == "fsdp2"
     planner = DefaultLoadPlanner(allow_partial_load=partial, flatten_sharded_tensors=flatten)
-    reader = reader or FileSystemReader(str(folder))
-    kwargs: dict[str, Any] = {"storage_reader": reader, "planner": planner}
+    kwargs: dict[str, Any] = {"storage_reader": FileSystemReader(str(folder)), "planner": planner}
+    wanted: dict[str, Any] = {}
     match kind:
         case "nested":
             wanted = _nested(running)
