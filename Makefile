@@ -19,10 +19,14 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD ?= -n 2 --dist loadfile --max-worker-restart=0
 # The quick tier needs neither torch nor DeepSpeed, which take gigabytes where there is no build for the CPU alone.
 QUICK  := $(VENV)-quick
+# Some parts of torchtitan, beside the environment: what it depends on is for other parts, and some of it for other torches.
+TITAN  := $(CURDIR)/$(VENV)/torchtitan
+TITANS := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.0
 COMMA  := ,
 
 # Programs of the environment are found by those that start them: weed, celery, ninja.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages sbom docs site test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers browser demo check ci clean
@@ -39,6 +43,7 @@ endef
 
 $(READY): pyproject.toml constraints.txt
 	$(call install,$(VENV),all$(COMMA)dev)
+	@$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(TITAN) $(TITANS) 2>>$(VENV)/install.log
 	@touch $@
 
 setup: $(READY) ## install everything into .venv (about 2 minutes)

@@ -166,7 +166,6 @@ HOSTILE: dict[str, tuple[Make, str]] = {
     "a path that is bytes": (named(b"a"), "checkpoint.malformed"),
     "a path that is an object": (named(d.called("pathlib.PosixPath", "a")), "checkpoint.malformed"),
     # Keys.
-    "a key for a terminal": (keyed("a\x1b[2J"), "name.invalid"),
     "a key of 4,097 characters": (keyed("a" * 4_097), "name.invalid"),
     "a key that is a number": (keyed(7), "checkpoint.malformed"),
     "a key that is a tuple": (keyed(("a",)), "checkpoint.malformed"),

@@ -99,7 +99,7 @@ def find_source(src: str, tag: str | None) -> LocalSource:
     _refuse_incomplete(src)
     if is_distributed(place := src if tag is None else os.path.join(src, tag)):
         home = os.path.realpath(place)
-        return LocalSource(home, (os.path.basename(home),), names_tag=False, distributed=True)
+        return LocalSource(home, (_tag_for(home),), names_tag=False, distributed=True)
     if tag is None and (tag := _pointed(src)) is None:
         if not _holds_tag(src):
             raise SourceError(
@@ -117,6 +117,19 @@ def find_source(src: str, tag: str | None) -> LocalSource:
             fix=_tags_there(src) or "copy the checkpoint again",
         )
     return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
+
+
+def _tag_for(directory: str) -> str:
+    """The tag under which DeepSpeed finds what is made of a distributed checkpoint.
+
+    Source: transformers 5.23.0 `integrations/deepspeed.py` (`deepspeed_load_checkpoint` looks for `global_step*`);
+    accelerate 1.15.0 `accelerator.py` (`load_state`: the tag `pytorch_model`).
+    """
+    name = os.path.basename(directory)
+    if any((match := _RANK_FILE.fullmatch(n)) and match[1] == "random_states" for n in os.listdir(directory)):
+        return "pytorch_model"
+    number = name.rpartition("-")[2]
+    return f"global_step{number}" if number.isdecimal() and number != name else name
 
 
 def is_distributed(directory: str) -> bool:

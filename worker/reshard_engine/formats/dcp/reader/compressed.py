@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -40,6 +41,7 @@ class SpoolStore:
     def __init__(self) -> None:
         """Create the file."""
         self._file = tempfile.TemporaryFile(prefix="reshard-")  # noqa: SIM115 - it lives as long as the store
+        weakref.finalize(self, self._file.close)
         self.size_bytes = 0
         self._info: ObjectInfo | None = None
 

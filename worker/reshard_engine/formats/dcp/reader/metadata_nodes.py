@@ -108,17 +108,14 @@ def scalar_of(node: Node, kind: type[_Kind], what: str) -> _Kind:
 
 
 def key_of(node: Node, what: str) -> str:
-    """A key of the state dict: free text, but printable and bounded.
+    """A key of the state dict: free text, but bounded. Names that become parts of paths are checked by their readers.
 
     Raises:
         SourceError: `checkpoint.malformed` for anything but a text, `name.invalid`.
     """
     key = scalar_of(node, str, what)
-    if len(key) > MAX_KEY_CHARS or not key.isprintable():
-        raise SourceError(
-            "name.invalid",
-            f"{what} is {printable(key)!r}: keys have at most {MAX_KEY_CHARS} characters, and all are printable",
-        )
+    if len(key) > MAX_KEY_CHARS:
+        raise SourceError("name.invalid", f"{what} has {len(key)} characters, the limit is {MAX_KEY_CHARS}")
     return key
 
 

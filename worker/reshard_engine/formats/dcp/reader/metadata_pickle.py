@@ -178,7 +178,7 @@ def _path(node: Node, key: str) -> KeyPath:
     if not isinstance(node, PTuple) or not 0 < len(node.items) <= MAX_DIMS:
         raise malformed(what, node, "a tuple of keys")
     for part in node.items:
-        text = type(part) is str and len(part) <= MAX_KEY_CHARS and part.isprintable()
+        text = type(part) is str and len(part) <= MAX_KEY_CHARS
         if not text and not (type(part) is int and -MAX_NUMBER < part < MAX_NUMBER):
             raise malformed(f"a part of {what}", part, "a printable text or a list index")
     return tuple(node.items)

@@ -40,7 +40,7 @@ class Run(Protocol):
 
     @property
     def memoised(self) -> int:
-        """How many values went into the memo."""
+        """Number of values that went into the memo."""
         ...
 
     def __len__(self) -> int: ...

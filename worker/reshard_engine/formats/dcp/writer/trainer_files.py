@@ -25,6 +25,10 @@ from reshard_engine.tensors.layout import TargetFile, literal_template
 
 _INTERVALS = {"logging_steps": 500, "eval_steps": 500, "save_steps": 500}
 """The Trainer's defaults. Those of a checkpoint take the place of its arguments."""
+_CONTROL = dict.fromkeys(
+    ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log"), False
+)
+"""The state of a Trainer's control flow at rest: the next save looks for this entry."""
 MADE_STATE = (
     f"{TRAINER_STATE} was made, as the source has none: the Trainer takes logging_steps, eval_steps and save_steps "
     "(500 each) from it, and the epoch begins at 0; edit it, or name a checkpoint-N: --trainer-files DIR"
@@ -117,5 +121,8 @@ def _steps(checkpoint: Checkpoint) -> int:
 
 def _trainer_state(steps: int) -> bytes:
     """A state for a source without one: the steps, and what a resumed Trainer reads from it in any case."""
-    state: dict[str, Any] = {"global_step": steps, "log_history": [], **_INTERVALS, "train_batch_size": 1}
+    state: dict[str, Any] = {
+        "global_step": steps, "log_history": [], **_INTERVALS, "train_batch_size": 1,
+        "stateful_callbacks": {"TrainerControl": {"args": _CONTROL, "attributes": {}}},
+    }  # fmt: skip
     return json.dumps(state, indent=2).encode() + b"\n"
