@@ -16,6 +16,12 @@ from oracle.launcher import Worlds
 SavedFactory: TypeAlias = Callable[..., Saved]
 
 
+def need(framework: Framework) -> None:
+    """Skips a test whose framework is not here: torchtitan is the only one that may be missing."""
+    if framework == "titan" and not titan_is_here():
+        pytest.skip(f"torchtitan is not installed, and {TITAN_FOLDER} names no folder of it")
+
+
 @pytest.fixture(scope="session")
 def fsdp(worlds: Worlds) -> FsdpOracle:
     """FSDP, its frameworks, and DeepSpeed on the same model."""
@@ -28,8 +34,7 @@ def saved(fsdp: FsdpOracle, tmp_path_factory: pytest.TempPathFactory) -> SavedFa
 
     def train(run: FsdpRun | str, framework: Framework = "torch") -> Saved:
         run = RUNS[run] if isinstance(run, str) else run
-        if framework == "titan" and not titan_is_here():
-            pytest.skip(f"torchtitan is not installed, and {TITAN_FOLDER} names no folder of it")
+        need(framework)
 
         def save(folder: Path) -> list[float]:
             return list(fsdp.train(framework, run, folder))

@@ -14,7 +14,7 @@ from house.tiers import rest_full
 from oracle.conversions import agree
 from oracle.dcp_cases import RUNS, FsdpRun, Mesh
 from oracle.dcp_driver import Framework, FsdpOracle, Job, Resumed, Saved, problems
-from oracle.dcp_fixtures import SavedFactory
+from oracle.dcp_fixtures import SavedFactory, need
 from oracle.dcp_reading import dcp_convert
 from oracle.outputs import contents
 from reshard.errors import RequestError
@@ -152,6 +152,7 @@ def test_frameworks_resume(
     tmp_path: Path,
 ) -> None:
     """Through the grammar of another framework, and back to the one that resumes."""
+    need(framework)
     run = RUNS.get(name) or FsdpRun(name)
     source = saved(run, origin)
     for mesh in meshes:
