@@ -191,6 +191,12 @@ class Assembly:
         roles = self._roles
         if roles.optimizer is None:
             return None
+        if not roles.weights:
+            raise SourceError(
+                "checkpoint.incomplete",
+                "it holds an optimizer's states and no model",
+                fix="name the directory that holds both, such as that of Accelerate's save_state",
+            )
         groups = read_groups(roles, self.node)
         by_number = any(g.numbered for g in groups)
         flat = (*roles.states, *map(str, roles.groups)) if roles.optimizer.flat else ()
