@@ -81,7 +81,7 @@ quick-all: ## the same under each supported Python that is here, the one of .ven
 full: $(READY) ## the long tests too
 	@$(PYTEST) --durations=40 -m 'not gpu' $(ARGS)
 
-laws: $(READY) ## the laws of resharding over 5,000 generated checkpoints (half an hour)
+laws: $(READY) ## the laws of resharding over 6,900 generated checkpoints (an hour)
 	@$(PYTEST) tests/laws/test_laws.py --hypothesis-profile=laws-long -o faulthandler_timeout=0 $(ARGS)
 
 chaos: $(READY) ## faults at every operation in every mode, 300 random kills of the real worker (about an hour)

@@ -6,6 +6,8 @@ from random import Random
 
 from hypothesis import strategies as st
 
+from laws.dcp_source import DCP_SOURCES
+from laws.dcp_target import DcpTarget
 from laws.deepspeed_source import STAGES
 from laws.native_target import NativeTarget
 from laws.targets import UniversalTarget, WeightsTarget
@@ -21,8 +23,15 @@ TARGETS: tuple[TargetOracle, ...] = (
     NativeTarget(),
     WeightsTarget(TargetFormat.SAFETENSORS),
     WeightsTarget(TargetFormat.TORCH),
+    DcpTarget(),
 )
-SOURCES: tuple[SourceFormat, ...] = (*STAGES, UniversalSource(), WeightsSource("safetensors"), WeightsSource("torch"))
+SOURCES: tuple[SourceFormat, ...] = (
+    *STAGES,
+    UniversalSource(),
+    WeightsSource("safetensors"),
+    WeightsSource("torch"),
+    *DCP_SOURCES,
+)
 
 
 @st.composite
@@ -34,4 +43,7 @@ def trials(draw: st.DrawFn, source: SourceFormat, targets: tuple[TargetOracle, .
         options["exclude_frozen"] = False  # weights do not say which of them were frozen
     execution = draw(execution_options())
     random: Random = draw(st.randoms(use_true_random=False))
-    return Trial(source, draw(source.cases()), oracle, options, execution, random)
+    cases = source.cases()
+    if isinstance(oracle, DcpTarget):
+        cases = cases.filter(oracle.takes)
+    return Trial(source, draw(cases), oracle, options, execution, random)

@@ -167,9 +167,12 @@ class UniversalTarget:
         state = saved.state
         loose = () if request.exclude_frozen else state.of_group(None)
         tensors = dict(_atoms(state))
+        overflows: dict[str, int] = {}
         for parameter in loose:
             if parameter.weight is not None and parameter.weight.floating:
-                tensors[f"{MASTER}/{parameter.fqn}"] = rounded(parameter.weight, "float32")
+                tensors[f"{MASTER}/{parameter.fqn}"] = after = rounded(parameter.weight, "float32")
+                if lost := overflowed(parameter.weight, after):
+                    overflows[parameter.fqn] = lost
         tensors |= {f"module/{n}": bits for n, bits in _module(state, without_frozen=request.exclude_frozen)}
         values: dict[str, Tree] = {f"state/{k}": v for k, v in state.values.items()}
         values |= {f"optimizer/{k}": v for k, v in state.optimizer_values.items()}
@@ -178,7 +181,7 @@ class UniversalTarget:
             values |= {f"group/{index}/{k}": v for k, v in group.items()}
         values["buffers"] = set(state.buffers)
         cast_names = {f"{MASTER}/{p.fqn}" for p in loose if p.weight is not None and p.weight.dtype != "float32"}
-        return Content(tensors, frozenset(cast_names), values)
+        return Content(tensors, frozenset(cast_names), values, overflows)
 
     def read(self, files: Mapping[str, bytes]) -> Content:
         """Atoms by `<state>/<fqn>`, the module by `module/<fqn>`, everything else as values."""

@@ -1,7 +1,7 @@
 """All laws over all source formats and all targets, on generated checkpoints that hold the zoo.
 
-`make test` runs 40 examples a source format, so that the five of DeepSpeed have 200 together, `make laws` 5,000 in
-all. There, each example meets every law; here, each meets those of `_ALWAYS`, and the others take turns. The seed is
+`make test` runs 40 examples a source format, so that the five of DeepSpeed have 200 together, `make laws` 625 of
+each. There, each example meets every law; here, each meets those of `_ALWAYS`, and the others take turns. The seed is
 printed at the end: `pytest tests/laws/test_laws.py --hypothesis-seed=N` draws the same examples again, and
 `--hypothesis-profile=laws-shrink` makes the one that failed smaller.
 """
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, seed, settings, strategies as st
 
 from house.measured import say
+from laws.dcp_source import DCP_SOURCES, GRAMMARS, ZOO as DCP_ZOO
 from laws.deepspeed_source import STAGES
 from laws.drawing import SOURCES, trials
 from laws.profiles import laws_profile, laws_seed
@@ -34,9 +35,13 @@ _ALWAYS = (gather_then_slice, every_byte_once, verification_agrees)
 _TURNS = 3
 
 
+def _is_long() -> bool:
+    return _PROFILE is settings.get_profile("laws-long")
+
+
 def laws_of(turn: int) -> tuple[Law, ...]:
     """The laws that an example meets: all in the long run, in the short one a third of those that are not for all."""
-    if _PROFILE is settings.get_profile("laws-long"):
+    if _is_long():
         return LAWS
     others = [law for law in LAWS if law not in _ALWAYS]
     return (*_ALWAYS, *others[turn::_TURNS])
@@ -49,11 +54,16 @@ def census() -> Iterator[Census]:
     yield found
     stages = [s.name for s in STAGES]
     say(f"drawn with --hypothesis-seed={_SEED}", *found.table(stages))
+    say("of distributed checkpoints", *found.table([s.name for s in DCP_SOURCES]))
     say(*(f"consolidated files that {library} itself opened: {count}" for library, count in OPENED.items()))
     lacking: dict[str, str] = {}
     asked = _PROFILE.max_examples
     if all(found.examples([s]) >= _PROFILE.max_examples for s in stages):
         lacking |= found.lacking(stages, dict.fromkeys((*EVERYWHERE, *CUTS), _TENTH) | _CUTS | _WORLDS, asked)
+    distributed = [s.name for s in DCP_SOURCES]
+    if all(found.examples([s]) >= _PROFILE.max_examples for s in distributed):
+        wanted = (*DCP_ZOO, *(GRAMMARS if _is_long() else ()))
+        lacking |= found.lacking(distributed, dict.fromkeys(wanted, 0.005), asked)
     for source in SOURCES:
         if found.examples([source.name]) >= _PROFILE.max_examples:
             lacking |= found.lacking([source.name], source.zoo, asked)

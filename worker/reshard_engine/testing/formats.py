@@ -34,11 +34,13 @@ class Saved:
         state: what the files keep of the logical state; a format may keep less than a run holds.
         labels: items of the zoo that only the format can see (see `zoo.py`).
         frozen_late: parameters that the optimizer owns and that were frozen since: some targets hold them as both.
+        never_updated: parameters that the optimizer owns and that no gradient reached: the state has zeros for them.
     """
 
     state: LogicalState
     labels: frozenset[str] = frozenset()
     frozen_late: frozenset[str] = frozenset()
+    never_updated: frozenset[str] = frozenset()
 
 
 class SourceFormat(Protocol):

@@ -144,21 +144,8 @@ def what_was_written_reads_back(trial: Trial) -> None:
 
 def the_path_does_not_matter(trial: Trial) -> None:
     """A conversion by way of another format or of a wider type gives the same result."""
-    # Without masters and without a wanted type, types stay what they are.
-    wide = "fp32" if trial.source.full or trial.options.get("dtype") else None
-    weights = "dtype" in trial.options and not trial.oracle.wants_full_state
-    ways: list[dict[str, Any]] = [{"to": to, "dtype": wide} for to in _WEIGHTS] if weights else []
-    if trial.source.full:
-        stage, ranks = trial.random.choice(["1", "2", "3"]), trial.random.randint(1, 4)
-        native = {"to": TargetFormat.ZERO, "dtype": wide, "layout": {"dp": ranks, "zero_stage": stage}}
-        universal = {"to": TargetFormat.UNIVERSAL, "dtype": None, "layout": None}
-        # Weights of another type are cast when a native checkpoint is written: only its own kind comes after it. Before
-        # the first step the universal form holds the zeros that Adam starts from, and says so.
-        native_too = trial.oracle.wants_full_state and "dtype" in trial.options
-        fresh = native_too and not trial.saved.state.state_names
-        chosen = ([] if fresh else [universal]) + ([native] if native_too else [])
-        ways += [way | {"max_shard_bytes": None} for way in chosen]
-    if not trial.source.full and trial.oracle.wants_full_state:
+    ways = _ways(trial)
+    if not ways:
         return
     way = trial.random.choice(ways)
     frozen = trial.options.get("exclude_frozen", False)
@@ -172,7 +159,47 @@ def the_path_does_not_matter(trial: Trial) -> None:
     direct, arrived = (_without_stored_weights(trial, content) for content in (direct, arrived))
     direct = replace(direct, cast=frozenset(direct.tensors))
     difference = content_difference(direct, arrived) or content_difference(replace(arrived, cast=direct.cast), direct)
-    assert difference is None, f"by way of {way['to'].value}: {difference}"
+    assert difference is None, f"by way of {way['to']}: {difference}"
+
+
+def _ways(trial: Trial) -> list[dict[str, Any]]:
+    """The formats by way of which the target must become the same."""
+    state, full = trial.saved.state, trial.source.full
+    if trial.options["to"] == "dcp" and "grammar" not in trial.options["options"]["dcp"]:
+        return []  # its keys are those of the source's framework, which no format on the way knows
+    # Without masters and without a wanted type, types stay what they are.
+    wide = "fp32" if full or trial.options.get("dtype") else None
+    typed, resumable = "dtype" in trial.options, trial.oracle.wants_full_state
+    weights = typed and not resumable
+    ways: list[dict[str, Any]] = []
+    if weights or not (full or resumable):
+        ways += [{"to": to, "dtype": wide} for to in _WEIGHTS]
+    if weights and _torch_says_all(trial):
+        ways.append({"to": "dcp", "dtype": None, "max_shard_bytes": None})
+    if full:
+        stage, ranks = trial.random.choice(["1", "2", "3"]), trial.random.randint(1, 4)
+        native = {"to": TargetFormat.ZERO, "dtype": wide, "layout": {"dp": ranks, "zero_stage": stage}}
+        universal = {"to": TargetFormat.UNIVERSAL, "dtype": None, "layout": None}
+        # Weights of another type are cast when a native checkpoint is written: only its own kind comes after it. Before
+        # the first step the universal form holds the zeros that Adam starts from, and says so. For parameters without
+        # gradients it holds zeros and the counter of others.
+        native_too = resumable and typed
+        as_they_are = native_too or not (typed or resumable)
+        made = as_they_are and (not state.state_names or trial.saved.never_updated)
+        chosen = ([] if made else [universal]) + ([native] if native_too else [])
+        ways += [way | {"max_shard_bytes": None} for way in chosen]
+    return ways
+
+
+def _torch_says_all(trial: Trial) -> bool:
+    """True if a distributed checkpoint loses nothing that weights hold: it does not say which tensors are tied.
+
+    Ties of trained matrices are found again; names are taken for those of a wrapping module if all have its prefix.
+    """
+    state = trial.saved.state
+    matrices = {p.fqn for p in state.trained if len(p.shape) > 1 and trial.source.full}
+    wrapped = all(name.startswith("module.") for name in state.order)
+    return state.groups is not None and matrices.issuperset(state.aliases.values()) and not wrapped
 
 
 def _without_stored_weights(trial: Trial, content: Content) -> Content:
