@@ -29,7 +29,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages sbom docs site test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages sbom docs site test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -129,7 +129,7 @@ site: $(READY) ## the documents as a site in site/, offline and strict
 golden: $(READY) ## accept the command line's help and all fixes as they are now
 	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py tests/packaging/test_fixes.py tests/packaging/test_help.py
 
-bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|functions|scale|all")
+bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|functions|dcp|scale|all")
 	@$(BIN)/python bench/run.py $(ARGS)
 
 bench-device: $(READY) ## casts on a GPU beside those of the processor, and whole conversions
@@ -137,6 +137,9 @@ bench-device: $(READY) ## casts on a GPU beside those of the processor, and whol
 
 bench-store: $(READY) ## conversions within an S3 server beside a plain concurrent copy, with and without server-side copies
 	@$(BIN)/python bench/object_store.py $(ARGS)
+
+bench-metadata: $(READY) ## a .metadata of five million chunks, and smaller ones beside the unpickler
+	@$(BIN)/python bench/dcp_metadata.py $(ARGS)
 
 bench-queue: $(READY) ## 500 small jobs over two Celery workers, and one beside the command line (5 minutes)
 	@$(BIN)/python bench/job_queue.py $(ARGS)
