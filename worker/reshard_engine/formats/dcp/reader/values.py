@@ -23,6 +23,9 @@ from reshard_engine.pickles.rewrite import rewrite
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
+_MOST_GAPS = 1 << 12
+"""Indices of a list without an entry. A stream of a few bytes must not make a long list."""
+
 
 def open_values(files: Sequence[SourceFile], values: Sequence[SavedValue], ledger: OpaqueLedger) -> list[TorchFile]:
     """The parsed streams of these values, in their order.
@@ -90,6 +93,8 @@ def nested(entries: Mapping[KeyPath, Node]) -> dict[str | int, Node]:
 
 
 def _container(items: dict[str | int, Node]) -> Node:
-    if items and all(type(k) is int for k in items) and sorted(map(int, items)) == list(range(len(items))):
-        return PList([items[i] for i in range(len(items))])
+    """A list where keys are indices, else a dict. Empty dicts of a list have no entry: torch puts None in their place."""
+    numbers = [k for k in items if isinstance(k, int)]
+    if items and len(numbers) == len(items) and 0 <= min(numbers) and max(numbers) < _MOST_GAPS + len(items):
+        return PList([items.get(i) for i in range(max(numbers) + 1)])
     return mapping_of(items)
