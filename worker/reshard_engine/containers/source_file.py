@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
+
 from reshard.errors import SourceError, printable
 from reshard_engine.storage.packed_store import PackedStore
 from reshard_engine.storage.protocol import ObjectInfo, Store
@@ -27,8 +30,8 @@ class SourceFile:
     """Digest of the names, sizes and CRC-32s of the file's records, set by the parser if the container has them."""
     checksums: tuple[tuple[int, int, int], ...] = field(default=(), compare=False, repr=False)
     """(offset, length, CRC-32) of the larger records in file order, if the container stores checksums."""
-    archives: tuple[tuple[int, int], ...] = field(default=(), compare=False, repr=False)
-    """(offset, length) of each torch archive in file order, if the stream is a sequence of archives."""
+    archives: npt.NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    """`[count, 2]`: offset and length of each torch archive in file order, if the stream is a sequence of archives."""
     extent: tuple[int, int] | None = None
     """(offset, length) if this is a part of the stream of the objects; None for the whole of it."""
     starts: tuple[int, ...] = field(init=False)
@@ -48,7 +51,7 @@ class SourceFile:
         """
         self._check_range(offset, length)
         begin = offset if self.extent is None else offset + self.extent[0]
-        return replace(self, extent=(begin, length), directory_sha256=None, checksums=(), archives=())
+        return replace(self, extent=(begin, length), directory_sha256=None, checksums=(), archives=None)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the stream's bytes from `offset` on.

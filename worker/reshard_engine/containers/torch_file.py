@@ -173,8 +173,8 @@ def checksummed_spans(file: SourceFile) -> list[tuple[int, int, int]]:
     Raises:
         SourceError: `zip.*`.
     """
-    if file.archives:
-        parts = ((at, checksummed_spans(file.part(at, length))) for at, length in file.archives)
+    if file.archives is not None:
+        parts = ((at, checksummed_spans(file.part(at, length))) for at, length in file.archives.tolist())
         return [(at + offset, length, crc) for at, spans in parts for offset, length, crc in spans]
     cached = CachedFile(file)
     if cached.read(0, min(4, file.size_bytes)) != _ZIP_MAGIC:

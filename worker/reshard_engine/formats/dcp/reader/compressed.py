@@ -143,9 +143,11 @@ class _Spooling:
         )
         pins = "|".join(f"{i.path}@{i.pin}" for f in self._files for i in f.objects)
         info = self._store.finish(f"decompressed from {self._files[0].name}", pins)
-        whole = SourceFile(self._store, "decompressed", (info,), archives=tuple(archives))
+        whole = SourceFile(
+            self._store, "decompressed", (info,), archives=np.array(archives, dtype=np.int64).reshape(-1, 2)
+        )
         # The compressed records are no archives.
-        return Decompressed(plain, (*(replace(f, archives=()) for f in self._files), whole))
+        return Decompressed(plain, (*(replace(f, archives=None) for f in self._files), whole))
 
     def _limits(self) -> Sequence[int]:
         """For each row the most bytes that its record may have."""

@@ -18,7 +18,7 @@ from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.dcp.names import METADATA, RANK_METADATA, SUFFIX
 from reshard_engine.formats.dcp.reader.compressed import decompressed
-from reshard_engine.formats.dcp.reader.metadata import BytesEntry, KeyPath, Metadata, TensorEntry
+from reshard_engine.formats.dcp.reader.metadata import BytesEntry, Column, KeyPath, Metadata, TensorEntry
 from reshard_engine.formats.dcp.reader.metadata_pickle import parse_metadata
 from reshard_engine.formats.dcp.reader.records import refuse_other_streams
 from reshard_engine.storage.locations import Location
@@ -143,12 +143,12 @@ def _files_of(metadata: Metadata, location: Location, there: Mapping[str, Object
             f"{len(missing)} of {len(metadata.files)} files that the metadata names are missing: {listed(missing)}",
             fix=_COPY_AGAIN,
         )
-    ranges: list[list[tuple[int, int]]] = [[] for _ in metadata.files]
-    for number, offset, length in _all_records(metadata):
-        ranges[number].append((offset, length))
+    file, offset, length = _all_records(metadata)
+    first = np.searchsorted(file, np.arange(len(metadata.files) + 1))
     found: list[SourceFile] = []
-    for name, archives in zip(metadata.files, ranges, strict=True):
-        info, end = there[name], max((o + n for o, n in archives), default=0)
+    for number, name in enumerate(metadata.files):
+        rows, info = slice(int(first[number]), int(first[number + 1])), there[name]
+        end = int((offset[rows] + length[rows]).max(initial=0))
         if end > info.size_bytes:
             raise SourceError(
                 "checkpoint.incomplete",
@@ -156,13 +156,19 @@ def _files_of(metadata: Metadata, location: Location, there: Mapping[str, Object
                 fix="the file is truncated: copy the checkpoint again",
             )
         path = f"{folder}/{name}" if folder else name
-        found.append(SourceFile(location.store, path, (info,), archives=tuple(sorted(archives))))
+        archives = np.stack([offset[rows], length[rows]], axis=1)
+        found.append(SourceFile(location.store, path, (info,), archives=archives))
     return found
 
 
-def _all_records(metadata: Metadata) -> Sequence[tuple[int, int, int]]:
-    columns = (metadata.file.tolist(), metadata.offset.tolist(), metadata.length.tolist())
-    return [*zip(*columns, strict=True), *((v.file, v.offset, v.length) for v in metadata.values)]
+def _all_records(metadata: Metadata) -> tuple[Column, Column, Column]:
+    """File, offset and length of the records of all chunks and values, in the order of files and offsets."""
+    values = metadata.values
+    file = np.concatenate([metadata.file.astype(np.int64), np.array([v.file for v in values], dtype=np.int64)])
+    offset = np.concatenate([metadata.offset, np.array([v.offset for v in values], dtype=np.int64)])
+    length = np.concatenate([metadata.length, np.array([v.length for v in values], dtype=np.int64)])
+    order = np.lexsort((offset, file))
+    return file[order], offset[order], length[order]
 
 
 def _refuse_overlaps(metadata: Metadata, location: Location, there: Mapping[str, ObjectInfo]) -> None:
@@ -172,12 +178,7 @@ def _refuse_overlaps(metadata: Metadata, location: Location, there: Mapping[str,
         SourceError: `checkpoint.malformed`; `source.unsupported` for files of another serialization, whose tensors all
             name the begin of one blob.
     """
-    values = metadata.values
-    file = np.concatenate([metadata.file.astype(np.int64), np.array([v.file for v in values], dtype=np.int64)])
-    offset = np.concatenate([metadata.offset, np.array([v.offset for v in values], dtype=np.int64)])
-    length = np.concatenate([metadata.length, np.array([v.length for v in values], dtype=np.int64)])
-    order = np.lexsort((offset, file))
-    file, offset, length = file[order], offset[order], length[order]
+    file, offset, length = _all_records(metadata)
     shared = (file[1:] == file[:-1]) & (offset[:-1] + length[:-1] > offset[1:])
     if not shared.any():
         return

@@ -93,7 +93,7 @@ def nested(entries: Mapping[KeyPath, Node]) -> dict[str | int, Node]:
 
 
 def _container(items: dict[str | int, Node]) -> Node:
-    """A list where keys are indices, else a dict. An empty dict in a list has no entry; torch puts None there."""
+    """A list where keys are indices, else a dict. Empty dicts in a list have no entry: torch puts None there."""
     numbers = [k for k in items if isinstance(k, int)]
     if items and len(numbers) == len(items) and min(numbers) >= 0 and max(numbers) < _MOST_GAPS + len(items):
         return PList([items.get(i) for i in range(max(numbers) + 1)])
