@@ -248,6 +248,10 @@ class Assembly:
                 buffers.append(Buffer(name, numbers[name]))
             else:
                 parameters.append(Parameter(name, entry.shape, None, numbers[name]))
+        # Only parameters are tied: equal buffers are two.
+        twice = {a for a, o in self._shared.items() if any(o == b.fqn for b in buffers)}
+        buffers += [Buffer(alias, numbers[alias]) for alias in self._shared if alias in twice]
+        self._shared = {a: o for a, o in self._shared.items() if a not in twice}
         return parameters, buffers
 
     def _trained(self, name: str, weight: int, group: int, key: str) -> Parameter:
