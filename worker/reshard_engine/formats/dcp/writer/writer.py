@@ -28,7 +28,7 @@ from reshard_engine.formats.dcp.writer.trainer_files import (
     makes_trainer_state,
     trainer_files,
 )
-from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_items, mapping_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -43,6 +43,7 @@ _PLACES: Mapping[Grammar, tuple[KeyPath, KeyPath, bool]] = {
 _IN_FOLDERS = (Grammar.ACCELERATE, Grammar.TRAINER)
 _OTHER_SCHEDULER = "the learning-rate scheduler is none of torch's"
 _NO_PLACE = "checkpoints of this kind have no place for it"
+_TAKEN = "its place is that of the model or of the optimizer"
 _SECOND_SCHEDULER = "checkpoints of this kind keep one scheduler"
 
 
@@ -164,7 +165,16 @@ def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
             "step": checkpoint.counters.steps or _steps(checkpoint), "ntokens_seen": checkpoint.counters.tokens or 0,
         })  # fmt: skip
     for key, node in state.items():
-        yield (*_home(target, key, at_root), key), node
+        path = (*_home(target, key, at_root), key)
+        if _is_free(target.places, path, node):
+            yield path, node
+
+
+def _is_free(places: Places, path: KeyPath, node: Node) -> bool:
+    """True if readers cannot take what lies there for a part of the model or of the optimizer."""
+    if any(place[: len(path)] == path for place in (places.model, places.optimizer)):
+        return False
+    return bool(places.model) or not isinstance(node, PTensorRef)
 
 
 def _home(target: _Target, key: str | int, at_root: frozenset[str]) -> KeyPath:
@@ -185,6 +195,10 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
     yield from not_written.named(counted, _NO_PLACE)
     if target.grammar not in _IN_FOLDERS:
         yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _NO_PLACE)
+        if target.grammar is not Grammar.LIGHTNING:
+            home = target.places.model[:-1]
+            taken = (k for k, n in checkpoint.client_state.items() if not _is_free(target.places, (*home, k), n))
+            yield from not_written.named(map(str, taken), _TAKEN)
         facts = facts_of(checkpoint)
         yield from not_written.named([RANK_STATES] if facts is not None and facts.rank_states else [], _NO_PLACE)
     else:
