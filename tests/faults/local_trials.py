@@ -16,7 +16,7 @@ from faults.judge import Outcome, Tree, difference, partial_result, strays
 from faults.small import NAME, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models import ConvertRequest, SourceSpec
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.testing.faults import Fault, Operation, Steps
 from reshard_engine.testing.os_faults import disturbed_calls
@@ -53,7 +53,7 @@ class Case:
         return [Operation(*o) for o in facts["operations"]], facts["unseen"]
 
 
-def fresh_case(root: Path, to: TargetFormat) -> Case:
+def fresh_case(root: Path, to: str) -> Case:
     """Into an empty place. The sources are `root/run` and `root/other`."""
     request = small_request(str(root / "run"), str(root / "jobs"), to)
     other = _outcome(root / "jobs", small_request(str(root / "other"), str(root / "jobs"), to))
@@ -65,7 +65,7 @@ def case_of(root: Path, request: ConvertRequest) -> Case:
     return Case(root, request, _outcome(root / "jobs", request))
 
 
-def overwrite_case(root: Path, to: TargetFormat) -> Case:
+def overwrite_case(root: Path, to: str) -> Case:
     """Over a finished conversion of another checkpoint."""
     first = small_request(str(root / "other"), str(root / "jobs"), to)
     old = _outcome(root / "jobs", first)

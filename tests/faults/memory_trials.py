@@ -12,7 +12,7 @@ from faults.judge import Outcome, Tree, difference, partial_result, strays
 from faults.small import NAME, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models import ConvertRequest, SourceSpec
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectStore
@@ -51,19 +51,19 @@ def loaded_store(source: Path, other: Path) -> MemoryStore:
     return store
 
 
-def fresh_case(store: MemoryStore, to: TargetFormat) -> Case:
+def fresh_case(store: MemoryStore, to: str) -> Case:
     """Into an empty place."""
     request = small_request(SOURCE, PARENT, to)
     return Case(store, store, request, outcome(store, request))
 
 
-def crowded_case(store: MemoryStore, to: TargetFormat) -> Case:
+def crowded_case(store: MemoryStore, to: str) -> Case:
     """Into an empty place, with calls on their way together: numbers of operations only say how many there were."""
     request = small_request(SOURCE, PARENT, to, threads=4)
     return Case(store, store, request, outcome(store, request))
 
 
-def overwrite_case(store: MemoryStore, to: TargetFormat) -> Case:
+def overwrite_case(store: MemoryStore, to: str) -> Case:
     """Over a finished conversion of another checkpoint."""
     before = small_request(OTHER_SOURCE, PARENT, to)
     held = clone(store)

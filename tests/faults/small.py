@@ -11,10 +11,14 @@ from reshard.models import ConvertRequest, SourceSpec, TargetFormat
 
 PARAMETERS = [("embed.weight", (40, 32)), ("bias", (7,))]
 NAME = "tag"
-OPTIONS: dict[TargetFormat, dict[str, Any]] = {
+STATE_DICT, ACCELERATE = "dcp: state-dict", "dcp: accelerate"
+"""Distributed checkpoints of one directory, and of two with a commit file each."""
+OPTIONS: dict[str, dict[str, Any]] = {
     TargetFormat.UNIVERSAL: {"part_bytes": 4096},
     TargetFormat.SAFETENSORS: {"part_bytes": 1024, "max_shard_bytes": 4000},
     TargetFormat.TORCH: {"part_bytes": 2048, "max_shard_bytes": 4000},
+    STATE_DICT: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"grammar": "state-dict", "files": 2}}},
+    ACCELERATE: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"grammar": "accelerate", "files": 2}}},
 }
 
 
@@ -24,7 +28,7 @@ def write_source(directory: Path, *, seed: int = 0) -> Path:
     return directory
 
 
-def small_request(source: str, parent: str, to: TargetFormat, **options: Any) -> ConvertRequest:
+def small_request(source: str, parent: str, to: str, **options: Any) -> ConvertRequest:
     """One unit at a time, so that operations have the same numbers each time."""
-    wanted = {**OPTIONS[to], "threads": 1, **options}
-    return ConvertRequest(source=SourceSpec(url=source), target=f"{parent}/{NAME}", to=to, **wanted)
+    wanted = {"to": to, **OPTIONS[to], "threads": 1, **options}
+    return ConvertRequest(source=SourceSpec(url=source), target=f"{parent}/{NAME}", **wanted)

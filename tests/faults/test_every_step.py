@@ -14,11 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
 
 from faults import local_trials, memory_trials
 from faults.judge import Ledger
+from faults.small import ACCELERATE, OPTIONS, STATE_DICT, small_request
+from laws.dcp_files import read_metadata
 from reshard.errors import SourceError, StorageError
-from reshard.models import TargetFormat
+from reshard.models import SourceSpec, TargetFormat
+from reshard_engine.local import LocalEngine
 from reshard_engine.testing.faults import Fault, Operation
 from reshard_engine.testing.memory_store import MemoryStore
 
@@ -27,8 +33,8 @@ READS = {"stat", "lstat", "fstat", "scandir", "listdir", "pread", "preadv"}
 READS |= {"read_into", "list_directory", "list_tree", "list_uploads"}
 """Calls without an effect: all modes but an error are those of the next call that has one."""
 
-MemoryCases = Callable[[MemoryStore, TargetFormat], memory_trials.Case]
-LocalCases = Callable[[Path, TargetFormat], local_trials.Case]
+MemoryCases = Callable[[MemoryStore, str], memory_trials.Case]
+LocalCases = Callable[[Path, str], local_trials.Case]
 
 
 def kind_of(operation: Operation) -> str:
@@ -52,6 +58,8 @@ def trials(
         listed = [m for m in modes(operation) if m is not Fault.KILL_AFTER or operation is last]
         turn = met[kind_of(operation)]
         met[kind_of(operation)] += 1
+        if not listed:
+            continue
         chosen = listed if turn == 0 or operation is last else [listed[turn % len(listed)]]
         yield from ((operation, mode) for mode in chosen)
 
@@ -97,15 +105,16 @@ def _at(operation: Operation, trial: tuple[str, list[str]]) -> tuple[str, str, l
     [
         (memory_trials.fresh_case, TargetFormat.UNIVERSAL),
         (memory_trials.overwrite_case, TargetFormat.SAFETENSORS),
+        (memory_trials.fresh_case, ACCELERATE),
         *(
             pytest.param(make, to, marks=pytest.mark.full, id=f"every-mode-{make.__name__}-{to}")
             for make in (memory_trials.fresh_case, memory_trials.overwrite_case)
-            for to in (TargetFormat.UNIVERSAL, TargetFormat.SAFETENSORS, TargetFormat.TORCH)
+            for to in OPTIONS
         ),
         pytest.param(memory_trials.crowded_case, TargetFormat.UNIVERSAL, marks=pytest.mark.full),
     ],
 )
-def test_object_store(memory: MemoryStore, make: MemoryCases, to: TargetFormat, request: pytest.FixtureRequest) -> None:
+def test_object_store(memory: MemoryStore, make: MemoryCases, to: str, request: pytest.FixtureRequest) -> None:
     run_memory(make(memory, to), f"{make.__name__} {to}", request)
 
 
@@ -114,15 +123,17 @@ def test_object_store(memory: MemoryStore, make: MemoryCases, to: TargetFormat, 
     ("make", "to", "reads"),
     [
         (local_trials.overwrite_case, TargetFormat.SAFETENSORS, (Fault.ERROR_BEFORE,)),
+        (local_trials.fresh_case, STATE_DICT, ()),
         *(
             pytest.param(make, to, (*END_MODES, Fault.SHORT, Fault.HANG), marks=pytest.mark.full)
             for make in (local_trials.fresh_case, local_trials.overwrite_case)
-            for to in (TargetFormat.UNIVERSAL, TargetFormat.SAFETENSORS)
+            for to in OPTIONS
+            if to is not TargetFormat.TORCH
         ),
     ],
 )
 def test_local_files(
-    small_root: Path, make: LocalCases, to: TargetFormat, reads: Sequence[Fault], request: pytest.FixtureRequest
+    small_root: Path, make: LocalCases, to: str, reads: Sequence[Fault], request: pytest.FixtureRequest
 ) -> None:
     run_local(make(small_root, to), f"{make.__name__} {to}", request, reads=reads)
 
@@ -139,7 +150,7 @@ def test_local_files(
 )
 @pytest.mark.parametrize("meanwhile", [memory_trials.cancel, memory_trials.replace])
 def test_sleeper_wakes_up_after_a_cancel_or_another_conversion(
-    memory: MemoryStore, make: MemoryCases, to: TargetFormat, meanwhile: memory_trials.Meanwhile
+    memory: MemoryStore, make: MemoryCases, to: str, meanwhile: memory_trials.Meanwhile
 ) -> None:
     case = make(memory, to)
     ledger = Ledger(f"{make.__name__} {to}, memory store; while the process hangs: {meanwhile.__name__}")
@@ -159,6 +170,33 @@ def test_local_sleeper_wakes_up_after_another_conversion(small_root: Path, make:
             trial = local_trials.hung(case, operation.number, local_trials.replace)
             ledger.note(Fault.HANG, *_at(operation, trial))
     ledger.settle()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("to", "folders"), [(STATE_DICT, [""]), (ACCELERATE, ["pytorch_model_fsdp_0", "optimizer_0"])])
+def test_torch_loads_nothing_without_the_commit_file(
+    small_root: Path, tmp_path: Path, to: str, folders: list[str]
+) -> None:
+    """What every step may leave is harmless because torch refuses a directory without `.metadata`."""
+    request = small_request(str(small_root / "run"), str(tmp_path), to)
+    LocalEngine().convert(request)
+    for folder in folders:
+        place = Path(request.target, folder)
+        kept = (place / ".metadata").read_bytes()
+        keys = read_metadata(place / ".metadata").state_dict_metadata
+        asked = {
+            key: torch.zeros(40, 32) for key in keys if key.endswith(("embed.weight", "exp_avg")) and "bias" not in key
+        }
+        state_dict_loader.load(asked, checkpoint_id=place, no_dist=True)
+        assert asked
+        assert all(tensor.any() for tensor in asked.values())
+        (place / ".metadata").unlink()
+        with pytest.raises(CheckpointException):
+            state_dict_loader.load(asked, checkpoint_id=place, no_dist=True)
+        with pytest.raises(SourceError) as refused:
+            LocalEngine().inspect(SourceSpec(url=request.target))
+        assert refused.value.code == "checkpoint.incomplete"
+        (place / ".metadata").write_bytes(kept)
 
 
 CONFLICT = "409 or 412"

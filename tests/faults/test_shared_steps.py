@@ -14,6 +14,7 @@ import pytest
 from faults import shared_trials
 from faults.judge import Ledger
 from faults.memory_trials import Case, fresh_case
+from faults.small import OPTIONS
 from reshard.models import TargetFormat
 from reshard_engine.testing.faults import Fault, Operation
 from reshard_engine.testing.memory_store import MemoryStore
@@ -119,8 +120,8 @@ def test_uploads_and_records_of_a_dead_worker_are_kept(memory: MemoryStore) -> N
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("to", [TargetFormat.UNIVERSAL, TargetFormat.SAFETENSORS, TargetFormat.TORCH])
-def test_every_fault_at_every_operation(memory: MemoryStore, to: TargetFormat) -> None:
+@pytest.mark.parametrize("to", OPTIONS)
+def test_every_fault_at_every_operation(memory: MemoryStore, to: str) -> None:
     case = fresh_case(memory, to)
     kinds = by_kind(shared_trials.undisturbed(case))
     numbers = sorted((n, kind) for kind, found in kinds.items() for n in found)

@@ -42,10 +42,10 @@ from torch.distributed.tensor.placement_types import (
     Placement,
     Replicate,
     Shard,
-    _StridedShard as StridedShard,  # pyright: ignore[reportPrivateUsage]
+    _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
-__all__ = ["StridedShard"]
+StridedShard = _StridedShard
 ALL_ATTRIBUTES = ("planner_data", "storage_data", "storage_meta", "version")
 _PLACE = "/runs/demo/step-3"
 
@@ -119,12 +119,6 @@ def box_of(
     return tuple(offsets), tuple(sizes)
 
 
-def boxes_of(sharded: Sharded, mesh: tuple[int, ...]) -> set[Box]:
-    """The parts with elements into which a tensor is cut."""
-    every = (box_of(tuple(sharded.whole.shape), mesh, at, sharded.placements) for at in product(*map(range, mesh)))
-    return {box for box in every if 0 not in box[1]}
-
-
 class _Local(torch.Tensor):
     """One rank's part of a tensor, with the two methods that torch's planner calls of a DTensor."""
 
@@ -188,7 +182,8 @@ def save(state_dict: Mapping[str, Any], directory: Path, how: Save, **writer: An
 
 
 def _planner(state: Mapping[str, Any], how: Save, rank: int) -> DefaultSavePlanner:
-    planner = DefaultSavePlanner(flatten_state_dict=how.flatten, dedup_save_to_lowest_rank=how.lowest_rank)
+    # No value here is a ShardedTensor: looking for some would enter dicts that earlier versions kept whole.
+    planner = DefaultSavePlanner(how.flatten, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=how.lowest_rank)
     try:
         _version._derived_version = "2_3" if how.whole_dicts else None  # pyright: ignore[reportPrivateUsage]
         cast("Any", planner).set_up_planner(dict(state), is_coordinator=not rank)

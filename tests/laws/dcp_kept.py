@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-import torch
-
-from laws.dcp_files import Sharded, boxes_of, flattened, nested
+from laws.dcp_files import box_of, flattened, nested
 from laws.dcp_layout import Layout
 from laws.dcp_runs import idle_parameters, is_trainable
 from laws.dcp_state_dicts import StateDicts, lightning_meta
@@ -22,19 +20,16 @@ def kept(state: LogicalState, layout: Layout, *, full: bool) -> LogicalState:
     them whole.
     """
     ties = {a: o for a, o in state.aliases.items() if full and _is_found_tied(state, layout, o)}
-    loose: dict[str, tuple[Bits, int]] = {}
-    for name in state.order:
-        owner = state.aliases.get(name, name)
-        if name not in ties and (owner in state.buffers or state.parameter(owner).group is None or owner != name):
-            loose[name] = _bits_and_chunks(state, layout, owner)
-    most = max(_bits_and_chunks(state, layout, state.aliases.get(n, n))[1] for n in state.order)
-    buffers = {n: bits for n, (bits, count) in loose.items() if _is_taken_for_buffer(bits, count, most)}
+    entries = {n: _entry(state, layout, state.aliases.get(n, n)) for n in state.order}
+    most = max(entry.chunks for entry in entries.values())
     owned = {p.fqn: p for p in state.trained} if full else {}
+    loose = {n: e for n, e in entries.items() if n not in owned and ties.get(n) not in owned}
+    buffers = {n: e.bits for n, e in loose.items() if e.is_taken_for_buffer(most)}
+    ties = {a: o for a, o in ties.items() if a not in buffers}
     parameters = [
-        owned[n] if n in owned else LogicalParameter(n, bits.shape, None, bits, {})
+        owned[n] if n in owned else LogicalParameter(n, entries[n].bits.shape, None, entries[n].bits, {})
         for n in state.order
         if n not in ties and n not in buffers
-        for bits, _ in [_bits_and_chunks(state, layout, state.aliases.get(n, n))]
     ]
     found = replace(state, parameters=tuple(parameters), buffers=buffers, aliases=ties)
     if not full:
@@ -43,28 +38,39 @@ def kept(state: LogicalState, layout: Layout, *, full: bool) -> LogicalState:
     return _renamed(replace(found, values=_kept_values(state, layout)))
 
 
-def _bits_and_chunks(state: LogicalState, layout: Layout, owner: str) -> tuple[Bits, int]:
-    """A tensor of the model, and the number of its chunks that have elements."""
-    if owner in state.buffers:
-        bits = state.buffers[owner]
-        return bits, 1 if bits.numel else 0
-    weight = state.parameter(owner).weight
-    assert weight is not None
-    if not weight.shape:
-        return weight, 1
-    sharded = Sharded(torch.empty(weight.shape, device="meta"), layout.placements(owner, weight.shape))
-    return weight, len(boxes_of(sharded, layout.how.mesh))
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of the model as the files show it."""
+
+    bits: Bits
+    chunks: int
+    """Chunks that have elements."""
+    whole: bool
+    """Each rank that says something of it has all of it."""
+
+    def is_taken_for_buffer(self, most_chunks: int) -> bool:
+        """True for what no optimizer trains, and for what alone is whole."""
+        plain = self.whole and most_chunks > 1 and self.bits.shape[:1] > (1,)
+        return not is_trainable(self.bits) or self.bits.shape == () or plain
+
+
+def _entry(state: LogicalState, layout: Layout, owner: str) -> _Entry:
+    bits = state.buffers.get(owner) or state.parameter(owner).weight
+    assert bits is not None
+    if owner in state.buffers or not bits.shape:
+        return _Entry(bits, 1 if bits.numel else 0, whole=bool(bits.numel))
+    placed, how = layout.placements(owner, bits.shape), layout.how
+    held = [box_of(bits.shape, how.mesh, at, placed) for at in how.coordinates]
+    full = {box for box in held if 0 not in box[1]}
+    # Without collectives, a rank that holds nothing says so. Else there is one list of chunks.
+    said = held if not how.collectives and how.empty_chunks else full
+    return _Entry(bits, len(full), whole=len(full) == 1 and all(size == bits.shape for _, size in said))
 
 
 def _is_found_tied(state: LogicalState, layout: Layout, owner: str) -> bool:
     parameter = state.parameter(owner)
     known = layout.grammar == "numbers" or parameter.group is not None
     return known and len(parameter.shape) > 1 and parameter.weight is not None and parameter.weight.numel > 0
-
-
-def _is_taken_for_buffer(bits: Bits, count: int, most: int) -> bool:
-    whole = count == 1 and most > 1 and bits.shape[:1] > (1,)
-    return not is_trainable(bits) or bits.shape == () or whole
 
 
 def _with_zeros(state: LogicalState, idle: frozenset[str]) -> LogicalState:

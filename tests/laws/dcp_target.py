@@ -141,7 +141,9 @@ def _beside(state: LogicalState, grammar: Grammar | None) -> Iterator[tuple[str,
     if grammar is Grammar.LIGHTNING:
         yield from ((f"meta/{k}", tree_of(v)) for k, v in found.items())
     elif grammar in (Grammar.STATE_DICT, Grammar.TORCHTITAN):
-        yield from ((f"beside/{k}", tree_of(v)) for k, v in flattened(found)[0].items())
+        if grammar is Grammar.TORCHTITAN:  # every tensor at the root is the model's
+            found = {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
+        yield from ((f"beside/{k}", tree_of(v)) for k, v in nested(*flattened(found)).items())
     elif grammar in (Grammar.ACCELERATE, Grammar.TRAINER):
         yield from ((f"file/{k}", tree_of(v)) for k, v in found.items() if _COMPANION.fullmatch(k))
 
@@ -218,11 +220,18 @@ def _tensor(
     return bits_of(whole)
 
 
+def _nested(entries: Mapping[Path, Any]) -> dict[str, Any]:
+    """Entries as the dicts and lists that torch made them of."""
+    keys = {".".join(map(str, path)): path for path in entries}
+    return nested({key: entries[path] for key, path in keys.items()}, keys)
+
+
 class _Reading:
     """A state dict under any framework's keys."""
 
     def __init__(self, entries: Mapping[Path, Any]) -> None:
         self._entries = {path[path[0] == "app" :]: value for path, value in entries.items()}
+        self._is_at_root = not any(path[0] == "model" for path in self._entries)
         names = [n for n in map(self._weight, self._entries) if n is not None]
         self._short = _short_names(dict.fromkeys(names))
 
@@ -230,22 +239,23 @@ class _Reading:
         if path[0] == "model":
             return str(path[1])
         tensor = len(path) == 1 and isinstance(self._entries[path], Bits)
-        return str(path[0]) if tensor and not str(path[0]).startswith("client:") else None
+        return str(path[0]) if tensor and self._is_at_root else None
 
     def named(self) -> Iterator[tuple[str, Any]]:
         """Every entry by its role."""
         groups: dict[Path, Any] = {}
+        beside: dict[Path, Any] = {}
         for path, value in self._entries.items():
             if (name := self._weight(path)) is not None:
                 yield f"model/{self._short[name]}", value
             elif path[0] not in _OPTIMIZERS:
-                yield "beside/" + ".".join(map(str, path)), value
+                beside[path] = value
             elif (state := self._state(path[1:])) is not None:
                 yield state, value
             else:
                 groups[path[1:]] = value
-        keys = {".".join(map(str, path)): path for path in groups}
-        yield from self._hyper_parameters(nested({k: groups[p] for k, p in keys.items()}, keys))
+        yield from ((f"beside/{key}", tree) for key, tree in _nested(beside).items())
+        yield from self._hyper_parameters(_nested(groups))
 
     def _state(self, path: Path) -> str | None:
         head = str(path[0])

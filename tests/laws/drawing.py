@@ -45,5 +45,7 @@ def trials(draw: st.DrawFn, source: SourceFormat, targets: tuple[TargetOracle, .
     random: Random = draw(st.randoms(use_true_random=False))
     cases = source.cases()
     if isinstance(oracle, DcpTarget):
+        # Each hyper-parameter of each parameter may be an archive, which takes some kilobytes to plan.
+        execution["memory_limit_bytes"] = max(execution["memory_limit_bytes"], 1 << 23)
         cases = cases.filter(oracle.takes)
     return Trial(source, draw(cases), oracle, options, execution, random)
