@@ -13,7 +13,6 @@ from reshard.installed_formats import installed_formats
 from reshard.options import FormatOptions, Options
 from reshard.wire_model import WireModel
 
-
 _OF_FORMATS = "OptionsOfFormats"
 
 
