@@ -9,10 +9,13 @@ Source: torch 2.13.0 `distributed/checkpoint/_extension.py` (`ZStandard`: one fr
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import SourceError, listed, printable
+from reshard.errors import SourceError, StorageError, listed, printable
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.dcp.reader.metadata import BytesEntry, Metadata
 from reshard_engine.pickles.limits import configured_limits
@@ -29,6 +32,8 @@ from reshard_engine.storage.protocol import Listing, ObjectInfo
 _ZSTD = "stream.zstd/1"
 _CODEC = "zstandard"
 _BLOCK_BYTES = 1 << 20
+_STEP_BYTES = 1 << 10
+"""Bytes that are decompressed at once: they make up to 32 MiB, as four bytes of a frame can stand for 128 KiB."""
 _OVERHEAD_BYTES = 1 << 20
 """More than torch's archive around one tensor takes."""
 
@@ -46,13 +51,23 @@ class SpoolStore:
         self._info: ObjectInfo | None = None
 
     def append(self, data: bytes) -> None:
-        """Write bytes at the end."""
-        self._file.write(data)
+        """Write bytes at the end.
+
+        Raises:
+            StorageError: `storage.no_space`, `storage.unavailable`.
+        """
+        with _typed_errors():
+            self._file.write(data)
         self.size_bytes += len(data)
 
     def finish(self, name: str, pin: str) -> ObjectInfo:
-        """Make all bytes readable, as an object of this name and pin."""
-        self._file.flush()
+        """Make all bytes readable, as an object of this name and pin.
+
+        Raises:
+            StorageError: as `append`.
+        """
+        with _typed_errors():
+            self._file.flush()
         self._info = ObjectInfo(name, self.size_bytes, pin)
         return self._info
 
@@ -78,6 +93,19 @@ class SpoolStore:
             done += count
 
 
+@contextmanager
+def _typed_errors() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise StorageError(
+            "storage.no_space" if full else "storage.unavailable",
+            f"a temporary file in {printable(tempfile.gettempdir())}: {error.strerror}",
+            fix="set TMPDIR to a directory with room for the checkpoint without compression",
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Decompressed:
     """Metadata whose records are all torch archives, with the files that it names."""
@@ -91,7 +119,9 @@ def decompressed(metadata: Metadata, files: Sequence[SourceFile]) -> Decompresse
 
     Raises:
         SourceError: `source.unsupported` for other transforms, and without the codec; `checkpoint.malformed` for bytes
-            that are no frame; `zip.bomb` for a record that has more bytes than its tensor.
+            that are no frame; `zip.bomb` for a record that has more bytes than its tensor, and for values that have
+            more bytes together than one pickle may have.
+        StorageError: `storage.no_space`.
     """
     kinds = {*metadata.transforms.values(), *(v.transforms for v in metadata.values)} - {()}
     if not kinds:
@@ -111,6 +141,22 @@ def decompressed(metadata: Metadata, files: Sequence[SourceFile]) -> Decompresse
     return _Spooling(metadata, files).run()
 
 
+def _require_room(need_bytes: int) -> None:
+    """Refuse records for which the disk has no room, before anything is written.
+
+    Raises:
+        StorageError: `storage.no_space`.
+    """
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if need_bytes > free:
+        raise StorageError(
+            "storage.no_space",
+            f"compressed tensors have {need_bytes} bytes without compression, and "
+            f"{printable(tempfile.gettempdir())} has {free} bytes free",
+            fix="set TMPDIR to a directory with room for the checkpoint without compression",
+        )
+
+
 class _Spooling:
     """Writes the decompressed records of all files one after another into one temporary file."""
 
@@ -126,14 +172,17 @@ class _Spooling:
         file, offset, length = metadata.file.copy(), metadata.offset.copy(), metadata.length.copy()
         archives: list[tuple[int, int]] = []
         numels = self._limits()
+        _require_room(sum(numels[row] - _OVERHEAD_BYTES for row in metadata.transforms))
         for row in sorted(metadata.transforms):
             at = self._take(int(file[row]), int(offset[row]), int(length[row]), int(numels[row]))
             file[row], offset[row], length[row] = spool, *at
             archives.append(at)
         values: list[BytesEntry] = []
+        left = configured_limits().stream_bytes
         for value in metadata.values:
             if value.transforms:
-                at = self._take(value.file, value.offset, value.length, configured_limits().stream_bytes)
+                at = self._take(value.file, value.offset, value.length, left)
+                left -= at[1]
                 archives.append(at)
                 value = replace(value, file=spool, offset=at[0], length=at[1], transforms=())  # noqa: PLW2901
             values.append(value)
@@ -163,10 +212,12 @@ class _Spooling:
         where = f"{printable(part.name)}: the compressed record at byte {offset}"
         try:
             for at in range(0, length, _BLOCK_BYTES):
-                data = frame.decompress(part.read(at, min(_BLOCK_BYTES, length - at)))
-                if self._store.size_bytes - begin + len(data) > limit_bytes:
-                    raise SourceError("zip.bomb", f"{where} has more than {limit_bytes} bytes")
-                self._store.append(data)
+                block = part.read(at, min(_BLOCK_BYTES, length - at))
+                for step in range(0, len(block), _STEP_BYTES):
+                    data = frame.decompress(block[step : step + _STEP_BYTES])
+                    if self._store.size_bytes - begin + len(data) > limit_bytes:
+                        raise SourceError("zip.bomb", f"{where} has more than {limit_bytes} bytes")
+                    self._store.append(data)
         except self._error as error:
             raise SourceError("checkpoint.malformed", f"{where}: {printable(str(error))}") from error
         if not frame.eof or frame.unused_data:
