@@ -118,15 +118,6 @@ def _index(text: str) -> carriers.Build:
     return build
 
 
-def _dcp(metadata: bytes) -> carriers.Build:
-    def build(directory: Path) -> None:
-        directory.mkdir(parents=True)
-        (directory / ".metadata").write_bytes(metadata)
-        (directory / "__0_0.distcp").write_bytes(b"PK\x03\x04")
-
-    return build
-
-
 def _renamed_model(name: str) -> bytes:
     model = carriers.model_states()
     model.entries["param_shapes"] = [op.ordered({name: op.size(4, 3), "b": op.size(3)})]
@@ -256,15 +247,6 @@ ENTRIES = (
     Entry(114, "universal-step-is-text", _MALFORMED, _atom("zero/w/step.pt", "three")),
     Entry(114, "universal-atom-missing", _INCOMPLETE, _universal(lambda files: files.pop("zero/w/fp32.pt"))),
     Entry(114, "universal-optimizer-missing", _INCOMPLETE, _universal(lambda files: files.pop("zero/optimizer_state.pt"))),
-    *(
-        Entry(115, f"dcp-{label}", "source.unsupported", _dcp(data), why="recognised by names; nothing of it is parsed")
-        for label, data in {
-            "metadata-that-calls": b"\x80\x02cos\nsystem\n" + op.push(("touch reshard-canary",)) + b"R.",
-            "chunk-past-global": op.stream({"state_dict_metadata": {"w": {"chunks": [{"offsets": (1 << 60,), "sizes": (4,)}]}}}),
-            "path-escape": op.stream({"storage_data": {"w": {"relative_path": "../../etc/passwd", "offset": 0, "length": 1 << 60}}}),
-            "million-chunks": op.stream({"w": [(i,) for i in range(100_000)]}),
-        }.items()
-    ),
     Entry(116, "patterns-catastrophic", OK, edited(_patterns), why="patterns of the source are matched in linear time"),
     Entry(117, "names-by-case", OK, _named("W", "w"), why="names are never changed, and every place that we write to tells case apart"),
     Entry(117, "names-by-normal-form", OK, _named("\u00e9", "e\u0301"), why="as above"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from adversarial.corpus import (
     checkpoints,
     containers,
+    distributed,
     pickle_code,
     pickle_exhaustion,
     pickle_structure,
@@ -14,7 +15,17 @@ from adversarial.corpus import (
 )
 from adversarial.corpus.entry import Entry
 
-THEMES = (pickle_code, pickle_structure, pickle_exhaustion, tensors, zips, containers, safetensors_files, checkpoints)
+THEMES = (
+    pickle_code,
+    pickle_structure,
+    pickle_exhaustion,
+    tensors,
+    zips,
+    containers,
+    safetensors_files,
+    checkpoints,
+    distributed,
+)
 ENTRIES: tuple[Entry, ...] = tuple(sorted((e for t in THEMES for e in t.ENTRIES), key=lambda e: e.number))
 NUMBERS_ELSEWHERE = {
     119: "storage.protocol: a listing without end is a store's, no directory of files can show it",
