@@ -83,12 +83,14 @@ def test_beats_and_looks_are_paced(edge: Edge) -> None:
 
 def test_progress_is_throttled_but_a_new_phase_is_not(edge: Edge) -> None:
     watch = watch_of(edge)
+    began = time.monotonic()
     for done in range(40):
         watch.note(Progress(phase="running", bytes_done=done))
         watch.tick()
         time.sleep(0.01)
+    elapsed = time.monotonic() - began  # 0.4 s, and several times that on a busy machine
     recorded = [progress for progress in edge.beats if progress is not None]
-    assert 2 <= len(recorded) <= 5
+    assert 2 <= len(recorded) <= min(elapsed / SETTINGS.progress_s + 2, 39)
     watch.note(Progress(phase="verifying"))
     watch.tick()
     assert edge.beats[-1] == Progress(phase="verifying")
