@@ -58,6 +58,12 @@ class Draft:
     def write(self, directory: Path) -> None:
         """Write the directory."""
         directory.mkdir(parents=True)
+        for name, content in self.files().items():
+            if name not in self.dropped:
+                (directory / name).write_bytes(content)
+
+    def files(self) -> dict[str, bytes]:
+        """All files by name."""
         data: dict[str, bytes] = dict.fromkeys(FILES, b"")
         described: dict[str, Any] = {}
         places: dict[Any, Any] = {}
@@ -72,10 +78,7 @@ class Draft:
         paths = {key: saved.path for key, saved in self.entries.items()}
         good = dcp.Metadata(state_dict_metadata=described, planner_data=paths, storage_data=places, version="1.0.0")
         made = self.metadata(good)
-        files = {**data, ".metadata": made if isinstance(made, bytes) else dcp.dumped(made)}
-        for name, content in files.items():
-            if name not in self.dropped:
-                (directory / name).write_bytes(content)
+        return {**data, ".metadata": made if isinstance(made, bytes) else dcp.dumped(made)}
 
 
 def _entries() -> dict[str, Saved]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from adversarial.corpus import carriers, containers, opcodes as op, safetensors_files
 from adversarial.corpus.archives import Ending, archive
 from adversarial.corpus.pickle_code import ENTRIES as PAYLOADS
+from adversarial.fuzz import distributed
 from house import dcp_stand_ins as dcp, dcp_streams
 from house.dcp_mutations import assert_equal
 from reshard.errors import ReshardError
@@ -259,6 +260,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "checkpoint": (fuzz_checkpoint, lambda: [bytes([i]) + f.data_pkl() for i, (f, _) in enumerate(_FILES)]),
     "safetensors": (fuzz_safetensors, _headers),
     "dcp_metadata": (fuzz_dcp_metadata, _dcp_metadata),
+    "dcp": (distributed.fuzz_dcp, distributed.seeds),
     "index": (fuzz_index, _indexes),
     "latest": (fuzz_latest, _latest),
     "manifest": (fuzz_manifest, _manifests),
