@@ -25,6 +25,7 @@ from laws.dcp_files import read_metadata
 from reshard.errors import SourceError, StorageError
 from reshard.models import SourceSpec, TargetFormat
 from reshard_engine.local import LocalEngine
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.testing.faults import Fault, Operation
 from reshard_engine.testing.memory_store import MemoryStore
 
@@ -179,6 +180,8 @@ def test_torch_loads_nothing_without_the_commit_file(
 ) -> None:
     """What every step may leave is harmless because torch refuses a directory without `.metadata`."""
     request = small_request(str(small_root / "run"), str(tmp_path), to)
+    files = Conversion.prepare(request).plan.files
+    assert [f.path for f in files if f.commit] == [f"{folder}/.metadata".lstrip("/") for folder in folders]
     LocalEngine().convert(request)
     for folder in folders:
         place = Path(request.target, folder)
