@@ -21,7 +21,7 @@ from reshard_engine.formats.dcp.writer.entries import LiteralEntry, StateEntry, 
 from reshard_engine.formats.dcp.writer.metadata_pickle import Chunk, Saved, metadata_bytes
 from reshard_engine.formats.torch_archive import output_tensor, tree_template
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.nodes import Node
+from reshard_engine.pickles.nodes import Node, PLiteral
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.layout import (
     Body,
@@ -96,6 +96,7 @@ class Shards:
         """Start without archives."""
         self._options = options
         self._chunks: dict[tuple[str, tuple[int, ...]], FileTemplate] = {}
+        self._values: dict[object, tuple[Node, FileTemplate, Sequence[int]]] = {}
 
     def lay_out(self, entries: Sequence[StateEntry], *, folder: str = "") -> list[TargetFile]:
         """The files of one directory; `.metadata`, without which nothing is loaded, is the last one.
@@ -125,7 +126,12 @@ class Shards:
 
     def _small(self, entry: LiteralEntry | ValueEntry, file: _File) -> Saved:
         value: Node = entry.literal if isinstance(entry, LiteralEntry) else entry.value
-        template, slots = tree_template(_ROOT, value, self._options.shard_map, opaque=self._options.opaque)
+        # A flattened optimizer has each hyper-parameter for each parameter: the same object thousands of times.
+        key = value if isinstance(value, PLiteral) else id(value)
+        if key not in self._values:
+            made = tree_template(_ROOT, value, self._options.shard_map, opaque=self._options.opaque)
+            self._values[key] = (value, *made)
+        _, template, slots = self._values[key]
         offset, length = file.add(template, slots)
         if isinstance(entry, ValueEntry):
             return Saved(entry.path, None, (), (Chunk((), (), 0, offset, length),))
