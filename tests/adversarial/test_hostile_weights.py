@@ -174,7 +174,7 @@ def test_parts_of_tensors_are_not_taken_for_tensors(tmp_path: Path) -> None:
     (tmp_path / "in" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"w": "shard-00000-model-00001-of-00001.safetensors"}})
     )
-    assert _code(tmp_path / "in", tmp_path / "out") == "source.unsupported"
+    assert _code(tmp_path / "in", tmp_path / "out") == "checkpoint.coverage"
 
 
 @pytest.mark.parametrize("container", ["safetensors", "torch"])

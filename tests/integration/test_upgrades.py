@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -139,12 +140,26 @@ def test_every_job_goes_on(thawed: Thawed, tmp_path: Path) -> None:
 def release_before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment in which Python finds the code of the release before."""
     roots = ("client", "service", "worker")
-    packed = subprocess.run(["git", "archive", RELEASE_BEFORE, *roots], cwd=ROOT, capture_output=True)
+    packed = subprocess.run(["git", "archive", RELEASE_BEFORE, "pyproject.toml", *roots], cwd=ROOT, capture_output=True)
     if packed.returncode != 0:
         pytest.skip("this checkout has no history")
     directory = tmp_path_factory.mktemp("release-before")
     subprocess.run(["tar", "-x"], cwd=directory, input=packed.stdout, check=True)
+    _state_entry_points(directory)
     return {"PYTHONPATH": os.pathsep.join(str(directory / root) for root in roots)}
+
+
+def _state_entry_points(release: Path) -> None:
+    """Give a release its own entry points, as pip does: Python would find those of today's, whose formats it has not."""
+    project = tomllib.loads((release / "pyproject.toml").read_text())["project"]
+    installed = release / "client" / f"reshard-{project['version']}.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: reshard\nVersion: {project['version']}\n")
+    groups = project.get("entry-points", {})
+    lines = [
+        line for group, names in groups.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in names.items()))
+    ]
+    (installed / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(params=["embedded", "celery"])

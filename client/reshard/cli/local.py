@@ -132,8 +132,7 @@ def _next(source: str, found: Inspection, named: Mapping[str, str | None]) -> No
     if not remote(source) and ensurable(found):
         _hint(f"next: reshard ensure {shlex.quote(source)} --dp N{said}")
     elif not remote(source) and found.format.startswith(f"{DISTRIBUTED}-") and found.param_groups:
-        zero = f"reshard ensure {shlex.quote(source)} --to zero --dp N --zero-stage 2{said}"
-        _hint(f"next: {zero}, for a run of DeepSpeed")
+        _hint(f"next: reshard ensure {shlex.quote(source)} --to zero --dp N --zero-stage 2{said}")
     elif (flags := onward(found)) is not None:
         _hint(f"next: reshard convert {shlex.quote(source)} DST {flags}{said}")
 
