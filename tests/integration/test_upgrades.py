@@ -150,15 +150,15 @@ def release_before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _state_entry_points(release: Path) -> None:
-    """Give a release its own entry points, as pip does: Python would find those of today's, whose formats it has not."""
+    """Give a release its own entry points, as pip does: those of today name formats that it has not."""
     project = tomllib.loads((release / "pyproject.toml").read_text())["project"]
     installed = release / "client" / f"reshard-{project['version']}.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: reshard\nVersion: {project['version']}\n")
-    groups = project.get("entry-points", {})
-    lines = [
-        line for group, names in groups.items() for line in (f"[{group}]", *(f"{k} = {v}" for k, v in names.items()))
-    ]
+    groups: dict[str, dict[str, str]] = project.get("entry-points", {})
+    lines: list[str] = []
+    for group, names in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in names.items())]
     (installed / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
