@@ -25,6 +25,8 @@ sys.path.insert(0, str(TESTS))
 
 MAX_CPU_S = 2.0
 MAX_RSS_MB = 1_024
+ROUND_S = 90.0
+"""Seconds of one process: atheris never frees the arrays that comparisons of numpy make in code that it instruments."""
 _PLANTED = "RESHARD_TEST_PLANTED_FIND"
 _STATUS = re.compile(r"^#\d+\t\w+\s+cov: (\d+) ft: (\d+)", re.MULTILINE)
 _EXECUTIONS = re.compile(r"stat::number_of_executed_units:\s+(\d+)")
@@ -74,7 +76,7 @@ def child(target: str, arguments: list[str]) -> None:
 
 
 def fuzz(target: str, seconds: float, finds: Path, *, planted: bool = False) -> Report:
-    """Fuzz a target in a process of its own."""
+    """Fuzz a target in processes of its own, one after another, which go on from the same inputs."""
     from adversarial.fuzz.targets import TARGETS, words
 
     with tempfile.TemporaryDirectory() as corpus, tempfile.NamedTemporaryFile("w", suffix=".dict") as known:
@@ -85,24 +87,29 @@ def fuzz(target: str, seconds: float, finds: Path, *, planted: bool = False) -> 
         known.flush()
         prefix = finds / f"{target}-"
         started = time.monotonic()
-        command = [
-            # A shell between: the kernel counts the memory of who starts a program to that program's peak.
-            *("sh", "-c", '"$@"; exit $?', "sh"),
-            *(sys.executable, __file__, "--child", target, corpus, f"-max_total_time={max(1, round(seconds))}"),
-            *("-max_len=16384", "-timeout=60", f"-rss_limit_mb={MAX_RSS_MB}", "-print_final_stats=1"),
-            *(f"-artifact_prefix={prefix}", f"-dict={known.name}"),
-        ]
-        environment = {**os.environ, _PLANTED: "1"} if planted else None
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
-    text = done.stdout + done.stderr
-    status = _STATUS.findall(text)
-    made = tuple(sorted(str(p) for p in finds.glob(f"{target}-*")))
-    if done.returncode and not made:
-        made = (f"ended with status {done.returncode}",)
+        rounds: list[str] = []
+        made: tuple[str, ...] = ()
+        while not made and (left := seconds - (time.monotonic() - started)) > 0:
+            command = [
+                # A shell between: the kernel counts the memory of who starts a program to that program's peak.
+                *("sh", "-c", '"$@"; exit $?', "sh"),
+                *(sys.executable, __file__, "--child", target, corpus),
+                *(f"-max_total_time={max(1, round(min(left, ROUND_S)))}", "-max_len=16384", "-timeout=60"),
+                *(f"-rss_limit_mb={MAX_RSS_MB}", "-print_final_stats=1", f"-artifact_prefix={prefix}"),
+                f"-dict={known.name}",
+            ]
+            environment = {**os.environ, _PLANTED: "1"} if planted else None
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+            rounds.append(done.stdout + done.stderr)
+            made = tuple(sorted(str(p) for p in finds.glob(f"{target}-*")))
+            if done.returncode and not made:
+                made = (f"ended with status {done.returncode}",)
+    status = _STATUS.findall(rounds[-1])
     edges, features = (int(v) for v in status[-1]) if status else (0, 0)
     return Report(
-        target, _number(_EXECUTIONS, text), edges, features, _number(_PEAK, text),
-        round(time.monotonic() - started, 1), made, text[-4_000:] if made else "",
+        target, sum(_number(_EXECUTIONS, text) for text in rounds), edges, features,
+        max(_number(_PEAK, text) for text in rounds), round(time.monotonic() - started, 1), made,
+        rounds[-1][-4_000:] if made else "",
     )  # fmt: skip
 
 
