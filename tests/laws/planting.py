@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -189,25 +190,37 @@ def _optimizer_levels(outer: Mapping[str, Any], path: str, *, inner: str) -> Ite
 def keys_in(files: Mapping[str, bytes]) -> set[str]:
     """Every planted key that the files of a target hold, at any depth."""
     found: set[str] = set()
-
-    def walk(value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                found.update(_KEY.findall(str(key)))
-                walk(inner)
-        elif isinstance(value, list | tuple):
-            for inner in value:
-                walk(inner)
-        elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
-            walk(vars(value))
-
     for name, data in files.items():
-        if name.endswith((".pt", ".bin")):
-            walk(torch.load(io.BytesIO(data), weights_only=False))
-        elif name.endswith(".safetensors"):
-            walk(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]))
+        for value in _loaded(name, data, files):
+            _collect(value, found)
         found.update(_KEY.findall(name))  # an optimizer's state of a universal checkpoint is a file
     return found
+
+
+def _collect(value: Any, found: set[str]) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found.update(_KEY.findall(str(key)))
+            _collect(inner, found)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _collect(inner, found)
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+        _collect(vars(value), found)
+
+
+def _loaded(name: str, data: bytes, files: Mapping[str, bytes]) -> Iterator[Any]:
+    """What a file holds, loaded by torch or by Python; the items of a distributed checkpoint with their names."""
+    if name.endswith((".pt", ".bin")):
+        yield torch.load(io.BytesIO(data), weights_only=False)
+    elif name.endswith(".safetensors"):
+        yield json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    elif name.endswith(".metadata"):
+        metadata: Any = pickle.loads(data)
+        for index, where in metadata.storage_data.items():
+            held = files[f"{name.removesuffix('.metadata')}{where.relative_path}"]
+            item = io.BytesIO(held[where.offset : where.offset + where.length])
+            yield {index.fqn: torch.load(item, weights_only=False)}
 
 
 def is_named(planted: Planted, named: tuple[NotCarried, ...]) -> bool:
@@ -221,5 +234,5 @@ def _is_named(path: str, planted: Planted, named: set[str]) -> bool:
     ends = [n for n, char in enumerate(path) if char in ".["] + [len(path)]
     holders = {printable(path[:end]) for end in ends}
     if "optim" in planted.file or path.startswith(_OF_OPTIMIZER):
-        holders.add("optimizer")
+        holders |= {"optimizer", *(f"optimizer_state_dict.{holder}" for holder in holders)}
     return bool(holders & named)

@@ -60,7 +60,7 @@ def _check(gardener: Gardener, request: ConvertRequest, counts: Counter[str]) ->
     held = keys_in(left_by(store, "planted")[0])
     for planted in gardener.planted:
         carried, named = planted.key in held, is_named(planted, result.not_carried)
-        assert carried or named, (planted, [n.path for n in result.not_carried])
+        assert carried or named, (planted, [(n.path, n.file) for n in result.not_carried])
         counts["carried" if carried else "named"] += 1
 
 

@@ -26,7 +26,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
 def test_no_target_finds_anything(target: str, reports: dict[str, Report]) -> None:
     report = reports[target]
     assert report.finds == (), report.log
-    assert report.executions > 100
+    # Each run of `dcp` takes 20 ms, since it converts what it reads; it has 8 seeds.
+    assert report.executions > (20 if target == "dcp" else 100)
     assert report.edges > 0, "the engine is instrumented"
 
 

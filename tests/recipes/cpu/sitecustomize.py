@@ -1,5 +1,7 @@
 """What a machine without a GPU lacks for these recipes, put in when the libraries are imported; on PYTHONPATH of tests.
 
+In a warmed world some of the libraries are imported already; theirs is put in at once.
+
 - DeepSpeed's shared-memory op would be compiled, and leaves 64 MiB for each rank and run in /dev/shm: gloo works too.
 - Accelerate 1.15.0 (`state.py`, `_prepare_backend`) finds no backend for DeepSpeed on a CPU, and takes each process for
   a world of its own.
@@ -94,4 +96,6 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+for _name in [n for n in _PATCHES if n in sys.modules]:
+    _PATCHES.pop(_name)(sys.modules[_name])
 sys.meta_path.insert(0, _Finder())

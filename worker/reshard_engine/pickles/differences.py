@@ -25,6 +25,8 @@ from reshard_engine.pickles.nodes import (
 
 _MAX_TEXT_CHARS = 80
 _SHOWN_ITEMS = 4
+_Entries = dict[tuple[str, bool], Node]
+"""By the text of the key and whether it is one: an integer is not the text of the same digits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,10 @@ class _Walk:
         elif not _same_plain(a, b):
             yield TreeDifference(path, text_of(a), text_of(b))
 
-    def _mappings(
-        self, a: dict[str, Node], b: dict[str, Node], path: str, depth: int
-    ) -> Iterator[TreeDifference | TensorsAt]:
+    def _mappings(self, a: _Entries, b: _Entries, path: str, depth: int) -> Iterator[TreeDifference | TensorsAt]:
         for key in dict.fromkeys((*a, *b)):
-            place = f"{path}.{printable(key, max_chars=64)}" if path else printable(key, max_chars=64)
+            shown = printable(key[0], max_chars=64)
+            place = f"{path}.{shown}" if path else shown
             if key in a and key in b:
                 yield from self.compare(a[key], b[key], place, depth + 1)
             else:
@@ -140,16 +141,15 @@ def _same_plain(a: Node, b: Node) -> bool:
     return isinstance(a, PBytearray) and isinstance(b, PBytearray) and a.data == b.data
 
 
-def _entries(node: Node) -> dict[str, Node]:
+def _entries(node: Node) -> _Entries:
     return _pairs(node.pairs if isinstance(node, PDict) else node.items)
 
 
-def _pairs(flat: list[Node]) -> dict[str, Node]:
-    """Entries by the text of their key; integer keys and texts of the same digits are told apart."""
-    found: dict[str, Node] = {}
+def _pairs(flat: list[Node]) -> _Entries:
+    found: _Entries = {}
     for at in range(0, len(flat), 2):
         key = flat[at]
-        found[key if isinstance(key, str) else f"[{text_of(key)}]"] = flat[at + 1]
+        found[(key, True) if isinstance(key, str) else (text_of(key), False)] = flat[at + 1]
     return found
 
 

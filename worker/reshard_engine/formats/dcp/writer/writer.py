@@ -187,7 +187,12 @@ def _steps(checkpoint: Checkpoint) -> int:
 
 def _not_carried(target: _Target) -> Iterator[NotCarried]:
     checkpoint = target.checkpoint
-    others = [f"lr_scheduler[{i}]" for i, s in enumerate(checkpoint.schedulers) if not is_scheduler(s)]
+    one = len(checkpoint.schedulers) == 1
+    others = [
+        "lr_scheduler" if one else f"lr_scheduler[{i}]"
+        for i, s in enumerate(checkpoint.schedulers)
+        if not is_scheduler(s)
+    ]
     yield from not_written.named(others, _OTHER_SCHEDULER)
     counted = [n for n in ("skipped_steps", "samples", "tokens") if getattr(checkpoint.counters, n)]
     if target.grammar is Grammar.TORCHTITAN:
