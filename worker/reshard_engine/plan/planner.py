@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 
 from reshard.errors import RequestError
@@ -46,12 +47,13 @@ def plan_conversion(
     cuts = plan_server_copies(
         checkpoint, layout.files, copied_from, chunk_bytes=chunk_bytes, min_part_bytes=min_part_bytes or 1
     )
-    units = tuple(_units(layout.files, chunk_bytes, cuts))
+    in_parts = min_part_bytes is not None
+    units = tuple(_units(layout.files, chunk_bytes, cuts, in_parts=in_parts))
     held = running_bytes(metadata, write_bytes, chunk_bytes)
     more = UNIT_BYTES * max(0, len(units) - -(-write_bytes // chunk_bytes)) if cuts else 0
     if more and held + more + unit_bytes(chunk_bytes) > request.memory_limit_bytes:
         cuts, more = dict[int, Cuts](), 0
-        units = tuple(_units(layout.files, chunk_bytes, cuts))
+        units = tuple(_units(layout.files, chunk_bytes, cuts, in_parts=in_parts))
     return Plan(
         source=_source(checkpoint),
         target=request_facts(request) | _merged(checkpoint),
@@ -120,10 +122,10 @@ def _read_bytes(checkpoint: Checkpoint, files: Sequence[TargetFile]) -> int:
     return total
 
 
-def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cuts]) -> list[Unit]:
+def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cuts], *, in_parts: bool) -> list[Unit]:
     """The units: one per chunk of a large file, and one per group of small files up to a chunk. Commit files come last.
 
-    Without `cuts` for a large file, all its chunks but the last have equal lengths.
+    Without `cuts` for a large file that is uploaded in parts, all its chunks but the last have equal lengths.
     """
     units: list[Unit] = []
     gathered: list[Chunk] = []
@@ -148,7 +150,11 @@ def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cut
             gathered.append(Chunk(index, 0, file.size_bytes))
             room -= file.size_bytes
             continue
-        for offset, length in cuts[index].chunks if index in cuts else _equal(file.size_bytes, chunk_bytes):
+        if index in cuts:
+            chunks: Sequence[tuple[int, int]] = cuts[index].chunks
+        else:
+            chunks = _equal(file.size_bytes, chunk_bytes) if in_parts else chunks_at_archives(file, chunk_bytes)
+        for offset, length in chunks:
             gathered.append(Chunk(index, offset, length))
             flush(commit=False)
     flush(commit=was_commit)
@@ -159,3 +165,23 @@ def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cut
 
 def _equal(size_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
     return [(at, min(chunk_bytes, size_bytes - at)) for at in range(0, size_bytes, chunk_bytes)]
+
+
+def chunks_at_archives(file: TargetFile, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Chunks that end where an archive begins, if one begins in the second half of the chunk.
+
+    The CRC-32 of a record stands behind it. A unit that begins within a record would wait there for the unit before it,
+    which runs at the same time, and is written piece by piece: one thread would do the work of all.
+    """
+    begins = [offset for offset, _ in file.archives]
+    chunks: list[tuple[int, int]] = []
+    at = 0
+    while at < file.size_bytes:
+        end = min(at + chunk_bytes, file.size_bytes)
+        if end < file.size_bytes:
+            last = bisect_right(begins, end) - 1
+            if last >= 0 and begins[last] > at + chunk_bytes // 2:
+                end = begins[last]
+        chunks.append((at, end - at))
+        at = end
+    return chunks
