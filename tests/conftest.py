@@ -10,7 +10,8 @@ from house.budget import budget_lines
 from house.measured import said, say
 from house.tiers import take_turns
 
-TURNS = {"stack": ("embedded", "celery"), "api": ("embedded", "celery"), "place": ("local", "s3")}
+_DRIVERS = ("embedded", "celery")
+TURNS = {"stack": _DRIVERS, "stacks": _DRIVERS, "api": _DRIVERS, "place": ("local", "s3")}
 """Parameters of which each test gets one value, unless `full` asks for all: drivers of a service, kinds of storage."""
 
 

@@ -240,7 +240,7 @@ def _week(site: Site, jobs: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_day_of_jobs_leaves_nothing(site: Site) -> None:
-    _week(site, 3 * len(KINDS))
+    _week(site, 2 * len(KINDS))
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ import pytest
 from distributed.simulation import World, simulate
 from house.measured import say
 
-SEEDS, CHUNKS = 1_000, 4
+SEEDS, CHUNKS = 500, 2
 LONG_SEEDS = 20_000
 
 

@@ -123,8 +123,8 @@ def test_object_store(memory: MemoryStore, make: MemoryCases, to: str, request: 
 @pytest.mark.parametrize(
     ("make", "to", "reads"),
     [
-        (local_trials.overwrite_case, TargetFormat.SAFETENSORS, (Fault.ERROR_BEFORE,)),
-        (local_trials.fresh_case, STATE_DICT, ()),
+        (local_trials.overwrite_case, TargetFormat.SAFETENSORS, ()),
+        (local_trials.fresh_case, STATE_DICT, (Fault.ERROR_BEFORE,)),
         *(
             pytest.param(make, to, (*END_MODES, Fault.SHORT, Fault.HANG), marks=pytest.mark.full)
             for make in (local_trials.fresh_case, local_trials.overwrite_case)

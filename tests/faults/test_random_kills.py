@@ -153,7 +153,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.mark.parametrize(
     ("kills", "pause_s"),
     [
-        pytest.param(6, 0.5, marks=pytest.mark.timeout(200)),
+        pytest.param(4, 0.5, marks=pytest.mark.timeout(200)),
         pytest.param(300, 1.0, marks=[pytest.mark.full, pytest.mark.timeout(3600)]),
     ],
 )

@@ -103,7 +103,7 @@ _MAY_BE_LEFT_OUT = [
         r".*: the format holds tensors only, .*",
         r".*: (DeepSpeed's checkpoints|checkpoints of this kind) have no place for it",
         r"tokens: DeepSpeed counts no tokens",
-        r"lr_scheduler\[0\]: the learning-rate scheduler is none of torch's",
+        r"lr_scheduler: the learning-rate scheduler is none of torch's",
         r".*: trainers keep it in no file of a checkpoint",
         r".*: the target holds the states of \d+ ranks?, the source those of \d+",
     )
