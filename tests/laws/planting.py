@@ -210,7 +210,7 @@ def _collect(value: Any, found: set[str]) -> None:
 
 
 def _loaded(name: str, data: bytes, files: Mapping[str, bytes]) -> Iterator[Any]:
-    """What a file holds, loaded by torch or by Python; the items of a distributed checkpoint with their names."""
+    """Everything that a file holds, loaded by torch or Python; items of a distributed checkpoint with their names."""
     if name.endswith((".pt", ".bin")):
         yield torch.load(io.BytesIO(data), weights_only=False)
     elif name.endswith(".safetensors"):

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from reshard_engine.distributed.crc_parts import CrcParts
 from reshard_engine.plan.model import Chunk, Unit
-from reshard_engine.plan.planner import chunks_at_archives
+from reshard_engine.plan.planner import chunks_of
 from reshard_engine.tensors.layout import FileTemplate, TargetFile
 
 _HEAD, _SLOT = 3, 4
@@ -35,7 +35,7 @@ def _file(records: list[int]) -> TargetFile:
 @given(records=st.lists(st.integers(1, 60), min_size=1, max_size=40), chunk_bytes=st.integers(8, 200))
 def test_chunks_tile_the_file_and_begin_at_archives(records: list[int], chunk_bytes: int) -> None:
     file = _file(records)
-    chunks = chunks_at_archives(file, chunk_bytes)
+    chunks = chunks_of(file.size_bytes, chunk_bytes, file.archives)
     assert chunks[0][0] == 0
     assert all(offset + length == after for (offset, length), (after, _) in pairwise(chunks))
     assert sum(chunks[-1]) == file.size_bytes
@@ -54,12 +54,11 @@ def test_chunks_tile_the_file_and_begin_at_archives(records: list[int], chunk_by
 )
 def test_no_crc_needs_the_bytes_of_another_unit(records: list[int], chunk_bytes: int) -> None:
     file = _file(records)
-    chunks = chunks_at_archives(file, chunk_bytes)
+    chunks = chunks_of(file.size_bytes, chunk_bytes, file.archives)
     units = [Unit(n, (Chunk(0, *chunk),), commit=False) for n, chunk in enumerate(chunks)]
     parts = CrcParts(units, [file])
     assert [list(parts.parts_of(place)) for place in range(len(units))] == [[]] * len(units)
 
 
 def test_a_file_that_is_no_sequence_of_archives_has_chunks_of_one_length() -> None:
-    template = FileTemplate(100, ((0, bytes(100)),), ())
-    assert chunks_at_archives(TargetFile("model.pt", template, ()), 48) == [(0, 48), (48, 48), (96, 4)]
+    assert chunks_of(100, 48, ()) == [(0, 48), (48, 48), (96, 4)]

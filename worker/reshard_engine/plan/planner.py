@@ -150,11 +150,9 @@ def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cut
             gathered.append(Chunk(index, 0, file.size_bytes))
             room -= file.size_bytes
             continue
-        if index in cuts:
-            chunks: Sequence[tuple[int, int]] = cuts[index].chunks
-        else:
-            chunks = _equal(file.size_bytes, chunk_bytes) if in_parts else chunks_at_archives(file, chunk_bytes)
-        for offset, length in chunks:
+        archives = () if in_parts else file.archives
+        found = cuts[index].chunks if index in cuts else chunks_of(file.size_bytes, chunk_bytes, archives)
+        for offset, length in found:
             gathered.append(Chunk(index, offset, length))
             flush(commit=False)
     flush(commit=was_commit)
@@ -163,22 +161,18 @@ def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cut
     return units
 
 
-def _equal(size_bytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    return [(at, min(chunk_bytes, size_bytes - at)) for at in range(0, size_bytes, chunk_bytes)]
-
-
-def chunks_at_archives(file: TargetFile, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Chunks that end where an archive begins, if one begins in the second half of the chunk.
+def chunks_of(size_bytes: int, chunk_bytes: int, archives: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """Chunks of one length that end earlier where an archive begins, if one begins in the second half of the chunk.
 
     The CRC-32 of a record stands behind it. A unit that begins within a record would wait there for the unit before it,
     which runs at the same time, and is written piece by piece: one thread would do the work of all.
     """
-    begins = [offset for offset, _ in file.archives]
+    begins = [offset for offset, _ in archives]
     chunks: list[tuple[int, int]] = []
     at = 0
-    while at < file.size_bytes:
-        end = min(at + chunk_bytes, file.size_bytes)
-        if end < file.size_bytes:
+    while at < size_bytes:
+        end = min(at + chunk_bytes, size_bytes)
+        if end < size_bytes:
             last = bisect_right(begins, end) - 1
             if last >= 0 and begins[last] > at + chunk_bytes // 2:
                 end = begins[last]
