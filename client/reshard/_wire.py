@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, cast
 from urllib.parse import quote
@@ -15,6 +15,7 @@ from reshard.choices import (
     NameScheme,
     OpaquePolicy,
     OverflowPolicy,
+    ParamOrder,
     ReplicaPolicy,
     RngPolicy,
     ServerCopyPolicy,
@@ -35,6 +36,10 @@ class ConvertOptions(TypedDict, total=False):
     """Options of a conversion; see `ConvertRequest`."""
 
     tag: str | None
+    model_key: str | None
+    optimizer_key: str | None
+    scheduler_key: str | None
+    param_order: ParamOrder | str | Sequence[str] | None
     profile: str | None
     target_profile: str | None
     dtype: WeightDtype | str | None
@@ -67,8 +72,8 @@ class ConvertOptions(TypedDict, total=False):
     base: str | None
     grammar: str | None
     files: int | None
-    model_key: str | None
-    optimizer_key: str | None
+    target_model_key: str | None
+    target_optimizer_key: str | None
     trainer_files: str | None
     torch_file: str
     missing_moments: str
@@ -120,8 +125,8 @@ def convert_request(
         RequestError: `request.invalid`.
     """
     fields: dict[str, Any] = dict(options)
-    tag, profile = fields.pop("tag", None), fields.pop("profile", None)
-    spec = source if isinstance(source, SourceSpec) else {"url": source, "tag": tag, "profile": profile}
+    said = {name: fields.pop(name) for name in (*SourceSpec.model_fields,) if name in fields}
+    spec = source if isinstance(source, SourceSpec) else {"url": source, **said}
     try:
         return ConvertRequest.model_validate({"source": spec, "target": target, "to": to, **nested(fields)})
     except ValidationError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 """A local path, or a URL such as `s3://bucket/key` as text."""
+Order = PathLike | Sequence[str]
+"""An order of parameters: `model`, `groups`, a list of names, or a file with a name a line."""
 OnProgress = Callable[[Progress], None]
 KEYWORDS = {**{field: keyword for keyword, field in SIZE_FIELDS.items()}, "url": "source"}
 """Fields of requests whose keyword arguments have other names."""
@@ -39,7 +41,8 @@ def request_of(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertR
         RequestError: `request.invalid`.
     """
     said = dict(given)
-    source, target, tag, profile = (said.pop(name) for name in ("source", "target", "tag", "profile"))
+    source, target = said.pop("source"), said.pop("target")
+    chosen: dict[str, Any] = {name: said.pop(name) for name in (*SourceSpec.model_fields,) if name != "url"}
     for keyword, field in SIZE_FIELDS.items():
         if (size := said.pop(keyword)) is not None:
             said[field] = size_of(size)
@@ -53,9 +56,8 @@ def request_of(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertR
             said[name] = for_service(said[name]) if to_service else os.fspath(said[name])
     if isinstance(said["zero_stage"], int):
         said["zero_stage"] = str(said["zero_stage"])
-    spelled = for_service if to_service else os.fspath
-    said["source"] = {"url": spelled(source), "tag": tag, "profile": profile}
-    said["target"] = spelled(target)
+    said["source"] = source_of(for_service(source) if to_service else source, **chosen)
+    said["target"] = for_service(target) if to_service else os.fspath(target)
     try:
         return ConvertRequest.model_validate(nested(said))
     except ValidationError as error:
@@ -64,14 +66,29 @@ def request_of(given: dict[str, Any], fix: str, *, to_service: bool) -> ConvertR
         raise found from None
 
 
-def source_of(place: PathLike, tag: str | None, profile: str | None) -> SourceSpec:
+def source_of(
+    place: PathLike, tag: str | None, profile: str | None, *, param_order: Order | None = None, **keys: str | None
+) -> SourceSpec:
     """The wire model of a source.
+
+    Args:
+        place: The checkpoint.
+        tag: Its tag.
+        profile: Its storage profile.
+        param_order: The order of the optimizer's parameters, as in `SourceChoices`, or a file with the names.
+        **keys: `model_key`, `optimizer_key`, `scheduler_key`.
 
     Raises:
         RequestError: `request.invalid`.
     """
+    if isinstance(param_order, str | os.PathLike):
+        from reshard.cli.flags import read_order
+
+        param_order = read_order(os.fspath(param_order))
     try:
-        return SourceSpec(url=os.fspath(place), tag=tag, profile=profile)
+        return SourceSpec.model_validate(
+            {"url": os.fspath(place), "tag": tag, "profile": profile, "param_order": param_order, **keys}
+        )
     except ValidationError as error:
         raise invalid(error, KEYWORDS, keywords=True) from None
 

@@ -119,6 +119,15 @@ class NameScheme(StrEnum):
     """The names of a model that was trained with `--no-pipeline-parallel`."""
 
 
+class ParamOrder(StrEnum):
+    """Orders in which an optimizer may have numbered its parameters, if its files keep numbers and no names."""
+
+    MODEL = "model"
+    """Over all groups, the numbers count the parameters in the model's order."""
+    GROUPS = "groups"
+    """The numbers of each group count its parameters in the model's order."""
+
+
 class ReplicaPolicy(StrEnum):
     """Policies for copies of a tensor that must be equal and are not."""
 

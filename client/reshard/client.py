@@ -96,11 +96,11 @@ class Client:
         """
         return AdminClient(self._send)
 
-    def inspect(self, url: str, *, tag: str | None = None, profile: str | None = None) -> Inspection:
+    def inspect(self, url: str | SourceSpec, *, tag: str | None = None, profile: str | None = None) -> Inspection:
         """Describe a checkpoint that the service can read, from its metadata.
 
         Args:
-            url: The checkpoint, as the service sees it: an absolute path or a URL.
+            url: The checkpoint, as the service sees it: an absolute path or a URL; or a `SourceSpec`.
             tag: Checkpoint tag; by default what `latest` names.
             profile: Name of a storage profile of the service.
 
@@ -112,7 +112,8 @@ class Client:
             RequestError: `request.root_forbidden`, `request.unauthorized` and the like: the service refuses.
             JobError: `job.wait_timeout`: reading takes longer than the service allows; `service.unavailable`.
         """
-        body = _dump(SourceSpec(url=url, tag=tag, profile=profile))
+        spec = url if isinstance(url, SourceSpec) else SourceSpec(url=url, tag=tag, profile=profile)
+        body = _dump(spec)
         return self._ask(Call("POST", "/v1/inspections", body=body), Inspection)
 
     def plan(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from reshard.arguments import OnProgress, PathLike, client_of, request_of
+from reshard.arguments import OnProgress, Order, PathLike, client_of, request_of
 from reshard.choices import (
     NameScheme,
     OpaquePolicy,
@@ -37,6 +37,10 @@ def plan(
     *,
     to: TargetFormat | str,
     tag: str | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    scheduler_key: str | None = None,
+    param_order: Order | None = None,
     dtype: WeightDtype | str | None = None,
     max_shard_size: int | str | None = None,
     exclude_frozen: bool = False,
@@ -63,8 +67,8 @@ def plan(
     base: PathLike | None = None,
     grammar: str | None = None,
     files: int | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
+    target_model_key: str | None = None,
+    target_optimizer_key: str | None = None,
     trainer_files: PathLike | None = None,
     torch_file: str | None = None,
     missing_moments: str | None = None,
@@ -89,6 +93,11 @@ def plan(
         target: The target; for `universal` and `zero`, the tag directory.
         to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
         tag: Checkpoint tag; by default what `latest` (or `latest_universal`) names.
+        model_key: Model to read, if the source's state dict holds several, such as `unet`; `.` is its root.
+        optimizer_key: Optimizer to read, if there are several.
+        scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
+        param_order: Order of parameters that the source's files number and do not name: `model` (as in the model),
+            `groups` (as in the model within each group), a list of names, or a file with a name a line.
         dtype: Type of weights: `fp32`, `bf16`, `fp16`. By default fp32 from the masters, else as stored; with
             `to="zero"` as in the source.
         max_shard_size: Largest weights file: bytes, or a text such as `"5GB"`.
@@ -117,8 +126,8 @@ def plan(
         grammar: With `to="dcp"`, the framework that loads it: `state-dict`, `torchtitan`, `accelerate`, `trainer`,
             `lightning`; by default the source's, or `accelerate`.
         files: Number of `.distcp` files; by default one for each 4 GB.
-        model_key: Place of the model's state dict, such as `app.model`; by default that of `grammar`.
-        optimizer_key: Place of the optimizer's state dict; by default that of `grammar`.
+        target_model_key: Place of the model in the target, such as `app.model`; by default that of `grammar`.
+        target_optimizer_key: Place of the optimizer in the target; by default that of `grammar`.
         trainer_files: Directory of a trainer's files (`trainer_state.json`, schedulers, random states) for the target.
         torch_file: With `to="torch_save"`, the name of the file; by default `checkpoint.pt`.
         missing_moments: Trained parameters without optimizer states: `zero` (the default), `omit`, `refuse`.
@@ -164,6 +173,10 @@ def convert(
     *,
     to: TargetFormat | str,
     tag: str | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    scheduler_key: str | None = None,
+    param_order: Order | None = None,
     dtype: WeightDtype | str | None = None,
     max_shard_size: int | str | None = None,
     exclude_frozen: bool = False,
@@ -190,8 +203,8 @@ def convert(
     base: PathLike | None = None,
     grammar: str | None = None,
     files: int | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
+    target_model_key: str | None = None,
+    target_optimizer_key: str | None = None,
     trainer_files: PathLike | None = None,
     torch_file: str | None = None,
     missing_moments: str | None = None,
@@ -224,6 +237,10 @@ def convert(
         target: The target; for `universal` and `zero`, the tag directory.
         to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
         tag: As for `plan`, and so are all arguments up to `options`.
+        model_key: Model to read, if there are several.
+        optimizer_key: Optimizer to read, if there are several.
+        scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
+        param_order: Order of parameters that the source's files number.
         dtype: Type of weights.
         max_shard_size: Largest weights file.
         exclude_frozen: True to leave out frozen parameters.
@@ -251,8 +268,8 @@ def convert(
         grammar: With `to="dcp"`, the framework that loads it: `state-dict`, `torchtitan`, `accelerate`, `trainer`,
             `lightning`; by default the source's, or `accelerate`.
         files: Number of `.distcp` files; by default one for each 4 GB.
-        model_key: Place of the model's state dict, such as `app.model`; by default that of `grammar`.
-        optimizer_key: Place of the optimizer's state dict; by default that of `grammar`.
+        target_model_key: Place of the model in the target, such as `app.model`; by default that of `grammar`.
+        target_optimizer_key: Place of the optimizer in the target; by default that of `grammar`.
         trainer_files: Directory of a trainer's files (`trainer_state.json`, schedulers, random states) for the target.
         torch_file: With `to="torch_save"`, the name of the file; by default `checkpoint.pt`.
         missing_moments: Trained parameters without optimizer states: `zero` (the default), `omit`, `refuse`.

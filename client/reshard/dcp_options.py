@@ -48,15 +48,15 @@ class DcpOptions(FormatOptions):
     files: int | None = Field(
         default=None, ge=1, le=1 << 16, description="Number of .distcp files; default: one for each 4 GB."
     )
-    model_key: str | None = Field(
+    target_model_key: str | None = Field(
         default=None,
         max_length=256,
-        description="Place of the model's state dict, such as app.model; default: that of --grammar.",
+        description="Place of the model in DST, such as app.model; default: that of --grammar.",
     )
-    optimizer_key: str | None = Field(
+    target_optimizer_key: str | None = Field(
         default=None,
         max_length=256,
-        description="Place of the optimizer's state dict, such as app.optim; default: that of --grammar.",
+        description="Place of the optimizer in DST, such as app.optim; default: that of --grammar.",
     )
     trainer_files: Annotated[str | None, Place()] = Field(
         default=None,

@@ -11,6 +11,7 @@ from reshard._wire import invalid
 from reshard.arguments import (
     KEYWORDS,
     OnProgress,
+    Order,
     PathLike,
     client_of,
     for_service,
@@ -31,6 +32,10 @@ def inspect(
     source: PathLike,
     *,
     tag: str | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    scheduler_key: str | None = None,
+    param_order: Order | None = None,
     profile: str | None = None,
     url: str | None = None,
     token: str | None = None,
@@ -40,6 +45,10 @@ def inspect(
     Args:
         source: A directory or URL: a save directory, a tag directory, or a directory of weights.
         tag: Checkpoint tag; by default what `latest` (or `latest_universal`) names.
+        model_key: Model to read, if the state dict holds several, such as `unet`; `.` is its root.
+        optimizer_key: Optimizer to read, if there are several.
+        scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
+        param_order: Order of parameters that files number and do not name, as for `convert`.
         profile: Storage profile of the source (see `RESHARD_PROFILES`).
         url: URL of a service that reads it, in place of this process.
         token: Token of the service; by default `RESHARD_TOKEN`.
@@ -57,10 +66,12 @@ def inspect(
         >>> found.format, found.world, found.step
         ('deepspeed-zero2', {'dp': 2, 'tp': 1, 'pp': 1}, 3)
     """
+    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key}
+    place = source if url is None else for_service(source)
+    spec = source_of(place, tag, profile, **keys, param_order=param_order)
     if url is not None:
         with client_of(url, token) as client:
-            return client.inspect(for_service(source), tag=tag, profile=profile)
-    spec = source_of(source, tag, profile)
+            return client.inspect(spec)
     return load_engine().inspect(spec).drawn_from(spec)
 
 
@@ -70,6 +81,10 @@ def picture(
     tensor: str | None = None,
     beside: PathLike | None = None,
     tag: str | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    scheduler_key: str | None = None,
+    param_order: Order | None = None,
     profile: str | None = None,
 ) -> Picture:
     """Draw what each rank of a checkpoint holds and, with `tensor`, which rank holds which part of a tensor.
@@ -79,6 +94,10 @@ def picture(
         tensor: `NAME` or `NAME/STATE` of a tensor to draw.
         beside: Another checkpoint, such as the one that `source` was converted to, to draw on the right.
         tag: Checkpoint tag of `source`.
+        model_key: Model to read, if the state dict holds several, such as `unet`; `.` is its root.
+        optimizer_key: Optimizer to read, if there are several.
+        scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
+        param_order: Order of parameters that files number and do not name, as for `convert`.
         profile: Storage profile of both.
 
     Returns:
@@ -94,7 +113,8 @@ def picture(
         '<svg '
     """
     engine = load_engine()
-    here = engine.picture(source_of(source, tag, profile), tensor)
+    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key}
+    here = engine.picture(source_of(source, tag, profile, **keys, param_order=param_order), tensor)
     if beside is None:
         return Picture(here)
     return Picture(here, _beside(source_of(beside, None, profile), tensor))
@@ -131,6 +151,14 @@ def diff(
     *,
     tag_a: str | None = None,
     tag_b: str | None = None,
+    model_key_a: str | None = None,
+    optimizer_key_a: str | None = None,
+    scheduler_key_a: str | None = None,
+    param_order_a: Order | None = None,
+    model_key_b: str | None = None,
+    optimizer_key_b: str | None = None,
+    scheduler_key_b: str | None = None,
+    param_order_b: Order | None = None,
     states: str = "all",
     weights_only: bool = False,
     common: bool = False,
@@ -150,6 +178,14 @@ def diff(
         b: The checkpoint to compare it with.
         tag_a: Checkpoint tag of `a`; by default what `latest` names.
         tag_b: Checkpoint tag of `b`.
+        model_key_a: Model of `a`, if its state dict holds several; as for `inspect`, and so are the next three.
+        optimizer_key_a: Optimizer of `a`.
+        scheduler_key_a: Scheduler of `a`.
+        param_order_a: Order of the parameters of `a`.
+        model_key_b: Model of `b`.
+        optimizer_key_b: Optimizer of `b`.
+        scheduler_key_b: Scheduler of `b`.
+        param_order_b: Order of the parameters of `b`.
         states: `all`, or `weights` to skip optimizer states, counters and client state.
         weights_only: Short for `states="weights"`.
         common: True to ignore tensors and values that only one side has.
@@ -176,7 +212,12 @@ def diff(
     """
     if states not in ("all", "weights"):
         raise RequestError("request.invalid", f"states is {printable(states)!r}", fix="states is one of: all, weights")
-    sides = source_of(a, tag_a, profile_a), source_of(b, tag_b, profile_b)
+    keys_a = {"model_key": model_key_a, "optimizer_key": optimizer_key_a, "scheduler_key": scheduler_key_a}
+    keys_b = {"model_key": model_key_b, "optimizer_key": optimizer_key_b, "scheduler_key": scheduler_key_b}
+    sides = (
+        source_of(a, tag_a, profile_a, **keys_a, param_order=param_order_a),
+        source_of(b, tag_b, profile_b, **keys_b, param_order=param_order_b),
+    )
     deepspeed = DeepSpeedOptions(rules=None if rules is None else rules_of(rules), family=family)
     try:
         asked = DiffOptions(

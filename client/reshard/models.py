@@ -16,6 +16,7 @@ from reshard.choices import (
     NameScheme as NameScheme,
     OpaquePolicy as OpaquePolicy,
     OverflowPolicy as OverflowPolicy,
+    ParamOrder as ParamOrder,
     ReplicaPolicy as ReplicaPolicy,
     RngPolicy as RngPolicy,
     ServerCopyPolicy as ServerCopyPolicy,
@@ -34,7 +35,38 @@ DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20
 
 
-class SourceSpec(RequestModel):
+_Name = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+class SourceChoices(RequestModel):
+    """The user's choices where the files of a checkpoint leave several ways to read it.
+
+    Fields that are None are left out of the JSON, so that programs of the release before can read it.
+    """
+
+    model_key: str | None = Field(default=None, max_length=512, exclude_if=_is_none)
+    """Place of the model to read, such as `unet` or `app.model`, if there are several; `.` is the root."""
+    optimizer_key: str | None = Field(default=None, max_length=512, exclude_if=_is_none)
+    """Place of the optimizer to read, such as `opt_g`, if there are several."""
+    scheduler_key: str | None = Field(default=None, max_length=512, exclude_if=_is_none)
+    """Place of the learning-rate scheduler of that optimizer, such as `sched_g` or `scheduler_1.bin`."""
+    param_order: ParamOrder | Annotated[tuple[_Name, ...], Field(max_length=1 << 20)] | None = Field(
+        default=None, exclude_if=_is_none
+    )
+    """Order of the parameters of an optimizer whose files keep numbers and no names, or names and no order: `model`,
+    `groups`, or the names themselves."""
+
+    def given(self) -> dict[str, Any]:
+        """The choices that were made, by their names."""
+        names = SourceChoices.model_fields
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class SourceSpec(SourceChoices):
     """The checkpoint to read."""
 
     url: str = Field(min_length=1, max_length=4096)

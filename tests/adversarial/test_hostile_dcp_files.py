@@ -81,7 +81,8 @@ def source(tmp_path: Path) -> Path:
 
 def convert(source: Path, target: Path, to: str = "safetensors", **options: Any) -> ConvertResult:
     """Convert; tensors of training states are read by all targets."""
-    request = {"source": {"url": str(source)}, "target": str(target), "to": to, **options}
+    request: dict[str, Any] = {"source": {"url": str(source), **options.pop("choices", {})}}
+    request |= {"target": str(target), "to": to, **options}
     return load_engine().convert(ConvertRequest.model_validate(request))
 
 
@@ -596,7 +597,11 @@ def _accelerate(directory: Path, *, optimizer: Mapping[str, Any] | None = None) 
 def test_two_models_of_accelerate(tmp_path: Path) -> None:
     source = _accelerate(tmp_path / "in")
     shutil.copytree(source / "pytorch_model_fsdp_0", source / "pytorch_model_fsdp_1")
-    assert code(source, tmp_path / "out") == "source.unsupported"
+    # The second model is nobody's optimizer's: the first one is read, and the second is named.
+    result = convert(source, tmp_path / "weights")
+    assert "pytorch_model_fsdp_1.model" in [entry.path for entry in result.not_carried]
+    convert(source, tmp_path / "out", "dcp")
+    assert {d.name for d in (tmp_path / "out").iterdir() if d.is_dir()} >= {"pytorch_model_fsdp_1", "optimizer_0"}
 
 
 def test_an_optimizer_of_another_model(tmp_path: Path) -> None:
@@ -619,11 +624,18 @@ def test_a_parameter_of_two_groups(tmp_path: Path) -> None:
     assert code(_accelerate(tmp_path / "in", optimizer=other), tmp_path / "out") == "checkpoint.malformed"
 
 
-def test_states_of_another_shape_are_named(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_of_another_shape_are_kept_or_named(tmp_path: Path) -> None:
     other = state_dict()["optimizer"]
     other["state"]["head.weight"]["exp_avg"] = Sharded(_tensor(0, 4, 6), ROWS)
-    result = convert(_accelerate(tmp_path / "in", optimizer=other), tmp_path / "out", "dcp")
-    assert "optimizer.state.head.weight.exp_avg" in [entry.path for entry in result.not_carried]
+    source = _accelerate(tmp_path / "in", optimizer=other)
+    assert convert(source, tmp_path / "out", "dcp").not_carried == ()
+    key = "optimizer.state.head.weight.exp_avg"
+    out = tmp_path / "out" / "optimizer_0"
+    one, two = (by_torch(place, {key: torch.Size((4, 6))})[key] for place in (out, source / "optimizer_0"))
+    assert torch.equal(one, two)
+    named = convert(source, tmp_path / "weights").not_carried
+    assert "optimizer.state.*.exp_avg" in [entry.path for entry in named]
 
 
 def _numbered(optimizer: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -634,7 +646,12 @@ def _numbered(optimizer: dict[str, Any], *names: str) -> dict[str, Any]:
 def test_numbers_of_parameters_that_shapes_do_not_tell_apart(tmp_path: Path) -> None:
     whole = state_dict()
     told = {**whole, "optimizer": _numbered(whole["optimizer"], "embed.weight", "head.weight", "norm.weight")}
-    convert(_saved(told, tmp_path / "told"), tmp_path / "out", "dcp")
+    order = {"param_order": ["embed.weight", "head.weight", "norm.weight"]}
+    assert code(_saved(told, tmp_path / "told"), tmp_path / "out") == "checkpoint.ambiguous"
+    convert(tmp_path / "told", tmp_path / "out", "dcp", choices=order)
+    for wrong in (["head.weight", "norm.weight"], [*order["param_order"][:2]] * 2, ["a", "b", "c"]):
+        refused = code(tmp_path / "told", tmp_path / "no", choices={"param_order": wrong})
+        assert refused == "request.invalid", wrong
     # One of two matrices of one shape is frozen: its number may be either's.
     untold = {**whole, "optimizer": _numbered(whole["optimizer"], "head.weight", "norm.weight")}
     assert code(_saved(untold, tmp_path / "untold"), tmp_path / "again") == "checkpoint.ambiguous"

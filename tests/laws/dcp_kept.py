@@ -16,7 +16,7 @@ def kept(state: LogicalState, layout: Layout, *, full: bool) -> LogicalState:
     """What the files hold of a run.
 
     They do not say which tensors are tied, and which are frozen parameters and which are buffers. Ties are found by
-    equal matrices of which the optimizer has one. Buffers are found by their element types and because FSDP leaves
+    equal matrices of which the optimizer has updated one. Buffers are found by their element types and because FSDP leaves
     them whole.
     """
     ties = {a: o for a, o in state.aliases.items() if full and _is_found_tied(state, layout, o)}
@@ -69,7 +69,8 @@ def _entry(state: LogicalState, layout: Layout, owner: str) -> _Entry:
 
 def _is_found_tied(state: LogicalState, layout: Layout, owner: str) -> bool:
     parameter = state.parameter(owner)
-    known = layout.grammar == "numbers" or parameter.group is not None
+    updated = parameter.group is not None and bool(state.state_names or state.steps[parameter.group] is not None)
+    known = updated and owner not in idle_parameters(state, layout)
     return known and len(parameter.shape) > 1 and parameter.weight is not None and parameter.weight.numel > 0
 
 

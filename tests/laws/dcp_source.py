@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -44,11 +45,21 @@ class DcpSource:
         write_run(case.state, case.layout, directory)
         idle = idle_parameters(case.state, case.layout) if self.full else frozenset[str]()
         found = kept(case.state, case.layout, full=self.full)
-        return Saved(found, frozenset({self.name, *_labels(case.state, case.layout)}), never_updated=idle)
+        labels = frozenset({self.name, *_labels(case.state, case.layout)})
+        return Saved(found, labels, never_updated=idle, choices=_choices(case.state, case.layout, full=self.full))
 
     def checks_metadata(self, case: Case) -> bool:
         """`.metadata` has no checksum."""
         return False
+
+
+def _choices(state: LogicalState, layout: Layout, *, full: bool) -> dict[str, Any]:
+    """The order of the optimizer's parameters, which a flattened optimizer does not keep."""
+    if not full or layout.grammar != "flat":
+        return {}
+    groups = range(len(state.groups or ()))
+    order = [n for group in groups for n in state.order if n in {p.fqn for p in state.of_group(group)}]
+    return {"param_order": order} if order else {}
 
 
 def _labels(state: LogicalState, layout: Layout) -> Iterator[str]:

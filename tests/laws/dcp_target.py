@@ -54,7 +54,9 @@ class DcpTarget:
                 "missing_moments": st.sampled_from([MissingMoments.ZERO, MissingMoments.OMIT]),
             }
         )
-        placed = st.just({"grammar": Grammar.STATE_DICT, "model_key": "app.model", "optimizer_key": "app.optim"})
+        placed = st.just(
+            {"grammar": Grammar.STATE_DICT, "target_model_key": "app.model", "target_optimizer_key": "app.optim"}
+        )
         chosen = (plain | placed).map(lambda o: {TARGET: {k: v for k, v in o.items() if v is not None}})
         return st.fixed_dictionaries({"to": st.just(TARGET), "exclude_frozen": st.booleans(), "options": chosen})
 
@@ -251,7 +253,8 @@ class _Reading:
             elif path[0] not in _OPTIMIZERS:
                 beside[path] = value
             elif (state := self._state(path[1:])) is not None:
-                yield state, value
+                # Of optimizers that are not known to be torch's, a Python number stays one.
+                yield state, _as_tensor(value) if type(value) in (int, float) else value
             else:
                 groups[path[1:]] = value
         yield from ((f"beside/{key}", tree) for key, tree in _nested(beside).items())

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from oracle.cases import Case
 
 Parallel = Literal["fsdp2", "fsdp1", "fsdp1_flat"]
-OptimizerName = Literal["adamw", "amsgrad", "sgd"]
+OptimizerName = Literal["adamw", "amsgrad", "sgd", "adam"]
 
 GRAMMARS = ("app", "nested", "flat", "titan", "raw")
 """Grammars of keys in which torch alone saves a run; ``oracle.dcp_grammars`` says what each is."""
@@ -78,7 +78,7 @@ class FsdpRun:
         parallel: FSDP2, or FSDP1 with its original parameters or with flat ones only.
         model: the switches of the model; of this only what the model and its groups want is read.
         mesh: the ranks that train the source.
-        optimizer: AdamW, AdamW with AMSGrad, or SGD with momentum.
+        optimizer: AdamW, AdamW with AMSGrad, Adam with a weight decay that shows, or SGD with momentum.
         scheduler: ExponentialLR, which DeepSpeed can run as well, or none.
         by_block: the two groups are the first block and the rest, for FSDP1's flat parameters are whole blocks; else
             they are matrices and vectors.
@@ -133,6 +133,7 @@ def _runs() -> dict[str, FsdpRun]:
         FsdpRun("fsdp1_flat", parallel="fsdp1_flat", by_block=True),
         FsdpRun("fsdp2_sgd", optimizer="sgd"),
         FsdpRun("fsdp2_amsgrad", optimizer="amsgrad", scheduler=False),
+        FsdpRun("fsdp2_adam", optimizer="adam", model=_UNTIED),
         FsdpRun("fsdp2_plain", model=replace(_UNTIED, frozen=False, buffers=False, two_groups=False), scheduler=False),
     ]
     return {run.name: run for run in runs}
@@ -144,3 +145,48 @@ RUNS: dict[str, FsdpRun] = _runs()
 def titan_is_here() -> bool:
     """True if torchtitan can be imported."""
     return TITAN_FOLDER in os.environ or importlib.util.find_spec("torchtitan") is not None
+
+
+@dataclass(frozen=True)
+class EmaLayout:
+    """A state dict with a model and its moving average: M, E, and O, F or R for the optimizer.
+
+    Attributes:
+        state: the nesting; ``**`` merges a part into its dict. O is by names, F flattened, R by numbers.
+        model: the key of the model, as a user names it.
+        average: that of the average.
+    """
+
+    state: dict[str, Any]
+    model: str
+    average: str
+
+    @property
+    def flat(self) -> bool:
+        """True if the optimizer is flattened."""
+        return "F" in repr(self.state)
+
+    @property
+    def numbered(self) -> bool:
+        """True if the optimizer numbers its parameters."""
+        return "'R'" in repr(self.state)
+
+
+EMA_LAYOUTS: dict[str, EmaLayout] = {
+    "ema_unet": EmaLayout({"ema": "E", "unet": "M", "optimizer": "O"}, "unet", "ema"),
+    "unet_ema": EmaLayout({"unet": "M", "ema": "E", "optimizer": "O"}, "unet", "ema"),
+    "model_ema": EmaLayout({"model": "M", "ema": "E", "optimizer": "O"}, "model", "ema"),
+    "average_first": EmaLayout({"model_ema": "E", "model": "M", "optimizer": "O"}, "model", "model_ema"),
+    "average_is_model": EmaLayout({"model": "E", "online": "M", "optimizer": "O"}, "online", "model"),
+    "app": EmaLayout({"app": {"ema": {"model": "E"}, "net": "M", "optim": "O"}}, "app.net", "app.ema.model"),
+    "app_and_ema": EmaLayout({"app": {"model": "M", "optim": "O"}, "ema": "E", "epoch": 3}, "app.model", "ema"),
+    "shadow": EmaLayout({"net": "M", "optimizer": "O", "ema": {"decay": 0.5, "shadow": "E"}}, "net", "ema.shadow"),
+    "deep": EmaLayout(
+        {"state": {"online": {"weights": "M"}, "target": {"weights": "E"}}, "optim": "O"},
+        "state.online.weights",
+        "state.target.weights",
+    ),
+    "root": EmaLayout({"**": "M", "ema": "E", "optimizer": "F"}, ".", "ema"),
+    "raw": EmaLayout({"ema": "E", "unet": "M", "optimizer": "R"}, "unet", "ema"),
+}
+"""The layouts in which trainers of diffusion models and others save a moving average."""

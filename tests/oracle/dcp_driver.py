@@ -185,7 +185,7 @@ def problems(wanted: Truth, found: Truth, *, across: bool = False) -> list[str]:
 
 def zero_run(stage: Literal[1, 2, 3], run: FsdpRun, world: int) -> FsdpRun:
     """The run under DeepSpeed with the model and groups of ``run``."""
-    name = "sgd" if run.optimizer == "sgd" else "adamw"
+    name = run.optimizer if run.optimizer in ("sgd", "adam") else "adamw"
     changed: dict[str, Any] = {"name": f"zero{stage}_{run.name}", "stage": stage, "optimizer": name}
     case = Case(**run.model.to_json() | changed)
     return FsdpRun(case.name, model=case, mesh=Mesh(world))

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from oracle.dcp_models import Running
 
+DECOUPLED = "decoupled_weight_decay"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -136,7 +137,7 @@ def save(running: Running, kind: str, folder: Path) -> None:
         case "items":
             dcp.save(app, storage_writer=FileSystemWriter(path, single_file_per_rank=False))
         case "v2_3":
-            with _grammar_of_2_3():
+            with _grammar_of_2_3(running.optimizer):
                 dcp.save(app, checkpoint_id=path)
         case "local":
             with FullyShardedDataParallel.state_dict_type(running.model, StateDictType.LOCAL_STATE_DICT):
@@ -154,16 +155,19 @@ def save(running: Running, kind: str, folder: Path) -> None:
 
 
 @contextmanager
-def _grammar_of_2_3() -> Iterator[None]:
-    """Has torch flatten dicts as its versions up to 2.3 did: it can, to load what those wrote."""
+def _grammar_of_2_3(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Has torch flatten dicts as its versions up to 2.3 did (it can, to load what those wrote), without 2.7's key."""
     from torch.distributed.checkpoint import _version
 
     version: Any = _version
     version._derived_version = "2_3"
+    kept = [group.pop(DECOUPLED, None) for group in optimizer.param_groups]
     try:
         yield
     finally:
         version._derived_version = None
+        for group, value in zip(optimizer.param_groups, kept, strict=True):
+            group |= {} if value is None else {DECOUPLED: value}
 
 
 def load(running: Running, kind: str, folder: Path, *, partial: bool = False) -> None:

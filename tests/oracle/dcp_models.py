@@ -120,10 +120,12 @@ def optimizer_of(run: FsdpRun, model: nn.Module, names: list[list[str]]) -> torc
         params = [[by_name[name] for name in group] for group in names]
     groups: list[dict[str, Any]] = [{"params": group} for group in params]
     if len(groups) == 2:
-        groups[0] |= {"lr": 1e-2, "weight_decay": 0.1}
+        groups[0] |= {"lr": 1e-2, "weight_decay": 0.3 if run.optimizer == "adam" else 0.1}
         groups[1] |= {"lr": 5e-3, "weight_decay": 0.0}
     if run.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.01)
+    if run.optimizer == "adam":
+        return torch.optim.Adam(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
     return torch.optim.AdamW(
         groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, amsgrad=run.optimizer == "amsgrad"
     )

@@ -85,7 +85,9 @@ def dcp_convert(source: Path, target: Path, to: str, **options: Any) -> ConvertR
 
     Nothing may be left out but what `_MAY_BE_LEFT_OUT` lists.
     """
-    dcp = {key: options.pop(key) for key in ("grammar", "files", "model_key", "missing_moments") if key in options}
+    dcp = {
+        key: options.pop(key) for key in ("grammar", "files", "target_model_key", "missing_moments") if key in options
+    }
     result = reshard.convert(source, target, to=to, options={"dcp": dcp}, **options)
     report = reshard.verify(target)
     assert report.ok, report.problems

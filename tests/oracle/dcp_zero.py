@@ -13,6 +13,8 @@ from oracle.models import build_model, client_optimizer, param_groups
 from oracle.train import RESUME_SEED, SOURCE_SEED, dump_states, start_world, train_steps
 
 STEPS = 3
+DECOUPLED = "decoupled_weight_decay"
+"""Torch before 2.7 and DeepSpeed's FusedAdam have no such key: sources of Adam are saved without it."""
 
 
 def _engine(case: Case, world: int, seed: int) -> Any:
@@ -40,7 +42,11 @@ def save(case: dict[str, Any], folder: str) -> dict[str, Any]:
     engine = _engine(Case(**case), world, SOURCE_SEED)
     before = train_steps(engine, STEPS, rank, world)
     tag = f"global_step{engine.global_steps}"
+    groups = engine.optimizer.param_groups
+    kept = [group.pop(DECOUPLED, None) if case["optimizer"] == "adam" else None for group in groups]
     engine.save_checkpoint(str(Path(folder, "ckpt")), tag=tag)
+    for group, value in zip(groups, kept, strict=True):
+        group |= {} if value is None else {DECOUPLED: value}
     dump_states(engine, Path(folder), "truth", {"losses_before": before})
     return {"tag": tag, "losses_before": before, "losses_after": train_steps(engine, STEPS, rank, world)}
 

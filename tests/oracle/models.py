@@ -195,7 +195,11 @@ def param_groups(case: Case, model: nn.Module) -> list[Any]:
     if not case.two_groups:
         return trainable
     return [
-        {"params": [p for p in trainable if p.ndim > 1], "lr": 1e-2, "weight_decay": 0.1},
+        {
+            "params": [p for p in trainable if p.ndim > 1],
+            "lr": 1e-2,
+            "weight_decay": 0.3 if case.optimizer == "adam" else 0.1,
+        },
         {"params": [p for p in trainable if p.ndim <= 1], "lr": 5e-3, "weight_decay": 0.0},
     ]
 
@@ -205,6 +209,8 @@ def client_optimizer(case: Case, groups: list[Any]) -> torch.optim.Optimizer | N
     match case.optimizer:
         case "adamw":
             return None
+        case "adam":
+            return torch.optim.Adam(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
         case "sgd":
             return torch.optim.SGD(groups, lr=5e-2, momentum=0.9, weight_decay=0.01)
         case "adagrad":

@@ -61,7 +61,8 @@ def test_zero_to_fsdp2(stage: Any, mesh: Mesh, saved: SavedFactory, fsdp: FsdpOr
     jobs = []
     for grammar, kind in (("state-dict", "nested"), ("torchtitan", "flat")):
         path = tmp_path / grammar
-        assert dcp_convert(source.path(), path, "dcp", grammar=grammar).warnings == ()
+        made = ("train_state.ntokens_seen is 0, as the source counts no tokens",) if grammar == "torchtitan" else ()
+        assert dcp_convert(source.path(), path, "dcp", grammar=grammar).warnings == made
         jobs.append(Job(run.on(mesh), kind, path, tmp_path / f"{grammar}-out"))
     for resumed in fsdp.resume_all(jobs):
         assert_goes_on(source, resumed)
@@ -117,7 +118,7 @@ def test_masters_of_zero_in_bf16_go_to_fsdp2(
     """FSDP2 keeps fp32 parameters where DeepSpeed keeps masters; the 16-bit weights follow from both."""
     source = trained(name)
     result = dcp_convert(source.tag_dir, tmp_path / "dcp", "dcp", grammar="state-dict")
-    assert {"samples"} <= left_out(result).keys()
+    assert "samples" not in left_out(result)
     target = FsdpRun(name, model=source.case, mesh=Mesh(3), scheduler=False)
     (resumed,) = fsdp.resume_all([Job(target, "nested", tmp_path / "dcp", tmp_path / "out")])
     assert isinstance(resumed, Resumed), resumed
@@ -138,7 +139,7 @@ def test_zero_to_dcp_and_back_is_the_same(stage: Any, grammar: str, saved: Saved
     lost = left_out(dcp_convert(there, back, "zero", dp=3, zero_stage=stage))
     reshard.convert(source.path(), direct, to="zero", dp=3, zero_stage=stage)
     assert lost.keys() <= tokens_of("titan" if grammar == "torchtitan" else grammar)
-    assert {difference.name for difference in reshard.diff(direct, back).differences} == {"global_samples"}
+    assert reshard.diff(direct, back).equal
 
 
 @pytest.mark.parametrize(
@@ -157,8 +158,10 @@ def test_dcp_to_zero_and_back_is_the_same(name: str, kind: str, saved: SavedFact
     assert lost.keys() == tokens_of(kind)
     dcp_convert(tmp_path / "zero", back, "dcp", grammar=grammar, files=2)
     dcp_convert(source.path(kind), direct, "dcp", grammar=grammar, files=2)
-    assert {difference.name for difference in reshard.diff(direct, back).differences} == tokens_of(kind)
-    assert kind == "titan" or contents(direct) == contents(back)
+    counted = {"skipped_steps"} if kind == "titan" else {"skipped_steps", "steps"}  # DeepSpeed counts them
+    assert {difference.name for difference in reshard.diff(direct, back).differences} == tokens_of(kind) | counted
+    both = [{n: data for n, data in contents(path).items() if n.endswith(".distcp")} for path in (direct, back)]
+    assert kind == "titan" or both[0] == both[1]
 
 
 def test_a_save_without_collectives_is_refused_when_a_file_is_missing(saved: SavedFactory, tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ def test_a_save_without_collectives_is_refused_when_a_file_is_missing(saved: Sav
 
 LIGHTNINGS_OWN = ("epoch", "global_step", "pytorch-lightning_version", "loops", "callbacks")
 OF_DEEPSPEED = {
-    "samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
     *(
         f"optimizer_state_dict.{name}"
         for name in ("clip_grad", "ds_version", "dynamic_loss_scale", "loss_scaler", "overflow", "zero_stage")
@@ -193,8 +196,8 @@ LEFT_OUT: list[tuple[Framework, str, str, tuple[str, ...]]] = [
     ("lightning", "", "zero", ()),
     ("trainer", "", "zero", ("random_states", "trainer_state.json")),
     ("accelerate", "", "state-dict", ("random_states",)),
-    ("torch", "titan", "accelerate", ("tokens", "dataloader")),
-    ("torch", "titan", "state-dict", ("tokens",)),
+    ("torch", "titan", "accelerate", ("dataloader",)),
+    ("torch", "titan", "state-dict", ()),
     ("lightning", "", "accelerate", LIGHTNINGS_OWN),
     ("lightning", "", "state-dict", ()),
 ]

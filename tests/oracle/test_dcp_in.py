@@ -39,7 +39,7 @@ def test_torch_checkpoints_are_read(name: str, kinds: tuple[str, ...], saved: Sa
     kinds = tuple(kind for kind in kinds if kind in source.run.kinds and (name, kind) != AMBIGUOUS)
     found = {}
     for kind in kinds:
-        dcp_convert(source.path(kind), tmp_path / kind, "universal")
+        dcp_convert(source.path(kind), tmp_path / kind, "universal", **order_of(kind))
         problems = universal_problems(tmp_path / kind, source.truth, scheduler=kind in WITH_SCHEDULER)
         found |= {kind: problems} if problems else {}
     assert found == {}
@@ -47,11 +47,24 @@ def test_torch_checkpoints_are_read(name: str, kinds: tuple[str, ...], saved: Sa
     assert weights_problems(read_safetensors(tmp_path / "weights"), source.truth) == []
 
 
-def test_numbers_that_could_be_several_parameters_are_refused(saved: SavedFactory, tmp_path: Path) -> None:
-    name, kind = AMBIGUOUS
+@pytest.mark.parametrize(
+    ("name", "order"), [(AMBIGUOUS[0], {"param_order": "groups"}), ("fsdp2", {}), ("fsdp2", {"param_order": "model"})]
+)
+def test_numbers_that_could_be_several_parameters_are_refused(
+    name: str, order: dict[str, str], saved: SavedFactory, tmp_path: Path
+) -> None:
+    source = saved(name)
     with pytest.raises(SourceError) as refused:
-        dcp_convert(saved(name).path(kind), tmp_path / "universal", "universal")
+        dcp_convert(source.path("raw"), tmp_path / "universal", "universal", **order)
     assert refused.value.code == "checkpoint.ambiguous"
+    assert "--param-order FILE" in refused.value.fix
+    dcp_convert(source.path("raw"), tmp_path / "weights", "safetensors", **order)
+    assert weights_problems(read_safetensors(tmp_path / "weights"), source.truth) == []
+
+
+def order_of(kind: str) -> dict[str, str]:
+    """What the user says of an optimizer's own state dict: each of its groups has the model's order."""
+    return {"param_order": "groups"} if kind == "raw" else {}
 
 
 @pytest.mark.parametrize(("kind", "code"), list(zip(LOST, ("checkpoint.ambiguous", "source.unsupported"), strict=True)))

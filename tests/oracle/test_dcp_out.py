@@ -49,7 +49,8 @@ def assert_goes_on(source: Saved, resumed: Resumed | str, *, more: frozenset[str
 def converted(source: Saved, kind: str, grammar: str, folder: Path, target: FsdpRun, **options: Any) -> Job:
     """The resume of one conversion."""
     path = folder / f"{kind}-{grammar}"
-    dcp_convert(source.path(kind), path, "dcp", grammar=grammar, **options)
+    order = {"param_order": "groups"} if kind == "raw" else {}
+    dcp_convert(source.path(kind), path, "dcp", grammar=grammar, **order, **options)
     consumer = "app" if grammar == "state-dict" and kind in OWN_KEYS else CONSUMERS[grammar]
     scheduler = source.truth.meta["lr_scheduler"] if kind in WITHOUT_SCHEDULER else None
     return Job(target, consumer, path, folder / f"{kind}-{grammar}-{target.mesh}", scheduler=scheduler)
@@ -161,7 +162,7 @@ def test_frameworks_resume(
         between = "accelerate" if framework in ("titan", "lightning") else "torchtitan"
         options: dict[str, Any] = {"grammar": "torchtitan" if framework == "titan" else framework, "files": 3}
         if framework == "lightning" and run.parallel == "fsdp2":
-            options["model_key"] = "state_dict"  # as ModelParallelStrategy has it
+            options["target_model_key"] = "state_dict"  # as ModelParallelStrategy has it
         dcp_convert(source.path("nested"), folder / "between", "dcp", grammar=between)
         dcp_convert(folder / "between", path, "dcp", **options)
         assert_goes_on(source, fsdp.resume(framework, run.on(mesh), path, folder / "out"))

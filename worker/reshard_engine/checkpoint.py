@@ -10,6 +10,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models import NotCarried
@@ -134,6 +135,8 @@ class OptimizerState:
 
     groups: tuple[ParamGroup, ...]
     """The param groups; none where the source keeps no hyper-parameters."""
+    decoupled_weight_decay: bool | None = None
+    """True for AdamW, False for Adam, as far as something other than the groups says so."""
     rank_numbers: tuple[str, ...] = ()
     """Names of states that are one number per rank's partition and differ. Other partitions have no such number."""
 
@@ -164,6 +167,38 @@ class Agreement:
     """True if `other` is `first`, rounded to the element type of `other`."""
     advisory: bool = False
     """True if `first` is used in any case, so that a difference is only reported."""
+
+
+class Question(StrEnum):
+    """The questions that the files of a checkpoint may leave open. The user answers them (`SourceChoices`)."""
+
+    MODEL = "model"
+    OPTIMIZER = "optimizer"
+    SCHEDULER = "scheduler"
+    ORDER = "order"
+    """The names of parameters that the optimizer numbers."""
+    GROUPS = "groups"
+    """The order of the optimizer's param groups."""
+
+
+OF_TRAINING = (Question.OPTIMIZER, Question.SCHEDULER, Question.ORDER, Question.GROUPS)
+"""The questions that do not matter to targets which hold weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """A question that the files leave open. The checkpoint goes on with one of the answers, which nothing may rely on.
+
+    A target that depends on the answer is refused until the user chooses.
+    """
+
+    question: Question
+    text: str
+    fix: str
+
+    def error(self) -> SourceError:
+        """The refusal of a target that depends on the answer."""
+        return SourceError("checkpoint.ambiguous", self.text, fix=self.fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +254,8 @@ class Checkpoint:
     counters: Counters = Counters()
     schedulers: tuple[Node, ...] = ()
     """The state dicts of learning-rate schedulers. In every tree of a checkpoint a `PTensorRef` stands for a tensor."""
+    own_scheduler: int = 0
+    """Index of the scheduler that changes this optimizer's learning rates."""
     rng: tuple[Mapping[str, Node], ...] = ()
     """Random states by rank, for each rank whose random states the source keeps."""
     client_state: Mapping[str | int, Node] = field(default_factory=dict[str | int, Node])
@@ -239,6 +276,10 @@ class Checkpoint:
     """True if names that the source ties are separate here. A configuration that calls them tied would be wrong."""
     family: str = ""
     """Name of the format whose reader read it; empty for a checkpoint that no reader made."""
+    undecided: tuple[Undecided, ...] = ()
+    """The questions that the files and the user leave open."""
+    assumed: tuple[str, ...] = ()
+    """Tensors that may be buffers or frozen parameters: nothing in the files proves which."""
     frozen_left_out: bool = False
     """True if the save left out frozen weights, or may have left them out (`exclude_frozen_parameters`)."""
 
@@ -280,6 +321,24 @@ class Checkpoint:
         """Rows of padding that the source holds behind a vocabulary."""
         tensors = self.shard_map.tensors
         return max((tensors[n].shape[0] for p in self.parameters for n in p.padding.values()), default=0)
+
+    @property
+    def scheduler(self) -> Node | None:
+        """The scheduler of the optimizer, for targets that keep one; None if there is none."""
+        return self.schedulers[self.own_scheduler] if self.schedulers else None
+
+    def refuse_undecided(self, *indifferent: Question) -> None:
+        """Refuse a use of this checkpoint that depends on a question which nobody has answered.
+
+        Args:
+            *indifferent: The questions that it does not depend on.
+
+        Raises:
+            SourceError: `checkpoint.ambiguous`.
+        """
+        for undecided in self.undecided:
+            if undecided.question not in indifferent:
+                raise undecided.error()
 
     @property
     def is_local(self) -> bool:

@@ -43,14 +43,18 @@ class LocalEngine:
         from reshard_engine.operations.inspection import describe
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
-        return describe(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), source)
+        return describe(
+            read_checkpoint(open_location(source.url, source.profile), source.tag, ledger, choices=source), source
+        )
 
     def picture(self, source: SourceSpec, tensor: str | None = None) -> LayoutPicture:
         """List what each file holds, or the files of one tensor (`NAME` or `NAME/STATE`)."""
         from reshard_engine.operations.layout_map import picture_of
 
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
-        return picture_of(read_checkpoint(open_location(source.url, source.profile), source.tag, ledger), tensor)
+        return picture_of(
+            read_checkpoint(open_location(source.url, source.profile), source.tag, ledger, choices=source), tensor
+        )
 
     def planned_pictures(self, request: ConvertRequest, tensor: str | None = None) -> LayoutPair:
         """List what the files of the source hold, and what those of the target will hold."""
@@ -197,7 +201,7 @@ class LocalEngine:
 
         rules = rules_of(options.options)
         left, right = (
-            read_checkpoint(open_location(s.url, s.profile), s.tag, OpaqueLedger(OpaquePolicy.KEEP), rules)
+            read_checkpoint(open_location(s.url, s.profile), s.tag, OpaqueLedger(OpaquePolicy.KEEP), rules, s)
             for s in (a, b)
         )
         return diff_checkpoints(left, right, options, on_progress=on_progress, should_stop=should_stop)

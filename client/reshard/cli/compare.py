@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from reshard.cli.choosing import choice
-from reshard.cli.flags import read_rules, source_spec
+from reshard.cli.flags import SourceFlags, read_rules, takes_two_sources
 from reshard.cli.help_pages import COMPARISON, GENERAL, HERE, SOURCE
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.progress import progress_shown
@@ -40,17 +40,13 @@ def register(app: typer.Typer) -> None:
     app.command(rich_help_panel=HERE)(diff)
 
 
+@takes_two_sources
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a directory or URL.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint to compare it with.")],
     *,
-    tag_a: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Checkpoint tag of A; default: what `latest` names.", rich_help_panel=SOURCE),
-    ] = None,
-    tag_b: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Checkpoint tag of B.", rich_help_panel=SOURCE)
-    ] = None,
+    flags_a: SourceFlags,
+    flags_b: SourceFlags,
     states: Annotated[
         States,
         choice(States, help="`weights`: skip optimizer states, counters and client state.", rich_help_panel=COMPARISON),
@@ -93,13 +89,6 @@ def diff(
         str | None,
         typer.Option(metavar="NAME", help="Built-in set of rules, such as gpt-megatron.", rich_help_panel=SOURCE),
     ] = None,
-    profile_a: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Storage profile for A (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
-    ] = None,
-    profile_b: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Storage profile for B.", rich_help_panel=SOURCE)
-    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -118,9 +107,8 @@ def diff(
         sample=None if sample is None else parse_percent(sample),
         options=Options(deepspeed=DeepSpeedOptions(rules=None if rules is None else read_rules(rules), family=family)),
     )
-    sides = source_spec(a, tag_a, profile_a), source_spec(b, tag_b, profile_b)
     with progress_shown(quiet=quiet) as show:
-        report = load_engine().diff(*sides, options, on_progress=show)
+        report = load_engine().diff(flags_a.spec(a), flags_b.spec(b), options, on_progress=show)
     lines = [report.model_dump_json()] if as_json else report_lines(report, every=every)
     for line in lines:
         sys.stdout.write(f"{line}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 
 from reshard.choices import EnsureWorkers, OpaquePolicy, WeightDtype, ZeroStage
 from reshard.cli.choosing import DTYPE_NAMES, choice
-from reshard.cli.flags import read_rules, source_spec
+from reshard.cli.flags import CheckpointFlags, read_rules, takes_checkpoint
 from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.next_steps import followed
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
     app.command(rich_help_panel=HERE)(ensure)
 
 
+@takes_checkpoint
 def ensure(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Save directory, `checkpoint-N`, or tag directory.")],
     *,
@@ -63,10 +65,7 @@ def ensure(
             rich_help_panel=TARGET,
         ),
     ] = None,
-    tag: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Checkpoint tag; default: what `latest` names.", rich_help_panel=SOURCE),
-    ] = None,
+    flags: CheckpointFlags,
     out: Annotated[
         str | None,
         typer.Option(
@@ -113,7 +112,7 @@ def ensure(
     The path is SRC itself if it has that layout, or an earlier result if one exists.
     `OUT=$(reshard ensure SRC --dp 16)` works, because the path is the only output on stdout.
     """
-    source_spec(source, tag, None)
+    spec = flags.spec(source)
     from reshard.ensuring.call import Outcome, ensured, framework_of
     from reshard.ensuring.world import Wanted, world_size
 
@@ -122,7 +121,7 @@ def ensure(
         Outcome.EARLIER: "converted earlier",
         Outcome.CONVERTED: "converted and verified",
     }
-    framework = framework_of(source, tag, to=to, grammar=grammar)
+    framework = framework_of(source, flags.tag, to=to, grammar=grammar)
     wanted = Wanted.of(
         {"dp": dp, "tp": tp, "pp": pp, "ep": ep},
         zero_stage=zero_stage,
@@ -133,13 +132,14 @@ def ensure(
         environ=os.environ,
         framework=framework,
     )
+    wanted = replace(wanted, choices=spec.given())
     if dp is None and not framework.distributed and not quiet and (told := world_size(os.environ)) is not None:
         sys.stderr.write(f"{told[0]} ranks, from {told[1]}; --dp N overrides\n")
     with progress_shown(quiet=quiet) as show:
         result = ensured(
             source,
             wanted,
-            tag=tag,
+            tag=flags.tag,
             out=out,
             url=url,
             timeout_s=timeout_s,
@@ -148,7 +148,7 @@ def ensure(
         )
     path = result.path if "://" in result.path else os.path.abspath(result.path)
     if not quiet:
-        if (pointer := followed(source, tag)) is not None:
+        if (pointer := followed(source, flags.tag)) is not None:
             sys.stderr.write(f"{pointer}\n")
         sys.stderr.write(f"{said[result.outcome]}\n")
     if as_json:

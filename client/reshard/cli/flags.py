@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -20,6 +22,7 @@ from reshard.choices import (
     NameScheme,
     OpaquePolicy,
     OverflowPolicy,
+    ParamOrder,
     ReplicaPolicy,
     RngPolicy,
     ServerCopyPolicy,
@@ -46,6 +49,7 @@ CALLED = {
 }
 """The flag of each request field whose flag has another name than the field."""
 _MAX_RULES_BYTES = 1 << 16
+_MAX_ORDER_BYTES = 1 << 26
 _TARGETS = "|".join(TargetFormat)
 
 
@@ -66,8 +70,8 @@ def target_name(text: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversionFlags:
-    """The options of a conversion on the command line, one for each field."""
+class CheckpointFlags:
+    """The options that say which checkpoint of a place is read, and how where its files leave several ways."""
 
     tag: Annotated[
         str | None,
@@ -77,6 +81,68 @@ class ConversionFlags:
             rich_help_panel=SOURCE,
         ),
     ] = None
+    model_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", help="Model to read, if the state dict holds several, such as unet.", rich_help_panel=SOURCE
+        ),
+    ] = None
+    optimizer_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Optimizer to read, if there are several.", rich_help_panel=SOURCE),
+    ] = None
+    scheduler_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Scheduler of that optimizer, if there are several.", rich_help_panel=SOURCE),
+    ] = None
+    param_order: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|model|groups",
+            help="Order of parameters that files number and do not name: names in a file, one a line; or as in the "
+            "model; or as in the model within each group.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = None
+
+    def spec(self, url: str) -> SourceSpec:
+        """Make the wire model of a source.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+        from pydantic import ValidationError
+
+        from reshard._wire import invalid
+        from reshard.models import SourceSpec
+
+        said = {f.name: getattr(self, f.name) for f in fields(SourceFlags) if hasattr(self, f.name)}
+        said["param_order"] = read_order(self.param_order)
+        try:
+            return SourceSpec(url=url, **said)
+        except ValidationError as error:
+            raise invalid(error, CALLED) from None
+
+    def words(self) -> str:
+        """The flags that were given, as they are typed behind a command; empty if none was."""
+        said = ((f.name, getattr(self, f.name, None)) for f in fields(SourceFlags))
+        return "".join(f" --{n.replace('_', '-')} {shlex.quote(v)}" for n, v in said if v is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFlags(CheckpointFlags):
+    """The options of a source: its checkpoint, and the credentials to read it with."""
+
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Storage profile (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionFlags(SourceFlags):
+    """The options of a conversion on the command line, one for each field."""
+
     rules: Annotated[
         Path | None,
         typer.Option(
@@ -98,10 +164,6 @@ class ConversionFlags:
             help="Weights of the base model, if SRC was saved without frozen parameters.",
             rich_help_panel=SOURCE,
         ),
-    ] = None
-    profile: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Storage profile for SRC (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
     ] = None
     to: Annotated[
         str,
@@ -299,8 +361,9 @@ class ConversionFlags:
         from reshard.models import ConvertRequest
         from reshard.nested_options import nested
 
-        said: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        spec = source_spec(source, said.pop("tag"), said.pop("profile"))
+        of_source = {f.name for f in fields(SourceFlags)}
+        said: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in of_source}
+        spec = self.spec(source)
         said["rules"] = read_rules(self.rules) if self.rules else None
         for flag, field in SIZE_FIELDS.items():
             if (text := said.pop(flag)) is not None:
@@ -319,60 +382,89 @@ def read_rules(path: Path) -> str:
     Raises:
         RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
     """
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_RULES_BYTES + 1)
-        text = data.decode()
-    except OSError as error:
-        text = f"--rules {printable(str(path))}: {error.strerror}"
-        raise RequestError("request.invalid", text, fix="name a file that you may read: docs/rules.md") from None
-    except UnicodeDecodeError:
-        text = f"--rules {printable(str(path))} is not text"
-        raise RequestError("request.invalid", text, fix="name a YAML file: docs/rules.md") from None
-    if len(data) > _MAX_RULES_BYTES:
-        raise RequestError("request.invalid", f"--rules {printable(str(path))} has more than {_MAX_RULES_BYTES} bytes")
-    return text
+    return _read_text(path, "--rules", _MAX_RULES_BYTES, fix="name a YAML file that you may read: docs/rules.md")
 
 
-def source_spec(url: str, tag: str | None, profile: str | None) -> SourceSpec:
-    """Make the wire model of a source.
+def read_order(order: str | None) -> str | tuple[str, ...] | None:
+    """The order of parameters: one of the words for it, or the names in a file, one a line.
 
     Raises:
-        RequestError: `request.invalid`.
+        RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
     """
-    from pydantic import ValidationError
+    if order is None or order in tuple(ParamOrder):
+        return order
+    text = _read_text(Path(order), "--param-order", _MAX_ORDER_BYTES, fix="name a file with a parameter's name a line")
+    return tuple(line for line in map(str.strip, text.splitlines()) if line)
 
-    from reshard._wire import invalid
-    from reshard.models import SourceSpec
 
+def _read_text(path: Path, flag: str, limit_bytes: int, *, fix: str) -> str:
     try:
-        return SourceSpec(url=url, tag=tag, profile=profile)
-    except ValidationError as error:
-        raise invalid(error, CALLED) from None
+        with path.open("rb") as file:
+            data = file.read(limit_bytes + 1)
+        text = data.decode()
+    except OSError as error:
+        said = f"{flag} {printable(str(path))}: {error.strerror}"
+        raise RequestError("request.invalid", said, fix=fix) from None
+    except UnicodeDecodeError:
+        raise RequestError("request.invalid", f"{flag} {printable(str(path))} is not text", fix=fix) from None
+    if len(data) > limit_bytes:
+        raise RequestError("request.invalid", f"{flag} {printable(str(path))} has more than {limit_bytes} bytes")
+    return text
 
 
 def takes_conversion(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the options of `ConversionFlags` in place of its parameter `flags`."""
-    hints = get_type_hints(ConversionFlags, include_extras=True)
-    names = [f.name for f in fields(ConversionFlags)]
-    required = inspect.Parameter.empty
-    options = [
-        inspect.Parameter(
-            f.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=required if f.name == "to" else f.default,
-            annotation=hints[f.name],
-        )
-        for f in fields(ConversionFlags)
-    ]
+    return _with_options(command, {"flags": (ConversionFlags, "")})
+
+
+def takes_source(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of `SourceFlags` in place of its parameter `flags`."""
+    return _with_options(command, {"flags": (SourceFlags, "")})
+
+
+def takes_checkpoint(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of `CheckpointFlags` in place of its parameter `flags`."""
+    return _with_options(command, {"flags": (CheckpointFlags, "")})
+
+
+def takes_two_sources(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with `--tag-a`, `--tag-b` and the like in place of its parameters `flags_a` and `flags_b`."""
+    return _with_options(command, {"flags_a": (SourceFlags, "a"), "flags_b": (SourceFlags, "b")})
+
+
+def _with_options(command: Callable[..., None], wanted: Mapping[str, tuple[type[Any], str]]) -> Callable[..., None]:
+    """The command with an option for each field of the classes of flags, in place of the parameters of these names."""
     own = inspect.signature(command, eval_str=True)
+    options = {name: dict(_options(kind, side)) for name, (kind, side) in wanted.items()}
     first = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    last = [p for n, p in own.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY and n != "flags"]
+    last = [p for n, p in own.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY and n not in wanted]
+    parameters = [*first, *(p for found in options.values() for p in found.values()), *last]
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
-        command(*args, flags=ConversionFlags(**{n: kwargs.pop(n) for n in names}), **kwargs)
+        made = {
+            name: kind(**{field: kwargs.pop(p.name) for field, p in options[name].items()})
+            for name, (kind, _) in wanted.items()
+        }
+        command(*args, **made, **kwargs)
 
-    run.__signature__ = own.replace(parameters=[*first, *options, *last])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in [*first, *options, *last]}
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
+
+
+def _options(kind: type[Any], side: str) -> Iterator[tuple[str, inspect.Parameter]]:
+    """The option of each field, by the field's name; those of one of two sources have its letter behind the name."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        annotation, name = hints[field.name], field.name
+        if side:
+            base, option = get_args(annotation)
+            option = copy.copy(option)
+            option.help, name = f"{side.upper()}: {option.help}", f"{field.name}_{side}"
+            annotation = Annotated[base, option]
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield (
+            field.name,
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation),
+        )

@@ -7,8 +7,9 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from reshard.cli.colours import complain, warn
-from reshard.cli.flags import ConversionFlags, source_spec, takes_conversion
+from reshard.cli.flags import ConversionFlags, SourceFlags, takes_conversion, takes_source
 from reshard.cli.format_flags import ConversionCommand
-from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, SOURCE, TARGET
+from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, TARGET
 from reshard.cli.next_steps import DISTRIBUTED, ensurable, followed, next_steps, remote
 from reshard.cli.picture import html_of, picture_lines
 from reshard.cli.progress import progress_shown
@@ -38,18 +39,6 @@ Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
 ]
 Target = Annotated[str, typer.Argument(metavar="DST", help="Target; for universal and zero, the tag directory.")]
-Tag = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.",
-        rich_help_panel=SOURCE,
-    ),
-]
-Profile = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Storage profile for SRC (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
-]
 TargetProfile = Annotated[
     str | None, typer.Option(metavar="NAME", help="Storage profile for DST.", rich_help_panel=TARGET)
 ]
@@ -67,11 +56,11 @@ def register(app: typer.Typer) -> None:
     app.command(rich_help_panel=HERE)(verify)
 
 
+@takes_source
 def inspect(
     source: Source,
     *,
-    tag: Tag = None,
-    profile: Profile = None,
+    flags: SourceFlags,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor, not a summary.", rich_help_panel=GENERAL)
     ] = False,
@@ -103,15 +92,15 @@ def inspect(
     if tensor is not None or files or svg is not None or html is not None:
         from reshard.examining import picture  # it loads the models, which `reshard --help` does not need
 
-        source_spec(source, tag, profile)  # its errors name flags
-        drawn = picture(source, tensor=tensor, beside=beside, tag=tag, profile=profile)
+        flags.spec(source)  # its errors name flags
+        drawn = picture(source, tensor=tensor, beside=beside, **asdict(flags))
         _write(drawn, svg, html)
         for line in [drawn.source.model_dump_json()] if as_json else _table_of(drawn):
             _say(line)
         if written := ", ".join(printable(str(path)) for path in (svg, html) if path is not None):
             _hint(f"wrote {written}")
         return
-    found = load_engine().inspect(source_spec(source, tag, profile))
+    found = load_engine().inspect(flags.spec(source))
     if as_json:
         _say(found.model_dump_json())
         return
@@ -121,14 +110,19 @@ def inspect(
         warn(warning)
     for line in not_carried_lines(found.not_carried):
         _hint(line)
-    if (said := followed(source, tag)) is not None:
+    if (said := followed(source, flags.tag)) is not None:
         _hint(said)
-    _next(source, found, {"--tag": tag, "--profile": profile})
+    _next(source, found, flags.words())
 
 
-def _next(source: str, found: Inspection, named: Mapping[str, str | None]) -> None:
-    """Say the next command: `ensure` for a checkpoint on this machine that it can take, else a conversion."""
-    said = "".join(f" {flag} {shlex.quote(value)}" for flag, value in named.items() if value is not None)
+def _next(source: str, found: Inspection, said: str) -> None:
+    """Say the next command: `ensure` for a checkpoint on this machine that it can take, else a conversion.
+
+    Args:
+        source: The source as the user named it.
+        found: What was found in it.
+        said: The flags that say which checkpoint of the source it is.
+    """
     if not remote(source) and ensurable(found):
         _hint(f"next: reshard ensure {shlex.quote(source)} --dp N{said}")
     elif not remote(source) and found.format.startswith(f"{DISTRIBUTED}-") and found.param_groups:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from reshard.cli.flags import source_spec
-from reshard.cli.help_pages import HERE, TARGET
-from reshard.cli.local import JsonFlag, Profile, QuietFlag, TargetProfile, stoppable
+from reshard.cli.flags import SourceFlags
+from reshard.cli.help_pages import HERE, SOURCE, TARGET
+from reshard.cli.local import JsonFlag, QuietFlag, TargetProfile, stoppable
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import format_size
 from reshard.local import load_engine
@@ -25,7 +25,10 @@ def slim(
     target: Annotated[str, typer.Argument(metavar="DST", help="File or directory to create.")],
     *,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.", rich_help_panel=TARGET)] = False,
-    profile: Profile = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Storage profile (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
+    ] = None,
     target_profile: TargetProfile = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
@@ -39,7 +42,7 @@ def slim(
     engine = load_engine()
     with stoppable() as stop, progress_shown(quiet=quiet) as show:
         done = engine.slim(
-            source_spec(source, None, profile),
+            SourceFlags(profile=profile).spec(source),
             target,
             overwrite=overwrite,
             target_profile=target_profile,

@@ -15,9 +15,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from reshard.arguments import Order, source_of
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election
@@ -72,6 +73,10 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     to: str | None = None,
     grammar: str | None = None,
     tag: str | None = None,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+    scheduler_key: str | None = None,
+    param_order: Order | None = None,
     out: str | os.PathLike[str] | None = None,
     rules: str | None = None,
     family: str | None = None,
@@ -96,6 +101,11 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         grammar: Framework that will load a distributed checkpoint: `state-dict`, `torchtitan`, `accelerate`, `trainer`
             or `lightning`; by default the source's.
         tag: Tag of a save directory; by default the one that `latest` names.
+        model_key: Model to read, if the source's state dict holds several, such as `unet`.
+        optimizer_key: Optimizer to read, if there are several.
+        scheduler_key: Scheduler of that optimizer, if there are several.
+        param_order: Order of parameters that the source's files number and do not name: `model`, `groups`, a list of
+            names, or a file with a name a line.
         out: Save directory to create; by default one below `.reshard` in the source's save directory.
         rules: Rules as YAML: how tensor parallelism cuts parameters, if the source does not say.
         family: Built-in set of such rules.
@@ -116,7 +126,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         JobError: `job.wait_timeout`.
     """
     axes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
-    wanted = Wanted.of(
+    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key}
+    found = Wanted.of(
         axes,
         zero_stage=zero_stage,
         dtype=dtype,
@@ -126,6 +137,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         environ=os.environ,
         framework=framework_of(src, tag, to=to, grammar=grammar),
     )
+    wanted = replace(found, choices=source_of(src, tag, None, **keys, param_order=param_order).given())
     return ensured(src, wanted, tag=tag, out=out, url=url, timeout_s=timeout_s, workers=workers).path
 
 
@@ -200,7 +212,7 @@ class _Task:
 
     def remote(self, source: str, tag: str | None, out: str | None) -> Ensured:
         """Handle an object store: processes elect no owner, and files beside the tag are not copied."""
-        spec = SourceSpec(url=source, tag=tag)
+        spec = SourceSpec(url=source, tag=tag, **self.wanted.choices)
         found = self.maker.inspect(spec)
         layout = self.wanted.layout(found)
         if fits(found, layout, self.wanted.dtype):
@@ -287,7 +299,8 @@ class _Local:
     def _specs(self) -> list[SourceSpec]:
         """The sources of the tags."""
         home, whole = self._source.home, self._source.distributed
-        return [SourceSpec(url=home, tag=None if whole else tag) for tag in self._source.tags]
+        choices = self._task.wanted.choices
+        return [SourceSpec(url=home, tag=None if whole else tag, **choices) for tag in self._source.tags]
 
     def _made_tags(self, layout: Layout | None) -> tuple[str, ...]:
         """The tags of a result; none in a distributed checkpoint."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -146,6 +147,8 @@ class Wanted:
     processes: int | None = None
     """Number of processes of the launcher; needed if `dp` is None."""
     framework: Framework = Framework()
+    choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The user's choices where the source's files leave several ways to read them (`SourceChoices`)."""
 
     @classmethod
     def of(
@@ -194,7 +197,10 @@ class Wanted:
                 fix=_SAY_DP,
             )
         return cls(
-            **axes,
+            dp=axes.get("dp"),
+            tp=axes.get("tp"),
+            pp=axes.get("pp"),
+            ep=axes.get("ep"),
             zero_stage=stage,
             dtype=chosen,
             rules=rules,

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 from reshard.errors import ReshardError
 from reshard.models import ConvertRequest, PossibleTarget, SourceSpec
 from reshard.options import Options
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.writer import Writer
 from reshard_engine.pickles.nodes import Node
@@ -76,6 +76,8 @@ class Format:
 
     takes_model_files: ClassVar[bool] = False
     """True if a model's configuration and tokenizer files may be written beside the target's files."""
+    takes_choices: ClassVar[bool] = False
+    """True if the readers of this format follow `ReadOptions.choices`."""
     whole_models: ClassVar[bool] = False
     """True if targets of this format should contain the whole model."""
 
@@ -117,6 +119,10 @@ class Format:
             RequestError: `request.unsatisfiable`.
         """
         return checkpoint
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """The open questions of a source that do not matter to this format's target."""
+        return ()
 
     def base_model(self, request: ConvertRequest) -> str | None:
         """The URL or path of another model whose weights `completed` needs; None if it needs none."""

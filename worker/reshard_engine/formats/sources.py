@@ -16,9 +16,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from reshard.errors import ReshardError, SourceError, listed, printable
+from reshard.models import SourceChoices
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import Format
-from reshard_engine.formats.reader import Reader
+from reshard_engine.formats.reader import NO_CHOICES, Reader, ReadOptions, refuse_choices
 from reshard_engine.formats.registry import formats, known_files
 from reshard_engine.formats.unsupported import unsupported_kind
 from reshard_engine.pickles.collector import collector_paused
@@ -187,7 +188,11 @@ def _some(names: tuple[str, ...] | list[str]) -> str:
 
 
 def read_checkpoint(
-    location: Location, tag: str | None, ledger: OpaqueLedger, rules: Mapping[str, Any] | None = None
+    location: Location,
+    tag: str | None,
+    ledger: OpaqueLedger,
+    rules: Mapping[str, Any] | None = None,
+    choices: SourceChoices = NO_CHOICES,
 ) -> Checkpoint:
     """Read the checkpoint of a location and an optional tag.
 
@@ -196,13 +201,18 @@ def read_checkpoint(
         tag: The tag, if the user named one.
         ledger: The policy for objects of classes that are not on the allow-list.
         rules: How tensor parallelism cut parameters, in place of what the checkpoint says (`rules.cut_rules`).
+        choices: The user's choices where the files leave several ways to read them.
 
     Raises:
         SourceError: As `find_checkpoint`, and all errors of the reader.
+        RequestError: `request.invalid` for choices that this kind of checkpoint does not leave.
     """
     found = find_checkpoint(location, tag)
+    if not found.format.takes_choices:
+        refuse_choices(choices, f"{printable(found.location.url)} is of a kind that holds one model")
     with collector_paused():
-        checkpoint = found.reader.read(found.location, found.listing, tag=found.tag, ledger=ledger, rules=rules)
+        options = ReadOptions(ledger, found.tag, rules, choices)
+        checkpoint = found.reader.read(found.location, found.listing, options)
         return replace(checkpoint, family=found.format.name)
 
 
@@ -215,4 +225,4 @@ def read_weights(location: Location, listing: Listing, ledger: OpaqueLedger) -> 
     found = _recognise(location, listing, None, of_training=(False,))
     if found is None:
         return None
-    return replace(found.reader.read(location, listing, tag=None, ledger=ledger), family=found.format.name)
+    return replace(found.reader.read(location, listing, ReadOptions(ledger)), family=found.format.name)

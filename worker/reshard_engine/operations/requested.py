@@ -7,6 +7,7 @@ from dataclasses import replace
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models import ConvertRequest, NotCarried, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.formats.reader import refuse_choices
 from reshard_engine.formats.registry import format_writing, formats, left_out, relabelled, rules_of
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -28,10 +29,12 @@ def as_requested(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
     """Change a checkpoint that was read into the form that the request's writer needs.
 
     Raises:
-        SourceError: `checkpoint.unexplained`, and what can be wrong with a base model or an adapter's configuration.
+        SourceError: `checkpoint.unexplained`, `checkpoint.ambiguous`, and what can be wrong with a base model or an
+            adapter's configuration.
         RequestError: `request.invalid` and `request.unsatisfiable`: it asks for what does not go together.
     """
     refuse_unexplained(checkpoint)
+    checkpoint.refuse_undecided(*format_writing(request.to).indifferent(checkpoint, request))
     return _completed(relabelled(_dropped(checkpoint, request), request), request)
 
 
@@ -68,8 +71,9 @@ def _read(source: Location, request: ConvertRequest) -> Checkpoint:
     ledger = OpaqueLedger(request.opaque)
     for_target = format_writing(request.to).read_for(request, source, ledger)
     if for_target is not None:
+        refuse_choices(request.source, f"{request.to} takes the state dict as it is")
         return for_target
-    return read_checkpoint(source, request.source.tag, ledger, rules_of(request.options))
+    return read_checkpoint(source, request.source.tag, ledger, rules_of(request.options), request.source)
 
 
 def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:

@@ -11,7 +11,7 @@ import torch
 
 from reshard.errors import RequestError, listed, printable
 from reshard.models import ConvertRequest, OpaquePolicy, ReplicaPolicy, SourceSpec, TargetFormat, WeightDtype
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import OF_TRAINING, Checkpoint
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.executor import stop_check
@@ -120,8 +120,11 @@ def lazy(source: SourceSpec, *, exclude_frozen: bool) -> dict[str, LazyTensor]:
             them.
     """
     # Foreign objects are no weights: any of them is ignored.
-    checkpoint = read_checkpoint(open_location(source.url, source.profile), source.tag, OpaqueLedger(OpaquePolicy.KEEP))
+    checkpoint = read_checkpoint(
+        open_location(source.url, source.profile), source.tag, OpaqueLedger(OpaquePolicy.KEEP), choices=source
+    )
     refuse_unexplained(checkpoint)
+    checkpoint.refuse_undecided(*(() if exclude_frozen else OF_TRAINING))
     check_agreements(checkpoint, ReplicaPolicy.ERROR, stop_check(None))
     request = ConvertRequest(
         source=source, target="-", to=TargetFormat.TORCH, dtype=WeightDtype.FP32, exclude_frozen=exclude_frozen

@@ -90,6 +90,7 @@ def _source(checkpoint: Checkpoint) -> dict[str, object]:
 
 def request_facts(request: ConvertRequest) -> dict[str, object]:
     """The options of a request that decide the bytes of its target, for the plan's digest."""
+    choices = request.source.given()
     return {
         "to": str(request.to),
         "dtype": request.dtype.value if request.dtype else None,
@@ -102,6 +103,7 @@ def request_facts(request: ConvertRequest) -> dict[str, object]:
             name: {option: value for option, value in found.given().items() if option not in found.places()}
             for name, found in request.options.by_format()
         },
+        **({"choices": choices} if choices else {}),
     }
 
 

@@ -35,12 +35,14 @@ class Saved:
         labels: items of the zoo that only the format can see (see `zoo.py`).
         frozen_late: parameters that the optimizer owns and that were frozen since: some targets hold them as both.
         never_updated: parameters that the optimizer owns and that no gradient reached: the state has zeros for them.
+        choices: fields of `SourceSpec` by which a user says what the files do not.
     """
 
     state: LogicalState
     labels: frozenset[str] = frozenset()
     frozen_late: frozenset[str] = frozenset()
     never_updated: frozenset[str] = frozenset()
+    choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class SourceFormat(Protocol):

@@ -130,7 +130,7 @@ class Trial:
     def request(self, run: str, **changes: Any) -> ConvertRequest:
         """The request with a target of this run, and with changes."""
         fields: dict[str, Any] = {
-            "source": SourceSpec(url=f"{SCHEME}://{SOURCE}"),
+            "source": SourceSpec(url=f"{SCHEME}://{SOURCE}", **self.saved.choices),
             "target": f"{SCHEME}://lab/{run}/{TARGET_NAME}",
             **self.options,
             **self.execution,

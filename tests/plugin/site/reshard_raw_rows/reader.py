@@ -13,7 +13,7 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.names import checked_name
-from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
 from reshard_engine.tensors.dtypes import BY_NAME
@@ -32,15 +32,7 @@ class RawRowsReader:
         """True if the index is there."""
         return any(f.path.rpartition("/")[2] == INDEX for f in listing.files)
 
-    def read(
-        self,
-        location: Location,
-        listing: Listing,
-        *,
-        tag: str | None,
-        ledger: OpaqueLedger,
-        rules: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """The weights of a directory.
 
         Raises:
@@ -50,7 +42,7 @@ class RawRowsReader:
         if there[INDEX].size_bytes > _MAX_INDEX_BYTES:
             raise SourceError("checkpoint.too_large", f"{INDEX} has {there[INDEX].size_bytes} bytes")
         try:
-            return self._checkpoint(location, there, json.loads(read_bytes(location.store, there[INDEX])), tag)
+            return self._checkpoint(location, there, json.loads(read_bytes(location.store, there[INDEX])), options.tag)
         except (KeyError, TypeError, ValueError) as error:
             text = f"{INDEX} is not as this format writes it: {printable(str(error))}"
             raise SourceError("checkpoint.malformed", text, fix="write the checkpoint again") from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from reshard.dcp_options import Grammar
@@ -20,16 +21,22 @@ class DcpFacts(FormatFacts):
 
     grammar: Grammar | None
     """The framework's keys; None for a source of another format beside which a trainer's files lie."""
-    model_path: KeyPath = ()
-    """The place of the model's state dict."""
+    model_path: KeyPath | None = None
+    """The place of the model's state dict; None for an optimizer whose model is another checkpoint's."""
     optimizer_path: KeyPath | None = None
     """The place of the optimizer's state dict."""
     flat: bool = False
     """True if the optimizer's state dict is flattened, so that hyper-parameters are kept for each parameter."""
-    scheduler_paths: tuple[KeyPath, ...] = ()
-    """The places of the schedulers' state dicts, in the order of `Checkpoint.schedulers`."""
+    home: KeyPath = ()
+    """The place of the client state."""
     at_root: frozenset[str] = frozenset()
-    """Keys of schedulers and client state that lie at the root, although the model lies deeper."""
+    """Keys of the client state that lie at the root, although the model lies deeper."""
+    scheduler_paths: tuple[KeyPath, ...] = ()
+    """The places of the schedulers' state dicts, in the order of `Checkpoint.schedulers`; of files there are none."""
+    others: tuple[Checkpoint, ...] = ()
+    """The further models and optimizers of the state dict. They share the shard map."""
+    odd_states: Mapping[str, Mapping[str, Node]] = field(default_factory=dict[str, Mapping[str, Node]])
+    """Optimizer states by parameter that are neither a number nor one for each element. Only torch has a place."""
     wrapped_names: Mapping[str, str] = field(default_factory=dict[str, str])
     """For each plain name the name in the files, where wrapping modules made it longer."""
     texts: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
@@ -37,13 +44,38 @@ class DcpFacts(FormatFacts):
     rank_states: tuple[Mapping[str, Node], ...] = ()
     """Random states by rank, by the keys of Accelerate or of the Trainer. Other frameworks have no use for them."""
 
+    def places(self) -> Mapping[str, int]:
+        """The places of further models and optimizers, each with the number of its tensors."""
+        found: dict[str, int] = {}
+        for other in self.others:
+            facts = other.facts
+            if not isinstance(facts, DcpFacts):
+                continue
+            if facts.model_path is not None:
+                found[".".join(map(str, facts.model_path)) or "."] = len(other.parameters) + len(other.buffers)
+            if facts.optimizer_path is not None:
+                count = sum(len(p.states.keys() - {"fp32"}) for p in other.parameters)
+                found[".".join(map(str, facts.optimizer_path)) or "."] = count
+        return found
+
+    def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
+        """The trees that every format has, those of further models and optimizers, and odd states."""
+        yield from FormatFacts.trees(self, checkpoint)
+        for other in self.others:
+            yield from other.facts.trees(other)
+        for name, states in self.odd_states.items():
+            yield mapping_of({**states}), f"optimizer.state.{name}"
+
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The state that every format has, and a trainer's."""
         return {**FormatFacts.run_state(self, checkpoint), **self.own_state()}
 
     def own_state(self) -> Mapping[str | int, Node]:
-        """Random states of a trainer, and its text files."""
-        own: dict[str | int, Node] = {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
+        """Further models and optimizers, odd states, random states of a trainer, and its text files."""
+        own: dict[str | int, Node] = {place: f"{count} tensors" for place, count in self.places().items()}
+        states = Counter(state for held in self.odd_states.values() for state in held)
+        own |= {f"optimizer.state.*.{state}": f"of {count} parameters" for state, count in states.items()}
+        own |= {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
         if self.rank_states:
             own[RANK_STATES] = PList([mapping_of({**states}) for states in self.rank_states])
         return own

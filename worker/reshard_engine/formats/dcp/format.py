@@ -9,7 +9,8 @@ from typing import ClassVar
 from reshard.dcp_options import DcpOptions, MissingMoments
 from reshard.errors import RequestError, listed
 from reshard.models import ConvertRequest, PossibleTarget
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import Checkpoint, Question
+from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.dcp.names import DATA_FILE, METADATA, SHARD_FILE, SUFFIX
 from reshard_engine.formats.dcp.reader.hf_shards import HuggingFaceShardsReader
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
@@ -29,6 +30,7 @@ class Dcp(Format):
     of_training = True
     files = KnownFiles(entries=(METADATA, "pytorch_model_fsdp_0"), suffixes=(SUFFIX,), needed=(METADATA,))
     targets = ("dcp", "torch_save")
+    takes_choices = True
 
     def writer(self, target: str) -> Writer:
         """The writer of shards, or of one file that holds everything."""
@@ -61,6 +63,9 @@ class Dcp(Format):
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint, unless the request refuses parameters without optimizer states."""
+        if (facts := facts_of(checkpoint)) is not None and request.to == "dcp":
+            for other in facts.others:
+                other.refuse_undecided(Question.GROUPS)
         idle = [p.fqn for p in checkpoint.trained if p.never_updated]
         if idle and request.options.of(DcpOptions).missing_moments is MissingMoments.REFUSE:
             raise RequestError(
@@ -80,6 +85,16 @@ class Dcp(Format):
 
         location = open_location(place, request.source.profile)
         return with_trainer_files(checkpoint, location, OpaqueLedger(request.opaque))
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """All but the names of numbered parameters, if the target keeps all models where the source has them."""
+        facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
+        if facts is None or options.grammar not in (None, facts.grammar):
+            return (Question.GROUPS,)
+        moved = options.target_model_key is not None or options.target_optimizer_key is not None
+        if moved:
+            return (Question.SCHEDULER, Question.GROUPS)
+        return (Question.MODEL, Question.OPTIMIZER, Question.SCHEDULER, Question.GROUPS)
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The rank that wrote the file, by its name."""

@@ -14,6 +14,8 @@ from reshard_engine.storage.protocol import Listing
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
+OWN_STATE = "reshard"
+"""An attribute of `.metadata` that our own writer adds, as Megatron adds others; torch ignores it."""
 META = "meta.pt"
 """Lightning's file beside the shards: all of its checkpoint but weights and optimizers."""
 TRAINER_STATE = "trainer_state.json"

@@ -24,6 +24,20 @@ def section_of(node: Node, name: str) -> dict[str | int, Node]:
     return mapping_items(found, what=name) if is_mapping(found) else {}
 
 
+def decoupled_weight_decay(config: Node) -> bool | None:
+    """True if a `ds_config` asks for AdamW, False if it asks for Adam; None if it asks for neither.
+
+    Source: deepspeed 0.19.8 `runtime/engine.py` (`_configure_basic_optimizer`: `Adam` means AdamW, unless `adam_w_mode`
+    is false; 0.3.11 and later).
+    """
+    optimizer = section_of(config, "optimizer")
+    name, params = optimizer.get("type"), optimizer.get("params")
+    kind = name.lower() if isinstance(name, str) else ""
+    if kind not in ("adam", "adamw") or not is_mapping(params):
+        return None
+    return kind == "adamw" or mapping_items(params, what="params").get("adam_w_mode", True) is True
+
+
 def _is_number(value: Node) -> TypeGuard[int | float]:
     """True for an int or a float that is finite and small enough to convert to the other type."""
     return isinstance(value, int | float) and -_LARGEST < value < _LARGEST

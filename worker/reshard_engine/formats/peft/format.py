@@ -10,7 +10,7 @@ from reshard.choices import TargetFormat
 from reshard.errors import RequestError, ReshardError, listed
 from reshard.models import ConvertRequest, PossibleTarget
 from reshard.options import Options, PeftOptions
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.formats.format import DryRun, Format
 from reshard_engine.formats.peft.adapter_files import adapter_files
 from reshard_engine.formats.writer import Writer
@@ -64,6 +64,10 @@ class Peft(Format):
     def completes(self, request: ConvertRequest) -> bool:
         """True if the request merges an adapter, which needs the base model's weights."""
         return request.options.peft.merge_adapter
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """All but the model. The optimizer tells frozen parameters from others, if those are to be left out."""
+        return (Question.SCHEDULER, Question.GROUPS) if request.exclude_frozen else OF_TRAINING
 
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
         """The checkpoint with its adapter's configuration, or with the adapter merged."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models import ConvertRequest, PossibleTarget
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.formats.format import DryRun, Format
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.weights.reader.safetensors import SafetensorsReader
@@ -51,6 +51,10 @@ class Weights(Format):
             )
         if request.to in self.targets:
             _refuse_file_name(request)
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """All but the model. The optimizer tells frozen parameters from others, if those are to be left out."""
+        return (Question.SCHEDULER, Question.GROUPS) if request.exclude_frozen else OF_TRAINING
 
     def completed(self, checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
         """The checkpoint with the files of `--model-files`."""

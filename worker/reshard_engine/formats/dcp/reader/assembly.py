@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from reshard.dcp_options import Grammar
-from reshard.errors import SourceError, printable
+from reshard.errors import RequestError, listed, printable
 from reshard.models import NotCarried
-from reshard_engine.checkpoint import (
-    Agreement,
-    Buffer,
-    Checkpoint,
-    Counters,
-    OptimizerState,
-    Parameter,
-    Scalar,
-)
+from reshard_engine.checkpoint import Checkpoint, Counters, Parameter, Question, Undecided
 from reshard_engine.formats.dcp.facts import DcpFacts
-from reshard_engine.formats.dcp.reader.buffers import chunk_count, is_buffer, looks_plain
 from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.companions import Companions
-from reshard_engine.formats.dcp.reader.group_order import in_order_of
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
-from reshard_engine.formats.dcp.reader.optimizer import ReadOptimizer, read_groups, read_optimizer
-from reshard_engine.formats.dcp.reader.roles import Item, Roles, below, plain_names, sort_roles
-from reshard_engine.formats.dcp.reader.saved_state import SavedState, SavedTensor, SavedValue
-from reshard_engine.formats.dcp.reader.ties import tied_names
+from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel
+from reshard_engine.formats.dcp.reader.pairs import Reading, ReadPair, Tensors, read_pair
+from reshard_engine.formats.dcp.reader.roles import Pair, key_of, sort_roles
+from reshard_engine.formats.dcp.reader.saved_state import Item, SavedState, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.values import CarriedValues, nested, open_values
 from reshard_engine.formats.dcp.schedulers import is_scheduler
-from reshard_engine.formats.names import checked_name, checked_state
+from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.pickles.differences import compare_trees
-from reshard_engine.pickles.nodes import Node, PTensorRef, is_mapping, mapping_items
-from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.tensors.dtypes import FLOAT32
+from reshard_engine.pickles.nodes import Node, PList, PTensorRef, PTuple, is_mapping, mapping_items, mapping_of
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 _TRAIN_STATE, _COUNTERS = "train_state", ("step", "ntokens_seen")
 """Counters of torchtitan 0.3.0 (`trainer.py`, `state_dict`)."""
 _BY_SCHEDULER = "the optimizer counts no steps: {steps} steps, which the scheduler counted, are taken"
 _PER_RANK = "ranks saved different values under one key; the first rank's is taken"
-_OTHER_SHAPE = "an optimizer state with another shape than its parameter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,57 +35,34 @@ class Origin:
     """The place of a checkpoint, and the kind that its directory shows."""
 
     url: str
-    tag: str | None
     grammar: Grammar | None
     """The grammar that the directory's files show; None if only the keys can tell."""
-
-
-@dataclass(slots=True)
-class _Tensors:
-    """Numbers of registered tensors: no tensor of the files is registered twice."""
-
-    chunks: ChunkTensors
-    builder: ShardMapBuilder
-    known: dict[int, int] = field(default_factory=dict[int, int])
-
-    def number(self, fqn: str, state: str, saved: Sequence[SavedTensor]) -> int:
-        """The number of a tensor, which is registered when it is first asked for."""
-        if id(saved[0]) not in self.known:
-            self.known[id(saved[0])] = self.chunks.add(fqn, state, saved)
-        return self.known[id(saved[0])]
 
 
 class Assembly:
     """One checkpoint being put together."""
 
-    def __init__(self, state: SavedState, companions: Companions, ledger: OpaqueLedger) -> None:
+    def __init__(self, state: SavedState, companions: Companions, options: ReadOptions) -> None:
         """Sort the entries and find the data of all chunks.
 
         Raises:
             SourceError: As `sort_roles`, `find_places` and `open_values`.
+            RequestError: As `sort_roles`.
         """
-        self._state, self._companions, self._ledger = state, companions, ledger
-        self._roles = sort_roles(state)
+        self._state, self._companions, self._options = state, companions, options
         self._builder = ShardMapBuilder()
-        self._tensors = _Tensors(ChunkTensors(self._builder, state.files, self._wanted(), ledger), self._builder)
         self._files = list(state.files)
         self._carried = CarriedValues(self._builder)
         self._warnings: list[str] = []
         self._not_carried: list[NotCarried] = [*companions.not_carried]
         self._nodes = self._parsed_values()
-        self._names = plain_names(list(self._roles.weights))
-        self._shared: dict[str, str] = {}
-        self._agreements: list[Agreement] = []
-
-    def _wanted(self) -> list[SavedTensor]:
-        """The tensors to read: all but those of further optimizers."""
-        others = self._roles.other_optimizers
-        return [t for t in self._state.tensors if not any(t.path[: len(o)] == o for o in others)]
+        self._tensors = Tensors(ChunkTensors(self._builder, state.files, state.tensors, options.ledger), self._builder)
+        self._roles = sort_roles(state, options.choices, self.node)
 
     def _parsed_values(self) -> dict[int, Node]:
         copies = [other for _, other in self._state.copies]
         values = [*self._state.values, *copies]
-        parsed = open_values(self._files, values, self._ledger)
+        parsed = open_values(self._files, values, self._options.ledger)
         nodes = {
             id(v): self._carried.carried(p, v.part.first_file + v.entry.file)
             for v, p in zip(values, parsed, strict=True)
@@ -124,175 +88,131 @@ class Assembly:
 
         Raises:
             SourceError: `checkpoint.*`, `name.invalid`, `source.unsupported`.
+            RequestError: `request.invalid` for choices that the source does not leave.
         """
-        roles = self._roles
-        rest = nested({path: self.node(items) for path, items in roles.rest.items()})
-        schedulers, scheduler_paths, client_state = _without_schedulers(rest)
-        beside = self._companion_state()
-        optimizer = self._optimizer((*schedulers, *beside.schedulers))
-        members = {} if optimizer is None else self._members(optimizer)
-        parameters, buffers = self._model(members)
-        extra_states = self._extra_states()
-        counters, client_state = self._counted(client_state, (*schedulers, *beside.schedulers), parameters)
-        shard_map = self._builder.build()
-        agreements = (*self._tensors.chunks.agreements, *self._agreements)
-        module_names = tuple(dict.fromkeys((*(self._names[n] for n in roles.weights), *extra_states)))
-        if roles.other_optimizers:
-            self._several_optimizers(roles)
-        return Checkpoint(
+        roles, beside = self._roles, self._companion_state()
+        home, inside = self._home()
+        rest = nested({path[len(home) if path in inside else 0 :]: self.node(i) for path, i in roles.rest.items()})
+        at_root = frozenset(str(path[0]) for path in roles.rest if path not in inside)
+        short = dict(_schedulers(rest, ()))
+        client_state = _without(rest, list(short))
+        found = {(*(() if str(path[0]) in at_root else home), *path): node for path, node in short.items()}
+        schedulers = {**{key_of(path): node for path, node in found.items()}, **beside.schedulers}
+        first, *others = self._read_pairs(list(schedulers.values()))
+        own, undecided = self._own_scheduler(schedulers, first)
+        counters, client_state = self._counted(client_state, list(schedulers.values())[own:], first.parameters)
+        pairs = [first, *others]
+        grammar = self._grammar(origin)
+        whole = Checkpoint(
             url=origin.url,
-            tag=origin.tag,
-            format=f"dcp-{self._grammar(origin)}",
+            tag=self._options.tag,
+            format=f"dcp-{grammar}",
             framework_version=None,
             world={},
             files=tuple(self._files),
-            shard_map=shard_map,
-            parameters=tuple(parameters),
-            buffers=tuple(buffers),
-            shared=dict(self._shared),
-            optimizer=None if optimizer is None else OptimizerState(tuple(g.group for g in optimizer.groups)),
-            foreign_globals=tuple(sorted(self._ledger.foreign)),
-            warnings=tuple(self._warnings),
-            agreements=agreements,
+            shard_map=self._builder.build(),
+            parameters=(),
+            buffers=(),
+            shared={},
+            optimizer=None,
+            foreign_globals=tuple(sorted(self._options.ledger.foreign)),
+            warnings=(*self._warnings, *(w for p in pairs for w in p.warnings)),
+            agreements=(*self._tensors.chunks.agreements, *(a for p in pairs for a in p.agreements)),
             counters=counters,
-            schedulers=(*schedulers, *beside.schedulers),
+            schedulers=tuple(schedulers.values()),
+            own_scheduler=own,
             client_state={**client_state, **beside.client_state},
-            module_names=module_names,
-            extra_states=extra_states,
             not_carried=tuple(self._not_carried),
-            facts=DcpFacts(
-                self._grammar(origin),
-                roles.model_path,
-                None if roles.optimizer is None else roles.optimizer.path,
-                roles.optimizer is not None and roles.optimizer.flat,
-                scheduler_paths,
-                frozenset(roles.at_root),
-                {plain: name for name, plain in self._names.items() if name != plain},
-                dict(self._companions.texts),
-                beside.rng,
-            ),
         )
+        bare = replace(whole, warnings=(), agreements=(), counters=Counters(), schedulers=(), own_scheduler=0,
+                       client_state={}, not_carried=(), foreign_globals=())  # fmt: skip
+        further = tuple(
+            _with_pair(bare, read, self._facts(pair, read, grammar))
+            for pair, read in zip(roles.pairs[1:], others, strict=True)
+        )
+        facts = replace(
+            self._facts(roles.pairs[0], first, grammar),
+            others=further,
+            home=home,
+            at_root=at_root,
+            scheduler_paths=tuple(found),
+            texts=dict(self._companions.texts),
+            rank_states=beside.rng,
+        )
+        complete = _with_pair(whole, first, facts)
+        return replace(complete, undecided=(*roles.undecided, *complete.undecided, *undecided))
+
+    def _home(self) -> tuple[KeyPath, Container[KeyPath]]:
+        """The place in which the model lies, and the paths of the rest that lie there, too.
+
+        It is the root if a key beside the model is also one at the root: no two entries become one.
+        """
+        model, rest = self._roles.pairs[0].model, self._roles.rest
+        home = () if model is None else model.path[:-1]
+        inside = {path for path in rest if path[: len(home)] == home and len(path) > len(home)}
+        beside = {str(path[len(home)]) for path in inside}
+        if home and any(str(path[0]) in beside for path in rest if path not in inside):
+            return (), rest
+        return home, inside
+
+    def _read_pairs(self, schedulers: Sequence[Node]) -> list[ReadPair]:
+        """All models and optimizers, the one to read first. The user's order of parameters is for that one."""
+        reading = Reading(self._files, self._tensors, self.node, schedulers, self._options.choices.param_order)
+        found: list[ReadPair] = []
+        models = [p.model.names for p in self._roles.pairs if p.model is not None]
+        for number, pair in enumerate(self._roles.pairs):
+            if number == 0:
+                found.append(read_pair(pair, _names_for(pair, models), reading))
+                continue
+            place = pair.model.path if pair.model is not None else pair.optimizer.path if pair.optimizer else ()
+            shared = replace(reading, order=None)
+            found.append(read_pair(pair, _names_for(pair, models), shared, label=f"{key_of(place)}:"))
+        return found
 
     def _grammar(self, origin: Origin) -> Grammar:
         if origin.grammar is not None:
             return origin.grammar
-        place = self._roles.optimizer
-        flat = place is not None and place.flat and not self._roles.model_path
+        model, optimizer = self._roles.pairs[0].model, self._roles.pairs[0].optimizer
+        flat = optimizer is not None and optimizer.flat and model is not None and not model.path
         return Grammar.TORCHTITAN if flat else Grammar.STATE_DICT
 
-    def _several_optimizers(self, roles: Roles) -> None:
-        names = [".".join(map(str, p)) for p in roles.other_optimizers]
-        self._not_carried += [NotCarried(path=printable(n), reason="only one optimizer is read") for n in names]
-        self._warnings.append(f"it has {len(names) + 1} optimizers: states of the first one are read")
-
-    # The model.
-
-    def _optimizer(self, schedulers: Sequence[Node]) -> ReadOptimizer | None:
-        roles = self._roles
-        if roles.optimizer is None:
-            return None
-        if not roles.weights:
-            raise SourceError(
-                "checkpoint.incomplete",
-                "it holds an optimizer's states and no model",
-                fix="name the directory that holds both, such as that of Accelerate's save_state",
-            )
-        groups = read_groups(roles, self.node)
-        by_number = any(g.numbered for g in groups)
-        flat = (*roles.states, *map(str, roles.groups)) if roles.optimizer.flat else ()
-        known = {*flat, *(member for g in groups for member in g.members)}
-
-        def trained(name: str) -> bool | None:
-            return None if by_number else name in known or self._names[name] in known
-
-        self._shared = {
-            self._names[a]: self._names[o] for a, o in tied_names(self._files, roles.weights, trained).items()
-        }
-        model = {
-            self._names[n]: saved[0].entry.shape
-            for n, saved in roles.weights.items()
-            if self._names[n] not in self._shared and not (by_number and is_buffer(n, saved[0].entry.dtype))
-        }
-        found = read_optimizer(roles, groups, model, plain=self._names, node_of=self.node)
-        if not roles.optimizer.flat:
-            return found
-        ordered, warnings = in_order_of(found.groups, schedulers)
-        self._warnings += warnings
-        return replace(found, groups=tuple(ordered))
-
     @staticmethod
-    def _members(optimizer: ReadOptimizer) -> dict[str, tuple[int, str]]:
-        """For each parameter of the optimizer its group and the optimizer's key, in the optimizer's order."""
-        return {optimizer.names[key]: (number, key) for number, g in enumerate(optimizer.groups) for key in g.members}
-
-    def _model(self, members: Mapping[str, tuple[int, str]]) -> tuple[list[Parameter], list[Buffer]]:
-        by_name = {self._names[n]: saved for n, saved in self._roles.weights.items()}
-        self._shared = {a: o for a, o in self._shared.items() if a not in members}
-        numbers = {name: self._tensors.number(checked_name(name), "weight", saved) for name, saved in by_name.items()}
-        for alias, owner in self._shared.items():
-            where = f"its other name {printable(alias)}"
-            self._agreements.append(Agreement(owner, "weight", numbers[owner], numbers[alias], where))
-        trained = [self._trained(name, numbers[name], *place) for name, place in members.items()]
-        idle = [p for p in trained if p.never_updated]
-        some = len(idle) < len(trained)
-        if not some:  # before the first step no parameter has states
-            trained = [replace(p, never_updated=False) for p in trained]
-        parameters, buffers = trained, list[Buffer]()
-        marked = any(saved[0].entry.requires_grad for saved in by_name.values())
-        most_chunks = max(map(chunk_count, by_name.values()), default=1)
-        for name, saved in by_name.items():
-            if name in members or name in self._shared:
-                continue
-            entry = saved[0].entry
-            if is_buffer(name, entry.dtype) or looks_plain(saved, most_chunks, marked=marked):
-                buffers.append(Buffer(name, numbers[name]))
-            else:
-                parameters.append(Parameter(name, entry.shape, None, numbers[name]))
-        # Only parameters are tied: equal buffers are two.
-        twice = {a for a, o in self._shared.items() if any(o == b.fqn for b in buffers)}
-        buffers += [Buffer(alias, numbers[alias]) for alias in self._shared if alias in twice]
-        self._shared = {a: o for a, o in self._shared.items() if a not in twice}
-        return parameters, buffers
-
-    def _trained(self, name: str, weight: int, group: int, key: str) -> Parameter:
-        stored = self._builder.tensors[weight]
-        states: dict[str, int] = {"fp32": weight} if stored.dtype is FLOAT32 else {}
-        scalars: dict[str, Scalar] = {}
-        found = self._roles.states.get(key, {})
-        for state, items in found.items():
-            checked_state(state)
-            if (scalar := self._scalar(items, stored.shape, state)) is not None:
-                scalars[state] = scalar
-                continue
-            tensors = [i for i in items if isinstance(i, SavedTensor)]
-            if not tensors or tensors[0].entry.shape != stored.shape:
-                self._not_carried.append(NotCarried(path=printable(items[0].entry.key), reason=_OTHER_SHAPE))
-                continue
-            states[state] = self._tensors.number(name, state, tensors)
-        return Parameter(name, stored.shape, group, weight, states, scalars, never_updated=not found)
-
-    def _scalar(self, items: Sequence[Item], shape: tuple[int, ...], state: str) -> Scalar | None:
-        """A state that is one number; None for a state with a number for each element."""
-        first = items[0]
-        if isinstance(first, SavedValue):
-            node = self._nodes[id(first)]
-            if type(node) is not int and type(node) is not float:
-                raise SourceError(
-                    "checkpoint.malformed", f"{printable(first.entry.key)} is neither a number nor a tensor"
-                )
-            return Scalar(node)
-        if first.entry.shape == () and (shape != () or state == "step"):
-            return self._tensors.chunks.scalar(first)
-        return None
+    def _facts(pair: Pair, read: ReadPair, grammar: Grammar) -> DcpFacts:
+        return DcpFacts(
+            grammar,
+            None if pair.model is None else pair.model.path,
+            None if pair.optimizer is None else pair.optimizer.path,
+            pair.optimizer is not None and pair.optimizer.flat,
+            wrapped_names=read.wrapped_names,
+            odd_states=read.odd_states,
+        )
 
     # Everything else.
 
-    def _extra_states(self) -> dict[str, Node]:
-        found = nested({path: self.node([item]) for path, item in below(self._roles.extra_states)})
-        return {checked_name(str(name)): node for name, node in found.items()}
+    def _own_scheduler(self, schedulers: Mapping[str, Node], pair: ReadPair) -> tuple[int, tuple[Undecided, ...]]:
+        """The index of the scheduler that changes the optimizer's learning rates, if one alone has those it keeps."""
+        keys, chosen = list(schedulers), self._options.choices.scheduler_key
+        if chosen is not None:
+            if chosen not in keys:
+                there = listed(keys) or "none"
+                text = f"the source has no scheduler at {printable(chosen)!r}; there is {there}"
+                raise RequestError("request.invalid", text, fix=f"--scheduler-key takes one of: {there}")
+            return keys.index(chosen), ()
+        if len(keys) < 2 or pair.optimizer is None:
+            return 0, ()
+        rates = [g.hyper_parameters.get("lr") for g in pair.optimizer.groups]
+        fitting = [i for i, node in enumerate(schedulers.values()) if _last_rates(node) == rates]
+        if len(fitting) == 1:
+            return fitting[0], ()
+        text = f"it has {len(keys)} learning-rate schedulers, and the rates do not tell which is the optimizer's: "
+        fix = f"choose one: --scheduler-key {printable(keys[0])}, or --scheduler-key {printable(keys[1])}"
+        return 0, (Undecided(Question.SCHEDULER, text + listed(keys), fix),)
 
     def _counted(
-        self, client_state: Mapping[str | int, Node], schedulers: Sequence[Node], parameters: Sequence[Parameter]
+        self,
+        client_state: Mapping[str | int, Node],
+        schedulers: Sequence[Node],
+        parameters: Sequence[Parameter],
     ) -> tuple[Counters, dict[str | int, Node]]:
         """The counters, and the client state without those of torchtitan that are nothing but counters."""
         left = dict(client_state)
@@ -301,18 +221,20 @@ class Assembly:
         if counted and all(k in _COUNTERS and type(v) is int for k, v in counted.items()):
             del left[_TRAIN_STATE]
         steps, tokens = (self._count_of(counted, name) for name in _COUNTERS)
+        kept = self._state.counters
         if self._companions.steps is not None:
             steps = self._companions.steps
+        steps = kept.steps if steps is None else steps
         if steps is None and parameters and not any("step" in p.scalars for p in parameters):
-            steps = _last_epoch(schedulers)
+            steps = _last_epoch(schedulers[:1])
             self._warnings += [] if steps is None else [_BY_SCHEDULER.format(steps=steps)]
-        return Counters(steps=steps, tokens=tokens), left
+        return replace(kept, steps=steps, tokens=kept.tokens if tokens is None else tokens), left
 
     def _count_of(self, counted: Mapping[str | int, Node], name: str) -> int | None:
         """A count of torchtitan's `train_state`, which is a number or a tensor of one element."""
         if type(value := counted.get(name)) is int:
             return value
-        saved = self._roles.rest.get((_TRAIN_STATE, name))
+        saved = self._roles.rest.get((*self._home()[0], _TRAIN_STATE, name))
         if saved and isinstance(saved[0], SavedTensor) and (scalar := self._tensors.chunks.scalar(saved[0])):
             return int(scalar.value)
         return None
@@ -331,7 +253,10 @@ class Assembly:
                 self._files.append(parsed.file)
         carried = self._carried.carried
         return _Beside(
-            tuple(carried(replace(p, root=node), numbers[p.file.name]) for p, node in companions.schedulers),
+            {
+                key: carried(replace(p, root=node), numbers[p.file.name])
+                for key, (p, node) in zip(_file_keys(companions), companions.schedulers, strict=True)
+            },
             tuple(
                 {
                     str(k): v
@@ -345,7 +270,8 @@ class Assembly:
 
 @dataclass(frozen=True, slots=True)
 class _Beside:
-    schedulers: tuple[Node, ...]
+    schedulers: dict[str, Node]
+    """By the names of their files."""
     rng: tuple[dict[str, Node], ...]
     client_state: dict[str, Node]
 
@@ -356,10 +282,60 @@ def _last_epoch(schedulers: Sequence[Node]) -> int | None:
     return next((c for c in counts if type(c) is int), None)
 
 
-def _without_schedulers(
-    rest: Mapping[str | int, Node],
-) -> tuple[tuple[Node, ...], tuple[KeyPath, ...], dict[str | int, Node]]:
-    """Schedulers, their places, and everything else that lies beside the model."""
-    found = {key: node for key, node in rest.items() if is_scheduler(node)}
-    paths = tuple((key,) for key in found)
-    return tuple(found.values()), paths, {k: v for k, v in rest.items() if k not in found}
+def _file_keys(companions: Companions) -> list[str]:
+    """A key for each scheduler of the files: the file's name, with its index if one file has several."""
+    names = [parsed.file.name for parsed, _ in companions.schedulers]
+    return [n if names.count(n) == 1 else f"{n}.{names[:i].count(n)}" for i, n in enumerate(names)]
+
+
+def _names_for(pair: Pair, models: Sequence[NamesOfModel]) -> NamesOfModel:
+    """The names of a pair's model; for an optimizer alone those of a model that it fits, or its own."""
+    if pair.model is not None:
+        return pair.model.names
+    if pair.optimizer is None:
+        return NamesOfModel({})
+    fitting = next((m for m in models if pair.optimizer.fits(m)), None)
+    own = {key: pair.optimizer.shape_of(key) or () for g in pair.optimizer.groups for key in g.members}
+    return fitting or NamesOfModel(own)
+
+
+def _with_pair(checkpoint: Checkpoint, read: ReadPair, facts: DcpFacts) -> Checkpoint:
+    return replace(
+        checkpoint,
+        parameters=tuple(read.parameters),
+        buffers=tuple(read.buffers),
+        shared=read.shared,
+        optimizer=read.optimizer,
+        extra_states=read.extra_states,
+        module_names=read.module_names,
+        undecided=read.undecided,
+        assumed=read.assumed,
+        facts=facts,
+    )
+
+
+def _schedulers(entries: Mapping[str | int, Node], place: KeyPath) -> Iterator[tuple[KeyPath, Node]]:
+    """The state dicts of schedulers among these entries and in dicts within them, by their whole paths."""
+    for key, node in entries.items():
+        if is_scheduler(node):
+            yield (*place, key), node
+        elif is_mapping(node):
+            yield from _schedulers(mapping_items(node, what=key_of(place)), (*place, key))
+
+
+def _without(entries: Mapping[str | int, Node], paths: Sequence[KeyPath]) -> dict[str | int, Node]:
+    """The entries without those at these paths."""
+    left: dict[str | int, Node] = {}
+    for key, node in entries.items():
+        inner = [path[1:] for path in paths if path[0] == key]
+        if not inner:
+            left[key] = node
+        elif () not in inner and (kept := _without(mapping_items(node, what=str(key)), inner)):
+            left[key] = mapping_of(kept)
+    return left
+
+
+def _last_rates(scheduler: Node) -> list[Node] | None:
+    """The learning rates that a scheduler set last, one for each group; None if it keeps none."""
+    held = mapping_items(scheduler, what="a scheduler").get("_last_lr") if is_mapping(scheduler) else None
+    return list(held.items) if isinstance(held, PList | PTuple) else None

@@ -9,7 +9,6 @@ Source: torch 2.13.0 `distributed/checkpoint/hf_storage.py` (`HuggingFaceStorage
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +24,7 @@ from reshard_engine.formats.dcp.facts import DcpFacts
 from reshard_engine.formats.dcp.names import SHARD_FILE, names_of
 from reshard_engine.formats.dcp.reader.boxes import Boxes, add_boxes
 from reshard_engine.formats.names import checked_name
-from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.shard_map import LogicalTensor, ShardMapBuilder
@@ -48,15 +47,7 @@ class HuggingFaceShardsReader:
         """True if there are files with such names."""
         return any(map(SHARD_FILE.fullmatch, names_of(listing)))
 
-    def read(
-        self,
-        location: Location,
-        listing: Listing,
-        *,
-        tag: str | None,
-        ledger: OpaqueLedger,
-        rules: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the weights of a directory.
 
         Raises:
@@ -75,7 +66,7 @@ class HuggingFaceShardsReader:
         parameters = [_parameter(builder, name, parts) for name, parts in found.items()]
         return Checkpoint(
             url=location.url,
-            tag=tag,
+            tag=options.tag,
             format="dcp-safetensors",
             framework_version=None,
             world={},

@@ -69,3 +69,5 @@ class Metadata:
     """Transform descriptors by row, for the chunks that have any."""
     original_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """`mcore_data`: the shapes of tensors that Megatron flattened, before that; their `shape` is the flattened one."""
+    counters: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Counters of the run that our own writer keeps in an attribute of its own, which torch ignores."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import SourceError, printable
 from reshard.models import OpaquePolicy
+from reshard_engine.formats.dcp.names import OWN_STATE
 from reshard_engine.formats.dcp.reader import metadata_names as names
 from reshard_engine.formats.dcp.reader.metadata import KeyPath, Metadata
 from reshard_engine.formats.dcp.reader.metadata_columns import Chunks, Places, matched
@@ -102,6 +103,7 @@ class Parts:
     places: Places
     paths: dict[str, KeyPath] | None
     original_shapes: dict[str, tuple[int, ...]]
+    counters: dict[str, int]
 
 
 def metadata_of(parts: Parts) -> Metadata:
@@ -110,7 +112,8 @@ def metadata_of(parts: Parts) -> Metadata:
     Raises:
         SourceError: as `matched`.
     """
-    return matched(parts.keys, parts.tensors, parts.places, paths=parts.paths, original_shapes=parts.original_shapes)
+    found = matched(parts.keys, parts.tensors, parts.places, paths=parts.paths, original_shapes=parts.original_shapes)
+    return replace(found, counters=parts.counters)
 
 
 def parts_with_runs(data: bytes, name: str, limits: PickleLimits) -> Parts:
@@ -148,7 +151,16 @@ def _parts(root: Node, name: str) -> Parts:
     tensors = tensors_of(items)
     places = places_of(state.get("storage_data"), {key: number for number, key in enumerate(items)})
     paths, shapes = _paths(state.get("planner_data")), _original_shapes(state.get("mcore_data"))
-    return Parts(tuple(items), tensors, places, paths, shapes)
+    return Parts(tuple(items), tensors, places, paths, shapes, _counters(state.get(OWN_STATE)))
+
+
+def _counters(node: Node) -> dict[str, int]:
+    """The counters in the attribute of our own writer."""
+    found = {} if node is None else text_items(node, OWN_STATE)
+    for key, value in found.items():
+        if type(value) is not int or not 0 <= value < MAX_NUMBER:
+            raise malformed(f"{printable(key)} of {OWN_STATE}", value, "a count")
+    return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
 def _check_version(node: Node, name: str) -> None:

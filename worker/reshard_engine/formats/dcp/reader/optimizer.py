@@ -1,19 +1,23 @@
-"""The param groups of a saved optimizer, with the names of their parameters.
+"""A saved optimizer: its states and param groups, and the names of the parameters that it numbers.
 
 Source: torch 2.13.0 `distributed/checkpoint/state_dict.py` (`_flatten_optim_state_dict`: each hyper-parameter once for
 each parameter; up to 2.3 all groups are one value), `optim/optimizer.py` (`state_dict`: parameters are numbered over
-the groups in order); verified by running.
+the groups in order; `param_names` of groups that were made of named parameters, from 2.6 on), `optim/lr_scheduler.py`
+(`base_lrs`, `initial_lr`); verified by running.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from reshard.errors import SourceError, listed, printable
-from reshard_engine.checkpoint import ParamGroup
-from reshard_engine.formats.dcp.reader.roles import PARAMS, Item, Roles
-from reshard_engine.formats.dcp.reader.saved_state import SavedTensor
+from reshard.choices import ParamOrder
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard_engine.checkpoint import ParamGroup, Question, Undecided
+from reshard_engine.formats.dcp.reader.metadata import KeyPath
+from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.values import nested
 from reshard_engine.pickles.nodes import (
     Global,
@@ -30,10 +34,71 @@ from reshard_engine.pickles.nodes import (
 
 Shape = tuple[int, ...]
 NodeOf = Callable[[Sequence[Item]], Node]
+Order = ParamOrder | tuple[str, ...] | None
+"""The user's word on the order of an optimizer's parameters."""
+GROUPS, STATE, PARAMS, NAMES = "param_groups", "state", "params", "param_names"
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Modules that only wrap others: of torch.compile, FSDP and activation checkpointing."""
 _BY_NAME = (
-    "save the optimizer with torch.distributed.checkpoint.state_dict.get_state_dict, which names parameters; or write "
-    "the weights alone: --to safetensors"
+    "save the optimizer with torch.distributed.checkpoint.state_dict.get_state_dict, which names parameters; weights "
+    "can be had from this checkpoint: --to safetensors"
 )
+_SAY_ORDER = (
+    "--param-order model if the optimizer was made of model.parameters(), --param-order groups if each of its groups "
+    "has the model's order, or --param-order FILE with the names in the optimizer's order, one a line"
+)
+_SAY_GROUPS = (
+    "--param-order model if the groups come in the order of their first parameters in the model, or --param-order FILE "
+    "with the names in the optimizer's order, one a line"
+)
+
+
+def plain_names(names: Sequence[str]) -> dict[str, str]:
+    """The names without those of wrappers, and without `module.` if all of them begin with it.
+
+    Raises:
+        SourceError: `checkpoint.ambiguous` if two names become one.
+    """
+    found = {name: _plain(name) for name in names}
+    if found and all(plain.startswith("module.") for plain in found.values()):
+        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
+    if len(set(found.values())) != len(found):
+        twice = Counter(found.values()).most_common(1)[0][0]
+        raise SourceError(
+            "checkpoint.ambiguous", f"two entries are called {printable(twice)} without the names of wrapping modules"
+        )
+    return found
+
+
+def _plain(name: str) -> str:
+    return ".".join(p for p in name.split(".") if p not in _WRAPPERS)
+
+
+@dataclass(frozen=True)
+class NamesOfModel:
+    """Names of a model's tensors as its state dict has them, in order, with their shapes."""
+
+    shapes: Mapping[str, Shape]
+
+    @cached_property
+    def plain(self) -> Mapping[str, str]:
+        """For each name the plain one.
+
+        Raises:
+            SourceError: `checkpoint.ambiguous`.
+        """
+        return plain_names(list(self.shapes))
+
+    @cached_property
+    def _by_plain(self) -> Mapping[str, str]:
+        return {_plain(n): n for n in self.shapes} | {plain: n for n, plain in self.plain.items()}
+
+    def of(self, key: str) -> str | None:
+        """The model's name for an optimizer's key; None if the model has no such parameter."""
+        if key in self.shapes:
+            return key
+        plain = _plain(key)
+        return self._by_plain.get(plain) or self._by_plain.get(plain.removeprefix("module."))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,84 +113,272 @@ class ReadGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReadOptimizer:
-    """Param groups by names of parameters, and the name of each of the optimizer's keys."""
+    """Param groups with their members, and the name of each of the optimizer's keys."""
 
     groups: tuple[ReadGroup, ...]
     names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The model's name for each key of the optimizer."""
+    """The model's name for each key of the optimizer; none if it numbers parameters and nothing tells their order."""
+    undecided: tuple[Undecided, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-def read_groups(roles: Roles, node_of: NodeOf) -> tuple[ReadGroup, ...]:
-    """Read the param groups of an optimizer that is not flat; a flat one has none before its parameters are named.
+@dataclass(slots=True)
+class OptimizerEntries:
+    """The entries of one optimizer's state dict."""
 
-    Raises:
-        SourceError: `checkpoint.malformed`, `checkpoint.incomplete`.
-    """
-    return () if roles.optimizer is None or roles.optimizer.flat else _numbered(roles, node_of)
+    path: KeyPath
+    flat: bool
+    """True if names, states and hyper-parameters are joined to one key, as `flatten_optimizer_state_dict` does it."""
+    states: dict[str, dict[str, list[Item]]] = field(default_factory=dict[str, dict[str, list[Item]]])
+    """States by the optimizer's key of the parameter (its name or number) and the state's name."""
+    _groups: dict[str | int, dict[KeyPath, list[Item]]] = field(
+        default_factory=dict[str | int, dict[KeyPath, list[Item]]]
+    )
+    """Hyper-parameters by group and path in it; a flat optimizer has a group for each parameter's name."""
+    _whole: SavedValue | None = None
+    """All param groups as one value, as torch up to 2.3 saves them."""
+    groups: tuple[ReadGroup, ...] = ()
+    """The param groups; of a flat optimizer one for each parameter, until `resolved` joins them."""
+
+    def owns(self, path: KeyPath) -> bool:
+        """True for a path of this optimizer's states or groups."""
+        depth = len(self.path)
+        if len(path) <= depth or path[:depth] != self.path:
+            return False
+        head = str(path[depth])
+        return head.startswith((f"{STATE}.", f"{GROUPS}.")) if self.flat else head in (STATE, GROUPS)
+
+    def add(self, item: Item) -> bool:
+        """Add an entry that it owns; False if the entry is not as torch saves optimizers."""
+        inner = item.path[len(self.path) :]
+        head = str(inner[0])
+        if self.flat:
+            kind, _, rest = head.partition(".")
+            name, _, value = rest.rpartition(".")
+            if kind == STATE:
+                self.states.setdefault(name, {}).setdefault(value, []).append(item)
+            else:
+                self._groups.setdefault(name, {}).setdefault((value, *inner[1:]), []).append(item)
+        elif head == STATE and len(inner) == 3:
+            self.states.setdefault(str(inner[1]), {}).setdefault(str(inner[2]), []).append(item)
+        elif head == GROUPS and len(inner) >= 3 and isinstance(inner[1], int):
+            self._groups.setdefault(inner[1], {}).setdefault(inner[2:], []).append(item)
+        elif head == GROUPS and len(inner) == 1 and isinstance(item, SavedValue):
+            self._whole = item
+        else:
+            return False
+        return True
+
+    def read_groups(self, node_of: NodeOf) -> None:
+        """Read the param groups, when all entries are there.
+
+        Raises:
+            SourceError: `checkpoint.malformed`, `checkpoint.incomplete`.
+        """
+        if self.flat:
+            self.groups = tuple(_flat_group(str(k), e, node_of) for k, e in self._groups.items())
+        elif self._whole is not None:
+            found = sequence_items(node_of([self._whole]), what="param_groups")
+            self.groups = tuple(_group(mapping_items(node, what="param_groups")) for node in found)
+        else:
+            numbers = sorted(n for n in self._groups if isinstance(n, int))
+            if numbers != list(range(len(numbers))):
+                raise SourceError("checkpoint.incomplete", f"param groups are numbered {numbers[:8]}", fix=_BY_NAME)
+            entries = (nested({p: node_of(i) for p, i in self._groups[n].items()}) for n in numbers)
+            self.groups = tuple(map(_group, entries))
+        keys = Counter(key for group in self.groups for key in group.members)
+        if keys and keys.most_common(1)[0][1] > 1:
+            raise SourceError("checkpoint.malformed", "a parameter is a member of two param groups")
+        if self.numbered and (named := self._said_names()):
+            self._rename(named)
+
+    @property
+    def numbered(self) -> bool:
+        """True if it numbers its parameters."""
+        return any(g.numbered for g in self.groups) and all(g.numbered or not g.members for g in self.groups)
+
+    def _said_names(self) -> dict[str, str]:
+        """The names of numbers where the groups keep them: of an optimizer that was made of named parameters."""
+        found: dict[str, str] = {}
+        for group in self.groups:
+            names = group.group.hyper_parameters.get(NAMES)
+            held = names.items if isinstance(names, PList | PTuple) else ()
+            if len(held) != len(group.members) or not all(isinstance(n, str) for n in held):
+                return {}
+            found |= dict(zip(group.members, map(str, held), strict=True))
+        return found
+
+    def _rename(self, names: Mapping[str, str]) -> None:
+        self.states = {names.get(key, key): found for key, found in self.states.items()}
+        self.groups = tuple(ReadGroup(g.group, tuple(names[m] for m in g.members)) for g in self.groups)
+
+    @property
+    def _keys(self) -> tuple[str, ...]:
+        """Its keys of parameters: in its order, then those of states without a group."""
+        return tuple(dict.fromkeys((*(key for g in self.groups for key in g.members), *self.states)))
+
+    def shape_of(self, key: str) -> Shape | None:
+        """The shape of a parameter, from the state with the most dimensions; None if it has no states."""
+        first = (items[0] for state, items in self.states.get(key, {}).items() if state != "step")
+        return max((i.entry.shape for i in first if isinstance(i, SavedTensor)), key=len, default=None)
+
+    def named_by(self, names: NamesOfModel) -> int:
+        """The number of its parameters that a model has."""
+        return 0 if self.numbered else sum(names.of(key) is not None for key in self._keys)
+
+    def fits(self, names: NamesOfModel) -> bool:
+        """True if a model has all of its parameters: by their names, or by the shapes of numbered ones.
+
+        States of as many dimensions as the parameter have its shape; some optimizers keep others beside them.
+        """
+        if not self.numbered:
+            found = [(key, names.of(key)) for key in self._keys]
+            return bool(found) and all(n is not None and self._agrees(key, names.shapes[n]) for key, n in found)
+        there = Counter(names.shapes.values())
+        wanted = Counter(shape for key in self._keys if (shape := self.shape_of(key)) is not None)
+        return len(self._keys) <= len(names.shapes) and all(there[s] >= n for s, n in wanted.items())
+
+    def _agrees(self, key: str, shape: Shape) -> bool:
+        held = [i[0].entry.shape for i in self.states.get(key, {}).values() if isinstance(i[0], SavedTensor)]
+        alike = [s for s in held if len(s) == len(shape)]
+        return not alike or not shape or shape in alike
+
+    def resolved(
+        self, names: NamesOfModel, may_own: Mapping[str, bool], order: Order, schedulers: Sequence[Node]
+    ) -> ReadOptimizer:
+        """Give its parameters the model's names, and its groups their order.
+
+        Args:
+            names: The model.
+            may_own: The model's tensors that it may own, in the model's order, of equal ones the first; False for
+                those that are buffers by their names.
+            order: The user's word on the order of its parameters.
+            schedulers: State dicts of schedulers, which keep the groups' learning rates in their order.
+
+        Raises:
+            SourceError: `checkpoint.incomplete`, `checkpoint.malformed`.
+            RequestError: `request.invalid` for an order that does not fit.
+        """
+        if self.numbered:
+            return self._numbered(names, may_own, order)
+        found = {key: self._name(key, names) for key in self._keys}
+        grouped = {key for g in self.groups for key in g.members}
+        if strangers := [key for key in self.states if key not in grouped]:
+            raise SourceError(
+                "checkpoint.malformed",
+                f"the optimizer has states of {len(strangers)} parameters of no param group: {listed(strangers)}",
+                fix="the model and the optimizer are of different saves: copy the checkpoint again",
+            )
+        if not self.flat:
+            return ReadOptimizer(self.groups, found)
+        return _joined(self.groups, found, names, order, schedulers)
+
+    @staticmethod
+    def _name(key: str, names: NamesOfModel) -> str:
+        found = names.of(key)
+        if found is None:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"the optimizer names {printable(key)}, and the model has no such parameter",
+                fix="the model and the optimizer are of different saves: copy the checkpoint again",
+            )
+        return found
+
+    def _numbered(self, names: NamesOfModel, may_own: Mapping[str, bool], order: Order) -> ReadOptimizer:
+        numbers = [key for g in self.groups for key in g.members]
+        wanted = [self.shape_of(key) for key in numbers]
+        if isinstance(order, tuple):
+            return ReadOptimizer(self.groups, self._as_said(numbers, order, names))
+        if order is None:
+            found = _only_way(wanted, {name: names.shapes[name] for name in may_own})
+        else:
+            spans = [len(numbers)] if order is ParamOrder.MODEL else [len(g.members) for g in self.groups]
+            found = _in_models_order(wanted, spans, [(n, names.shapes[n]) for n, may in may_own.items() if may])
+        if found is None:
+            undecided = Undecided(Question.ORDER, _no_names(numbers, wanted, len(may_own), order), _fix_of(order))
+            return ReadOptimizer(tuple(ReadGroup(g.group, ()) for g in self.groups), undecided=(undecided,))
+        return ReadOptimizer(self.groups, dict(zip(numbers, found, strict=True)))
+
+    def _as_said(self, numbers: Sequence[str], order: tuple[str, ...], names: NamesOfModel) -> dict[str, str]:
+        """The names that the user listed in the optimizer's order."""
+        found: dict[str, str] = {}
+        if len(order) != len(numbers):
+            text = f"--param-order has {len(order)} names, and the optimizer has {len(numbers)} parameters"
+            raise RequestError("request.invalid", text, fix="list each parameter of the optimizer once, in its order")
+        for key, said in zip(numbers, order, strict=True):
+            name, shape = names.of(said), self.shape_of(key)
+            if name is None or not self._agrees(key, names.shapes[name]):
+                there = "which the model does not have" if name is None else f"which is {names.shapes[name]}"
+                raise RequestError(
+                    "request.invalid",
+                    f"--param-order gives number {key}, whose states are {shape}, the name {printable(said)}, {there}",
+                    fix="list each parameter of the optimizer once, in its order",
+                )
+            found[key] = name
+        if len(set(found.values())) != len(found):
+            twice = Counter(found.values()).most_common(1)[0][0]
+            raise RequestError("request.invalid", f"--param-order has {printable(twice)} twice", fix="list it once")
+        return found
 
 
-def read_optimizer(
-    roles: Roles,
-    groups: tuple[ReadGroup, ...],
-    model: Mapping[str, Shape],
-    *,
-    plain: Mapping[str, str],
-    node_of: NodeOf,
-) -> ReadOptimizer:
-    """Give the members of an optimizer's param groups their names.
-
-    Args:
-        roles: The entries by role.
-        groups: What `read_groups` found.
-        model: Names and shapes of the model's tensors of floating-point numbers, in its order, without ties.
-        plain: The plain name of each of the model's tensors.
-        node_of: The value of an entry.
-
-    Raises:
-        SourceError: `checkpoint.malformed`, `checkpoint.ambiguous`, `checkpoint.incomplete`.
-    """
-    place = roles.optimizer
-    if place is not None and place.flat:
-        return _flat(roles, model, plain, node_of)
-    keys = [key for g in groups for key in g.members]
-    if len(set(keys)) != len(keys):
-        raise SourceError("checkpoint.malformed", "a parameter is a member of two param groups")
-    if keys and all(g.numbered or not g.members for g in groups):
-        return ReadOptimizer(groups, _names_of_numbers(groups, roles, model))
-    names = {key: _name(key, model, plain) for key in keys}
-    if strangers := [key for key in roles.states if key not in names]:
-        raise SourceError(
-            "checkpoint.malformed",
-            f"the optimizer has states of {len(strangers)} parameters of no param group: {listed(strangers)}",
-            fix="the model and the optimizer are of different saves: copy the checkpoint again",
-        )
-    return ReadOptimizer(groups, names)
+def _fix_of(order: Order) -> str:
+    return _SAY_ORDER if order is None else f"{_SAY_ORDER}; {_BY_NAME}"
 
 
-def _name(key: str, model: Mapping[str, Shape], plain: Mapping[str, str]) -> str:
-    name = key if key in model else plain.get(key, "")
-    if name not in model and (found := next((p for p in model if key.endswith(f".{p}")), None)) is not None:
-        name = found if key in (f"module.{found}", f"_orig_mod.{found}") else name
-    if name not in model:
-        raise SourceError(
-            "checkpoint.incomplete",
-            f"the optimizer names {printable(key)}, and the model has no such parameter",
-            fix="the model and the optimizer are of different saves: copy the checkpoint again",
-        )
-    return name
+def _no_names(numbers: Sequence[str], wanted: Sequence[Shape | None], tensors: int, order: Order) -> str:
+    """A statement of why numbers have no names."""
+    head = f"the optimizer numbers its {len(numbers)} parameters"
+    if order is not None:
+        return f"{head}, and their shapes leave no way, or several, to name them in the order of --param-order {order}"
+    counts = Counter(shape for shape in wanted if shape is not None)
+    shape, most = counts.most_common(1)[0] if counts else ((), 0)
+    if most > 1:
+        return f"{head}, and nothing says which is which: {most} of them have the shape {shape}"
+    return f"{head}, and their shapes do not tell which of {tensors} tensors of the model each one is"
 
 
-def _numbered(roles: Roles, node_of: NodeOf) -> tuple[ReadGroup, ...]:
-    """The groups in their order: entries of each, or one value that holds all of them."""
-    if roles.whole_groups is not None:
-        found = sequence_items(node_of([roles.whole_groups]), what="param_groups")
-        entries = [mapping_items(node, what="param_groups") for node in found]
-    else:
-        numbers = sorted(n for n in roles.groups if isinstance(n, int))
-        if numbers != list(range(len(numbers))):
-            raise SourceError("checkpoint.incomplete", f"param groups are numbered {numbers[:8]}", fix=_BY_NAME)
-        entries = [nested({p: node_of(i) for p, i in roles.groups[n].items()}) for n in numbers]
-    return tuple(_group(e) for e in entries)
+def _only_way(wanted: Sequence[Shape | None], shapes: Mapping[str, Shape]) -> list[str] | None:
+    """The names of numbered parameters if each has a shape that one tensor of the model alone has; else None."""
+    by_shape: dict[Shape, list[str]] = {}
+    for name, shape in shapes.items():
+        by_shape.setdefault(shape, []).append(name)
+    held = Counter(wanted)
+    found = [by_shape.get(shape, []) if shape is not None and held[shape] == 1 else [] for shape in wanted]
+    return [names[0] for names in found] if all(len(names) == 1 for names in found) else None
+
+
+def _in_models_order(
+    wanted: Sequence[Shape | None], spans: Sequence[int], model: Sequence[tuple[str, Shape]]
+) -> list[str] | None:
+    """The names of parameters that come in the model's order within each span; None unless shapes leave one way."""
+    found: list[str] = []
+    shapes = [shape for _, shape in model]
+    for begin, length in zip(_starts(spans), spans, strict=True):
+        some = list(wanted[begin : begin + length])
+        first = _matched(some, shapes)
+        last = _matched(some[::-1], shapes[::-1])
+        if first is None or last is None or first != [len(shapes) - 1 - i for i in reversed(last)]:
+            return None
+        found += [model[i][0] for i in first]
+    return found if len(set(found)) == len(found) else None
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+def _matched(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
+    """The first places of these shapes in order; None if there are none. A shape that is None fits everywhere."""
+    found: list[int] = []
+    at = 0
+    for shape in wanted:
+        while at < len(shapes) and shape is not None and shapes[at] != shape:
+            at += 1
+        if at == len(shapes):
+            return None
+        found.append(at)
+        at += 1
+    return found
 
 
 def _group(entries: Mapping[str | int, Node]) -> ReadGroup:
@@ -137,17 +390,67 @@ def _group(entries: Mapping[str | int, Node]) -> ReadGroup:
     return ReadGroup(values, tuple(map(str, members)), numbered)
 
 
-def _flat(roles: Roles, model: Mapping[str, Shape], plain: Mapping[str, str], node_of: NodeOf) -> ReadOptimizer:
-    """Groups made of the parameters whose hyper-parameters are equal; those that have none are in no group."""
-    names = {str(key): _name(str(key), model, plain) for key in roles.groups}
-    order = {name: i for i, name in enumerate(model)}
-    groups: dict[object, tuple[dict[str | int, Node], list[str]]] = {}
-    for key in sorted(names, key=lambda k: order[names[k]]):
-        entries = nested({path: node_of(items) for path, items in roles.groups[key].items()})
-        entries.pop(PARAMS, None)
-        same = tuple((k, _token(v)) for k, v in sorted(entries.items(), key=lambda i: str(i[0])))
-        groups.setdefault(same, (entries, []))[1].append(key)
-    return ReadOptimizer(tuple(ReadGroup(ParamGroup(e), tuple(m)) for e, m in groups.values()), names)
+def _flat_group(key: str, entries: Mapping[KeyPath, list[Item]], node_of: NodeOf) -> ReadGroup:
+    values = nested({path: node_of(items) for path, items in entries.items()})
+    values.pop(PARAMS, None)
+    return ReadGroup(ParamGroup(values), (key,))
+
+
+def _joined(
+    single: Sequence[ReadGroup],
+    names: Mapping[str, str],
+    model: NamesOfModel,
+    order: Order,
+    schedulers: Sequence[Node],
+) -> ReadOptimizer:
+    """Groups made of the parameters whose hyper-parameters are equal, in the order that something says.
+
+    A flattened optimizer keeps neither the order of its groups nor that of its parameters. A scheduler keeps an initial
+    learning rate for each group. Parameters are in the model's order.
+    """
+    said = [model.of(name) or name for name in order] if isinstance(order, tuple) else list(model.shapes)
+    rank = {name: i for i, name in enumerate(said)}
+    if missing := [n for n in names.values() if n not in rank]:
+        raise RequestError(
+            "request.invalid",
+            f"--param-order leaves out {len(missing)} parameters of the optimizer: {listed(missing)}",
+            fix="list each parameter of the optimizer once, in its order",
+        )
+    groups: dict[object, tuple[ParamGroup, list[str]]] = {}
+    order = None if order is ParamOrder.GROUPS else order
+    for one in sorted(single, key=lambda g: rank[names[g.members[0]]]):
+        values = one.group.hyper_parameters
+        same = tuple((k, _token(v)) for k, v in sorted(values.items(), key=lambda i: str(i[0])))
+        groups.setdefault(same, (one.group, []))[1].append(one.members[0])
+    found = tuple(ReadGroup(group, tuple(members)) for group, members in groups.values())
+    rates = next((r for s in schedulers if (r := _rates(s)) is not None), None)
+    own = [_initial(g) for g in found]
+    warnings: tuple[str, ...] = ()
+    if rates is not None and sorted(map(str, rates)) != sorted(map(str, own)):
+        warnings = (_NO_ORDER.format(rates=rates, own=own),)
+    elif rates is not None and order is None and len({*map(str, rates)}) == len(rates):
+        return ReadOptimizer(tuple(found[own.index(rate)] for rate in rates), names)
+    if order is not None or len(found) < 2:
+        return ReadOptimizer(found, names, warnings=warnings)
+    text = f"the optimizer is flattened, and nothing says in which order its {len(found)} param groups come"
+    return ReadOptimizer(found, names, (Undecided(Question.GROUPS, text, _SAY_GROUPS),), warnings)
+
+
+_NO_ORDER = (
+    "the scheduler keeps the initial rates {rates}, and the param groups, which were flattened, have {own}: no order "
+    "of the groups fits, so set the scheduler anew after loading"
+)
+
+
+def _initial(group: ReadGroup) -> Node:
+    values = group.group.hyper_parameters
+    return values.get("initial_lr", values.get("lr"))
+
+
+def _rates(scheduler: Node) -> list[Node] | None:
+    held = mapping_items(scheduler, what="a scheduler").get("base_lrs") if is_mapping(scheduler) else None
+    rates = list(held.items) if isinstance(held, PList | PTuple) else []
+    return rates if rates and all(type(r) is float for r in rates) else None
 
 
 def _token(node: Node) -> object:
@@ -165,54 +468,3 @@ def _token(node: Node) -> object:
             return ("dict", *((k, _token(v)) for k, v in mapping_items(node, what="a hyper-parameter").items()))
         case _:
             return id(node)
-
-
-def _names_of_numbers(groups: Sequence[ReadGroup], roles: Roles, model: Mapping[str, Shape]) -> dict[str, str]:
-    """The names of numbered parameters: each group takes them in the model's order, and shapes must leave one way.
-
-    Raises:
-        SourceError: `checkpoint.ambiguous` if shapes leave several ways, or none.
-    """
-    found: dict[str, str] = {}
-    names, shapes = list(model), list(model.values())
-    for number, group in enumerate(groups):
-        wanted = [_shape_of(roles, key) for key in group.members]
-        first = _matched(wanted, shapes)
-        last = _matched(wanted[::-1], shapes[::-1])
-        last = None if last is None else [len(shapes) - 1 - i for i in reversed(last)]
-        if first is None or first != last:
-            ways = "is no way" if first is None else "are several ways"
-            raise SourceError(
-                "checkpoint.ambiguous",
-                f"the optimizer numbers its parameters, and there {ways} to give the {len(wanted)} numbers of "
-                f"group {number} the names of {len(names)} tensors of the model in their order",
-                fix=_BY_NAME,
-            )
-        found |= {key: names[i] for key, i in zip(group.members, first, strict=True)}
-    if len(set(found.values())) != len(found):
-        raise SourceError(
-            "checkpoint.ambiguous",
-            "the optimizer numbers its parameters, and by their shapes two groups have a parameter in common",
-            fix=_BY_NAME,
-        )
-    return found
-
-
-def _shape_of(roles: Roles, key: str) -> Shape | None:
-    """The shape of a numbered parameter, from its largest state; None if it has no states."""
-    first = (items[0] for state, items in roles.states.get(key, {}).items() if state != "step")
-    return max((i.entry.shape for i in first if isinstance(i, SavedTensor)), key=len, default=None)
-
-
-def _matched(wanted: Sequence[Shape | None], shapes: Sequence[Shape]) -> list[int] | None:
-    """The first places of these shapes in order; None if there are none. A shape that is None fits everywhere."""
-    found: list[int] = []
-    at = 0
-    for shape in wanted:
-        while at < len(shapes) and shape is not None and shapes[at] != shape:
-            at += 1
-        if at == len(shapes):
-            return None
-        found.append(at)
-        at += 1
-    return found

@@ -1,7 +1,8 @@
-"""Sorts the entries of a saved state by their roles: model, optimizer states, param groups, everything else.
+"""Sorts the entries of a saved state: which are models, which are optimizers, and which optimizer trains which model.
 
-Frameworks nest the same state dicts under different keys. An optimizer is found by its `param_groups`; the model is
-the place whose entries have the names of the optimizer's parameters.
+Frameworks nest the same state dicts under different keys. An optimizer is found by its `param_groups`. It trains the
+place that holds all of its parameters. If several places do (a model and its moving average, say), nothing in the files
+tells which of them it trains: the user chooses.
 
 Source: torch 2.13.0 `distributed/checkpoint/state_dict.py` (`get_optimizer_state_dict`, `_flatten_optim_state_dict`),
 `distributed/checkpoint/_traverse.py` (paths of `planner_data`); torchtitan 0.3 `components/optimizer.py`; verified by
@@ -11,84 +12,239 @@ running.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 
-from reshard.errors import SourceError, listed, printable
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.models import SourceChoices
+from reshard_engine.checkpoint import Question, Undecided
+from reshard_engine.formats.dcp.names import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
-from reshard_engine.formats.dcp.reader.saved_state import SavedState, SavedTensor, SavedValue
+from reshard_engine.formats.dcp.reader.optimizer import GROUPS, NamesOfModel, NodeOf, OptimizerEntries, Shape
+from reshard_engine.formats.dcp.reader.saved_state import Item, SavedState, SavedTensor
+from reshard_engine.tensors.dtypes import Dtype
 
-GROUPS, STATE, PARAMS = "param_groups", "state", "params"
 _FLAT_PARAMETER = "_flat_param"
 _EXTRA_STATE = "_extra_state"
-_MODEL = "model"
-"""The key under which nearly all frameworks save the model."""
-Item = SavedTensor | SavedValue
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerPlace:
-    """The place of an optimizer's state dict."""
-
-    path: KeyPath
-    flat: bool
-    """True if names, states and hyper-parameters are joined to one key, as `flatten_optimizer_state_dict` does it."""
+ROOT = "."
+"""The word by which users name the root of a state dict."""
 
 
 @dataclass(slots=True)
-class Roles:
-    """The entries of a saved state by role. Tensors that several ranks hold are listed together."""
+class ModelEntries:
+    """The entries of one model's state dict."""
 
-    model_path: KeyPath
-    optimizer: OptimizerPlace | None
+    path: KeyPath
     weights: dict[str, list[SavedTensor]] = field(default_factory=dict[str, list[SavedTensor]])
-    """Tensors of the model's state dict, by name."""
+    """Tensors by name. Tensors that several ranks hold are listed together."""
     extra_states: dict[KeyPath, list[Item]] = field(default_factory=dict[KeyPath, list[Item]])
-    """Other entries of the model's state dict, by their path in it."""
-    states: dict[str, dict[str, list[Item]]] = field(default_factory=dict[str, dict[str, list[Item]]])
-    """States by the optimizer's key of the parameter (its name or number) and the state's name."""
-    groups: dict[str | int, dict[KeyPath, list[Item]]] = field(
-        default_factory=dict[str | int, dict[KeyPath, list[Item]]]
-    )
-    """Hyper-parameters by group and path in it; a flat optimizer has a group for each parameter's name."""
-    whole_groups: SavedValue | None = None
-    """All param groups as one value, as torch up to 2.3 saves them."""
-    rest: dict[KeyPath, list[Item]] = field(default_factory=dict[KeyPath, list[Item]])
-    """Everything else, by its path beside the model, or from the root if it is not there."""
-    at_root: set[str] = field(default_factory=set[str])
-    """First keys of entries of `rest` whose paths begin at the root, although the model lies deeper."""
-    other_optimizers: tuple[KeyPath, ...] = ()
-    """Places of further optimizers."""
+    """Other entries, by their path in the model's state dict."""
 
     @property
-    def home(self) -> KeyPath:
-        """The place in which the model lies."""
-        return self.model_path[:-1]
+    def names(self) -> NamesOfModel:
+        """The names and shapes of its tensors."""
+        return NamesOfModel({name: saved[0].entry.shape for name, saved in self.weights.items()})
 
 
-def sort_roles(state: SavedState) -> Roles:
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A model and the optimizer that trains it; either may be missing."""
+
+    model: ModelEntries | None
+    optimizer: OptimizerEntries | None
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """The entries of a saved state by role."""
+
+    pairs: tuple[Pair, ...]
+    """All models and optimizers; the first pair is the one to read."""
+    rest: Mapping[KeyPath, list[Item]]
+    """Everything else, by its path."""
+    undecided: tuple[Undecided, ...] = ()
+
+
+def key_of(path: KeyPath) -> str:
+    """The key of a place, as users name it."""
+    return ".".join(map(str, path)) or ROOT
+
+
+def sort_roles(state: SavedState, choices: SourceChoices, node_of: NodeOf) -> Roles:
     """Sort the entries of a saved state.
 
+    Args:
+        state: The saved state.
+        choices: The user's choice of a model and an optimizer.
+        node_of: The value of an entry.
+
     Raises:
-        SourceError: `source.unsupported` for FSDP's local state dicts, which keep neither names nor shapes.
+        SourceError: `source.unsupported` for FSDP's local state dicts, which keep neither names nor shapes;
+            `checkpoint.incomplete` for an optimizer without a model; `checkpoint.malformed`.
+        RequestError: `request.invalid` for a choice that is not there.
     """
-    _refuse_flat_parameters(state)
-    places = _optimizers([i.path for i in (*state.tensors, *state.values)])
-    first = places[0] if places else None
-    left = [t for t in state.tensors if not any(_within(t.path, p.path) for p in places)]
-    names = _names_of_parameters(state, first) if first is not None else set[str]()
-    shapes = _shapes_of_states(state, first) if first is not None and not names else set[tuple[int, ...]]()
-    roles = Roles(_model_path(left, names, shapes), first, other_optimizers=tuple(p.path for p in places[1:]))
-    for item in _in_order(state):
-        _place(roles, item, places)
-    return roles
+    return _Sorting(state, choices, node_of).roles()
 
 
-def _in_order(state: SavedState) -> Iterable[Item]:
-    """All entries in the order of the state dict. Ranks write what they hold, so the metadata's order is another."""
-    numbers = {path: i for i, path in enumerate(state.order)}
-    return sorted((*state.tensors, *state.values), key=lambda i: numbers.get(i.path, len(numbers)))
+class _Sorting:
+    def __init__(self, state: SavedState, choices: SourceChoices, node_of: NodeOf) -> None:
+        _refuse_flat_parameters(state)
+        self._choices, self._node_of = choices, node_of
+        # Ranks write what they hold, so the metadata's order is not that of the state dict.
+        numbers = {path: i for i, path in enumerate(state.order)}
+        self._items = sorted((*state.tensors, *state.values), key=lambda i: numbers.get(i.path, len(numbers)))
+        self._optimizers = _optimizers(self._items)
+        self._places = _places(i for i in self._items if self._optimizer_of(i.path) is None)
+
+    def roles(self) -> Roles:
+        self._rest: dict[KeyPath, list[Item]] = {}
+        for item in self._items:
+            place = self._optimizer_of(item.path)
+            if place is not None and not self._optimizers[place].add(item):
+                self._rest.setdefault(item.path, []).append(item)
+        for optimizer in self._optimizers.values():
+            optimizer.read_groups(self._node_of)
+        fitting = {
+            o: [m for m, names in self._places.items() if _may_train(o, m) and e.fits(names)]
+            for o, e in self._optimizers.items()
+        }
+        chosen, undecided = self._decided(fitting)
+        pairs = self._paired(chosen, fitting)
+        models = {model: ModelEntries(model) for model, _ in pairs if model is not None}
+        for item in self._items:
+            if self._optimizer_of(item.path) is None:
+                self._place(item, models)
+        return Roles(
+            tuple(Pair(None if m is None else models[m], None if o is None else self._optimizers[o]) for m, o in pairs),
+            self._rest,
+            undecided,
+        )
+
+    def _optimizer_of(self, path: KeyPath) -> KeyPath | None:
+        return next((place for place, optimizer in self._optimizers.items() if optimizer.owns(path)), None)
+
+    def _decided(
+        self, fitting: Mapping[KeyPath, Sequence[KeyPath]]
+    ) -> tuple[tuple[KeyPath | None, KeyPath | None], tuple[Undecided, ...]]:
+        """The model to read and its optimizer, and what is left open."""
+        model = self._chosen(self._choices.model_key, self._places, "model")
+        optimizer = self._chosen(self._choices.optimizer_key, self._optimizers, "optimizer")
+        possible = [
+            (m, o)
+            for o, found in fitting.items()
+            for m in found
+            if (model is None or m == model) and (optimizer is None or o == optimizer)
+        ]
+        if not possible:
+            return self._without_fit(model, optimizer)
+        models = list(dict.fromkeys(m for m, _ in possible))
+        optimizers = list(dict.fromkeys(o for m, o in possible if m == models[0]))
+        undecided: list[Undecided] = []
+        if len(models) > 1:
+            undecided.append(_which(Question.MODEL, models, "places hold all parameters of an optimizer"))
+        elif len(optimizers) > 1:
+            undecided.append(_which(Question.OPTIMIZER, optimizers, f"optimizers train {key_of(models[0])}"))
+        return (models[0], optimizers[0]), tuple(undecided)
+
+    def _without_fit(
+        self, model: KeyPath | None, optimizer: KeyPath | None
+    ) -> tuple[tuple[KeyPath | None, KeyPath | None], tuple[Undecided, ...]]:
+        """The choice where no optimizer fits a model: there is none, or it is of another save, or keeps too little."""
+        if model is not None and optimizer is None:
+            return (model, None), ()
+        left = [optimizer] if optimizer is not None else list(self._optimizers)
+        if not self._places:
+            if left:
+                raise SourceError(
+                    "checkpoint.incomplete",
+                    "it holds an optimizer's states and no model",
+                    fix="name the directory that holds both, such as that of Accelerate's save_state",
+                )
+            return (None, None), ()
+        models = [model] if model is not None else list(self._places)
+        if left:
+            # Reading them together says what does not fit.
+            known = self._optimizers[left[0]]
+            return (max(models, key=lambda m: known.named_by(self._places[m])), left[0]), ()
+        undecided = [_which(Question.MODEL, models, "places could be the model")] if len(models) > 1 else []
+        return (models[0], None), tuple(undecided)
+
+    def _chosen(self, key: str | None, places: Iterable[KeyPath], what: str) -> KeyPath | None:
+        """The place that the user named; None if the user named none."""
+        if key is None:
+            return None
+        there = list(places)
+        exact = [p for p in there if key_of(p) == key]
+        below = [p for p in there if p and key_of(p[:1]) == key]
+        if exact or len(below) == 1:
+            return (exact or below)[0]
+        names = listed(list(map(key_of, there)))
+        raise RequestError(
+            "request.invalid",
+            f"the source has no {what} at {printable(key)!r}; there is {names or 'none'}",
+            fix=f"--{what}-key {key_of(there[0])}" if len(there) == 1 else f"--{what}-key takes one of: {names}",
+        )
+
+    def _paired(
+        self, first: tuple[KeyPath | None, KeyPath | None], fitting: Mapping[KeyPath, Sequence[KeyPath]]
+    ) -> list[tuple[KeyPath | None, KeyPath | None]]:
+        """The pair to read, and behind it every other optimizer with its model, then models that no optimizer trains.
+
+        Where there is an optimizer, a place that holds none of an optimizer's parameters is no model, but something
+        else that the script saved.
+        """
+        found = [first]
+        taken = {first[0]}
+        for optimizer, models in fitting.items():
+            if optimizer == first[1]:
+                continue
+            free = [m for m in models if m not in taken]
+            model = free[0] if len(free) == 1 else None
+            taken.add(model)
+            found.append((model, optimizer))
+        trained = dict.fromkeys(m for models in fitting.values() for m in models)
+        others = [
+            m for m in self._places if not fitting or m in trained or (m and MODEL_DIRECTORY.fullmatch(str(m[0])))
+        ]
+        found += [(model, None) for model in others if model not in taken]
+        return found
+
+    def _place(self, item: Item, models: Mapping[KeyPath, ModelEntries]) -> None:
+        """Add an entry to the model in whose state dict it lies, or to the rest."""
+        path = item.path
+        model = max((m for m in models if _within(path, m)), key=len, default=None)
+        if model is None:
+            self._rest.setdefault(path, []).append(item)
+            return
+        inner = path[len(model) :]
+        extra = any(_EXTRA_STATE in str(part) for part in inner)
+        if isinstance(item, SavedTensor) and not extra and (len(inner) == 1 or model):
+            models[model].weights.setdefault(".".join(map(str, inner)), []).append(item)
+        elif model or extra:
+            models[model].extra_states.setdefault(inner, []).append(item)
+        else:
+            self._rest.setdefault(path, []).append(item)
+
+
+def _which(question: Question, places: Sequence[KeyPath], what: str) -> Undecided:
+    keys = [key_of(p) for p in places]
+    flag = f"--{question.value}-key"
+    fix = f"choose one: {flag} {printable(keys[0])}, or {flag} {printable(keys[1])}"
+    fix += f" (there are {len(keys)})" if len(keys) > 2 else ""
+    return Undecided(question, f"{len(places)} {what}: {listed(keys)}", fix)
+
+
+def _may_train(optimizer: KeyPath, model: KeyPath) -> bool:
+    """False for a model and an optimizer of Accelerate with different numbers.
+
+    Source: accelerate 1.15.0 `checkpointing.py`, `accelerator.py` (`save_state`: optimizer i is that of model i).
+    """
+    numbers = [
+        match[1]
+        for path, name in ((model, MODEL_DIRECTORY), (optimizer, OPTIMIZER_DIRECTORY))
+        if path and (match := name.fullmatch(str(path[0]))) is not None
+    ]
+    return len(numbers) < 2 or numbers[0] == numbers[1]
 
 
 def _refuse_flat_parameters(state: SavedState) -> None:
@@ -105,122 +261,40 @@ def _within(path: KeyPath, place: KeyPath) -> bool:
     return len(path) > len(place) and path[: len(place)] == place
 
 
-def _optimizers(paths: Sequence[KeyPath]) -> list[OptimizerPlace]:
-    """The places of optimizers, in the order in which they come."""
-    found: dict[KeyPath, bool] = {}
-    for path in paths:
+def _optimizers(items: Iterable[Item]) -> dict[KeyPath, OptimizerEntries]:
+    """The optimizers by their places, in the order in which they come."""
+    found: dict[KeyPath, OptimizerEntries] = {}
+    for path in (i.path for i in items):
         for depth, part in enumerate(path):
             flat = isinstance(part, str) and part.startswith(f"{GROUPS}.") and depth == len(path) - 1
             if part == GROUPS or flat:
-                found.setdefault(path[:depth], flat)
+                found.setdefault(path[:depth], OptimizerEntries(path[:depth], flat=flat))
                 break
-    return [OptimizerPlace(path, flat) for path, flat in found.items()]
-
-
-def _names_of_parameters(state: SavedState, place: OptimizerPlace) -> set[str]:
-    """The optimizer's keys of parameters. Values are not read yet, so only states and flat groups tell of them."""
-    depth = len(place.path)
-    found: set[str] = set()
-    for path in (i.path for i in (*state.tensors, *state.values)):
-        if not _within(path, place.path):
-            continue
-        head = str(path[depth])
-        if place.flat and head.startswith((f"{STATE}.", f"{GROUPS}.")):
-            found.add(head.partition(".")[2].rpartition(".")[0])
-        elif head == STATE and len(path) > depth + 1:
-            found.add(str(path[depth + 1]))
-    # Numbers are no names: any list has an entry that is called 0.
-    return set() if all(name.isdecimal() for name in found) else found
-
-
-def _shapes_of_states(state: SavedState, place: OptimizerPlace) -> set[tuple[int, ...]]:
-    """The shapes of the optimizer's states, which are those of its parameters."""
-    return {t.entry.shape for t in state.tensors if _within(t.path, place.path) and t.path[-1] != "step"}
-
-
-def _model_path(tensors: Iterable[SavedTensor], names: set[str], shapes: set[tuple[int, ...]]) -> KeyPath:
-    """The place whose tensors have the most of these names or shapes; else `model`, or that with the most elements."""
-    named: Counter[KeyPath] = Counter()
-    size: Counter[KeyPath] = Counter()
-    for tensor in tensors:
-        parent, name = tensor.path[:-1], str(tensor.path[-1])
-        named[parent] += name in names or _plain(name) in names or tensor.entry.shape in shapes
-        size[parent] += prod(tensor.entry.shape)
-    if not size:
-        return ()
-    best = max(size, key=lambda place: (named[place], place[-1:] == (_MODEL,), size[place]))
-    # An entry such as an extra state, or a module that nests its state dict, may have more elements than its model.
-    while len(best) > 1 and not named[best] and _EXTRA_STATE in str(best[-1]):
-        best = best[:-1]
-    return best
-
-
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Modules that only wrap others: of torch.compile, FSDP and activation checkpointing."""
-
-
-def _plain(name: str) -> str:
-    return ".".join(p for p in name.split(".") if p not in _WRAPPERS)
-
-
-def plain_names(names: Sequence[str]) -> dict[str, str]:
-    """The names without those of wrappers, and without `module.` if all of them begin with it.
-
-    Raises:
-        SourceError: `checkpoint.ambiguous` if two names become one.
-    """
-    found = {name: _plain(name) for name in names}
-    if found and all(plain.startswith("module.") for plain in found.values()):
-        found = {name: plain.removeprefix("module.") for name, plain in found.items()}
-    if len(set(found.values())) != len(found):
-        twice = Counter(found.values()).most_common(1)[0][0]
-        raise SourceError(
-            "checkpoint.ambiguous", f"two entries are called {printable(twice)} without the names of wrapping modules"
-        )
     return found
 
 
-def _place(roles: Roles, item: Item, optimizers: Sequence[OptimizerPlace]) -> None:
-    path = item.path
-    for place in optimizers:
-        if _within(path, place.path):
-            if place is roles.optimizer:
-                _place_in_optimizer(roles, item, path[len(place.path) :], flat=place.flat)
-            return
-    depth = len(roles.model_path)
-    inner = path[depth:]
-    extra = any(_EXTRA_STATE in str(part) for part in inner)
-    if _within(path, roles.model_path) and (depth or len(inner) == 1 or extra):
-        if isinstance(item, SavedTensor) and not extra:
-            roles.weights.setdefault(".".join(map(str, inner)), []).append(item)
-            return
-        if depth or extra:
-            roles.extra_states.setdefault(inner, []).append(item)
-            return
-    home = roles.home
-    if home and not _within(path, home):
-        roles.at_root.add(str(path[0]))
-    roles.rest.setdefault(path[len(home) :] if _within(path, home) else path, []).append(item)
+def _places(items: Iterable[Item]) -> dict[KeyPath, NamesOfModel]:
+    """The places that may be a model's state dict, with the names and shapes of their tensors.
+
+    A model has a tensor that can be trained and has a dimension: FSDP refuses parameters without one. Its keys are
+    names; a list, whose keys are numbers, is none.
+    """
+    shapes: dict[KeyPath, dict[str, Shape]] = {}
+    trainable: Counter[KeyPath] = Counter()
+    for item in items:
+        if not isinstance(item, SavedTensor) or isinstance(item.path[-1], int):
+            continue
+        extra = next((i for i, part in enumerate(item.path) if _EXTRA_STATE in str(part)), None)
+        if extra is not None:
+            continue
+        place = item.path[:-1]
+        shapes.setdefault(place, {})[str(item.path[-1])] = item.entry.shape
+        trainable[place] += item.entry.shape != () and is_trainable(item.entry.dtype)
+    return {
+        place: NamesOfModel(found) for place, found in shapes.items() if trainable[place] or not any(trainable.values())
+    }
 
 
-def _place_in_optimizer(roles: Roles, item: Item, inner: KeyPath, *, flat: bool) -> None:
-    head = str(inner[0])
-    if flat and head.startswith(f"{STATE}."):
-        name, _, state = head.removeprefix(f"{STATE}.").rpartition(".")
-        roles.states.setdefault(name, {}).setdefault(state, []).append(item)
-    elif flat and head.startswith(f"{GROUPS}."):
-        name, _, value = head.removeprefix(f"{GROUPS}.").rpartition(".")
-        roles.groups.setdefault(name, {}).setdefault((value, *inner[1:]), []).append(item)
-    elif head == STATE and len(inner) == 3:
-        roles.states.setdefault(str(inner[1]), {}).setdefault(str(inner[2]), []).append(item)
-    elif head == GROUPS and len(inner) >= 3 and isinstance(inner[1], int):
-        roles.groups.setdefault(inner[1], {}).setdefault(inner[2:], []).append(item)
-    elif head == GROUPS and len(inner) == 1 and isinstance(item, SavedValue):
-        roles.whole_groups = item
-    else:
-        roles.rest.setdefault(item.path, []).append(item)
-
-
-def below(items: dict[KeyPath, list[Item]]) -> Iterator[tuple[KeyPath, Item]]:
-    """The first item of each path."""
-    yield from ((path, found[0]) for path, found in items.items())
+def is_trainable(dtype: Dtype) -> bool:
+    """True for element types that autograd can train: floating-point and complex numbers."""
+    return dtype.floating or dtype.name.startswith("complex")

@@ -9,11 +9,12 @@ Source: torch 2.13.0 `distributed/checkpoint/state_dict_saver.py` (`use_collecti
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from reshard.errors import SourceError, listed, printable
+from reshard_engine.checkpoint import Counters
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.dcp.names import METADATA, RANK_METADATA, SUFFIX
@@ -24,6 +25,7 @@ from reshard_engine.formats.dcp.reader.records import refuse_other_streams
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 
+_NOT_COUNTED = Counters()
 _COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
 
 
@@ -43,6 +45,10 @@ class SavedValue:
     path: KeyPath
     entry: BytesEntry
     part: Part
+
+
+Item = SavedTensor | SavedValue
+"""An entry of the state dict."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +72,11 @@ class SavedState:
     """Values that several ranks saved: the one of `values`, and each other one."""
     order: tuple[KeyPath, ...] = ()
     """All paths in the order of the state dict, where the metadata keeps it."""
+    counters: Counters = _NOT_COUNTED
+    """Counters of the run that our own writer kept for the way back."""
 
-    def joined(self, other: SavedState) -> SavedState:
-        """Both states as one; the files of `other` follow."""
+    def joined(self, other: SavedState, *, below: KeyPath = ()) -> SavedState:
+        """Both states as one, the other one below a path of keys; the files of `other` follow."""
         shift = len(self.files)
         parts = {id(i.part): i.part for i in (*other.tensors, *other.values, *(c for _, c in other.copies))}
         moved = {key: replace(p, first_file=p.first_file + shift) for key, p in parts.items()}
@@ -76,14 +84,15 @@ class SavedState:
 
         def value(one: SavedValue) -> SavedValue:
             # A value and the first of its copies stay one object.
-            return known.setdefault(id(one), replace(one, part=moved[id(one.part)]))
+            return known.setdefault(id(one), replace(one, path=(*below, *one.path), part=moved[id(one.part)]))
 
         return SavedState(
             (*self.files, *other.files),
-            (*self.tensors, *(replace(t, part=moved[id(t.part)]) for t in other.tensors)),
+            (*self.tensors, *(replace(t, path=(*below, *t.path), part=moved[id(t.part)]) for t in other.tensors)),
             (*self.values, *map(value, other.values)),
             (*self.copies, *((value(a), value(b)) for a, b in other.copies)),
-            (*self.order, *other.order),
+            (*self.order, *((*below, *path) for path in other.order)),
+            self.counters if other.counters == _NOT_COUNTED else other.counters,
         )
 
 
@@ -111,7 +120,9 @@ def read_state(location: Location, listing: Listing, *, folder: str = "") -> Sav
         parts.append(Part(plain.metadata, len(files)))
         files += plain.files
     state = _state_of_ranks(parts) if len(parts) > 1 else _state_of(parts[0])
-    return replace(state, files=tuple(files))
+    known = {f.name for f in fields(Counters)}
+    counted = {name: value for p in parts[:1] for name, value in p.metadata.counters.items() if name in known}
+    return replace(state, files=tuple(files), counters=Counters(**counted))
 
 
 def _metadata_names(location: Location, there: Mapping[str, ObjectInfo]) -> list[str]:

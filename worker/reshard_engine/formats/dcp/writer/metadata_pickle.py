@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from reshard_engine.formats.dcp.names import OWN_STATE
 from reshard_engine.formats.dcp.writer.entries import KeyPath, key_of
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PTuple, mapping_of
@@ -45,8 +46,8 @@ class Saved:
     """True for a parameter: torch ignores `requires_grad`, and a reader of ours tells parameters from buffers by it."""
 
 
-def metadata_bytes(saved: Sequence[Saved], files: Sequence[str]) -> bytes:
-    """The content of `.metadata` for these entries and the names of their files."""
+def metadata_bytes(saved: Sequence[Saved], files: Sequence[str], counters: Mapping[str, int]) -> bytes:
+    """The content of `.metadata` for these entries, the names of their files and the run's counters."""
     described: dict[str | int, Node] = {}
     places: list[Node] = []
     sizes = _Sizes()
@@ -63,6 +64,8 @@ def metadata_bytes(saved: Sequence[Saved], files: Sequence[str]) -> bytes:
         "storage_meta": None,
         "version": _VERSION,
     }
+    if counters:
+        state[OWN_STATE] = mapping_of({**counters})
     return emit_pickle(_object("Metadata", state), keep_foreign=True)
 
 

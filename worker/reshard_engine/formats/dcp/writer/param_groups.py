@@ -1,9 +1,11 @@
 """Param groups as the optimizers of torch expect them: every hyper-parameter that they ask a checkpoint for.
 
-`dcp.load` asks for each key of the running optimizer, so a key that the source's optimizer does not have must be there.
+`dcp.load` asks for each key of the running optimizer's groups, so a key that the source's optimizer does not have must
+be there. Keys are added where the source shows that it is Adam or AdamW, and nowhere else.
 
 Source: torch 2.13.0 `optim/adamw.py`, `optim/adam.py` (`defaults`), `optim/lr_scheduler.py` (`initial_lr`),
-`distributed/checkpoint/default_planner.py` (`Missing key in checkpoint state_dict`).
+`distributed/checkpoint/default_planner.py` (`Missing key in checkpoint state_dict`); deepspeed 0.19.8
+`ops/adam/fused_adam.py`, `ops/adam/cpu_adam.py` (the groups' keys).
 """
 
 from __future__ import annotations
@@ -21,9 +23,19 @@ _ADAM: Mapping[str | int, Node] = {
     "capturable": False,
     "differentiable": False,
     "fused": None,
-    "decoupled_weight_decay": True,
 }
-"""Hyper-parameters of torch's AdamW beside lr, betas, eps and weight_decay, with their defaults."""
+"""Hyper-parameters of torch's Adam and AdamW beside lr, betas, eps and weight_decay, with their defaults."""
+_DECOUPLED = "decoupled_weight_decay"
+"""False for Adam, True for AdamW, which sets it again whatever it loads (torch from 2.7 on; earlier ones have no such
+key and drop it). So False is right for both where nothing says which one it was."""
+_OF_TORCH = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad", "foreach"})
+"""Keys that of torch's optimizers Adam and AdamW alone have together; torch 1.12 to 2.13."""
+_OF_DEEPSPEED = frozenset({"lr", "betas", "eps", "weight_decay", "bias_correction"})
+"""All keys of DeepSpeed's FusedAdam, and of apex's; its CPUAdam also has `amsgrad`. FusedLamb has more."""
+_ANYWHERE = frozenset({"initial_lr", "name", "lr_scale", "lr_mult", "wd_mult", "params", "param_names", "step"})
+"""Keys that schedulers, frameworks and DeepSpeed's optimizers add to groups of any optimizer."""
+_OF_OTHERS = frozenset({"momentum_decay", "rho", "alpha", "momentum", "nesterov", "max_coeff", "min_coeff"})
+_ADAM_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 _INITIAL = "initial_lr"
 
 
@@ -46,23 +58,31 @@ def groups_to_write(checkpoint: Checkpoint, *, needs_initial_lr: bool) -> tuple[
     added: dict[str, None] = {}
     for number, group in enumerate(groups):
         values = dict(group.hyper_parameters)
-        more = {k: v for k, v in _ADAM.items() if k not in values} if _is_adam(values) else {}
+        more: dict[str | int, Node] = {}
+        if is_adam(values, {s for p in checkpoint.members(number) for s in p.states}):
+            decoupled = optimizer.decoupled_weight_decay if optimizer is not None else None
+            more = {k: v for k, v in {**_ADAM, _DECOUPLED: bool(decoupled)}.items() if k not in values}
         if _INITIAL not in values and (rates or needs_initial_lr):
             more[_INITIAL] = rates[number] if rates else values.get("lr")
-        added |= dict.fromkeys(map(str, more))
+        added |= dict.fromkeys(f"{k} ({more[k]})" for k in more)
         found.append(ParamGroup({**values, **more}))
     text = f"param groups got what torch's optimizer asks for and the source does not have: {listed(list(added))}"
     return found, [text] if added else []
 
 
-def _is_adam(values: Mapping[str | int, Node]) -> bool:
-    return "betas" in values and "eps" in values
+def is_adam(values: Mapping[str | int, Node], states: set[str]) -> bool:
+    """True if a group's keys and its parameters' states are those of Adam or AdamW, and of no other optimizer.
+
+    RAdam and NAdam keep the same states; of their keys `amsgrad` and `fused` are missing. Adamax keeps `exp_inf`.
+    """
+    keys = {*map(str, values)}
+    if not states - {"fp32"} <= _ADAM_STATES or keys & _OF_OTHERS:
+        return False
+    return keys >= _OF_TORCH or _OF_DEEPSPEED <= keys <= _OF_DEEPSPEED | _ANYWHERE | {"amsgrad"}
 
 
 def _base_rates(checkpoint: Checkpoint, count: int) -> Sequence[Node]:
-    """The initial learning rate of each group, from a scheduler that keeps them; none where no scheduler does."""
-    for node in checkpoint.schedulers:
-        rates = mapping_items(node, what="a scheduler").get("base_lrs") if is_mapping(node) else None
-        if isinstance(rates, PList | PTuple) and len(rates.items) == count:
-            return rates.items
-    return ()
+    """The initial learning rate of each group, from the optimizer's scheduler; none if it keeps none."""
+    node = checkpoint.scheduler
+    rates = mapping_items(node, what="a scheduler").get("base_lrs") if is_mapping(node) else None
+    return rates.items if isinstance(rates, PList | PTuple) and len(rates.items) == count else ()

@@ -10,7 +10,7 @@ verified by running.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -32,6 +32,7 @@ from reshard_engine.tensors.layout import (
 )
 from reshard_engine.tensors.shard_map import ShardMap
 
+_NONE: Mapping[str, int] = {}
 _ROOT = "archive"
 """Root of the archives that torch saves into a stream."""
 _MOST_CHUNKS = 64
@@ -98,8 +99,15 @@ class Shards:
         self._chunks: dict[tuple[str, tuple[int, ...]], FileTemplate] = {}
         self._values: dict[object, tuple[Node, FileTemplate, Sequence[int]]] = {}
 
-    def lay_out(self, entries: Sequence[StateEntry], *, folder: str = "") -> list[TargetFile]:
+    def lay_out(
+        self, entries: Sequence[StateEntry], *, folder: str = "", counters: Mapping[str, int] = _NONE
+    ) -> list[TargetFile]:
         """The files of one directory; `.metadata`, without which nothing is loaded, is the last one.
+
+        Args:
+            entries: The state dict.
+            folder: The directory's name in the target; empty for the target itself.
+            counters: Counters of the run, which `.metadata` keeps for a reader of ours.
 
         Raises:
             SourceError: `checkpoint.ambiguous` if two entries have one key; `pickle.forbidden_global`.
@@ -117,7 +125,7 @@ class Shards:
         prefix = f"{folder}/" if folder else ""
         names = [f"__{rank}_0.distcp" for rank in range(len(files))]
         laid = [file.target(prefix + name) for file, name in zip(files, names, strict=True)]
-        metadata = metadata_bytes([saved[number] for number in range(len(entries))], names)
+        metadata = metadata_bytes([saved[number] for number in range(len(entries))], names, counters)
         return [*laid, TargetFile(f"{prefix}{METADATA}", literal_template(metadata), (), commit=True)]
 
     def _count(self, entries: Sequence[StateEntry]) -> int:

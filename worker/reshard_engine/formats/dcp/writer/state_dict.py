@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.dcp_options import MissingMoments
+from reshard.errors import listed
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
+from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.dcp.writer.entries import (
     KeyPath,
     LiteralEntry,
@@ -16,16 +18,27 @@ from reshard_engine.formats.dcp.writer.entries import (
     flattened,
     number_entry,
 )
+from reshard_engine.formats.dcp.writer.param_groups import is_adam
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensorRef
-from reshard_engine.tensors.dtypes import FLOAT32
+from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import ZEROS
 
 _STEP = "step"
+_FROM_ZERO = frozenset(
+    {
+        _STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg",
+        "momentum_buffer", "sum",
+    }
+)  # fmt: skip
+"""States that begin as zeros: of Adam and its kin, RMSprop, Adadelta, Muon; of SGD without dampening and of Adagrad
+without an initial value. Others do not, such as NAdam's `mu_product`. Source: torch 2.13.0 `optim/*.py`."""
+_NOT_FROM_ZERO = ("dampening", "initial_accumulator_value")
+"""Hyper-parameters with which `momentum_buffer` and `sum` do not begin as zeros, unless they are 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The keys of a state dict."""
+    """The keys of a model and an optimizer."""
 
     model: KeyPath
     optimizer: KeyPath
@@ -35,13 +48,24 @@ class Places:
     """For each parameter the name in the state dict, where it is another one."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begin:
+    """The states with which the optimizer of a group begins."""
+
+    scalars: Mapping[str, Scalar]
+    tensors: Mapping[str, Dtype]
+
+
 class StateDict:
-    """Makes the entries of one checkpoint."""
+    """Makes the entries of one model and its optimizer."""
 
     def __init__(self, checkpoint: Checkpoint, places: Places) -> None:
         """Prepare for these keys."""
         self._checkpoint, self._places = checkpoint, places
         self._tensors = checkpoint.shard_map.tensors
+        facts = facts_of(checkpoint)
+        self._odd_states = dict[str, Mapping[str, Node]]() if facts is None else facts.odd_states
+        self.warnings: list[str] = []
 
     def model(self, *, exclude_frozen: bool) -> Iterator[StateEntry]:
         """Every entry of the model, in its order: masters of trained parameters, the others as they are stored."""
@@ -60,9 +84,12 @@ class StateDict:
 
     def optimizer(self, groups: Sequence[ParamGroup], missing: MissingMoments) -> Iterator[StateEntry]:
         """States by parameter, and the hyper-parameters of each group, or of each parameter if they are flattened."""
-        wanted = self._wanted() if missing is MissingMoments.ZERO else {}
+        adam = [is_adam(g.hyper_parameters, self._states_of(i)) for i, g in enumerate(groups)]
+        begins = self._begins(groups) if missing is MissingMoments.ZERO else {}
         for parameter in self._checkpoint.trained:
-            yield from self._states(parameter, wanted)
+            group = parameter.group or 0
+            begin = begins.get(group) if parameter.never_updated else None
+            yield from self._states(parameter, begin, as_torch=adam[group])
         for number, group in enumerate(groups):
             members = [self._name(p.fqn) for p in self._checkpoint.members(number)]
             if self._places.flat:
@@ -92,31 +119,64 @@ class StateDict:
         stored = self._tensors[number]
         return TensorEntry(path, number, stored.dtype, stored.shape)
 
-    def _wanted(self) -> dict[str, Scalar | None]:
-        """Names of states that some parameter has: None for those with elements, the start of the others."""
-        found: dict[str, Scalar | None] = {}
-        for parameter in self._checkpoint.trained:
-            found |= {n: Scalar(0.0, s.dtype, bytes(len(s.raw)), s.shape) for n, s in parameter.scalars.items()}
-            found |= dict.fromkeys(parameter.states)
-        return {n: s for n, s in found.items() if n != "fp32"}
+    def _states_of(self, group: int) -> set[str]:
+        return {state for p in self._checkpoint.members(group) for state in p.states}
 
-    def _states(self, parameter: Parameter, wanted: Mapping[str, Scalar | None]) -> Iterator[StateEntry]:
-        scalars = {**parameter.scalars}
-        missing: list[str] = []
-        for name, start in wanted.items():
-            if name not in scalars and name not in parameter.states:
-                if start is None:
-                    missing.append(name)
-                else:
-                    scalars[name] = start
+    def _begins(self, groups: Sequence[ParamGroup]) -> dict[int, _Begin]:
+        """What the optimizer begins with, by group: zeros for the states of the group's other parameters.
+
+        A group of which no parameter was updated takes those of a group with the same hyper-parameters' names: two
+        optimizers may have one state dict, and keep other states. Without such a group, states are left out.
+        """
+        found: dict[int, _Begin] = {}
+        by_keys: dict[frozenset[str], list[int]] = {}
+        for number, group in enumerate(groups):
+            updated = [p for p in self._checkpoint.members(number) if not p.never_updated]
+            if not updated:
+                continue
+            scalars = {n: s for p in updated for n, s in p.scalars.items()}
+            names = {*scalars, *(n for p in updated for n in p.states), *(n for p in updated for n in self._odd(p))}
+            if not names - {"fp32"} <= _FROM_ZERO or any(group.hyper_parameters.get(n) for n in _NOT_FROM_ZERO):
+                continue
+            tensors = {n: self._tensors[t].dtype for p in updated for n, t in p.states.items() if n != "fp32"}
+            zeros = {n: Scalar(0.0, s.dtype, bytes(len(s.raw)), s.shape) for n, s in scalars.items()}
+            found[number] = _Begin(zeros, tensors)
+            by_keys.setdefault(frozenset(map(str, group.hyper_parameters)), []).append(number)
+        unknown: list[str] = []
+        for number, group in enumerate(groups):
+            like = by_keys.get(frozenset(map(str, group.hyper_parameters)), [])
+            kinds = {(*found[i].scalars, *found[i].tensors) for i in like}
+            if number not in found and len(kinds) == 1:
+                found[number] = found[like[0]]
+            elif number not in found:
+                unknown += [p.fqn for p in self._checkpoint.members(number) if p.never_updated]
+        if unknown:
+            self.warnings.append(
+                f"{len(unknown)} parameters have no optimizer states, and nothing says which ones their optimizer "
+                f"begins with: {listed(unknown)}; loaders need allow_partial_load"
+            )
+        return found
+
+    def _states(self, parameter: Parameter, begin: _Begin | None, *, as_torch: bool) -> Iterator[StateEntry]:
+        scalars = {**(begin.scalars if begin is not None else {}), **parameter.scalars}
         # torch's own order: the step first, then moments.
         for name in sorted(scalars, key=lambda n: n != _STEP):
-            yield number_entry(self._state(parameter, name), scalars[name])
+            path = self._state(parameter, name)
+            if scalars[name].dtype is None and not as_torch:
+                yield ValueEntry(path, scalars[name].value)
+            else:
+                yield number_entry(path, scalars[name])
         for name, number in parameter.states.items():
             if name != "fp32":
                 yield self._tensor(self._state(parameter, name), number)
-        for name in missing:
-            yield TensorEntry(self._state(parameter, name), ZEROS, FLOAT32, parameter.shape)
+        for name, node in self._odd(parameter).items():
+            yield from self.values(self._state(parameter, name), node)
+        for name, dtype in () if begin is None else begin.tensors.items():
+            if name not in parameter.states:
+                yield TensorEntry(self._state(parameter, name), ZEROS, dtype, parameter.shape)
+
+    def _odd(self, parameter: Parameter) -> Mapping[str, Node]:
+        return self._odd_states.get(parameter.fqn, {})
 
     def _state(self, parameter: Parameter, state: str) -> KeyPath:
         name, place = self._name(parameter.fqn), self._places.optimizer

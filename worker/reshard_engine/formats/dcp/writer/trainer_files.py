@@ -64,7 +64,7 @@ def trainer_files(
     if trainer:
         facts = facts_of(checkpoint)
         text = facts.texts.get(TRAINER_STATE) if facts is not None else None
-        yield TargetFile(TRAINER_STATE, literal_template(text or _trainer_state(_steps(checkpoint))), ())
+        yield TargetFile(TRAINER_STATE, literal_template(text or _trainer_state(steps_of(checkpoint) or 0)), ())
 
 
 def makes_trainer_state(checkpoint: Checkpoint, grammar: Grammar) -> bool:
@@ -83,7 +83,7 @@ def lightning_meta(checkpoint: Checkpoint, request: ConvertRequest, schedulers: 
     """`meta.pt`: the checkpoint of Lightning without weights and optimizers."""
     facts = facts_of(checkpoint)
     own = facts is not None and facts.grammar is Grammar.LIGHTNING
-    steps = _steps(checkpoint)
+    steps = steps_of(checkpoint) or 0
     made: dict[str | int, Node] = {
         "epoch": 0, "global_step": steps, _VERSION: _OLDEST_LIGHTNING, "loops": node_of(_loops(steps)),
     }  # fmt: skip
@@ -113,10 +113,11 @@ def _rank_states(checkpoint: Checkpoint) -> tuple[Mapping[str, Node], ...]:
     return () if facts is None else facts.rank_states
 
 
-def _steps(checkpoint: Checkpoint) -> int:
+def steps_of(checkpoint: Checkpoint) -> int | None:
+    """The steps that the run counted, or those of the parameter that was updated most often; None if nothing counts."""
     if checkpoint.counters.steps is not None:
         return checkpoint.counters.steps
-    return max((int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=0)
+    return max((int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=None)
 
 
 def _trainer_state(steps: int) -> bytes:

@@ -6,18 +6,18 @@ pytorch-lightning 2.6.6 `strategies/fsdp.py`; torchtitan 0.3.0 `components/check
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 from reshard.dcp_options import DcpOptions, Grammar
-from reshard.errors import RequestError
+from reshard.errors import RequestError, listed
 from reshard.models import ConvertRequest, NotCarried
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.formats import not_written
-from reshard_engine.formats.dcp.facts import RANK_STATES, facts_of
+from reshard_engine.formats.dcp.facts import RANK_STATES, DcpFacts, facts_of
 from reshard_engine.formats.dcp.schedulers import is_scheduler, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import StateTree
-from reshard_engine.formats.dcp.writer.entries import KeyPath, StateEntry
+from reshard_engine.formats.dcp.writer.entries import KeyPath, StateEntry, TensorEntry, key_of
 from reshard_engine.formats.dcp.writer.param_groups import groups_to_write
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
 from reshard_engine.formats.dcp.writer.state_dict import Places, StateDict
@@ -26,12 +26,13 @@ from reshard_engine.formats.dcp.writer.trainer_files import (
     left_out,
     lightning_meta,
     makes_trainer_state,
+    steps_of,
     trainer_files,
 )
-from reshard_engine.pickles.nodes import Node, PTensorRef, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Node, mapping_items, mapping_of
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
 
-MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_{}", "optimizer_{}"
 _PLACES: Mapping[Grammar, tuple[KeyPath, KeyPath, bool]] = {
     Grammar.STATE_DICT: (("model",), ("optimizer",), False),
     Grammar.TORCHTITAN: ((), ("optimizer",), True),
@@ -41,10 +42,13 @@ _PLACES: Mapping[Grammar, tuple[KeyPath, KeyPath, bool]] = {
 }
 """The places of model and optimizer, and True where the optimizer's state dict is flattened."""
 _IN_FOLDERS = (Grammar.ACCELERATE, Grammar.TRAINER)
+_KEEPS_OTHERS = (Grammar.STATE_DICT, Grammar.TORCHTITAN, Grammar.ACCELERATE)
+"""The grammars that have places for further models and optimizers, whatever the source's."""
 _OTHER_SCHEDULER = "the learning-rate scheduler is none of torch's"
 _NO_PLACE = "checkpoints of this kind have no place for it"
 _TAKEN = "its place is that of the model or of the optimizer"
 _SECOND_SCHEDULER = "checkpoints of this kind keep one scheduler"
+_ONE_MODEL = "checkpoints of this kind keep one model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,8 @@ class _Target:
     options: DcpOptions
     grammar: Grammar
     places: Places
+    home: KeyPath
+    """The place of what lies beside the model."""
 
     @property
     def own(self) -> bool:
@@ -63,18 +69,44 @@ class _Target:
         facts = facts_of(self.checkpoint)
         return facts is not None and facts.grammar is self.grammar
 
+    @property
+    def others(self) -> tuple[Checkpoint, ...]:
+        """The further models and optimizers that the target holds."""
+        facts = facts_of(self.checkpoint)
+        return facts.others if facts is not None and (self.own or self.grammar in _KEEPS_OTHERS) else ()
+
     @classmethod
     def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
         options, facts = request.options.of(DcpOptions), facts_of(checkpoint)
         grammar = options.grammar or (facts.grammar if facts is not None else None) or Grammar.ACCELERATE
-        model, optimizer, flat = _PLACES[grammar]
-        names: Mapping[str, str] = {}
-        if facts is not None and facts.grammar is grammar:
-            model, flat, names = facts.model_path, facts.flat, facts.wrapped_names
-            optimizer = optimizer if facts.optimizer_path is None else facts.optimizer_path
-        model = model if options.model_key is None else _path(options.model_key)
-        optimizer = optimizer if options.optimizer_key is None else _path(options.optimizer_key)
-        return cls(checkpoint, request, options, grammar, Places(model, optimizer, flat, names))
+        places, home = _places_of(checkpoint, grammar), None
+        if facts is not None and facts.grammar is grammar and options.target_model_key is None:
+            home = facts.home
+        model = places.model if options.target_model_key is None else _path(options.target_model_key)
+        optimizer = places.optimizer if options.target_optimizer_key is None else _path(options.target_optimizer_key)
+        found = replace(places, model=model, optimizer=optimizer)
+        return cls(checkpoint, request, options, grammar, found, model[:-1] if home is None else home)
+
+    def places_of_other(self, other: Checkpoint) -> Places:
+        """The places of a further model or optimizer: those of the source, or those within numbered directories."""
+        facts = facts_of(other) or DcpFacts(None)
+        names = facts.wrapped_names if self.own else dict[str, str]()
+        if self.grammar in _IN_FOLDERS:
+            return Places(*_PLACES[self.grammar], names)
+        return Places(facts.model_path or (), facts.optimizer_path or (), facts.flat, names)
+
+
+def _places_of(checkpoint: Checkpoint, grammar: Grammar) -> Places:
+    """The source's own places if it has this grammar, else the grammar's."""
+    model, optimizer, flat = _PLACES[grammar]
+    facts = facts_of(checkpoint)
+    if facts is None or facts.grammar is not grammar:
+        return Places(model, optimizer, flat, {})
+    if grammar in _IN_FOLDERS:
+        return Places(model, optimizer, flat, facts.wrapped_names)
+    model = model if facts.model_path is None else facts.model_path
+    optimizer = optimizer if facts.optimizer_path is None else facts.optimizer_path
+    return Places(model, optimizer, facts.flat, facts.wrapped_names)
 
 
 def _path(text: str) -> KeyPath:
@@ -85,7 +117,7 @@ class DcpWriter:
     """Lays out distributed checkpoints."""
 
     def lay_out(self, checkpoint: Checkpoint, request: ConvertRequest, *, name: str) -> TargetLayout:
-        """Lay out the shards of model and optimizer, and the files of a trainer beside them.
+        """Lay out the shards of models and optimizers, and the files of a trainer beside them.
 
         Raises:
             RequestError: `request.unsatisfiable` for a source whose optimizer keeps no param groups;
@@ -101,48 +133,123 @@ class DcpWriter:
         if isinstance(checkpoint.facts, StateTree):
             return _lay_out_tree(checkpoint, checkpoint.facts.tree, request)
         target = _Target.of(checkpoint, request)
-        state_dict = StateDict(checkpoint, target.places)
-        model = list(state_dict.model(exclude_frozen=request.exclude_frozen))
-        optimizer: list[StateEntry] = []
-        warnings: list[str] = []
-        if checkpoint.optimizer is not None:
-            groups, warnings = groups_to_write(checkpoint, needs_initial_lr=target.grammar is Grammar.TORCHTITAN)
-            optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
-        shards = Shards(ShardOptions(checkpoint.shard_map, request.opaque, target.options.files))
-        files = list(_files(target, shards, model, optimizer, state_dict))
+        laid = _LaidOut(target)
+        files = list(laid.files())
+        warnings = [*dict.fromkeys(laid.warnings)]
         warnings += [MADE_STATE] if makes_trainer_state(checkpoint, target.grammar) else []
+        warnings += _made_counters(target)
         warnings += [not_written.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
         # Files without which loaders refuse the directory are published last.
         ordered = [*(f for f in files if not f.commit), *(f for f in files if f.commit)]
-        return TargetLayout(tuple(ordered), None, tuple(warnings), not_carried=tuple(_not_carried(target)))
+        left_out = (*_not_carried(target), *laid.left_out)
+        return TargetLayout(tuple(ordered), None, tuple(warnings), not_carried=left_out)
 
 
 def _lay_out_tree(checkpoint: Checkpoint, tree: Node, request: ConvertRequest) -> TargetLayout:
     """A state dict that was saved as one file, under its own keys."""
+    options = request.options.of(DcpOptions)
+    given = [f"--{n.replace('_', '-')}" for n in options.given() if n not in ("files", "missing_moments")]
+    if given:
+        raise RequestError(
+            "request.invalid",
+            f"a file of torch.save keeps its own keys, and {listed(given)} asks for others",
+            fix=f"leave {listed(given)} out; to write a training checkpoint under other keys, name its directory",
+        )
     state_dict = StateDict(checkpoint, Places((), (), flat=False, names={}))
     items = mapping_items(tree, what="the state dict").items()
     entries = [entry for key, node in items for entry in state_dict.values((str(key),), node)]
-    options = request.options.of(DcpOptions)
     shards = Shards(ShardOptions(checkpoint.shard_map, request.opaque, options.files))
     return TargetLayout(tuple(shards.lay_out(entries)), None)
 
 
-def _files(
-    target: _Target, shards: Shards, model: list[StateEntry], optimizer: list[StateEntry], state_dict: StateDict
-) -> Iterator[TargetFile]:
-    if target.grammar in _IN_FOLDERS:
-        yield from shards.lay_out(model, folder=MODEL_FOLDER)
-        if optimizer:
-            yield from shards.lay_out(optimizer, folder=OPTIMIZER_FOLDER)
-        yield from trainer_files(target.checkpoint, target.request, target.grammar, list(_schedulers(target)))
-        return
-    beside: list[StateEntry] = []
-    if target.grammar is Grammar.LIGHTNING:
-        yield lightning_meta(target.checkpoint, target.request, list(_schedulers(target)))
-    else:
-        for key, node in _beside(target):
-            beside += state_dict.values(key, node)
-    yield from shards.lay_out([*model, *optimizer, *beside])
+class _LaidOut:
+    """The files of one target, with what is to be said about them."""
+
+    def __init__(self, target: _Target) -> None:
+        self._target = target
+        self._shards = Shards(ShardOptions(target.checkpoint.shard_map, target.request.opaque, target.options.files))
+        self._counters = _counted(target.checkpoint.counters)
+        self.warnings: list[str] = []
+        self.left_out: list[NotCarried] = []
+
+    def files(self) -> Iterator[TargetFile]:
+        """All files."""
+        target = self._target
+        model, optimizer = self._entries(target.checkpoint, target.places)
+        if target.grammar in _IN_FOLDERS:
+            pairs = [(model, optimizer), *(self._entries(o, target.places_of_other(o)) for o in target.others)]
+            for number, (one, other) in enumerate(self._numbered(pairs)):
+                if one:
+                    yield from self._shards.lay_out(one, folder=MODEL_FOLDER.format(number))
+                if other:
+                    folder = OPTIMIZER_FOLDER.format(number)
+                    yield from self._shards.lay_out(other, folder=folder, counters=self._counters)
+            schedulers = list(_schedulers(target))
+            yield from trainer_files(target.checkpoint, target.request, target.grammar, schedulers)
+            return
+        beside: list[StateEntry] = []
+        for other in target.others:
+            beside += [entry for part in self._entries(other, target.places_of_other(other)) for entry in part]
+        if target.grammar is Grammar.LIGHTNING:
+            yield lightning_meta(target.checkpoint, target.request, list(_schedulers(target)))
+        else:
+            state_dict = StateDict(target.checkpoint, target.places)
+            beside += [e for key, node in _beside(target) for e in state_dict.values(key, node)]
+        taken = {e.path for e in (*model, *optimizer)}
+        free = [e for e in beside if _is_free(target.places, e, taken)]
+        lost = dict.fromkeys(key_of(e.path[len(target.home) :][:1]) for e in beside if e not in free)
+        self.left_out += not_written.named(lost, _TAKEN)
+        yield from self._shards.lay_out([*model, *optimizer, *free], counters=self._counters)
+
+    def _entries(self, checkpoint: Checkpoint, places: Places) -> tuple[list[StateEntry], list[StateEntry]]:
+        """The entries of a model, and those of its optimizer."""
+        target, facts = self._target, facts_of(checkpoint)
+        state_dict = StateDict(checkpoint, places)
+        model = list(state_dict.model(exclude_frozen=target.request.exclude_frozen))
+        if facts is not None and facts.model_path is None and facts.optimizer_path is not None:
+            model = []
+        if checkpoint.optimizer is None:
+            return model, []
+        needs_rate = target.grammar is Grammar.TORCHTITAN
+        groups, warnings = groups_to_write(checkpoint, needs_initial_lr=needs_rate)
+        optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
+        self.warnings += [*warnings, *state_dict.warnings]
+        return model, optimizer
+
+    def _numbered(
+        self, pairs: Sequence[tuple[list[StateEntry], list[StateEntry]]]
+    ) -> list[tuple[list[StateEntry], list[StateEntry]]]:
+        """Models with their optimizers in the order of their numbers: the source's, or the model to read first."""
+        checkpoints = (self._target.checkpoint, *self._target.others)
+        if self._target.own:
+            return [
+                pair for _, pair in sorted(zip(map(_number_of, checkpoints), pairs, strict=True), key=lambda p: p[0])
+            ]
+        alone = [p for p in pairs[1:] if not p[0]]
+        names = [
+            ".".join(map(str, f.model_path)) for c in checkpoints if (f := facts_of(c)) and f.model_path is not None
+        ]
+        if len(pairs) > 1:
+            self.warnings.append(f"models are numbered in the order {listed(names)}: prepare them in this order")
+        for other in self._target.others:
+            facts = facts_of(other)
+            if facts is not None and facts.model_path is None and facts.optimizer_path is not None:
+                self.left_out += not_written.named(
+                    [key_of(facts.optimizer_path)], "Accelerate keeps one optimizer a model"
+                )
+        return [p for p in pairs if p not in alone]
+
+
+def _number_of(checkpoint: Checkpoint) -> int:
+    """The number of a model of Accelerate, by the directory that held it; 0 for the only one."""
+    facts = facts_of(checkpoint)
+    path = () if facts is None else facts.model_path or facts.optimizer_path or ()
+    digits = str(path[0]).rpartition("_")[2] if path else ""
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _counted(counters: Counters) -> dict[str, int]:
+    return {f.name: value for f in fields(counters) if (value := getattr(counters, f.name)) is not None}
 
 
 def _schedulers(target: _Target) -> Iterator[Node]:
@@ -153,36 +260,42 @@ def _schedulers(target: _Target) -> Iterator[Node]:
 def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
     """Schedulers and everything else that the script saved, each with its place beside the model."""
     checkpoint, facts = target.checkpoint, facts_of(target.checkpoint)
-    at_root = facts.at_root if facts is not None and target.own else frozenset[str]()
     paths = facts.scheduler_paths if facts is not None and target.own else ()
     for number, node in enumerate(_schedulers(target)):
-        default: KeyPath = ("lr_scheduler",) if not number else (f"lr_scheduler_{number}",)
-        path = paths[number] if number < len(paths) else default
-        yield (*_home(target, path[0], at_root), *path), node
+        default = (*target.home, "lr_scheduler" if not number else f"lr_scheduler_{number}")
+        yield paths[number] if number < len(paths) else default, node
     state = dict(checkpoint.client_state)
     if target.grammar is Grammar.TORCHTITAN and "train_state" not in state:
         state["train_state"] = mapping_of({
-            "step": checkpoint.counters.steps or _steps(checkpoint), "ntokens_seen": checkpoint.counters.tokens or 0,
+            "step": steps_of(checkpoint) or 0, "ntokens_seen": checkpoint.counters.tokens or 0,
         })  # fmt: skip
+    at_root = facts.at_root if facts is not None and target.own else frozenset[str]()
     for key, node in state.items():
-        path = (*_home(target, key, at_root), key)
-        if _is_free(target.places, path, node):
-            yield path, node
+        yield (*(() if str(key) in at_root else target.home), key), node
 
 
-def _is_free(places: Places, path: KeyPath, node: Node) -> bool:
-    """True if readers cannot take what lies there for a part of the model or of the optimizer."""
-    if any(place[: len(path)] == path for place in (places.model, places.optimizer)):
+def _is_free(places: Places, entry: StateEntry, taken: Container[KeyPath]) -> bool:
+    """True if readers cannot take an entry for a part of the model or of the optimizer."""
+    path, depth = entry.path, len(places.optimizer)
+    if path in taken:
         return False
-    return bool(places.model) or not isinstance(node, PTensorRef)
+    head = str(path[depth]).partition(".")[0] if len(path) > depth and path[:depth] == places.optimizer else ""
+    if head in ("state", "param_groups") or path == places.optimizer:
+        return False
+    if not places.model:
+        return len(path) > 1 or not isinstance(entry, TensorEntry)
+    return path[: len(places.model)] != places.model
 
 
-def _home(target: _Target, key: str | int, at_root: frozenset[str]) -> KeyPath:
-    return () if str(key) in at_root else target.places.model[:-1]
-
-
-def _steps(checkpoint: Checkpoint) -> int:
-    return max((int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=0)
+def _made_counters(target: _Target) -> Iterator[str]:
+    """Warnings about counters that a framework insists on and the source does not have."""
+    titan, counters = target.grammar is Grammar.TORCHTITAN, target.checkpoint.counters
+    if titan and "train_state" in target.checkpoint.client_state:
+        return
+    if titan and counters.tokens is None:
+        yield "train_state.ntokens_seen is 0, as the source counts no tokens"
+    if steps_of(target.checkpoint) is None and target.grammar in (Grammar.TORCHTITAN, Grammar.LIGHTNING):
+        yield "the number of steps is 0, as the source counts none: set it after loading"
 
 
 def _not_carried(target: _Target) -> Iterator[NotCarried]:
@@ -194,23 +307,17 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
         if not is_scheduler(s)
     ]
     yield from not_written.named(others, _OTHER_SCHEDULER)
-    counted = [n for n in ("skipped_steps", "samples", "tokens") if getattr(checkpoint.counters, n)]
-    if target.grammar is Grammar.TORCHTITAN:
-        counted = [n for n in counted if n != "tokens"]
-    yield from not_written.named(counted, _NO_PLACE)
+    facts = facts_of(checkpoint)
     if target.grammar not in _IN_FOLDERS:
         yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _NO_PLACE)
-        if target.grammar is not Grammar.LIGHTNING:
-            home = target.places.model[:-1]
-            taken = (k for k, n in checkpoint.client_state.items() if not _is_free(target.places, (*home, k), n))
-            yield from not_written.named(map(str, taken), _TAKEN)
-        facts = facts_of(checkpoint)
         yield from not_written.named([RANK_STATES] if facts is not None and facts.rank_states else [], _NO_PLACE)
     else:
         yield from left_out(checkpoint)
         extra = [f"lr_scheduler[{i}]" for i in range(1, len(list(_schedulers(target))))]
         yield from not_written.named(extra if target.grammar is Grammar.TRAINER else [], _SECOND_SCHEDULER)
-    if facts_of(checkpoint) is None:
+    if facts is not None and not target.others:
+        yield from not_written.named(facts.places(), _ONE_MODEL)
+    if facts is None:
         yield from not_written.of_the_format(checkpoint, "only the source's framework has it")
     if target.request.exclude_frozen:
         yield from not_written.frozen_parameters(checkpoint)

@@ -13,10 +13,10 @@ from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_trees import TreeTensors
 from reshard_engine.formats.names import checked_name
 from reshard_engine.formats.not_carried import NotCarriedKeys
+from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.formats.weights.reader.files import WeightFiles, stem_of_index
 from reshard_engine.formats.weights.reader.index import WeightIndex, read_index
 from reshard_engine.pickles.nodes import Node
-from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import ShardMapBuilder
@@ -58,8 +58,7 @@ def read_weights(
     *,
     preferred: str,
     form: str,
-    tag: str | None,
-    ledger: OpaqueLedger,
+    options: ReadOptions,
 ) -> Checkpoint:
     """Read the weights of a directory as a checkpoint without optimizer.
 
@@ -102,7 +101,7 @@ def read_weights(
     noted.add_all((f"__metadata__.{k}" for k in rest), "metadata of a weights file")
     return Checkpoint(
         url=location.url,
-        tag=tag,
+        tag=options.tag,
         format=form,
         framework_version=None,
         world={},
@@ -114,7 +113,7 @@ def read_weights(
         optimizer=None,
         extra_states=extra_states,
         not_carried=noted.found(),
-        foreign_globals=tuple(sorted(ledger.foreign)),
+        foreign_globals=tuple(sorted(options.ledger.foreign)),
         warnings=tuple(_warnings(rest, index, shard_map.read_bytes_of(range(len(tensors))))),
     )
 

@@ -7,16 +7,14 @@ Source: huggingface_hub 2.4.0 `serialization/_torch.py` (tied aliases in the met
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors_file import open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.formats.weights.reader.consolidated import HeldTensor, Shard, read_weights
 from reshard_engine.formats.weights.reader.files import WeightFiles, weight_files
-from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
@@ -32,23 +30,13 @@ class SafetensorsReader:
         """True if there are safetensors files, or an index of such files."""
         return _files(listing).there
 
-    def read(
-        self,
-        location: Location,
-        listing: Listing,
-        *,
-        tag: str | None,
-        ledger: OpaqueLedger,
-        rules: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the weights of a directory; the stem `model` takes precedence over other names.
 
         Raises:
             SourceError: `safetensors.*`, `checkpoint.*`, `tensor.unsupported`, `source.unsupported`, `name.invalid`.
         """
-        return read_weights(
-            location, _files(listing), _parse, preferred="model", form="safetensors", tag=tag, ledger=ledger
-        )
+        return read_weights(location, _files(listing), _parse, preferred="model", form="safetensors", options=options)
 
 
 def _files(listing: Listing) -> WeightFiles:

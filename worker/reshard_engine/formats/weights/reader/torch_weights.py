@@ -6,8 +6,6 @@ Source: transformers 5.23.0 `utils/__init__.py`, peft `adapter_model.bin` (names
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
@@ -15,6 +13,7 @@ from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.containers.torch_tensors import place_of
 from reshard_engine.formats.names import checked_name
+from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.formats.weights.reader.consolidated import HeldTensor, Shard, read_weights
 from reshard_engine.formats.weights.reader.files import WeightFiles, weight_files
 from reshard_engine.pickles.nodes import Node, PTensor, kind_of, mapping_items
@@ -37,15 +36,7 @@ class TorchWeightsReader:
         """True if there are files with Hugging Face's names for such weights."""
         return _files(listing).there
 
-    def read(
-        self,
-        location: Location,
-        listing: Listing,
-        *,
-        tag: str | None,
-        ledger: OpaqueLedger,
-        rules: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the weights of a directory. Names that share their elements are tied; the first one is the owner.
 
         Raises:
@@ -53,10 +44,10 @@ class TorchWeightsReader:
         """
 
         def parse(file: SourceFile) -> Shard:
-            return _parse(file, ledger)
+            return _parse(file, options.ledger)
 
         return read_weights(
-            location, _files(listing), parse, preferred="pytorch_model", form="torch-weights", tag=tag, ledger=ledger
+            location, _files(listing), parse, preferred="pytorch_model", form="torch-weights", options=options
         )
 
 

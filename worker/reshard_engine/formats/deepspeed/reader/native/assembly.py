@@ -10,8 +10,9 @@ from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerSt
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
+from reshard_engine.formats.deepspeed.config import decoupled_weight_decay
 from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, own_entries, run_fields, split_groups
-from reshard_engine.formats.deepspeed.names import PARAM_SHAPES, RNG_KEYS, TIED
+from reshard_engine.formats.deepspeed.names import CONFIG, PARAM_SHAPES, RNG_KEYS, TIED
 from reshard_engine.formats.deepspeed.reader.native.copies import Copies
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.layers import layer_extra_states, layer_of, layer_tensors
@@ -146,7 +147,9 @@ class _Assembly:
             buffers=tuple(Buffer(n, t, registered=n not in self._unregistered) for n, t in buffers.items()),
             shared=module.shared,
             optimizer=OptimizerState(
-                groups, tuple(sorted(self._joiner.rank_numbers.union(*(s.rank_numbers for s in self._slices))))
+                groups,
+                decoupled_weight_decay(model.entries.get(CONFIG)),
+                tuple(sorted(self._joiner.rank_numbers.union(*(s.rank_numbers for s in self._slices)))),
             ),
             **run_fields(entries, rng),
             module_names=module_names(model.paths, numbers, extra_states),

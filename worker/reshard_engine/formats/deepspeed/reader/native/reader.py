@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from reshard_engine.formats.deepspeed.reader.native.run_config import zero_optio
 from reshard_engine.formats.deepspeed.reader.native.stage0 import assemble_stage0
 from reshard_engine.formats.deepspeed.reader.native.swapped import FOLDER, with_swapped
 from reshard_engine.formats.not_carried import NotCarriedKeys
-from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
@@ -38,15 +38,7 @@ class DeepSpeedReader:
         """True if a file of the directory has a name that DeepSpeed gives."""
         return looks_like_deepspeed(listing)
 
-    def read(
-        self,
-        location: Location,
-        listing: Listing,
-        *,
-        tag: str | None,
-        ledger: OpaqueLedger,
-        rules: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """The checkpoint in a tag directory.
 
         Raises:
@@ -54,8 +46,8 @@ class DeepSpeedReader:
         """
         files = sort_files(location.store, listing)
         if not files.optim:
-            return self._read_stage0(location, files, tag=tag, ledger=ledger, rules=rules)
-        opener = RankOpener(ledger)
+            return self._read_stage0(location, files, options)
+        opener = RankOpener(options.ledger)
         noted = NotCarriedKeys()
         states, models = _read_ranks(files, opener, noted)
         if states[0][0].stage == 3 and FOLDER in listing.directories:
@@ -71,17 +63,9 @@ class DeepSpeedReader:
             files.others,
             noted,
         )
-        return assemble(run, url=location.url, tag=tag, ledger=ledger, rules=rules)
+        return assemble(run, url=location.url, tag=options.tag, ledger=options.ledger, rules=options.rules)
 
-    def _read_stage0(
-        self,
-        location: Location,
-        files: RankFiles,
-        *,
-        tag: str | None,
-        ledger: OpaqueLedger,
-        rules: Mapping[str, Any] | None,
-    ) -> Checkpoint:
+    def _read_stage0(self, location: Location, files: RankFiles, options: ReadOptions) -> Checkpoint:
         model_file = files.models.get(0)
         if files.models_by_rank and model_file is None:
             raise SourceError(
@@ -97,7 +81,7 @@ class DeepSpeedReader:
                 "a run without ZeRO under tensor, pipeline or expert parallelism, which this version does not read",
                 fix="save with ZeRO stage 1, 2 or 3",
             )
-        model = parse_model_states(open_torch_file(model_file, ledger))
+        model = parse_model_states(open_torch_file(model_file, options.ledger))
         refuse_by_config(model)
         if model.param_shapes is not None and model.entries.get("optimizer") is None:
             raise SourceError(
@@ -105,7 +89,9 @@ class DeepSpeedReader:
                 "the model states are of a ZeRO run, and every *_optim_states.pt is missing",
                 fix="copy the optimizer files of the same tag",
             )
-        return assemble_stage0(model, files.others, url=location.url, tag=tag, ledger=ledger, rules=rules)
+        return assemble_stage0(
+            model, files.others, url=location.url, tag=options.tag, ledger=options.ledger, rules=options.rules
+        )
 
 
 def _read_ranks(

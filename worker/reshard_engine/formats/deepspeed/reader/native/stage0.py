@@ -19,8 +19,9 @@ from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
+from reshard_engine.formats.deepspeed.config import decoupled_weight_decay
 from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, own_entries, run_fields, split_groups
-from reshard_engine.formats.deepspeed.names import OPTIMIZER_STATE, VERSION
+from reshard_engine.formats.deepspeed.names import CONFIG, OPTIMIZER_STATE, VERSION
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition, add_flat_group
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
@@ -87,7 +88,7 @@ def assemble_stage0(
         order = {n: i for i, n in enumerate(owned)}
         parameters.sort(key=lambda p: (p.fqn not in order, order.get(p.fqn, 0)))
         groups, params = split_groups(trees.carried(n, model.torch_file) for n in states.group_nodes)
-        optimizer = OptimizerState(groups)
+        optimizer = OptimizerState(groups, decoupled_weight_decay(model.entries.get(CONFIG)))
         beside = {k: trees.carried(v, model.torch_file) for k, v in states.extras.items()}
         beside |= {VERSION: model.version} if model.version else {}
         if "cur_scale" in states.extras:

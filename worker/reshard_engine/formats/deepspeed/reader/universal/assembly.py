@@ -11,7 +11,9 @@ from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.deepspeed.config import decoupled_weight_decay
 from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, own_entries, run_fields, split_groups
+from reshard_engine.formats.deepspeed.names import CONFIG
 from reshard_engine.formats.deepspeed.reader.native.autoep import fused_experts
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
@@ -122,7 +124,7 @@ class Assembly:
             ),
             buffers=module.buffer_entries(),
             shared=module.shared,
-            optimizer=OptimizerState(groups),
+            optimizer=OptimizerState(groups, decoupled_weight_decay(entries.get(CONFIG))),
             **run_fields(entries),
             module_names=module_names(paths, module.numbers, extra_states),
             extra_states=extra_states,

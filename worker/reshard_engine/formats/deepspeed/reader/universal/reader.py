@@ -7,9 +7,6 @@ and counters in `optimizer_state.pt` only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from reshard.errors import SourceError
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.opening import open_all
@@ -26,7 +23,7 @@ from reshard_engine.formats.deepspeed.reader.universal.assembly import Assembly
 from reshard_engine.formats.deepspeed.reader.universal.atoms import FOLDER, OPTIMIZER_FILE, list_atoms
 from reshard_engine.formats.deepspeed.reader.universal.optimizer import parse_optimizer_file
 from reshard_engine.formats.not_carried import UNKNOWN, NotCarriedKeys
-from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
@@ -45,15 +42,7 @@ class UniversalReader:
             and not any("optim_states.pt" in n for n in names)
         )
 
-    def read(
-        self,
-        location: Location,
-        listing: Listing,
-        *,
-        tag: str | None,
-        ledger: OpaqueLedger,
-        rules: Mapping[str, Any] | None = None,
-    ) -> Checkpoint:
+    def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """The checkpoint in a universal directory.
 
         Raises:
@@ -67,21 +56,21 @@ class UniversalReader:
                 f"{FOLDER}/{OPTIMIZER_FILE} is missing: it is written when all atoms are there",
                 fix="convert or copy the checkpoint again",
             )
-        opener = RankOpener(ledger)
+        opener = RankOpener(options.ledger)
         noted = NotCarriedKeys()
         models = _models(files, opener, noted)
         pp, tp = degrees(models[0], files.model_parallel, 0)
         copies = open_all(
             [_first_of(files, mp) for mp in range(1, pp * tp)], lambda f: opener.states(f, parse_model_states)
         )
-        optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, ledger))
+        optimizer = parse_optimizer_file(open_torch_file(atoms.optimizer, options.ledger))
         noted.add_all(optimizer.unread, UNKNOWN, file=optimizer.torch_file.file.name)
         states = {state for held in atoms.by_name.values() for state in held}
         noted.add_all(optimizer.unread_states(states), UNKNOWN, file=optimizer.torch_file.file.name)
         note_models([models, *([m] for m in copies)], noted)
         noted.add_all(files.others, "no file of DeepSpeed's")
-        found = Assembly(models, atoms, optimizer, ledger, rules, stages=copies[tp - 1 :: tp])
-        return found.checkpoint(url=location.url, tag=tag, not_carried=noted.found())
+        found = Assembly(models, atoms, optimizer, options.ledger, options.rules, stages=copies[tp - 1 :: tp])
+        return found.checkpoint(url=location.url, tag=options.tag, not_carried=noted.found())
 
 
 def _first_of(files: RankFiles, mp: int) -> SourceFile:

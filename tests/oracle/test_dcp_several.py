@@ -1,0 +1,228 @@
+"""Distributed checkpoints with two of something: what is read, what the user chooses, and what is carried.
+
+Sources are trained and saved by torch, targets are loaded by torch or DeepSpeed; the next losses are those of the
+uninterrupted run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import reshard
+from house.shared import made_once
+from house.tiers import rest_full
+from oracle.conversions import agree
+from oracle.dcp_cases import EMA_LAYOUTS, RUNS, FsdpRun, Mesh
+from oracle.dcp_driver import TIMEOUT_S, FsdpOracle, Resumed, Saved, problems, zero_run
+from oracle.dcp_reading import universal_problems
+from oracle.outputs import read_safetensors
+from oracle.truth import Truth
+from reshard.errors import SourceError
+
+TAG = "global_step3"
+PLAIN = replace(RUNS["fsdp2_plain"], mesh=Mesh(2))
+WITH_SCHEDULER = replace(PLAIN, name="fsdp2_plain_rates", scheduler=True)
+SeveralFactory = Callable[..., Saved]
+
+
+@pytest.fixture(scope="session")
+def several(fsdp: FsdpOracle, tmp_path_factory: pytest.TempPathFactory) -> SeveralFactory:
+    """``several(kind, run)``: one of the runs of ``oracle.dcp_several``, trained once per test run."""
+
+    def train(kind: str, run: FsdpRun = PLAIN) -> Saved:
+        def save(folder: Path) -> list[float]:
+            got = rank(fsdp, kind, run, folder=str(folder))
+            return list(got["losses_after"])
+
+        folder, losses = made_once(tmp_path_factory, f"several-{kind}-{run.name}", save)
+        return Saved("torch", run, folder, tuple(losses))
+
+    return train
+
+
+def rank(fsdp: FsdpOracle, function: str, run: FsdpRun, **kwargs: Any) -> Any:
+    """What a function of ``oracle.dcp_several`` returns on the first rank."""
+    name = f"oracle.dcp_several:{function}"
+    return fsdp.worlds.run(name, world=run.mesh.world, timeout_s=TIMEOUT_S, run=run.to_json(), **kwargs)[0]
+
+
+def refusal(source: Path, target: Path, to: str, **options: Any) -> SourceError:
+    """Why a conversion is refused; nothing is written."""
+    with pytest.raises(SourceError) as caught:
+        reshard.convert(source, target, to=to, **options)
+    assert not target.exists()
+    return caught.value
+
+
+def left_out(result: Any) -> dict[str, str]:
+    return {entry.path: entry.reason for entry in result.not_carried}
+
+
+def resumed_in(folder: Path, losses: Any) -> Resumed:
+    return Resumed(Truth(folder / "resumed.safetensors", folder / "resumed.json"), tuple(losses))
+
+
+def assert_goes_on(source: Saved, resumed: Resumed, *, across: bool = False) -> None:
+    assert problems(source.truth, resumed.state, across=across) == []
+    assert agree(resumed.losses, source.losses_after, significant=6)
+    assert len(set(source.losses_after)) == len(source.losses_after)
+
+
+# Moving averages.
+
+
+@pytest.mark.parametrize("name", EMA_LAYOUTS)
+def test_a_moving_average_is_not_taken_for_the_model(name: str, several: SeveralFactory, tmp_path: Path) -> None:
+    source, layout = several("ema", WITH_SCHEDULER), EMA_LAYOUTS[name]
+    place = source.path(name)
+    order = {"param_order": "model"} if layout.numbered else {}
+    for to, options in (("safetensors", {}), ("zero", {"dp": 2, "zero_stage": 2})):
+        error = refusal(place, tmp_path / "no", to, **options, **order)
+        assert error.code == "checkpoint.ambiguous"
+        assert f"--model-key {layout.model}" in error.fix
+        assert f"--model-key {layout.average}" in error.fix
+    average = load_file(source.folder / "ema.safetensors")
+    masters = {
+        n.removeprefix("fp32/"): t for n, t in load_file(source.folder / "truth.safetensors").items() if "fp32/" in n
+    }
+    for key, wanted, other in ((layout.model, masters, layout.average), (layout.average, average, layout.model)):
+        target = tmp_path / f"weights {key}"
+        result = reshard.convert(place, target, to="safetensors", model_key=key)
+        found = load_file(target / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(found[n].equal(wanted[n]) for n in wanted)
+        assert other in left_out(result)
+        assert reshard.inspect(place, model_key=key).parameters == len(wanted)
+    assert not reshard.diff(place, place, model_key_a=layout.model, model_key_b=layout.average, weights_only=True).equal
+
+
+@pytest.mark.parametrize("name", EMA_LAYOUTS)
+def test_the_chosen_model_goes_to_deepspeed(name: str, several: SeveralFactory, tmp_path: Path) -> None:
+    source, layout = several("ema", WITH_SCHEDULER), EMA_LAYOUTS[name]
+    order = {"param_order": "model"} if layout.numbered else {}
+    target = tmp_path / "universal"
+    result = reshard.convert(source.path(name), target, to="universal", model_key=layout.model, **order)
+    assert universal_problems(target, source.truth, scheduler=True) == []
+    assert left_out(result).keys() == {layout.average}
+
+
+@pytest.mark.parametrize("name", rest_full(tuple(EMA_LAYOUTS), "app", "raw"))
+def test_deepspeed_goes_on_with_the_chosen_model(
+    name: str, several: SeveralFactory, fsdp: FsdpOracle, tmp_path: Path
+) -> None:
+    source, layout = several("ema", WITH_SCHEDULER), EMA_LAYOUTS[name]
+    options: dict[str, Any] = {"param_order": "model"} if layout.numbered else {}
+    target = tmp_path / "zero" / TAG
+    reshard.convert(source.path(name), target, to="zero", dp=3, zero_stage=2, model_key=layout.model, **options)
+    resumed = fsdp.resume("zero", zero_run(2, source.run, 3), target.parent, tmp_path / "out")
+    assert_goes_on(source, resumed, across=True)
+
+
+def test_every_layout_comes_out_whole(several: SeveralFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    """Without a choice: what a target can hold is carried, whichever model the user means."""
+    source = several("ema", WITH_SCHEDULER)
+    names = [n for n, layout in EMA_LAYOUTS.items() if not layout.numbered]
+    for name in names:
+        assert reshard.convert(source.path(name), tmp_path / name, to="dcp").not_carried == ()
+    run = source.run.on(Mesh(3))
+    results = rank(fsdp, "resume_ema", run, layouts=names, folder=str(tmp_path), out=str(tmp_path / "out"))
+    average = load_file(source.folder / "ema.safetensors")
+    for name, result in zip(names, results, strict=True):
+        assert_goes_on(source, resumed_in(tmp_path / "out" / name, result["losses"]))
+        found = load_file(tmp_path / "out" / name / "ema.safetensors")
+        assert all(found[n].equal(average[n]) for n in average)
+
+
+# Two models with their optimizers.
+
+
+def test_two_models_come_out_with_their_optimizers(several: SeveralFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    source = several("pair", WITH_SCHEDULER)
+    result = reshard.convert(source.path("pair"), tmp_path / "pair", to="dcp")
+    assert result.not_carried == ()
+    got = rank(fsdp, "resume_pair", source.run.on(Mesh(3)), path=str(tmp_path / "pair"), out=str(tmp_path / "out"))
+    assert_goes_on(source, resumed_in(tmp_path / "out", got["losses"]))
+    second = [Truth(f / "second.safetensors", f / "second.json") for f in (source.folder, tmp_path / "out")]
+    assert problems(second[0], second[1]) == []
+
+
+def test_deepspeed_takes_one_of_two_models_by_choice(several: SeveralFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    source = several("pair", WITH_SCHEDULER)
+    error = refusal(source.path("pair"), tmp_path / "no", "zero", dp=2, zero_stage=2)
+    assert (error.code, "--model-key gen" in error.fix, "--model-key disc" in error.fix) == (
+        "checkpoint.ambiguous", True, True,
+    )  # fmt: skip
+    target = tmp_path / "zero" / TAG
+    result = reshard.convert(source.path("pair"), target, to="zero", dp=3, zero_stage=2, model_key="gen")
+    # Its optimizer is known by names and shapes, its scheduler by the learning rates.
+    assert left_out(result).keys() == {"disc", "opt_d", "sched_d"}
+    resumed = fsdp.resume("zero", zero_run(2, source.run, 3), target.parent, tmp_path / "out")
+    assert problems(source.truth, resumed.state, across=True) == []
+    assert agree(resumed.losses, source.losses_after[:3], significant=6)
+
+
+# Two optimizers of one model.
+
+
+@pytest.mark.parametrize("kind", ["muon", "muon_flat", "muon_apart"])
+def test_two_optimizers_keep_their_own_states(
+    kind: str, several: SeveralFactory, fsdp: FsdpOracle, tmp_path: Path
+) -> None:
+    source = several("muon")
+    result = reshard.convert(source.path(kind), tmp_path / kind, to="dcp")
+    assert (result.not_carried, result.warnings) == ((), ())
+    (got,) = rank(
+        fsdp, "resume_muon", source.run.on(Mesh(3)), kinds=[kind], folder=str(tmp_path), out=str(tmp_path / "out")
+    )
+    assert_goes_on(source, resumed_in(tmp_path / "out" / kind, got["losses"]))
+
+
+def test_deepspeed_has_one_optimizer(several: SeveralFactory, tmp_path: Path) -> None:
+    source = several("muon")
+    with pytest.raises(reshard.errors.RequestError) as caught:
+        reshard.convert(source.path("muon"), tmp_path / "no", to="zero", dp=2, zero_stage=2)
+    assert "offloaded" not in str(caught.value)
+    assert "momentum_buffer" in str(caught.value)
+    assert "exp_avg" in str(caught.value)
+    error = refusal(source.path("muon_apart"), tmp_path / "no", "zero", dp=2, zero_stage=2)
+    assert "--optimizer-key muon" in error.fix
+    reshard.convert(source.path("muon_apart"), tmp_path / "weights", to="safetensors")
+    assert len(read_safetensors(tmp_path / "weights").tensors) == len(source.truth.kind("fp32"))
+
+
+# Numbers without names.
+
+
+def test_numbers_in_another_order_than_the_model_need_a_word(several: SeveralFactory, tmp_path: Path) -> None:
+    """The blocks have equal shapes: in the model's order, each would get the moments of another one."""
+    source = several("turned")
+    error = refusal(source.path("raw"), tmp_path / "no", "universal")
+    assert error.code == "checkpoint.ambiguous"
+    assert "--param-order FILE" in error.fix
+    reshard.convert(source.path("raw"), tmp_path / "said", to="universal", param_order=source.folder / "order.txt")
+    assert universal_problems(tmp_path / "said", source.truth, scheduler=False) == []
+    assert refusal(source.path("raw"), tmp_path / "no", "universal", param_order="model").code == "checkpoint.ambiguous"
+
+
+# Element types.
+
+
+def test_a_run_in_bf16_alone_stays_in_bf16(several: SeveralFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    source = several("bf16")
+    reshard.convert(source.path("bf16"), tmp_path / "weights", to="safetensors")
+    wanted, found = load_file(source.folder / "model.safetensors"), load_file(tmp_path / "weights/model.safetensors")
+    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in wanted.items()}
+    assert all(found[n].equal(t) for n, t in wanted.items())
+    assert len({t.dtype for t in found.values()}) == 2
+    reshard.convert(source.path("bf16"), tmp_path / "dcp", to="dcp")
+    run = source.run.on(Mesh(3))
+    got = rank(fsdp, "resume_bf16", run, path=str(tmp_path / "dcp"), out=str(tmp_path / "out"))
+    resumed = resumed_in(tmp_path / "out", got["losses"])
+    assert problems(source.truth, resumed.state) == []
+    assert agree(resumed.losses, source.losses_after, significant=3)
