@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -49,10 +49,10 @@ class TenantLimits:
         return judged
 
     def roots(self, service: Roots) -> Roots:
-        """The places at all that an engine may open for the tenant."""
-        if self.read_roots is None or self.write_roots is None:
-            return service
-        return _below(service, (*self.read_roots, *self.write_roots))
+        """The places at all that an engine may open for the tenant, and those that it may write."""
+        known = self.read_roots is not None and self.write_roots is not None
+        opened = _below(service, (*(self.read_roots or ()), *(self.write_roots or ()))) if known else service
+        return replace(opened, writable=self._writing(service).urls)
 
     def _reading(self, service: Roots) -> Roots:
         return service if self.read_roots is None else _below(service, self.read_roots)

@@ -42,6 +42,8 @@ class Roots:
     urls: tuple[str, ...] = ()
     nothing: bool = False
     """True if nothing is allowed at all: a tenant's roots and those of the service have nothing in common."""
+    writable: tuple[str, ...] = ()
+    """The prefixes among them below which an engine may write; none lifts the limit."""
 
     @classmethod
     def parse(cls, text: str) -> Roots:

@@ -101,7 +101,8 @@ class Prober:
 
     async def _run(self, op: str, body: BaseModel, roots: Roots, limit_s: float) -> tuple[bytes, int]:
         limits = {"memory_bytes": self._settings.probe_memory_bytes, "cpu_s": math.ceil(limit_s) + 1}
-        asked = {"op": op, **limits, "roots": roots.urls, "body": body.model_dump(mode="json")}
+        places = {"roots": roots.urls, "write_roots": roots.writable}
+        asked = {"op": op, **limits, **places, "body": body.model_dump(mode="json")}
         line = json.dumps(asked).encode() + b"\n"
         kept = bool(self._kept)
         output, status = await self._exchange(await self._ready(), line)

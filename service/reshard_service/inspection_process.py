@@ -54,7 +54,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        confine(asked["roots"])
+        confine(asked["roots"], asked["write_roots"])
         answer: dict[str, Any] = {"result": look(asked["op"], asked["body"])}
     except ReshardError as error:
         answer = {"problem": error.to_problem()}

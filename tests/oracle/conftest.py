@@ -4,5 +4,18 @@ from oracle.conversions import bf16_spread, universal
 from oracle.dcp_fixtures import fsdp, saved
 from oracle.fixtures import oracle, trained, worlds
 from oracle.parallel_fixtures import parallel, trained_3d
+from servers.fixtures import s3, server_directory
 
-__all__ = ["bf16_spread", "fsdp", "oracle", "parallel", "saved", "trained", "trained_3d", "universal", "worlds"]
+__all__ = [
+    "bf16_spread",
+    "fsdp",
+    "oracle",
+    "parallel",
+    "s3",
+    "saved",
+    "server_directory",
+    "trained",
+    "trained_3d",
+    "universal",
+    "worlds",
+]

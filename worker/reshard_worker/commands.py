@@ -52,5 +52,6 @@ def engine_command(
             least_bytes=settings.share_bytes,
         )
     memory_bytes = engine_memory_bytes(judged, settings.engine_memory_bytes)
-    roots = limits.roots(settings.jobs.roots).urls
-    return Command(op=op, request=judged, work=work, roots=roots, memory_bytes=memory_bytes, **values)
+    roots = limits.roots(settings.jobs.roots)
+    places = {"roots": roots.urls, "write_roots": roots.writable}
+    return Command(op=op, request=judged, work=work, memory_bytes=memory_bytes, **places, **values)

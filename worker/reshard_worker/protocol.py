@@ -39,6 +39,8 @@ class Command(_Line):
     """The workers among which a conversion is divided; None if one runs it alone."""
     roots: tuple[str, ...] = ()
     """The URLs below which the engine may read; empty for everything."""
+    write_roots: tuple[str, ...] = ()
+    """The URLs below which the engine may write; empty for everything."""
     memory_bytes: int = 0
     """Bytes of memory that the runner's process may use; 0 is no limit."""
     abandoned: tuple[str, ...] = ()

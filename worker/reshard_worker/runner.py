@@ -160,7 +160,7 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
         if command.traced:
             reporter.trace()
         limit_memory(command.memory_bytes)
-        confine(command.roots)
+        confine(command.roots, command.write_roots)
         return run(command, load_engine(), reporter, stop)
     except ReshardError as error:
         problem = error

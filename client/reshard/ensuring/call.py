@@ -72,7 +72,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     dtype: WeightDtype | str | None = None,
     to: str | None = None,
     grammar: str | None = None,
-    tag: str | None = None,
+    tag: str | int | None = None,
     model_key: str | None = None,
     optimizer_key: str | None = None,
     scheduler_key: str | None = None,
@@ -100,7 +100,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         to: `zero` for a DeepSpeed run, `dcp` for one of FSDP; by default the source's own kind.
         grammar: Framework that will load a distributed checkpoint: `state-dict`, `torchtitan`, `accelerate`, `trainer`
             or `lightning`; by default the source's.
-        tag: Tag of a save directory; by default the one that `latest` names.
+        tag: Tag of a save directory, a text or a number, as for `save_checkpoint`; by default the one that `latest`
+            names.
         model_key: Model to read, if the source's state dict holds several, such as `unet`.
         optimizer_key: Optimizer to read, if there are several.
         scheduler_key: Scheduler of that optimizer, if there are several.
@@ -125,7 +126,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
             `request.target_exists` if `out` holds something else.
         JobError: `job.wait_timeout`.
     """
-    axes = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}
+    axes, name = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}, None if tag is None else str(tag)
     keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key}
     found = Wanted.of(
         axes,
@@ -135,10 +136,10 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         family=family,
         opaque=opaque,
         environ=os.environ,
-        framework=framework_of(src, tag, to=to, grammar=grammar),
+        framework=framework_of(src, name, to=to, grammar=grammar),
     )
-    wanted = replace(found, choices=source_of(src, tag, None, **keys, param_order=param_order).given())
-    return ensured(src, wanted, tag=tag, out=out, url=url, timeout_s=timeout_s, workers=workers).path
+    wanted = replace(found, choices=source_of(src, name, None, **keys, param_order=param_order).given())
+    return ensured(src, wanted, tag=name, out=out, url=url, timeout_s=timeout_s, workers=workers).path
 
 
 def framework_of(

@@ -251,9 +251,10 @@ def place_companions(source: LocalSource, target: str, ranks: int) -> None:
                 _place(path, os.path.join(target, name))
         if by_rank or "trainer_state.json" in files:
             # Only a trainer's own checkpoint: other save directories may hold any files, which are not copied.
+            tops = {tag.partition("/")[0] for tag in source.tags}
             for entry in found:
                 shards = source.distributed and _SHARD_FOLDERS.fullmatch(entry.name)
-                if entry.is_dir() and entry.name not in source.tags and not shards and not _holds_tag(entry.path):
+                if entry.is_dir() and entry.name not in tops and not shards and not _holds_tag(entry.path):
                     _place_tree(entry.path, os.path.join(target, entry.name))
 
 

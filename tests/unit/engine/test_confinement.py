@@ -10,12 +10,16 @@ from typing import Any, cast
 
 import pytest
 
+from house.saves import make_save
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.options import DeepSpeedOptions, Options
 from reshard_engine.formats.peft.adapter_files import adapter_files
+from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.confinement import confine
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.protocol import read_bytes
+from reshard_engine.tensors.layout import Pointer
 
 
 @pytest.fixture
@@ -48,6 +52,27 @@ def test_links_lead_nowhere_else(root: Path) -> None:
         read_bytes(store, read["own"])
     confine(())
     assert read_bytes(store, read["foreign"]) == b"secret"
+
+
+def test_latest_is_not_written_above_the_places_that_may_be_written(root: Path) -> None:
+    """A tag may have slashes: where a target ends with it, the save directory lies further up."""
+    make_save(root / "run" / "saves")
+    os.renames(root / "run" / "saves" / "global_step3", root / "run" / "saves" / "out" / "x")
+    (root / "run" / "saves" / "latest").write_text("out/x")
+
+    def prepared(source: Path) -> Conversion:
+        options = Options(deepspeed=DeepSpeedOptions(dp=3))
+        target, spec = str(root / "run" / "out" / "x"), SourceSpec(url=str(source))
+        return Conversion.prepare(ConvertRequest(source=spec, target=target, to=TargetFormat.ZERO, options=options))
+
+    confine([str(root)], [str(root / "run")])
+    assert prepared(root / "run" / "saves").layout.pointer == Pointer("latest", b"out/x")
+    assert Pointer("latest", b"out/x").directory(str(root / "run" / "out" / "x")) == str(root / "run")
+    confine([str(root)], [str(root / "run" / "out")])
+    with pytest.raises(RequestError, match=r"request\.root_forbidden: .* its save directory is .*/run, which"):
+        prepared(root / "run" / "saves")
+    # The tag directory itself tells no tag: `latest` lies beside the target.
+    assert prepared(root / "run" / "saves" / "out" / "x").layout.pointer == Pointer("latest", b"x")
 
 
 def test_an_adapters_configuration_above_the_root_is_not_read(root: Path) -> None:

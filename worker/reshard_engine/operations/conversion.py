@@ -47,8 +47,9 @@ from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.spans import begin_span
+from reshard_engine.storage.confinement import refuse_writing_outside
 from reshard_engine.storage.locations import Location, open_location
-from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name
+from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name, save_directory
 from reshard_engine.storage.urls import is_within, scheme_of
 from reshard_engine.tensors.layout import TargetLayout
 
@@ -143,8 +144,9 @@ class Conversion:
             )
         checkpoint = requested_checkpoint(request, source) if shared is None else shared.read(request, source, sink)
         _refuse_overlap(target, checkpoint, wanted=request.to)
-        name = parent_and_name(target.path)[1]
-        layout = writer_of(request.to).lay_out(checkpoint, request, name=name)
+        layout = writer_of(request.to).lay_out(checkpoint, request, name=save_directory(target.path, checkpoint.tag)[1])
+        if layout.pointer is not None:
+            refuse_writing_outside(layout.pointer.directory(target.url))
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
         copied_from = _copied_from(target, checkpoint, request)

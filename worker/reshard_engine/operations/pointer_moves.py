@@ -15,7 +15,6 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import known_files
 from reshard_engine.formats.sources import pointed_tag
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import parent_and_name
 from reshard_engine.tensors.layout import Pointer
 
 _NUMBERED = re.compile(r"(\D*(?:step|iter|epoch|ckpt|checkpoint)\D*)(\d+)", re.IGNORECASE)
@@ -47,11 +46,11 @@ def pointer_move(target: Location, pointer: Pointer | None, checkpoint: Checkpoi
     """The move of the pointer; None if it names nothing else that exists."""
     if pointer is None:
         return None
-    parent, name = _parent(target)
-    before = pointed_tag(parent, pointer.name)
-    if before is None or before == name:
+    save, tag = _save_directory(target, pointer)
+    before = pointed_tag(save, pointer.name)
+    if before is None or before == tag:
         return None
-    return PointerMove(pointer.name, parent.url, before, name, _is_earlier(before, name, checkpoint.tag))
+    return PointerMove(pointer.name, save.url, before, tag, _is_earlier(before, tag, checkpoint.tag))
 
 
 def refuse_earlier(move: PointerMove | None, *, overwrite: bool) -> None:
@@ -79,17 +78,17 @@ def pointer_warnings(
     """Yield what the user may not expect of the file beside the target."""
     if move is not None:
         yield str(move)
-    if pointer is not None and _is_taken_for_a_save_directory(target, checkpoint):
-        parent, name = _parent(target)
+    if pointer is not None and _is_taken_for_a_save_directory(target, pointer, checkpoint):
+        save, tag = _save_directory(target, pointer)
         yield (
             f"{printable(target.url)} is the tag directory, and `{pointer.name}` is written beside it: "
-            f"load_checkpoint({printable(parent.url)!r}, tag={printable(name)!r})"
+            f"load_checkpoint({printable(save.url)!r}, tag={printable(tag)!r})"
         )
 
 
-def _parent(target: Location) -> tuple[Location, str]:
-    path, name = parent_and_name(target.path)
-    return Location(target.store, path, parent_and_name(target.url)[0]), name
+def _save_directory(target: Location, pointer: Pointer) -> tuple[Location, str]:
+    place = Location(target.store, pointer.directory(target.path), pointer.directory(target.url))
+    return place, pointer.content.decode()
 
 
 def _is_earlier(before: str, after: str, tag: str | None) -> bool:
@@ -105,9 +104,9 @@ def _is_earlier(before: str, after: str, tag: str | None) -> bool:
     return False
 
 
-def _is_taken_for_a_save_directory(target: Location, checkpoint: Checkpoint) -> bool:
+def _is_taken_for_a_save_directory(target: Location, pointer: Pointer, checkpoint: Checkpoint) -> bool:
     """True if the name is no tag's, and the directory around it holds other things, but no checkpoints."""
-    parent, name = _parent(target)
+    parent, name = _save_directory(target, pointer)
     if target.store.scheme != "file" or name == checkpoint.tag or _LIKE_A_TAG.search(name):
         return False
     listing = parent.store.list_directory(parent.path)

@@ -13,7 +13,7 @@ from reshard_engine.integrity.file_check import Damage, TargetCheck, size_proble
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.integrity.readback import crc_of_range
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, join, parent_and_name, read_bytes
+from reshard_engine.storage.protocol import ObjectInfo, join, parent_and_name, read_bytes, save_directory
 
 _THREADS = 4
 _MAX_POINTER_BYTES = 1_024
@@ -105,17 +105,20 @@ def _strangers(manifest: Manifest, there: Mapping[str, ObjectInfo]) -> list[Veri
 
 
 def _pointer(manifest: Manifest, target: Location) -> list[VerifyProblem]:
-    """Check the pointer beside the target. It may name another directory by now, but that directory must exist."""
+    """Check the target's pointer. It may name another directory by now, but that directory must exist."""
     if manifest.pointer is None:
         return []
-    parent = parent_and_name(target.path)[0]
-    info = target.store.stat(join(parent, manifest.pointer))
+    tag = manifest.source.get("tag")
+    save = save_directory(target.path, tag if isinstance(tag, str) else None)[0]
+    info = target.store.stat(join(save, manifest.pointer))
     if info is None:
         return []
     name = (
         read_bytes(target.store, info, 0, min(info.size_bytes, _MAX_POINTER_BYTES)).decode("utf-8", "replace").strip()
     )
-    if name in target.store.list_directory(parent).directories:
+    parent, last = parent_and_name(join(save, name))
+    plain = not any(part in ("", ".", "..") for part in name.split("/"))
+    if plain and last in target.store.list_directory(parent).directories:
         return []
     text = f"names {printable(name)!r}, which does not exist"
     return [VerifyProblem(path=manifest.pointer, offset=None, length_bytes=None, problem=text)]

@@ -1,7 +1,7 @@
-"""The roots of this process: an engine of a service reads nothing outside of them, whatever links say.
+"""The roots of this process: an engine of a service reads and writes nothing outside of them, whatever links say.
 
 The service compares the URLs of a request with its roots. What the engine finds by itself, such as the directory of a
-tag, a file behind a link or the directory above the source, is compared here.
+tag, a file behind a link, the directory above the source or the save directory of a target, is compared here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,29 @@ from reshard_engine.storage.urls import canonical_url, is_within
 
 _ROOTS: list[str] = []
 """Canonical URLs; empty if everything may be read. A process of an engine or a probe sets them once."""
+_WRITE_ROOTS: list[str] = []
+"""As `_ROOTS`, for the places that may be written."""
 
 
-def confine(roots: Iterable[str]) -> None:
-    """Let this process read below these roots only; none of them lifts the limit."""
+def confine(roots: Iterable[str], write_roots: Iterable[str] = ()) -> None:
+    """Let this process read and write below these roots only; none of them lifts the limit."""
     _ROOTS[:] = [canonical_url(root) for root in roots]
+    _WRITE_ROOTS[:] = [canonical_url(root) for root in write_roots]
+
+
+def refuse_writing_outside(url: str) -> None:
+    """Refuse the save directory of a target if nothing may be written there.
+
+    Raises:
+        RequestError: `request.root_forbidden`.
+    """
+    if _WRITE_ROOTS and not any(is_within(canonical_url(url), root) for root in _WRITE_ROOTS):
+        raise RequestError(
+            "request.root_forbidden",
+            f"the target ends with the source's tag, so its save directory is {printable(url)}, "
+            "which is outside the storage that this service may write",
+            fix="name a target whose save directory is below one of the service's roots",
+        )
 
 
 def is_allowed(url: str) -> bool:

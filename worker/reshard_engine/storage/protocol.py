@@ -165,3 +165,15 @@ def parent_and_name(path: str) -> tuple[str, str]:
     """The directory and the last name of a path; a trailing slash is ignored."""
     parent, _, name = path.rstrip("/").rpartition("/")
     return (parent or ("/" if path.startswith("/") else "")), name
+
+
+def save_directory(path: str, tag: str | None) -> tuple[str, str]:
+    """The save directory of a target that is a tag directory, and the target's tag in it.
+
+    A tag may have slashes. A target that ends with the source's tag has the same one; any other target's tag is its
+    last name.
+    """
+    whole = path.rstrip("/")
+    if tag and whole.endswith(f"/{tag}"):
+        return whole.removesuffix(f"/{tag}") or "/", tag
+    return parent_and_name(path)

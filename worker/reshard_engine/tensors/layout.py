@@ -164,12 +164,17 @@ class TargetFile:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A small file beside the target directory that names it, such as `latest_universal`."""
+    """A small file in the target's save directory that names the target, such as `latest_universal`."""
 
     name: str
     content: bytes
+    """The target's tag: its path without that of the save directory."""
     beside: tuple[tuple[str, bytes], ...] = ()
     """Names and contents of further small files for other tools. They are written before the pointer."""
+
+    def directory(self, target: str) -> str:
+        """The save directory of a target, whose path or URL ends with the tag."""
+        return target.removesuffix(f"/{self.content.decode()}") or "/"
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,9 +228,9 @@ class ControlObjects:
         text = self._read(path)
         if text is None:
             return {}
-        facts = _facts(path, text, {"files": list, "units": list})
-        pointer = facts.get("pointer")
-        if not all(map(_is_planned_file, facts["files"])) or not (pointer is None or isinstance(pointer, str)):
+        facts = _facts(path, text, {"files": list, "units": list, "source": dict})
+        names = (facts.get("pointer"), facts["source"].get("tag"))
+        if not all(map(_is_planned_file, facts["files"])) or not all(isinstance(n, str | None) for n in names):
             raise _not_ours(path)
         return facts
 

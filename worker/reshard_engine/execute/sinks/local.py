@@ -41,7 +41,7 @@ from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, read_bytes
+from reshard_engine.storage.protocol import ObjectInfo, read_bytes, save_directory
 from reshard_engine.tensors.layout import KnownFiles, Pointer
 
 _RIVALS_GIVE_UP_S = 2.0
@@ -276,16 +276,17 @@ class LocalSink:
         self._paths(plan.digest)
         if os.path.exists(self._journal_path):
             self.finish(pointer)
-        elif pointer is not None and not os.path.lexists(os.path.join(self._parent, pointer.name)):
+        elif pointer is not None and not os.path.lexists(os.path.join(pointer.directory(self._target), pointer.name)):
             # An existing pointer is kept: it may name a newer checkpoint.
             with writing(self._target):
                 self._write_pointer(pointer)
 
     def _withdraw(self) -> None:
         store = LocalStore()
-        for path in (os.path.join(self._parent, name) for name in self._known.pointers):
+        save, tag = save_directory(self._target, self._plan.source.get("tag"))
+        for path in (os.path.join(save, name) for name in self._known.pointers):
             info = store.stat(path)
-            if info is not None and read_bytes(store, info).strip() == self._name.encode():
+            if info is not None and read_bytes(store, info).strip() == tag.encode():
                 os.unlink(path)
         shutil.rmtree(self._aside, ignore_errors=True)
         if os.path.isdir(self._target) and not os.path.islink(self._target):
@@ -294,13 +295,13 @@ class LocalSink:
             os.unlink(self._target)
 
     def _write_pointer(self, pointer: Pointer) -> None:
-        temporary = f"{self._stem}pointer"
+        temporary, directory = f"{self._stem}pointer", pointer.directory(self._target)
         for name, content in (*pointer.beside, (pointer.name, pointer.content)):
             write_file(temporary, content)
             # Another attempt at this plan may already have put the same content in place.
             with suppress(FileNotFoundError):
-                os.replace(temporary, os.path.join(self._parent, name))
-        sync_directory(self._parent)
+                os.replace(temporary, os.path.join(directory, name))
+        sync_directory(directory)
 
     def close(self) -> None:
         """Release the lock."""

@@ -17,7 +17,7 @@ from reshard_engine.execute.sinks.control_objects import WORKERS, Claim, Control
 from reshard_engine.execute.sinks.object_uploads import PLAN_KEY
 from reshard_engine.execute.sinks.overwrite import target_exists
 from reshard_engine.integrity.manifest import MANIFEST_NAME, parse_manifest
-from reshard_engine.storage.protocol import ObjectStore, join, parent_and_name, read_bytes
+from reshard_engine.storage.protocol import ObjectStore, join, read_bytes, save_directory
 from reshard_engine.tensors.layout import KnownFiles
 
 _THREADS = 8
@@ -31,7 +31,6 @@ class Leftovers:
         """`target` is `bucket/key...` without a trailing slash."""
         self._store = store
         self._target = target
-        self._parent, self._name = parent_and_name(target)
         self._control = control
         self._known = known
         self._manifest = join(target, MANIFEST_NAME)
@@ -40,13 +39,14 @@ class Leftovers:
         """True if the object exists and the plan with this digest wrote it."""
         return (self._store.metadata(path) or {}).get(PLAN_KEY) == digest
 
-    def pointers(self) -> list[str]:
-        """The paths of the pointers beside the target that name the target."""
+    def pointers(self, tag: str | None) -> list[str]:
+        """The paths of the pointers that name the target; `tag` is that of the source."""
         found: list[str] = []
-        for path in (join(self._parent, name) for name in self._known.pointers):
+        directory, own = save_directory(self._target, tag)
+        for path in (join(directory, name) for name in self._known.pointers):
             info = self._store.stat(path)
             content = b"" if info is None or info.size_bytes >= 1024 else read_bytes(self._store, info)
-            if content.decode("utf-8", "replace").strip() == self._name:
+            if content.decode("utf-8", "replace").strip() == own:
                 found.append(path)
         return found
 
@@ -190,8 +190,12 @@ class Leftovers:
 
     def _is_finished(self, plan: Mapping[str, Any], digest: str) -> bool:
         # A pointer alone proves nothing: the same plan may have written it for another target in the same directory.
-        pointer = join(self._parent, plan["pointer"]) if plan.get("pointer") else self._manifest
-        return self.is_written_by(self._manifest, digest) and self.is_written_by(pointer, digest)
+        if not self.is_written_by(self._manifest, digest):
+            return False
+        # Attempts at one plan may name the source by its tag directory, which tells no tag, or by its save directory.
+        pointer, tag = plan.get("pointer"), plan.get("source", {}).get("tag")
+        places = sorted({save_directory(self._target, t)[0] for t in (None, tag)})
+        return pointer is None or any(self.is_written_by(join(place, pointer), digest) for place in places)
 
     def _collect_journals(self, journals: Sequence[str], *, packs: bool = True) -> None:
         # Without a claim, no conversion is running. A process that was paused and went on too late wrote the journals.

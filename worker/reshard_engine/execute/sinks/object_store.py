@@ -26,7 +26,7 @@ from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.plan.server_copy import part_numbers
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join, parent_and_name
+from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join
 from reshard_engine.tensors.layout import KnownFiles, Pointer
 
 CRC_KEY = "reshard-crc32"
@@ -47,7 +47,6 @@ class ObjectSink:
         self._store = store
         self._target = target
         self._url = f"{store.scheme}://{target}"
-        self._parent = parent_and_name(target)[0]
         self._control = ControlObjects(store, target)
         self._leftovers = Leftovers(store, target, self._control, known)
         self._put_here: set[str] = set()
@@ -160,7 +159,7 @@ class ObjectSink:
         first = [p for p in paths if p.endswith(self._known.needed)]
         last = set(paths).difference(first)
         checked_at = -math.inf
-        for path in (*self._leftovers.pointers(), *first, *sorted(last)):
+        for path in (*self._leftovers.pointers(self._plan.source.get("tag")), *first, *sorted(last)):
             if time.monotonic() - checked_at > self.fence_s:
                 # If this process was paused since the last check, another attempt may have written objects meanwhile.
                 self._control.require_clearing(self._plan)
@@ -356,15 +355,15 @@ class ObjectSink:
         if self._control.is_claimed_by(self._plan.digest):
             self._uploads = self._uploads_of({})  # this process may have begun nothing
             self.finish(pointer)
-        elif pointer is not None and self._store.stat(join(self._parent, pointer.name)) is None:
+        elif pointer is not None and self._store.stat(join(pointer.directory(self._target), pointer.name)) is None:
             # An existing pointer is kept: it may name a newer checkpoint.
             self._put_pointer(pointer)
 
     def _put_pointer(self, pointer: Pointer) -> str:
-        facts = {PLAN_KEY: self._plan.digest}
+        facts, directory = {PLAN_KEY: self._plan.digest}, pointer.directory(self._target)
         for name, content in pointer.beside:
-            self._store.put(join(self._parent, name), content, metadata=facts, if_absent=False)
-        path = join(self._parent, pointer.name)
+            self._store.put(join(directory, name), content, metadata=facts, if_absent=False)
+        path = join(directory, pointer.name)
         self._store.put(path, pointer.content, metadata=facts, if_absent=False)
         return path
 
