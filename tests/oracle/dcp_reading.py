@@ -25,8 +25,9 @@ def universal_problems(folder: Path, truth: Truth, *, scheduler: bool = True) ->
     """
     found = read_universal(folder)
     problems = [*_atoms(found, truth), *_groups(found, truth), *_module(found, truth)]
-    wanted = truth.meta["lr_scheduler"] if scheduler else None
-    if plain(found.model["lr_scheduler"]) != wanted:
+    held = plain(found.model["lr_scheduler"])
+    counted = int(max(truth.step.values(), default=0))
+    if held != truth.meta["lr_scheduler"] if scheduler else held["last_epoch"] != counted:
         problems.append(f"lr_scheduler: {found.model['lr_scheduler']}")
     return problems
 

@@ -24,7 +24,7 @@ from reshard_engine.formats.deepspeed.names import (
     VERSION,
 )
 from reshard_engine.formats.not_written import named, of_the_format
-from reshard_engine.pickles.nodes import Node, PList, PTensorRef, mapping_items, mapping_of
+from reshard_engine.pickles.nodes import Node, PList, PTensorRef, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.state_dict import KeyPath, nested_dict
 
 OLDEST_VERSION = "0.7.4"
@@ -44,7 +44,10 @@ class DeepSpeedFacts(FormatFacts):
     vocab_rows: int | None = None
     """Rows of the vocabulary in the source, with padding."""
     entries: Mapping[str | int, Node] = field(default_factory=dict[str | int, Node])
-    """Entries of model states that are DeepSpeed's own, such as `module` (with `PTensorRef`s) and `ds_config`."""
+    """Entries of model states that are DeepSpeed's own, such as `module` (with `PTensorRef`s) and `ds_config`.
+
+    A scheduler's state that `model_states` once made is here, too: it is no state of the run.
+    """
     order: tuple[str | int, ...] = ()
     """All keys of the model states in the order of the source's file; empty for a source that is not DeepSpeed's."""
     module_paths: tuple[KeyPath, ...] = ()
@@ -56,11 +59,13 @@ class DeepSpeedFacts(FormatFacts):
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The model states without the entries that name, shape or hold tensors."""
-        return {k: v for k, v in _joined(checkpoint, self).items() if k not in DESCRIBED_KEYS}
+        state = {k: v for k, v in _joined(checkpoint, self).items() if k not in DESCRIBED_KEYS}
+        return {**state, SCHEDULER: None} if SCHEDULER in self.entries else state
 
     def own_state(self) -> Mapping[str | int, Node]:
         """Entries of model states such as `ds_config`, and entries of optimizer files such as the loss scaler."""
-        entries = {k: v for k, v in self.entries.items() if k not in DESCRIBED_KEYS and v is not None}
+        described = {*DESCRIBED_KEYS, SCHEDULER}
+        entries = {k: v for k, v in self.entries.items() if k not in described and v is not None}
         return {**entries, **{f"{OPTIMIZER_STATE}.{k}": v for k, v in self.optimizer_entries.items()}}
 
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
@@ -88,7 +93,7 @@ def run_fields(entries: Mapping[str | int, Node], rng: tuple[Mapping[str, Node],
     scheduler = entries.get(SCHEDULER)
     return {
         "counters": Counters(**counted, tokens=tokens if type(tokens) is int else None),
-        "schedulers": () if scheduler is None else (scheduler,),
+        "schedulers": () if scheduler is None or _is_made(scheduler) else (scheduler,),
         "rng": rng,
         "client_state": {k: v for k, v in entries.items() if k not in taken},
     }
@@ -96,7 +101,8 @@ def run_fields(entries: Mapping[str | int, Node], rng: tuple[Mapping[str, Node],
 
 def own_entries(entries: Mapping[str | int, Node]) -> dict[str | int, Node]:
     """The entries that only DeepSpeed knows, and entries with a counter's name whose value is no integer."""
-    return {k: v for k, v in entries.items() if k in OWN_KEYS or (k in COUNTERS and type(v) is not int)}
+    made = {SCHEDULER} if _is_made(entries.get(SCHEDULER)) else set[str]()
+    return {k: v for k, v in entries.items() if k in OWN_KEYS | made or (k in COUNTERS and type(v) is not int)}
 
 
 def model_states(checkpoint: Checkpoint) -> dict[str | int, Node]:
@@ -128,6 +134,7 @@ def _joined(checkpoint: Checkpoint, facts: DeepSpeedFacts) -> dict[str | int, No
 
 def _derived(checkpoint: Checkpoint) -> dict[str | int, Node]:
     """The entries that loaders require, made for a source whose files were not DeepSpeed's."""
+    steps, updates = _counted(checkpoint)
     numbers = {p.fqn: p.weight for p in checkpoint.parameters if p.weight is not None}
     numbers |= {b.fqn: b.tensor for b in checkpoint.buffers}
     nodes: dict[str, Node] = {**{n: PTensorRef(t) for n, t in numbers.items()}, **checkpoint.extra_states}
@@ -138,15 +145,64 @@ def _derived(checkpoint: Checkpoint) -> dict[str | int, Node]:
         "buffer_names": PList([b.fqn for b in checkpoint.buffers if b.registered]),
         "optimizer": None,
         "shared_params": mapping_of({**checkpoint.shared}),
-        SCHEDULER: None,
+        SCHEDULER: _scheduler(updates or 0),
         "skipped_steps": 0,
-        "global_steps": max(
-            (int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=0
-        ),
+        "global_steps": steps or 0,
         "dp_world_size": checkpoint.world.get("dp", 1),
         "mp_world_size": 1,
         VERSION: OLDEST_VERSION,
     }
+
+
+def _counted(checkpoint: Checkpoint) -> tuple[int | None, int | None]:
+    """The run's steps, and its updates: steps without those that fp16 skipped. None where the source counts nothing.
+
+    DeepSpeed's engine steps a scheduler with each update (deepspeed 0.19.8 `runtime/engine.py`, `_take_model_step`).
+    """
+    counters = checkpoint.counters
+    own = max((int(p.scalars["step"].value) for p in checkpoint.trained if "step" in p.scalars), default=None)
+    steps = own if counters.steps is None else counters.steps
+    if counters.steps is not None and counters.skipped_steps is not None:
+        return steps, counters.steps - counters.skipped_steps
+    return steps, steps if own is None else own
+
+
+def _scheduler(updates: int) -> Node:
+    """A state that schedulers of DeepSpeed and of torch load, and from which they go on as after so many updates.
+
+    DeepSpeed's five load `last_batch_iteration`. Torch's update their attributes with the whole state: most compute
+    their next rates from `last_epoch` and the rates in the param groups. `lr_lambdas` and `_scale_fn_custom` are keys
+    without which three of them refuse a state. Verified by running each against an uninterrupted run.
+
+    Source: deepspeed 0.19.8 `runtime/lr_schedules.py`, torch 2.13.0 `optim/lr_scheduler.py` (`load_state_dict`).
+    """
+    return mapping_of({
+        "last_batch_iteration": updates - 1, "last_epoch": updates, "_step_count": updates + 1,
+        "lr_lambdas": PList([]), "_scale_fn_custom": None,
+    })  # fmt: skip
+
+
+def _is_made(scheduler: Node) -> bool:
+    """True for a state that `_scheduler` made. No scheduler saves just these keys."""
+    held = mapping_items(scheduler, what=SCHEDULER) if is_mapping(scheduler) else {}
+    counted = held.get("last_epoch")
+    return type(counted) is int and held.keys() == mapping_items(_scheduler(counted), what=SCHEDULER).keys()
+
+
+def derived_warnings(checkpoint: Checkpoint) -> list[str]:
+    """Warnings about counters and schedulers that `model_states` made, because the source holds none."""
+    if facts_of(checkpoint).order:
+        return []
+    steps, updates = _counted(checkpoint)
+    found = ["nothing in the source counts steps: global_steps is 0"] if steps is None else []
+    if not checkpoint.schedulers:
+        after = "begins anew" if updates is None else f"goes on as after {updates} steps, one for each update"
+        found.append(
+            f"the source holds no state of a learning-rate scheduler: the run's scheduler {after}; "
+            "CosineAnnealingWarmRestarts and ReduceLROnPlateau begin anew in any case; SequentialLR and "
+            "ChainedScheduler do not load it (load_lr_scheduler_states=False)"
+        )
+    return found
 
 
 def not_kept(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:

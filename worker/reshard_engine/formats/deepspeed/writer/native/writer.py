@@ -19,7 +19,7 @@ from reshard.options import NativeLayout
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.cautions import padding_changes, sectioned
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
-from reshard_engine.formats.deepspeed.facts import facts_of, model_states, not_kept
+from reshard_engine.formats.deepspeed.facts import derived_warnings, facts_of, model_states, not_kept
 from reshard_engine.formats.deepspeed.megatron import ITERATION, TRACKER, is_megatron
 from reshard_engine.formats.deepspeed.names import CONFIG, LATEST, OPTIMIZER_STATE, RNG_KEYS, TIED, VERSION
 from reshard_engine.formats.deepspeed.optimizer_states import require_optimizer, states_to_write, with_all_counters
@@ -80,6 +80,7 @@ class ZeroWriter:
             files.add(model)
         warnings = [
             *never_updated,
+            *derived_warnings(checkpoint),
             *configured_warnings(checkpoint),
             *_rng_warnings(checkpoint, target),
             *_vocab_warnings(checkpoint, target, rows),

@@ -21,7 +21,14 @@ from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.formats import not_written
 from reshard_engine.formats.deepspeed.cautions import padding_refilled, sectioned, uncut_warnings
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
-from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, facts_of, group_node, model_states, not_kept
+from reshard_engine.formats.deepspeed.facts import (
+    OLDEST_VERSION,
+    derived_warnings,
+    facts_of,
+    group_node,
+    model_states,
+    not_kept,
+)
 from reshard_engine.formats.deepspeed.names import (
     FROZEN_FRAGMENTS,
     FROZEN_SHAPES,
@@ -95,7 +102,8 @@ class UniversalWriter:
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
         files += _commit_files(checkpoint, request)
-        warnings = [*never_updated, *warnings, *configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
+        warnings = [*never_updated, *derived_warnings(checkpoint), *warnings]
+        warnings += [*configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
         frozen = not_written.frozen_parameters(checkpoint) if request.exclude_frozen else ()
         return TargetLayout(
             tuple(files),
