@@ -98,8 +98,8 @@ def plan(
         scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
         param_order: Order of parameters that the source's files number and do not name: `model` (as in the model),
             `groups` (as in the model within each group), a list of names, or a file with a name a line.
-        dtype: Type of weights: `fp32`, `bf16`, `fp16`. By default fp32 from the masters, else as stored; with
-            `to="zero"` as in the source.
+        dtype: Type of weights: `fp32`, `bf16`, `fp16`. By default nothing is cast: masters where there are any, all
+            else as it is stored; with `to="zero"` as in the source.
         max_shard_size: Largest weights file: bytes, or a text such as `"5GB"`.
         exclude_frozen: True to leave out frozen parameters.
         dp: Data-parallel ranks, with `to="zero"`.

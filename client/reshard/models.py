@@ -83,8 +83,8 @@ class ConvertRequest(RequestModel):
     to: TargetName
     target_profile: str | None = Field(default=None, max_length=128)
     dtype: WeightDtype | None = None
-    """Consolidated weights: their type, by default fp32 from the masters, or as stored if the source has no masters.
-    Native targets: the type of the model, by default the source's."""
+    """Consolidated weights: the type of floats. By default nothing is cast: masters where there are any, and everything
+    else as it is stored. Native targets: the type of the model, by default the source's."""
     replicas: ReplicaPolicy = ReplicaPolicy.ERROR
     exclude_frozen: bool = False
     model_files: str | None = Field(default=None, min_length=1, max_length=4096)

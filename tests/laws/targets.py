@@ -91,10 +91,9 @@ class WeightsTarget:
         )
 
     def expected(self, saved: Saved, request: ConvertRequest) -> Content:
-        """The best value of each parameter and every buffer, cast."""
+        """The best value of each parameter and every buffer, cast if a type is wanted."""
         state = saved.state
-        # Without masters there is nothing that fp32 would be truer to.
-        dtype = SHORT_NAMES[request.dtype or "fp32"] if request.dtype or state.trained else None
+        dtype = SHORT_NAMES[request.dtype] if request.dtype else None
         kept = [p for p in state.parameters if not request.exclude_frozen or p.group is not None]
         named = [(p.fqn, p.value) for p in kept] + list(state.buffers.items())
         content = together(_cast_down(name, bits, dtype) for name, bits in named if bits is not None)

@@ -98,7 +98,7 @@ def test_bits_survive_into_atoms(planted: Planted, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
 def test_bits_survive_into_fp32_weights(planted: Planted, form: str, tmp_path: Path) -> None:
-    convert(planted.source, tmp_path / "out", form)
+    convert(planted.source, tmp_path / "out", form, dtype="fp32")
     tensors = (read_safetensors if form == "safetensors" else read_bin)(tmp_path / "out").tensors
     assert {name: tensors[name] for name in planted.masters} == planted.masters
     assert tensors["adapter.weight"] == widened(planted.frozen)

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from oracle.cases import CASES
 from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
-from oracle.outputs import Weights, cast, convert, read_bin, read_safetensors
+from oracle.outputs import Weights, cast, convert, raw, read_bin, read_safetensors
 from oracle.truth import RawTensor, Truth
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,14 +58,17 @@ _ALWAYS = (
 WHERE_THE_PEER_WORKS = [name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in _zero]
 
 
-def expected_weights(run: Trained, dtype: torch.dtype) -> dict[str, RawTensor]:
-    """Masters, frozen weights and buffers in ``dtype``; scalars, integers and booleans as the run held them."""
+def expected_weights(run: Trained, dtype: torch.dtype | None) -> dict[str, RawTensor]:
+    """Masters, frozen weights and buffers in ``dtype``; scalars, integers and booleans as the run held them.
+
+    Without a type everything is as the run held it.
+    """
     truth = run.truth
     masters = truth.kind("fp32")
     loose = {fqn: v for fqn, v in truth.kind("module").items() if fqn not in masters}
     # What was frozen late is the optimizer's: its master goes on to be stepped.
     tensors = truth.kind("frozen") | masters | loose | truth.kind("buffer")
-    return {k: cast(v, dtype) if v.dtype in _FLOATS and v.shape else v for k, v in tensors.items()}
+    return {k: cast(v, dtype) if dtype and v.dtype in _FLOATS and v.shape else v for k, v in tensors.items()}
 
 
 def shard(run: Trained, folder: Path, form: str, **options: Any) -> Weights:
@@ -83,7 +88,7 @@ def peer_weights(oracle: Oracle, run: Trained, out: Path) -> dict[str, RawTensor
 def test_fp32_equals_zero_to_fp32(name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
     run = trained(name)
     theirs = peer_weights(oracle, run, tmp_path / "peer.safetensors")
-    ours = shard(run, tmp_path / "ours", "safetensors")
+    ours = shard(run, tmp_path / "ours", "safetensors", dtype="fp32")
     assert ours.tensors == expected_weights(run, torch.float32)
     named = ours.tensors | {alias: ours.tensors[owner] for alias, owner in ours.aliases.items()}
     left_out = run.truth.kind("frozen").keys() - run.truth.kind("fp32").keys() if run.case.stage == 1 else set()
@@ -94,6 +99,37 @@ def test_fp32_equals_zero_to_fp32(name: str, oracle: Oracle, trained: TrainedFac
     assert {k: cast(v, torch.float32) if v.dtype in _FLOATS else v for k, v in theirs.items()} == {
         k: named[k] for k in theirs
     }
+
+
+@pytest.mark.parametrize("name", ["z0_bf16", "z2_bf16", "z3_bf16", "z2_fp16", "z2_frozen_late", "bf16opt"])
+def test_without_a_type_nothing_is_cast(name: str, trained: TrainedFactory, tmp_path: Path) -> None:
+    run = trained(name)
+    found = shard(run, tmp_path / "out", "safetensors").tensors
+    assert found == expected_weights(run, None)
+    assert {found[fqn].dtype for fqn in run.truth.kind("fp32")} == {"F32"}
+    assert found["adapter.weight"].dtype == ("F16" if "fp16" in name else "BF16")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_run_without_masters_keeps_every_type(tmp_path: Path) -> None:
+    """Pure bf16 under FSDP, with a buffer of float64: torch's own state dict, bit for bit and byte for byte."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to(torch.bfloat16)
+    model[1].weight.requires_grad_(False)
+    model.register_buffer("exact", torch.linspace(0, 1, 5, dtype=torch.float64))
+    model.register_buffer("rough", torch.linspace(0, 1, 5, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    held = {name: raw(tensor) for name, tensor in model.state_dict().items()}
+
+    for to, read in (("safetensors", read_safetensors), ("torch", read_bin)):
+        convert(tmp_path / "dcp", tmp_path / to, to)
+        assert read(tmp_path / to).tensors == held
+    convert(tmp_path / "dcp", tmp_path / "wide", "safetensors", dtype="fp32")
+    assert read_safetensors(tmp_path / "wide").tensors == {name: cast(v, torch.float32) for name, v in held.items()}
 
 
 @pytest.mark.parametrize("form", _FORMS)
@@ -134,7 +170,7 @@ def test_the_peer_refuses_and_ours_reads(name: str, oracle: Oracle, trained: Tra
     error = oracle.peer_fp32(run.dir, tmp_path / "peer.safetensors")
     assert error is not None
     assert PEER_REFUSES[name] in error
-    assert shard(run, tmp_path / "ours", "safetensors").tensors == expected_weights(run, torch.float32)
+    assert shard(run, tmp_path / "ours", "safetensors", dtype="fp32").tensors == expected_weights(run, torch.float32)
 
 
 def test_tied_weights_as_safetensors(oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
@@ -151,14 +187,14 @@ def test_tied_weights_as_safetensors(oracle: Oracle, trained: TrainedFactory, tm
 def test_frozen_weights_of_stage_1(oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
     run = trained("z1_bf16")
     assert "adapter.weight" not in peer_weights(oracle, run, tmp_path / "peer.safetensors")
-    ours = shard(run, tmp_path / "ours", "safetensors").tensors["adapter.weight"]
+    ours = shard(run, tmp_path / "ours", "safetensors", dtype="fp32").tensors["adapter.weight"]
     assert ours == cast(run.truth.tensors["frozen/adapter.weight"], torch.float32)
 
 
 @pytest.mark.parametrize("name", ["z2_bf16", "z3_bf16"])
-def test_frozen_weights_are_fp32_too(name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
+def test_frozen_weights_become_fp32_too(name: str, oracle: Oracle, trained: TrainedFactory, tmp_path: Path) -> None:
     run = trained(name)
     theirs = peer_weights(oracle, run, tmp_path / "peer.safetensors")["adapter.weight"]
-    ours = shard(run, tmp_path / "ours", "safetensors").tensors["adapter.weight"]
+    ours = shard(run, tmp_path / "ours", "safetensors", dtype="fp32").tensors["adapter.weight"]
     assert (theirs.dtype, ours.dtype) == ("BF16", "F32")
     assert cast(theirs, torch.float32) == ours

@@ -180,7 +180,7 @@ class ConversionFlags(SourceFlags):
         choice(
             WeightDtype,
             also=DTYPE_NAMES,
-            help="Type of weights; default: fp32 from masters, else as stored; --to zero: as in SRC.",
+            help="Type of weights; default: masters and all else as stored; --to zero: as in SRC.",
             rich_help_panel=TARGET,
         ),
     ] = None

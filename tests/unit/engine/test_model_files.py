@@ -53,6 +53,21 @@ def test_they_lie_beside_the_weights(
     assert _convert(files, out, to, dtype=dtype).already_done
 
 
+def test_the_type_is_that_of_the_weights_as_stored(files: Path, tmp_path: Path) -> None:
+    """Without a wanted type a source without masters keeps its own, which the configuration may not know."""
+    load_engine().convert(
+        ConvertRequest(
+            source=SourceSpec(url=str(SOURCE)), target=str(tmp_path / "bf16"), to=TargetFormat.TORCH, dtype="bf16"
+        )
+    )
+    spec = SourceSpec(url=str(tmp_path / "bf16"))
+    out = tmp_path / "out"
+    load_engine().convert(
+        ConvertRequest(source=spec, target=str(out), to=TargetFormat.SAFETENSORS, model_files=str(files))
+    )
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
 def test_other_files_are_another_conversion(files: Path, tmp_path: Path) -> None:
     _convert(files, tmp_path / "out")
     (files / "tokenizer.json").write_text("{}")

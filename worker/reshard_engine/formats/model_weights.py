@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, WeightDtype
+from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
+from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32, SHORT_NAMES, Dtype
 from reshard_engine.tensors.layout import require_distinct
 
 
@@ -30,8 +30,8 @@ class Weight:
 def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
     """Every tensor to write: trained parameters from their masters, frozen ones, buffers.
 
-    Floating-point tensors are cast to the requested dtype; scalars, integers and booleans keep their types. Without
-    a requested dtype masters stay fp32, and a source without masters keeps its own types.
+    Floating-point tensors are cast to the requested dtype; scalars, integers, booleans and 8-bit floats keep their
+    types. Without a requested dtype every tensor keeps its type: masters theirs, all other tensors the stored one.
 
     Raises:
         RequestError: `request.unsatisfiable` if a parameter is stored nowhere, or if frozen parameters are to be left
@@ -44,8 +44,7 @@ def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
             "the source holds weights only: it does not say which of them were frozen",
             fix="leave out --exclude-frozen, or name the training checkpoint as the source",
         )
-    dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
-    wanted = BY_NAME[SHORT_NAMES[dtype.value]] if dtype else None
+    wanted = BY_NAME[SHORT_NAMES[request.dtype.value]] if request.dtype else None
     found: list[Weight] = []
     for parameter in checkpoint.parameters:
         if request.exclude_frozen and not parameter.trained:
@@ -54,6 +53,18 @@ def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
     found += [_weight(checkpoint, b.fqn, b.tensor, wanted) for b in checkpoint.buffers]
     require_distinct(w.fqn for w in found)
     return found
+
+
+def model_dtype(checkpoint: Checkpoint, request: ConvertRequest) -> str | None:
+    """The name of the type that holds every written parameter exactly; None where no parameter is a float."""
+    if request.dtype is not None:
+        return SHORT_NAMES[request.dtype.value]
+    written = (p for p in checkpoint.parameters if p.best is not None and (p.trained or not request.exclude_frozen))
+    types = {checkpoint.shard_map.tensors[p.value()].dtype for p in written}
+    floats = {dtype.name: dtype.itemsize_bytes for dtype in types if dtype.floating and dtype.itemsize_bytes > 1}
+    # Neither of two 16-bit types holds the numbers of the other.
+    both = len(floats) == 2 and set(floats.values()) == {2}
+    return FLOAT32.name if both else max(floats, key=lambda name: floats[name], default=None)
 
 
 def _weight(checkpoint: Checkpoint, fqn: str, index: int, wanted: Dtype | None) -> Weight:

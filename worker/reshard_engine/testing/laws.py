@@ -167,8 +167,8 @@ def _ways(trial: Trial) -> list[dict[str, Any]]:
     state, full = trial.saved.state, trial.source.full
     if trial.options["to"] == "dcp" and "grammar" not in trial.options["options"]["dcp"]:
         return []  # its keys are those of the source's framework, which no format on the way knows
-    # Without masters and without a wanted type, types stay what they are.
-    wide = "fp32" if full or trial.options.get("dtype") else None
+    # Without a wanted type, types stay what they are.
+    wide = "fp32" if trial.options.get("dtype") else None
     typed, resumable = "dtype" in trial.options, trial.oracle.wants_full_state
     weights = typed and not resumable
     ways: list[dict[str, Any]] = []

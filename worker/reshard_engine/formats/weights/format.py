@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
-from reshard.choices import TargetFormat, WeightDtype
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.formats.format import DryRun, Format
+from reshard_engine.formats.model_weights import model_dtype
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.weights.reader.safetensors import SafetensorsReader
 from reshard_engine.formats.weights.reader.torch_weights import TorchWeightsReader
@@ -63,9 +64,8 @@ class Weights(Format):
         from reshard_engine.formats.weights.model_files import read_model_files
 
         location = open_location(request.model_files, request.source.profile)
-        dtype = request.dtype or (WeightDtype.FP32 if checkpoint.trained else None)
         try:
-            files = read_model_files(location, dtype, unties=checkpoint.unties)
+            files = read_model_files(location, model_dtype(checkpoint, request), unties=checkpoint.unties)
         except SourceError as error:
             if request.options.peft.merge_adapter and error.code == "source.not_found":
                 return checkpoint  # `--model-files` was given only for the adapter's configuration

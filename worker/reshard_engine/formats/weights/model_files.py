@@ -12,11 +12,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from reshard.errors import SourceError, printable
-from reshard.models import WeightDtype
 from reshard_engine.storage.links import refuse_hub_link_elsewhere
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
-from reshard_engine.tensors.dtypes import SHORT_NAMES
 
 _NAMES = re.compile(
     r"config\.json|generation_config\.json"
@@ -30,12 +28,12 @@ _MAX_BYTES = 128 << 20
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def read_model_files(location: Location, dtype: WeightDtype | None, *, unties: bool = False) -> Mapping[str, bytes]:
+def read_model_files(location: Location, dtype: str | None, *, unties: bool = False) -> Mapping[str, bytes]:
     """The files of a directory by their names, `config.json` with the type that the weights get.
 
     Args:
         location: A directory that `save_pretrained` wrote, or a trainer's checkpoint.
-        dtype: The type of the weights that will lie beside them; None leaves the configuration as it is.
+        dtype: The name of the type of the weights that will lie beside them; None leaves the configuration as it is.
         unties: True if the head has weights of its own now, so that the configuration must not say that it is tied.
 
     Raises:
@@ -60,7 +58,7 @@ def read_model_files(location: Location, dtype: WeightDtype | None, *, unties: b
     return files | {"config.json": _fitting(files["config.json"], dtype, unties=unties)}
 
 
-def _fitting(data: bytes, dtype: WeightDtype | None, *, unties: bool) -> bytes:
+def _fitting(data: bytes, dtype: str | None, *, unties: bool) -> bytes:
     """The configuration with the type and ties of the target's weights, because loaders make weights match it."""
     try:
         config: Any = json.loads(data)
@@ -70,7 +68,7 @@ def _fitting(data: bytes, dtype: WeightDtype | None, *, unties: bool) -> bytes:
         raise SourceError("checkpoint.malformed", "config.json is not a JSON object", fix="copy it again")
     facts = cast("dict[str, Any]", config)
     keys = [k for k in _DTYPE_KEYS if isinstance(facts.get(k), str)] if dtype is not None else []
-    said = facts | {k: SHORT_NAMES[dtype.value] for k in keys if dtype is not None}
+    said = facts | dict.fromkeys(keys, dtype)
     if unties:
         # PEFT's merge writes the same. Without the key, the default of the model's class may be true.
         said["tie_word_embeddings"] = False
