@@ -16,8 +16,8 @@ def kept(state: LogicalState, layout: Layout, *, full: bool) -> LogicalState:
     """What the files hold of a run.
 
     They do not say which tensors are tied, and which are frozen parameters and which are buffers. Ties are found by
-    equal matrices of which the optimizer has updated one. Buffers are found by their element types and because FSDP leaves
-    them whole.
+    equal matrices of which the optimizer has updated one. Buffers are found by their element types and because FSDP
+    leaves them whole.
     """
     ties = {a: o for a, o in state.aliases.items() if full and _is_found_tied(state, layout, o)}
     entries = {n: _entry(state, layout, state.aliases.get(n, n)) for n in state.order}

@@ -167,7 +167,7 @@ def _grammar_of_2_3(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         version._derived_version = None
         for group, value in zip(optimizer.param_groups, kept, strict=True):
-            group |= {} if value is None else {DECOUPLED: value}
+            group.update({} if value is None else {DECOUPLED: value})
 
 
 def load(running: Running, kind: str, folder: Path, *, partial: bool = False) -> None:

@@ -56,7 +56,7 @@ def _parts(running: Running, ema: State) -> dict[str, Any]:
 def laid_out(layout: Any, parts: dict[str, Any]) -> Any:
     """The state dict of a layout: texts stand for parts, `**` merges one into its dict."""
     if isinstance(layout, str):
-        return parts[layout] if layout in parts else layout
+        return parts.get(layout, layout)
     if not isinstance(layout, dict):
         return layout
     found: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def _of_pair(first: Running, second: Running, extra: State) -> State:
 
 
 def pair(run: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Two models, two optimizers, two schedulers, saved in one state dict; ``truth`` is of the first, ``two`` of both."""
+    """Two models, two optimizers, two schedulers, saved in one state dict; ``truth`` is of the first."""
     start_world()
     both = _pair(FsdpRun.of(run), SOURCE_SEED)
     before = [train_steps(running) for running in both]
@@ -276,6 +276,20 @@ def turned(run: dict[str, Any], folder: str) -> dict[str, Any]:
     names = [name for name, _ in running.model.named_parameters()][::-1]
     Path(folder, "order.txt").write_text("\n".join(names) + "\n")
     dump(running.model, running.optimizer, None, Path(folder), "truth", {"losses_before": before})
+    return {"losses_after": train_steps(running)}
+
+
+def compiled(run: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The model's own state dict under ``torch.compile``: each name begins with that of its wrapper."""
+    start_world()
+    running = start(FsdpRun.of(run), seed=SOURCE_SEED)
+    before = train_steps(running)
+    optimizer = states.get_optimizer_state_dict(running.model, running.optimizer)
+    wrapped: Any = torch.compile(running.model, backend="eager")
+    state = {"model": wrapped.state_dict(), "optimizer": optimizer, "lr_scheduler": running.scheduler.state_dict()}
+    assert all(name.startswith("_orig_mod.") for name in state["model"])
+    dcp.save(state, checkpoint_id=str(Path(folder, "compiled")))
+    dump(running.model, running.optimizer, running.scheduler, Path(folder), "truth", {"losses_before": before})
     return {"losses_after": train_steps(running)}
 
 

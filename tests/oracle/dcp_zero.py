@@ -17,8 +17,9 @@ DECOUPLED = "decoupled_weight_decay"
 """Torch before 2.7 and DeepSpeed's FusedAdam have no such key: sources of Adam are saved without it."""
 
 
-def _engine(case: Case, world: int, seed: int) -> Any:
-    model = build_model(case, seed)
+def _engine(case: Case, world: int, seed: int, *, compiled: bool = False) -> Any:
+    model: Any = build_model(case, seed)
+    model = torch.compile(model, backend="eager") if compiled else model
     config = ds_config(case, world) | {"gradient_clipping": 0.0}
     groups = param_groups(case, model)
     initialize: Any = deepspeed.initialize
@@ -46,15 +47,22 @@ def save(case: dict[str, Any], folder: str) -> dict[str, Any]:
     kept = [group.pop(DECOUPLED, None) if case["optimizer"] == "adam" else None for group in groups]
     engine.save_checkpoint(str(Path(folder, "ckpt")), tag=tag)
     for group, value in zip(groups, kept, strict=True):
-        group |= {} if value is None else {DECOUPLED: value}
+        group.update({} if value is None else {DECOUPLED: value})
     dump_states(engine, Path(folder), "truth", {"losses_before": before})
     return {"tag": tag, "losses_before": before, "losses_after": train_steps(engine, STEPS, rank, world)}
 
 
-def load(case: dict[str, Any], path: str, out: str) -> dict[str, Any]:
-    """Resumes from a DeepSpeed checkpoint, dumps ``out/resumed.*`` as loaded and trains three steps."""
+def load(case: dict[str, Any], path: str, out: str, compiled: bool = False) -> dict[str, Any]:
+    """Resumes from a DeepSpeed checkpoint, dumps ``out/resumed.*`` as loaded and trains three steps.
+
+    Args:
+        case: the run.
+        path: the checkpoint.
+        out: where to dump.
+        compiled: by ``torch.compile``, whose wrapper makes every name of the state dict longer.
+    """
     rank, world = start_world()
-    engine = _engine(Case(**case), world, RESUME_SEED)
+    engine = _engine(Case(**case), world, RESUME_SEED, compiled=compiled)
     found, _ = engine.load_checkpoint(path)
     assert found is not None, f"DeepSpeed found no checkpoint in {path}"
     dump_states(engine, Path(out), "resumed", {})

@@ -131,6 +131,40 @@ def test_masters_of_zero_in_bf16_go_to_fsdp2(
 
 
 @pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2))
+def test_groups_of_an_older_torch_go_to_zero(stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    """DeepSpeed takes groups as they are; torch's optimizers from 2.7 on ask them for a key that older ones lack."""
+    source = saved("fsdp2")
+    dcp_convert(source.path("v2_3"), tmp_path / "zero" / TAG, "zero", dp=3, zero_stage=stage)
+    resumed = fsdp.resume("zero", zero_run(stage, source.run, 3), tmp_path / "zero", tmp_path / "out")
+    assert resumed.state.hyper_parameters == source.truth.hyper_parameters
+
+
+@pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2))
+def test_adam_stays_adam(stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    """Groups of torch before 2.7, and of DeepSpeed's FusedAdam, do not say if weight decay is decoupled.
+
+    The decay of 0.3 is large enough that AdamW's losses leave Adam's at the second step.
+    """
+    run, adams = RUNS["fsdp2_adam"], "decoupled_weight_decay (False)"
+    # From torch's file of 2.3 to FSDP2 and to DeepSpeed.
+    source = saved(run)
+    assert any(adams in text for text in dcp_convert(source.path("v2_3"), tmp_path / "dcp", "dcp").warnings)
+    rates = source.truth.meta["lr_scheduler"]
+    (resumed,) = fsdp.resume_all([Job(run.on(Mesh(3)), "app", tmp_path / "dcp", tmp_path / "1", scheduler=rates)])
+    assert_goes_on(source, resumed)
+    dcp_convert(source.path("nested"), tmp_path / "zero" / TAG, "zero", dp=3, zero_stage=stage)
+    assert_goes_on(source, fsdp.resume("zero", zero_run(stage, run, 3), tmp_path / "zero", tmp_path / "2"))
+    # From DeepSpeed to FSDP2, and back to DeepSpeed.
+    source = saved(zero_run(stage, run, 4), "zero")
+    result = dcp_convert(source.path(), tmp_path / "there", "dcp", grammar="state-dict")
+    assert any(adams in text for text in result.warnings)
+    (resumed,) = fsdp.resume_all([Job(run.on(Mesh(3)), "nested", tmp_path / "there", tmp_path / "3")])
+    assert_goes_on(source, resumed)
+    dcp_convert(tmp_path / "there", tmp_path / "back" / TAG, "zero", dp=3, zero_stage=stage)
+    assert_goes_on(source, fsdp.resume("zero", zero_run(stage, run, 3), tmp_path / "back", tmp_path / "4"))
+
+
+@pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2))
 @pytest.mark.parametrize("grammar", rest_full(("state-dict", "torchtitan", "accelerate"), "accelerate"))
 def test_zero_to_dcp_and_back_is_the_same(stage: Any, grammar: str, saved: SavedFactory, tmp_path: Path) -> None:
     source = saved(zero_run(stage, RUNS["fsdp2"], 4), "zero")

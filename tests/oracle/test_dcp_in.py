@@ -7,6 +7,7 @@ hold everything, and weights.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,10 @@ def test_torch_checkpoints_are_read(name: str, kinds: tuple[str, ...], saved: Sa
     found = {}
     for kind in kinds:
         dcp_convert(source.path(kind), tmp_path / kind, "universal", **order_of(kind))
-        problems = universal_problems(tmp_path / kind, source.truth, scheduler=kind in WITH_SCHEDULER)
+        truth = source.truth
+        for group in truth.meta["groups"] if kind == "v2_3" else ():
+            group.pop("decoupled_weight_decay", None)  # torch 2.3 has no such key
+        problems = universal_problems(tmp_path / kind, truth, scheduler=kind in WITH_SCHEDULER)
         found |= {kind: problems} if problems else {}
     assert found == {}
     dcp_convert(source.path(kinds[0]), tmp_path / "weights", "safetensors")
@@ -63,7 +67,7 @@ def test_numbers_that_could_be_several_parameters_are_refused(
 
 
 def order_of(kind: str) -> dict[str, str]:
-    """What the user says of an optimizer's own state dict: each of its groups has the model's order."""
+    """What the user says of an optimizer without names: each of its groups has the model's order."""
     return {"param_order": "groups"} if kind == "raw" else {}
 
 
@@ -121,5 +125,12 @@ def test_checkpoints_of_frameworks_are_read(
     framework: Framework, name: str, saved: SavedFactory, tmp_path: Path
 ) -> None:
     source = saved(RUNS.get(name) or FsdpRun(name), framework)
-    dcp_convert(source.path(), tmp_path / "universal", "universal")
+    options: dict[str, Any] = {}
+    if framework == "titan":
+        # Its optimizer is flattened, and its scheduler keeps no learning rates that would tell the order of groups.
+        with pytest.raises(SourceError) as refused:
+            dcp_convert(source.path(), tmp_path / "universal", "universal")
+        assert refused.value.code == "checkpoint.ambiguous"
+        options["param_order"] = [name for group in source.truth.meta["groups"] for name in group["names"]]
+    dcp_convert(source.path(), tmp_path / "universal", "universal", **options)
     assert universal_problems(tmp_path / "universal", source.truth) == []

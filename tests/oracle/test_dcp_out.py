@@ -210,7 +210,7 @@ def test_missing_moments_are_left_out_or_refused_on_demand(
 
 def test_the_same_bytes_come_out_however_it_was_saved(saved: SavedFactory, tmp_path: Path) -> None:
     source = saved("fsdp2")
-    kinds = ("app", "async", "no_collectives", "threads", "items", "v2_3")
+    kinds = ("app", "async", "no_collectives", "threads", "items")
     for kind in kinds:
         dcp_convert(source.path(kind), tmp_path / kind, "dcp", grammar="accelerate", files=2)
     wanted = contents(tmp_path / "app")

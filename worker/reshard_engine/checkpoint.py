@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 from reshard.errors import RequestError, SourceError, printable
@@ -254,6 +254,8 @@ class Checkpoint:
     counters: Counters = Counters()
     schedulers: tuple[Node, ...] = ()
     """The state dicts of learning-rate schedulers. In every tree of a checkpoint a `PTensorRef` stands for a tensor."""
+    scheduler_keys: tuple[str, ...] = ()
+    """The names of the schedulers in the source, where they have any."""
     own_scheduler: int = 0
     """Index of the scheduler that changes this optimizer's learning rates."""
     rng: tuple[Mapping[str, Node], ...] = ()
@@ -262,6 +264,8 @@ class Checkpoint:
     """Everything else that the training script saved with the checkpoint, by its own keys."""
     model_files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Contents of configuration, tokenizer and similar files by file name, for targets that hold them too."""
+    run_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The names of the run that saved it, by name, where torch.compile made them longer. The same run loads those."""
     module_names: tuple[str, ...] = ()
     """Names of the model's state dict, in its order (param groups have another); empty where nothing shows it."""
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
@@ -315,6 +319,23 @@ class Checkpoint:
         """The shapes of parameters and buffers by name."""
         buffers = {b.fqn: self.shard_map.tensors[b.tensor].shape for b in self.buffers}
         return buffers | {p.fqn: p.shape for p in self.parameters}
+
+    def as_in_the_run(self) -> Checkpoint:
+        """The checkpoint under the names that its run loads."""
+        names = self.run_names
+        if not names:
+            return self
+        tensors = tuple(replace(t, fqn=names.get(t.fqn, t.fqn)) for t in self.shard_map.tensors)
+        return replace(
+            self,
+            parameters=tuple(replace(p, fqn=names.get(p.fqn, p.fqn)) for p in self.parameters),
+            buffers=tuple(replace(b, fqn=names.get(b.fqn, b.fqn)) for b in self.buffers),
+            shared={names.get(a, a): names.get(o, o) for a, o in self.shared.items()},
+            shard_map=replace(self.shard_map, tensors=tensors),
+            module_names=tuple(names.get(n, n) for n in self.module_names),
+            extra_states={names.get(n, n): node for n, node in self.extra_states.items()},
+            run_names={},
+        )
 
     @property
     def padding_rows(self) -> int:

@@ -83,8 +83,8 @@ def _count(checkpoint: Checkpoint) -> int:
 
 def _scheduled_rates(checkpoint: Checkpoint) -> list[Node]:
     """The learning rates that a scheduler of torch set last, one per group; empty where no scheduler keeps them."""
-    states = [mapping_items(s, what="schedulers") for s in checkpoint.schedulers if is_mapping(s)]
-    last = states[0].get("_last_lr") if states else None
+    node = checkpoint.scheduler
+    last = mapping_items(node, what="a scheduler").get("_last_lr") if is_mapping(node) else None
     rates = list(last.items) if isinstance(last, PList) else []
     return rates if len(rates) == _count(checkpoint) and all(type(r) is float for r in rates) else []
 

@@ -112,8 +112,6 @@ def model_states(checkpoint: Checkpoint) -> dict[str | int, Node]:
         RequestError: `request.unsatisfiable` if DeepSpeed keeps less than the source holds.
     """
     facts, why = facts_of(checkpoint), None
-    if len(checkpoint.schedulers) > 1:
-        why = f"the source has {len(checkpoint.schedulers)} learning-rate schedulers, and DeepSpeed keeps one"
     if taken := [str(k) for k in checkpoint.client_state if k in OWN_KEYS or k in COUNTERS or k == SCHEDULER]:
         why = f"the client state has {listed(taken)}, and DeepSpeed keeps something else under that name"
     if why is not None:
@@ -125,7 +123,7 @@ def _joined(checkpoint: Checkpoint, facts: DeepSpeedFacts) -> dict[str | int, No
     held: dict[str | int, Node] = {SCHEDULER: None} if SCHEDULER in facts.order else {}
     held |= facts.entries
     held |= {k: v for k, name in COUNTERS.items() if (v := getattr(checkpoint.counters, name)) is not None}
-    held |= {SCHEDULER: checkpoint.schedulers[0]} if checkpoint.schedulers else {}
+    held |= {SCHEDULER: checkpoint.scheduler} if checkpoint.schedulers else {}
     for states in checkpoint.rng[:1]:
         held |= {**states}
     held |= checkpoint.client_state
@@ -206,11 +204,17 @@ def derived_warnings(checkpoint: Checkpoint) -> list[str]:
 
 
 def not_kept(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
-    """Counters that DeepSpeed's files cannot hold: tokens, unless Megatron's arguments count them."""
+    """Parts of the run that DeepSpeed's files cannot hold: tokens, unless Megatron's arguments count them, and more.
+
+    It keeps one scheduler.
+    """
     lost = ["tokens"] if checkpoint.counters.tokens is not None and ARGS not in checkpoint.client_state else []
+    count = len(checkpoint.schedulers)
+    keys = checkpoint.scheduler_keys or tuple(f"{SCHEDULER}[{i}]" for i in range(count))
+    further = named((keys[i] for i in range(count) if i != checkpoint.own_scheduler), "DeepSpeed keeps one scheduler")
     own = isinstance(checkpoint.facts, DeepSpeedFacts)
     others = () if own else of_the_format(checkpoint, "DeepSpeed's checkpoints have no place for it")
-    return (*named(lost, "DeepSpeed counts no tokens"), *others)
+    return (*named(lost, "DeepSpeed counts no tokens"), *further, *others)
 
 
 def split_groups(nodes: Iterable[Node]) -> tuple[tuple[ParamGroup, ...], tuple[Node, ...]]:

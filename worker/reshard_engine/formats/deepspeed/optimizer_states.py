@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -52,13 +53,13 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
             "trained in a narrower type, and DeepSpeed keeps masters in fp32",
             fix="write the weights alone: --to safetensors",
         )
-    lacking = [p.fqn for p in checkpoint.trained if set(states) - set(p.states) and not p.never_updated]
-    if lacking and len(states) > 1:
+    kinds = Counter(tuple(n for n in states if n in p.states) for p in checkpoint.trained if not p.never_updated)
+    if len(kinds) > 1:
+        said = [f"{count} have {listed([n for n in held if n != 'fp32']) or 'none'}" for held, count in kinds.items()]
         raise RequestError(
             "request.unsatisfiable",
-            f"{len(lacking)} of {len(checkpoint.trained)} parameters have no optimizer states "
-            f"({printable(lacking[0])}, ...): they were offloaded and not saved",
-            fix="write the weights alone: --to safetensors",
+            f"parameters have different optimizer states: {'; '.join(said)}, and DeepSpeed's engine has one optimizer",
+            fix="write all of it as a distributed checkpoint: --to dcp; or the weights alone: --to safetensors",
         )
     return list(states)
 

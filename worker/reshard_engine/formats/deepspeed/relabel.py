@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from reshard.choices import TargetFormat
 from reshard.models import ConvertRequest, NameScheme
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
 from reshard_engine.formats.deepspeed.facts import facts_of
@@ -29,6 +30,8 @@ def relabelled(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         RequestError: `request.unsatisfiable` for names that the map does not know.
     """
     options = request.options.deepspeed
+    if request.to in (TargetFormat.ZERO, TargetFormat.UNIVERSAL):
+        checkpoint = checkpoint.as_in_the_run()
     if options.names is not None:
         checkpoint = _renamed(checkpoint, options.names)
     if not checkpoint.parameters or (options.names is None and options.rules is None and options.family is None):

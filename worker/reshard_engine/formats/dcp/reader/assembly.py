@@ -13,7 +13,7 @@ from reshard_engine.formats.dcp.facts import DcpFacts
 from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.companions import Companions
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
-from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel
+from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel, compiled_names
 from reshard_engine.formats.dcp.reader.pairs import Reading, ReadPair, Tensors, read_pair
 from reshard_engine.formats.dcp.reader.roles import Pair, key_of, sort_roles
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedState, SavedTensor, SavedValue
@@ -120,12 +120,15 @@ class Assembly:
             agreements=(*self._tensors.chunks.agreements, *(a for p in pairs for a in p.agreements)),
             counters=counters,
             schedulers=tuple(schedulers.values()),
+            scheduler_keys=tuple(schedulers),
             own_scheduler=own,
             client_state={**client_state, **beside.client_state},
             not_carried=tuple(self._not_carried),
         )
-        bare = replace(whole, warnings=(), agreements=(), counters=Counters(), schedulers=(), own_scheduler=0,
-                       client_state={}, not_carried=(), foreign_globals=())  # fmt: skip
+        bare = replace(
+            whole, warnings=(), agreements=(), counters=Counters(), schedulers=(), scheduler_keys=(), own_scheduler=0,
+            client_state={}, not_carried=(), foreign_globals=(),
+        )  # fmt: skip
         further = tuple(
             _with_pair(bare, read, self._facts(pair, read, grammar))
             for pair, read in zip(roles.pairs[1:], others, strict=True)
@@ -139,6 +142,7 @@ class Assembly:
             texts=dict(self._companions.texts),
             rank_states=beside.rng,
         )
+        undecided += _unread_values(rest, home, first)
         complete = _with_pair(whole, first, facts)
         return replace(complete, undecided=(*roles.undecided, *complete.undecided, *undecided))
 
@@ -310,8 +314,29 @@ def _with_pair(checkpoint: Checkpoint, read: ReadPair, facts: DcpFacts) -> Check
         module_names=read.module_names,
         undecided=read.undecided,
         assumed=read.assumed,
+        run_names=compiled_names(read.wrapped_names),
         facts=facts,
     )
+
+
+def _unread_values(entries: Mapping[str | int, Node], home: KeyPath, read: ReadPair) -> tuple[Undecided, ...]:
+    """Refusals of targets that need a model or an optimizer which was saved as one value: without flattening.
+
+    Such a value holds what one rank had of it: nothing says if that is all.
+    """
+    held = {k: mapping_items(v, what=str(k)) for k, v in entries.items() if is_mapping(v)}
+    models = [k for k, v in held.items() if any(isinstance(item, PTensorRef) for item in v.values())]
+    optimizers = [k for k, v in held.items() if {"state", "param_groups"} <= v.keys()]
+    asked: list[Undecided] = []
+    for question, there, found in (
+        (Question.MODEL, read.parameters or read.buffers, models),
+        (Question.OPTIMIZER, read.optimizer, optimizers),
+    ):
+        if found and not there:
+            place = printable(key_of((*home, found[0])))
+            text = f"the {question.value} at {place} was saved as one value of one rank"
+            asked.append(Undecided(question, text, "save with the default planner (flatten_state_dict=True)"))
+    return tuple(asked)
 
 
 def _schedulers(entries: Mapping[str | int, Node], place: KeyPath) -> Iterator[tuple[KeyPath, Node]]:

@@ -37,7 +37,8 @@ NodeOf = Callable[[Sequence[Item]], Node]
 Order = ParamOrder | tuple[str, ...] | None
 """The user's word on the order of an optimizer's parameters."""
 GROUPS, STATE, PARAMS, NAMES = "param_groups", "state", "params", "param_names"
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_COMPILED = "_orig_mod"
+_WRAPPERS = frozenset({_COMPILED, "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Modules that only wrap others: of torch.compile, FSDP and activation checkpointing."""
 _BY_NAME = (
     "save the optimizer with torch.distributed.checkpoint.state_dict.get_state_dict, which names parameters; weights "
@@ -70,8 +71,21 @@ def plain_names(names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _plain(name: str) -> str:
-    return ".".join(p for p in name.split(".") if p not in _WRAPPERS)
+def _plain(name: str, wrappers: frozenset[str] = _WRAPPERS) -> str:
+    return ".".join(p for p in name.split(".") if p not in wrappers)
+
+
+def compiled_names(wrapped: Mapping[str, str]) -> dict[str, str]:
+    """The names with torch.compile's wrapper alone, by plain name, for those that have it.
+
+    The state dict of a model that was compiled by `torch.compile(model)` has them under every framework.
+    """
+    found: dict[str, str] = {}
+    for plain, name in wrapped.items():
+        compiled = _plain(name, _WRAPPERS - {_COMPILED})
+        if _COMPILED in compiled.split("."):
+            found[plain] = compiled.removeprefix("module.") if not _plain(compiled).startswith(plain) else compiled
+    return found
 
 
 @dataclass(frozen=True)
@@ -417,23 +431,35 @@ def _joined(
             fix="list each parameter of the optimizer once, in its order",
         )
     groups: dict[object, tuple[ParamGroup, list[str]]] = {}
-    order = None if order is ParamOrder.GROUPS else order
     for one in sorted(single, key=lambda g: rank[names[g.members[0]]]):
         values = one.group.hyper_parameters
         same = tuple((k, _token(v)) for k, v in sorted(values.items(), key=lambda i: str(i[0])))
         groups.setdefault(same, (one.group, []))[1].append(one.members[0])
-    found = tuple(ReadGroup(group, tuple(members)) for group, members in groups.values())
+    found = [ReadGroup(group, tuple(members)) for group, members in groups.values()]
+    return _in_order(found, names, schedulers, said=order is not None and order is not ParamOrder.GROUPS)
+
+
+def _in_order(
+    found: Sequence[ReadGroup], names: Mapping[str, str], schedulers: Sequence[Node], *, said: bool
+) -> ReadOptimizer:
+    """The groups in the order of a scheduler's initial rates, or in the order that they have if the user said so."""
     rates = next((r for s in schedulers if (r := _rates(s)) is not None), None)
     own = [_initial(g) for g in found]
     warnings: tuple[str, ...] = ()
     if rates is not None and sorted(map(str, rates)) != sorted(map(str, own)):
         warnings = (_NO_ORDER.format(rates=rates, own=own),)
-    elif rates is not None and order is None and len({*map(str, rates)}) == len(rates):
+    elif rates is not None and len({*map(str, rates)}) == len(rates):
+        if said and rates != own:
+            raise RequestError(
+                "request.invalid",
+                f"--param-order gives the param groups the initial rates {own}, and the scheduler keeps {rates}",
+                fix="leave --param-order out: the scheduler tells the order of the groups",
+            )
         return ReadOptimizer(tuple(found[own.index(rate)] for rate in rates), names)
-    if order is not None or len(found) < 2:
-        return ReadOptimizer(found, names, warnings=warnings)
+    if said or len(found) < 2:
+        return ReadOptimizer(tuple(found), names, warnings=warnings)
     text = f"the optimizer is flattened, and nothing says in which order its {len(found)} param groups come"
-    return ReadOptimizer(found, names, (Undecided(Question.GROUPS, text, _SAY_GROUPS),), warnings)
+    return ReadOptimizer(tuple(found), names, (Undecided(Question.GROUPS, text, _SAY_GROUPS),), warnings)
 
 
 _NO_ORDER = (

@@ -26,6 +26,7 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, ObjectInfo, read_bytes
 
 _NOT_COUNTED = Counters()
+_GROUPS = ".param_groups."
 _COPY_AGAIN = "copy the checkpoint again: `.metadata` is written last, when all files are there"
 
 
@@ -206,15 +207,36 @@ def _refuse_overlaps(metadata: Metadata, location: Location, there: Mapping[str,
     )
 
 
-def _path(metadata: Metadata, key: str) -> KeyPath:
-    return metadata.paths.get(key, (key,)) if metadata.paths is not None else (key,)
+def _paths(metadata: Metadata) -> Mapping[str, KeyPath]:
+    """The path of each key; of a planner without flattening a key is a path of one part, but for joined keys.
+
+    A state dict of one level may hold a flattened optimizer below a key of its own, and a model below another. The
+    optimizer's names then tell which keys are the model's.
+
+    Source: torch 2.13.0 `distributed/checkpoint/default_planner.py` (`flatten_state_dict=False`: no `planner_data`).
+    """
+    if metadata.paths is not None:
+        return metadata.paths
+    keys = {e.key for e in (*metadata.tensors, *metadata.values)}
+    found: dict[str, KeyPath] = {}
+    for place in dict.fromkeys(k[: k.index(_GROUPS)] for k in keys if _GROUPS in k):
+        own = {k: (place, k[len(place) + 1 :]) for k in keys if k.startswith((f"{place}.state.", f"{place}{_GROUPS}"))}
+        names = [path[1].partition(".")[2].rpartition(".")[0] for k, path in own.items() if _GROUPS in k]
+        left = keys - own.keys()
+        models = {k.removesuffix(f".{names[0]}") for k in left if k.endswith(f".{names[0]}")}
+        for model in models if names[0] not in left else ():
+            if all(f"{model}.{name}" in left for name in names):
+                found |= {k: (model, k[len(model) + 1 :]) for k in left if k.startswith(f"{model}.")}
+        found |= own
+    return found
 
 
 def _state_of(part: Part) -> SavedState:
     metadata = part.metadata
+    paths = _paths(metadata)
     return SavedState(
-        tensors=tuple(SavedTensor(_path(metadata, t.key), t, part) for t in metadata.tensors),
-        values=tuple(SavedValue(_path(metadata, v.key), v, part) for v in metadata.values),
+        tensors=tuple(SavedTensor(paths.get(t.key, (t.key,)), t, part) for t in metadata.tensors),
+        values=tuple(SavedValue(paths.get(v.key, (v.key,)), v, part) for v in metadata.values),
         order=tuple((metadata.paths or {}).values()),
     )
 

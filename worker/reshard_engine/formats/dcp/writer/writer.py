@@ -205,12 +205,11 @@ class _LaidOut:
         """The entries of a model, and those of its optimizer."""
         target, facts = self._target, facts_of(checkpoint)
         state_dict = StateDict(checkpoint, places)
-        model = list(state_dict.model(exclude_frozen=target.request.exclude_frozen))
-        if facts is not None and facts.model_path is None and facts.optimizer_path is not None:
-            model = []
+        alone = facts is not None and facts.model_path is None and facts.optimizer_path is not None
+        model = [] if alone else list(state_dict.model(exclude_frozen=target.request.exclude_frozen))
         if checkpoint.optimizer is None:
             return model, []
-        needs_rate = target.grammar is Grammar.TORCHTITAN
+        needs_rate = target.grammar is Grammar.TORCHTITAN and not target.own
         groups, warnings = groups_to_write(checkpoint, needs_initial_lr=needs_rate)
         optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
         self.warnings += [*warnings, *state_dict.warnings]
@@ -265,7 +264,8 @@ def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
         default = (*target.home, "lr_scheduler" if not number else f"lr_scheduler_{number}")
         yield paths[number] if number < len(paths) else default, node
     state = dict(checkpoint.client_state)
-    if target.grammar is Grammar.TORCHTITAN and "train_state" not in state:
+    counted = checkpoint.counters.steps is not None or checkpoint.counters.tokens is not None
+    if target.grammar is Grammar.TORCHTITAN and (counted or not target.own) and "train_state" not in state:
         state["train_state"] = mapping_of({
             "step": steps_of(checkpoint) or 0, "ntokens_seen": checkpoint.counters.tokens or 0,
         })  # fmt: skip
@@ -290,7 +290,7 @@ def _is_free(places: Places, entry: StateEntry, taken: Container[KeyPath]) -> bo
 def _made_counters(target: _Target) -> Iterator[str]:
     """Warnings about counters that a framework insists on and the source does not have."""
     titan, counters = target.grammar is Grammar.TORCHTITAN, target.checkpoint.counters
-    if titan and "train_state" in target.checkpoint.client_state:
+    if target.own or (titan and "train_state" in target.checkpoint.client_state):
         return
     if titan and counters.tokens is None:
         yield "train_state.ntokens_seen is 0, as the source counts no tokens"

@@ -179,8 +179,8 @@ def _weight_decay(checkpoint: Checkpoint) -> float:
     Raises:
         RequestError: `request.unsatisfiable` if neither the scheduler nor the arguments say it.
     """
-    found = next(filter(is_mapping, checkpoint.schedulers), None)
-    scheduler = {} if found is None else mapping_items(found, what="schedulers")
+    found = checkpoint.scheduler
+    scheduler = mapping_items(found, what="a scheduler") if is_mapping(found) else {}
     keys = ("start_wd", "end_wd", "num_steps", "wd_incr_steps")
     start, end, step, steps = (v if isinstance(v := scheduler.get(k), int | float) else None for k in keys)
     if start is not None and end is not None:
