@@ -50,8 +50,9 @@ class TenantLimits:
 
     def roots(self, service: Roots) -> Roots:
         """The places at all that an engine may open for the tenant, and those that it may write."""
-        known = self.read_roots is not None and self.write_roots is not None
-        opened = _below(service, (*(self.read_roots or ()), *(self.write_roots or ()))) if known else service
+        opened = service
+        if self.read_roots is not None and self.write_roots is not None:
+            opened = _below(service, (*self.read_roots, *self.write_roots))
         return replace(opened, writable=self._writing(service).urls)
 
     def _reading(self, service: Roots) -> Roots:

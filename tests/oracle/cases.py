@@ -9,7 +9,7 @@ GLOBAL_BATCH = 12  # 1, 2, 3 and 4 ranks divide it, so every world sees the same
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Stage = Literal[0, 1, 2, 3, "bf16opt"]
-OptimizerName = Literal["adam", "adamw", "sgd", "adagrad", "lion", "plain_sgd", "adafactor"]
+OptimizerName = Literal["adam", "adamw", "sgd", "adagrad", "lion", "plain_sgd", "adafactor", "amsgrad", "asgd"]
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ def trainer(
     dp: int | None = None,
     plain: bool = False,
     lora: bool = False,
+    optim: str = "adamw_torch",
 ) -> dict[str, Any]:
     """Trains to the end under ``Trainer``, from the start or from ``reshard.ensure(source)``.
 
@@ -104,6 +105,7 @@ def trainer(
         dp: what ``ensure`` is asked for; None leaves it to the visible world.
         plain: resume from the source itself.
         lora: train an adapter of PEFT; the Trainer then leaves the frozen weights out of what DeepSpeed saves.
+        optim: the Trainer's name of the optimizer.
 
     Returns:
         ``losses`` by step, and the ``path`` that was resumed from.
@@ -115,6 +117,7 @@ def trainer(
         deepspeed=_config(stage),
         per_device_train_batch_size=GLOBAL_ROWS // world,
         learning_rate=5e-2 if lora else 3e-3,
+        optim=optim,
         lr_scheduler_type="linear",
         warmup_steps=2,
         max_steps=STEPS,

@@ -219,6 +219,10 @@ def client_optimizer(case: Case, groups: list[Any]) -> torch.optim.Optimizer | N
             return torch.optim.SGD(groups, lr=5e-2)
         case "adafactor":
             return Adafactor(groups, lr=1e-2, scale_parameter=True, relative_step=False)
+        case "amsgrad":
+            return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+        case "asgd":
+            return torch.optim.ASGD(groups, lr=1e-2, t0=1)
         case "lion":
             return Lion(groups, lr=2e-3, weight_decay=0.01)
 

@@ -86,6 +86,7 @@ _MAY_BE_LEFT_OUT = [
     re.compile(pattern)
     for pattern in (
         r".*: weights hold no training state",
+        r"optimizer\.RMS: one number for each rank's partition, which Adafactor computes anew before it reads it",
         r".*: the format holds tensors only, .*",
         r".*: left out, as asked",
         r"optimizer: its states have no names",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import lr_scheduler as torch_kinds
+from transformers.optimization import GreedyLR
 
 from oracle.cases import Case, ds_config
 from oracle.models import build_model
@@ -43,6 +44,7 @@ TORCH: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda o: torch_kinds.OneCycleLR(o, _RATE, total_steps=10),
     "CosineAnnealingWarmRestarts": lambda o: torch_kinds.CosineAnnealingWarmRestarts(o, T_0=5),
     "ReduceLROnPlateau": lambda o: torch_kinds.ReduceLROnPlateau(o, patience=2),
+    "GreedyLR": lambda o: GreedyLR(o, patience=1, factor=0.5),
     "SequentialLR": lambda o: torch_kinds.SequentialLR(
         o, [torch_kinds.LinearLR(o, total_iters=3), torch_kinds.ExponentialLR(o, gamma=0.9)], [3]
     ),
@@ -50,7 +52,7 @@ TORCH: dict[str, Callable[[Any], Any]] = {
         [torch_kinds.ConstantLR(o, total_iters=6), torch_kinds.ExponentialLR(o, gamma=0.9)]
     ),
 }
-"""Torch's, made from the optimizer."""
+"""Torch's, and one of transformers, made from the optimizer."""
 
 
 def _engine(kind: str, world: int, seed: int, stage: int, *, universal: bool = False) -> Any:
@@ -71,13 +73,13 @@ def _engine(kind: str, world: int, seed: int, stage: int, *, universal: bool = F
 
 
 def _train(engine: Any, kind: str, rank: int, world: int) -> tuple[list[float], list[float]]:
-    """Rates and losses of the next steps; `ReduceLROnPlateau` is given a metric that never gets better."""
+    """Rates and losses of the next steps; schedulers that want a metric get one that never gets better."""
     rates, losses = [], []
     for _ in range(STEPS):
         rates.append(float(engine.optimizer.param_groups[0]["lr"]))
         loss = engine(*batch(engine.global_steps, rank, world))
         engine.backward(loss)
-        engine.step(lr_kwargs={"metrics": 1.0} if kind == "ReduceLROnPlateau" else None)
+        engine.step(lr_kwargs={"metrics": 1.0} if kind in ("ReduceLROnPlateau", "GreedyLR") else None)
         losses.append(float(loss))
     return rates, losses
 

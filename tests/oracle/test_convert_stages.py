@@ -14,16 +14,20 @@ from pathlib import Path
 import pytest
 
 from house.tiers import rest_full
-from oracle.cases import Stage
+from oracle.cases import Case, Stage
 from oracle.conversions import (
     TWO_GROUPS_AT_STAGE_3,
     UniversalFactory,
+    agree,
     assert_continues,
     hyper_parameters_of,
     target_of,
 )
 from oracle.driver import Oracle
+from oracle.launcher import WorldError
+from oracle.outputs import convert
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences, meta_differences
+from reshard.errors import RequestError
 
 
 @pytest.mark.parametrize(
@@ -81,11 +85,41 @@ def test_stage_3_restores_states_but_the_first_groups_hyper_parameters(
 ) -> None:
     # The loader's fault, not the files': `optimizer_state.pt` holds both groups.  When this fails, it is mended.
     converted = universal(name)
+    (said,) = (text for text in converted.warnings if text.startswith("at ZeRO-3"))
+    assert "gives the 2 param groups the first one's lr, weight_decay: set them after loading" in said
     truth = converted.run.truth
     resumed = oracle.resume_universal(converted.run.case, converted.root, tmp_path, world=world, steps=0)
     assert differences(truth, resumed.state, without=NOT_LOADED_BY_UNIVERSAL) == []
     assert hyper_parameters_of(truth, "gain") == (5e-3, 0.0)
     assert hyper_parameters_of(resumed.state, "gain") == hyper_parameters_of(truth, "embed.weight") == (1e-2, 0.1)
+
+
+def test_amsgrad_goes_on_at_stage_2_and_fails_at_stage_3_as_a_warning_says(oracle: Oracle, tmp_path: Path) -> None:
+    run = oracle.train(Case("amsgrad", 2, "fp32", optimizer="amsgrad"), tmp_path)
+    result = convert(run.dir, tmp_path / "any" / run.tag, "universal")
+    (said,) = result.warnings
+    assert said.startswith("at ZeRO-3 DeepSpeed's universal loader does not load max_exp_avg_sq (the first step of am")
+    resumed = oracle.resume_universal(run.case, tmp_path / "any", tmp_path / "out", world=3, restore_from=run.truth)
+    assert differences(run.truth, resumed.state, without=NOT_LOADED_BY_UNIVERSAL) == []
+    assert agree(resumed.losses, run.losses_after, significant=6)
+    with pytest.raises(WorldError, match="KeyError: 'max_exp_avg_sq'"):
+        oracle.resume_universal(replace(run.case, stage=3), tmp_path / "any", tmp_path / "no", world=2)
+    # What the warning advises.
+    convert(run.dir, tmp_path / "zero" / run.tag, "zero", options={"deepspeed": {"dp": 3, "zero_stage": "3"}})
+    resumed = oracle.resume_native(replace(run.case, stage=3), tmp_path / "zero", tmp_path / "three", world=3)
+    assert differences(run.truth, resumed.state) == []
+    assert agree(resumed.losses, run.losses_after, significant=6)
+
+
+def test_asgd_is_refused_and_goes_on_by_what_the_error_says(oracle: Oracle, tmp_path: Path) -> None:
+    run = oracle.train(Case("asgd", 2, "fp32", optimizer="asgd"), tmp_path)
+    with pytest.raises(RequestError, match="optimizer state 'eta' is one number per group") as refused:
+        convert(run.dir, tmp_path / "any" / run.tag, "universal")
+    assert refused.value.fix.startswith("--to zero --dp N keeps it")
+    convert(run.dir, tmp_path / "zero" / run.tag, "zero", options={"deepspeed": {"dp": 3}})
+    resumed = oracle.resume_native(run.case, tmp_path / "zero", tmp_path / "out", world=3)
+    assert differences(run.truth, resumed.state) == []
+    assert agree(resumed.losses, run.losses_after, significant=6)
 
 
 @pytest.mark.parametrize("world", [1, 3])

@@ -81,6 +81,27 @@ def test_the_trainer_resumes_by_one_call(stage: int, worlds: Worlds, tmp_path: P
         worlds.run("oracle.ensured:trainer", world=NEW, **plain)
 
 
+@pytest.mark.parametrize("stage", rest_full((1, 2), 2))
+def test_the_trainer_resumes_adafactor_by_one_call(stage: int, worlds: Worlds, tmp_path: Path) -> None:
+    """Its updates are clipped by the mean over a rank's partition, so another number of ranks is only nearly the same.
+
+    On as many ranks as before everything is, although each rank's `RMS` is gone: no step reads it.
+    """
+    through, kwargs = tmp_path / "through", {"stage": stage, "optim": "adafactor", "timeout_s": 240}
+    uninterrupted = worlds.run("oracle.ensured:trainer", world=OLD, folder=str(through), **kwargs)[0]
+    three = reshard.ensure(through / "checkpoint-3", dp=NEW, out=tmp_path / "three" / "checkpoint-3")
+    two = reshard.ensure(three, dp=OLD, out=tmp_path / "two" / "checkpoint-3")
+
+    runs = {}
+    for world, source in ((NEW, three), (OLD, two)):
+        folder = tmp_path / f"resumed{world}"
+        runs[world] = worlds.run("oracle.ensured:trainer", world=world, folder=str(folder), source=source, **kwargs)[0]
+
+    assert losses(runs[OLD]) == losses(uninterrupted)
+    assert rates(runs[NEW]) == rates(uninterrupted)
+    assert losses(runs[NEW]) == pytest.approx(losses(uninterrupted), rel=1e-3)
+
+
 @pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2, 3))
 def test_the_trainer_resumes_an_adapter_by_one_call(stage: int, worlds: Worlds, tmp_path: Path) -> None:
     """PEFT's models are saved without their frozen weights; a loader that is given a list of these wants all of them.

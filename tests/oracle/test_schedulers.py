@@ -29,12 +29,12 @@ TORCH = (
     "CyclicLR",
     "OneCycleLR",
 )
-BEGIN_ANEW = ("CosineAnnealingWarmRestarts", "ReduceLROnPlateau")
+BEGIN_ANEW = ("CosineAnnealingWarmRestarts", "ReduceLROnPlateau", "GreedyLR")
 REFUSE = ("SequentialLR", "ChainedScheduler")
 WARNING = (
     "the source holds no state of a learning-rate scheduler: the run's scheduler goes on as after 4 steps, one for "
-    "each update; CosineAnnealingWarmRestarts and ReduceLROnPlateau begin anew in any case; SequentialLR and "
-    "ChainedScheduler do not load it (load_lr_scheduler_states=False)"
+    "each update; CosineAnnealingWarmRestarts, ReduceLROnPlateau and GreedyLR remember more than a count and begin "
+    "anew; SequentialLR and ChainedScheduler do not load it (load_lr_scheduler_states=False)"
 )
 
 

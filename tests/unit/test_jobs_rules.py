@@ -10,6 +10,7 @@ from reshard.cli.sizes import format_size, parse_size
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, JobState, Progress, SourceSpec, TargetFormat
 from reshard.options import Options, PeftOptions
+from reshard_jobs.limits import SERVICE, TenantLimits
 from reshard_jobs.roots import Roots, normalized_url
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
@@ -97,6 +98,19 @@ def test_roots_compare_components(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="root_forbidden"):
             roots.allowed(url)
     assert Roots().allowed("/anything//at/../all/") == "/anything/all"
+
+
+def test_an_engine_learns_what_its_tenant_may_write() -> None:
+    """The save directory of a tag with slashes lies further up than the target, which alone is judged before."""
+    service = Roots(("s3://bucket/data",))
+    tenant = TenantLimits(read_roots=("s3://bucket/data",), write_roots=("s3://bucket/data/out",))
+    found = tenant.roots(service)
+    assert (set(found.urls), found.writable) == (
+        {"s3://bucket/data", "s3://bucket/data/out"},
+        ("s3://bucket/data/out",),
+    )
+    assert SERVICE.roots(service).writable == service.urls
+    assert SERVICE.roots(Roots()).writable == ()
 
 
 def test_a_request_is_rewritten_to_what_was_judged(tmp_path: Path) -> None:

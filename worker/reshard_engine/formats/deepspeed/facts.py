@@ -197,8 +197,8 @@ def derived_warnings(checkpoint: Checkpoint) -> list[str]:
         after = "begins anew" if updates is None else f"goes on as after {updates} steps, one for each update"
         found.append(
             f"the source holds no state of a learning-rate scheduler: the run's scheduler {after}; "
-            "CosineAnnealingWarmRestarts and ReduceLROnPlateau begin anew in any case; SequentialLR and "
-            "ChainedScheduler do not load it (load_lr_scheduler_states=False)"
+            "CosineAnnealingWarmRestarts, ReduceLROnPlateau and GreedyLR remember more than a count and begin anew; "
+            "SequentialLR and ChainedScheduler do not load it (load_lr_scheduler_states=False)"
         )
     return found
 

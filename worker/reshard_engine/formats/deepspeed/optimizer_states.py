@@ -7,10 +7,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from reshard.errors import RequestError, listed, printable
+from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup, Scalar
 from reshard_engine.formats.deepspeed.configured_groups import configured_groups
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
+_ADAFACTOR_KEYS = frozenset({"clip_threshold", "decay_rate", "relative_step", "scale_parameter", "warmup_init"})
+"""Hyper-parameters by which Adafactor of transformers is known; torch's and timm's have others."""
+_RMS = "RMS"
+OTHER_PARTITIONS = (
+    "Adafactor scales and clips its updates by means over each rank's partition, so they depend on the number of "
+    "ranks, as in a run that began on that many"
+)
 
 
 def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
@@ -62,6 +70,29 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
             fix="write all of it as a distributed checkpoint: --to dcp; or the weights alone: --to safetensors",
         )
     return list(states)
+
+
+def without_recomputed(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[NotCarried, ...]]:
+    """The checkpoint without numbers that the optimizer computes anew before it reads them, and their names.
+
+    Adafactor of transformers keeps the root mean square of each partition as `RMS`. `step` sets it, and then
+    `_get_lr`, which nothing else calls, reads it; a state without it loads and goes on (transformers 5.23.0
+    `optimization.py`, verified by running).
+    """
+    groups = checkpoint.optimizer.groups if checkpoint.optimizer is not None else ()
+    adafactor = bool(groups) and all(_ADAFACTOR_KEYS.issubset(g.hyper_parameters) for g in groups)
+    if checkpoint.optimizer is None or not adafactor:
+        return checkpoint, ()
+    numbers = checkpoint.optimizer.rank_numbers
+    if _RMS not in numbers and not any(_RMS in p.scalars for p in checkpoint.trained):
+        return checkpoint, ()
+    parameters = tuple(
+        replace(p, scalars={k: v for k, v in p.scalars.items() if k != _RMS}) for p in checkpoint.parameters
+    )
+    rest = tuple(name for name in numbers if name != _RMS)
+    kept = replace(checkpoint, parameters=parameters, optimizer=replace(checkpoint.optimizer, rank_numbers=rest))
+    reason = "one number for each rank's partition, which Adafactor computes anew before it reads it"
+    return kept, (NotCarried(path=f"optimizer.{_RMS}", reason=reason),)
 
 
 def with_all_counters(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:

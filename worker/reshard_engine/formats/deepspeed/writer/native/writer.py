@@ -22,7 +22,13 @@ from reshard_engine.formats.deepspeed.configured_groups import configured_warnin
 from reshard_engine.formats.deepspeed.facts import derived_warnings, facts_of, model_states, not_kept
 from reshard_engine.formats.deepspeed.megatron import ITERATION, TRACKER, is_megatron
 from reshard_engine.formats.deepspeed.names import CONFIG, LATEST, OPTIMIZER_STATE, RNG_KEYS, TIED, VERSION
-from reshard_engine.formats.deepspeed.optimizer_states import require_optimizer, states_to_write, with_all_counters
+from reshard_engine.formats.deepspeed.optimizer_states import (
+    OTHER_PARTITIONS,
+    require_optimizer,
+    states_to_write,
+    with_all_counters,
+    without_recomputed,
+)
 from reshard_engine.formats.deepspeed.random_states import random_states
 from reshard_engine.formats.deepspeed.writer.native.autoep import (
     expert_weights,
@@ -61,6 +67,7 @@ class ZeroWriter:
                 source.
         """
         require_optimizer(checkpoint, "a native checkpoint")
+        checkpoint, recomputed = without_recomputed(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
         target = resolve(checkpoint, request)
         refuse_impossible_layout(target, checkpoint)
@@ -86,13 +93,13 @@ class ZeroWriter:
             *_vocab_warnings(checkpoint, target, rows),
             *scale_warnings(target),
         ]
+        warnings += [OTHER_PARTITIONS] if recomputed and target.dp != checkpoint.world.get("dp", 1) else []
         warnings += group_changes(source, checkpoint)
         warnings += padding_changes(checkpoint, rows)
         warnings += sectioned(checkpoint, request) if target.tp_changes else []
         pointer = Pointer(LATEST, name.encode(), beside=_tracker(checkpoint))
-        return TargetLayout(
-            (*files.bodies, *files.commits), pointer, tuple(warnings), parts, _not_carried(checkpoint, target)
-        )
+        left = (*recomputed, *_not_carried(checkpoint, target))
+        return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts, left)
 
 
 def _not_carried(checkpoint: Checkpoint, target: Target) -> tuple[NotCarried, ...]:

@@ -47,6 +47,7 @@ from reshard_engine.formats.deepspeed.optimizer_states import (
     require_optimizer,
     states_to_write,
     with_all_counters,
+    without_recomputed,
 )
 from reshard_engine.formats.deepspeed.random_states import random_states
 from reshard_engine.formats.deepspeed.writer.native.autoep import expert_keys, fused_experts
@@ -56,7 +57,7 @@ from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
     sharded_groups,
 )
 from reshard_engine.formats.deepspeed.writer.universal.cut_entries import cut_keys
-from reshard_engine.formats.deepspeed.writer.universal.empty_ranks import empty_rank_warnings
+from reshard_engine.formats.deepspeed.writer.universal.loader_limits import empty_rank_warnings, stage_3_warnings
 from reshard_engine.formats.torch_archive import scalar_node, single_tensor_template, tree_template
 from reshard_engine.pickles.nodes import (
     Global,
@@ -89,6 +90,7 @@ class UniversalWriter:
         if request.dtype is not None:
             raise RequestError("request.invalid", "a universal checkpoint holds fp32 masters: --dtype is for weights")
         require_optimizer(checkpoint, "a universal checkpoint")
+        checkpoint, recomputed = without_recomputed(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
         source, checkpoint = checkpoint, megatron_grouped(checkpoint, sharded=False)
         states, warnings = _states_to_write(checkpoint)
@@ -104,12 +106,13 @@ class UniversalWriter:
         files += _commit_files(checkpoint, request)
         warnings = [*never_updated, *derived_warnings(checkpoint), *warnings]
         warnings += [*configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
+        warnings += stage_3_warnings(states, sharded_groups(checkpoint) or groups_of(checkpoint))
         frozen = not_written.frozen_parameters(checkpoint) if request.exclude_frozen else ()
         return TargetLayout(
             tuple(files),
             Pointer(LATEST_UNIVERSAL, name.encode()),
             tuple(warnings),
-            not_carried=(*random_states(checkpoint, 1), *not_kept(checkpoint), *frozen),
+            not_carried=(*recomputed, *random_states(checkpoint, 1), *not_kept(checkpoint), *frozen),
         )
 
 
@@ -119,7 +122,7 @@ def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
             raise RequestError(
                 "request.unsatisfiable",
                 f"optimizer state {printable(other[0])!r} is one number per group: the universal form cannot hold it",
-                fix="write the weights alone: --to safetensors",
+                fix="--to zero --dp N keeps it; or write the weights alone: --to safetensors",
             )
     states = states_to_write(checkpoint)
     if len(states) == 1 and is_adam(checkpoint):
