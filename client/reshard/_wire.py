@@ -21,6 +21,7 @@ from reshard.choices import (
     ServerCopyPolicy,
     TargetFormat,
     VerifyLevel,
+    WeightDecayGroups,
     WeightDtype,
     ZeroStage,
 )
@@ -63,6 +64,7 @@ class ConvertOptions(TypedDict, total=False):
     rules: str | None
     family: str | None
     names: NameScheme | str | None
+    weight_decay_groups: WeightDecayGroups | str
     replicas: ReplicaPolicy | str
     exclude_frozen: bool
     model_files: str | None

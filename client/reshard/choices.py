@@ -128,6 +128,15 @@ class ParamOrder(StrEnum):
     """The numbers of each group count its parameters in the model's order."""
 
 
+class WeightDecayGroups(StrEnum):
+    """Policies for the param groups of Megatron-DeepSpeed, whose code makes other groups at ZeRO-3 than below it."""
+
+    STAGE = "stage"
+    """The groups that Megatron-DeepSpeed makes at the target's stage: at ZeRO-3 no parameter has weight decay."""
+    KEEP = "keep"
+    """The source's groups, for a run whose own code groups parameters in one way at every stage."""
+
+
 class ReplicaPolicy(StrEnum):
     """Policies for copies of a tensor that must be equal and are not."""
 

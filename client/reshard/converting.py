@@ -18,6 +18,7 @@ from reshard.choices import (
     ServerCopyPolicy,
     TargetFormat,
     VerifyLevel,
+    WeightDecayGroups,
     WeightDtype,
     ZeroStage,
 )
@@ -59,6 +60,7 @@ def plan(
     rules: PathLike | None = None,
     family: str | None = None,
     names: NameScheme | str | None = None,
+    weight_decay_groups: WeightDecayGroups | str = WeightDecayGroups.STAGE,
     replicas: ReplicaPolicy | str = ReplicaPolicy.ERROR,
     model_files: PathLike | None = None,
     merge_adapter: bool = False,
@@ -117,6 +119,7 @@ def plan(
         rules: File of rules (YAML) for a tensor-parallel source that does not say how it is cut.
         family: Built-in set of rules: `gpt-megatron`, `llama-megatron`, `bloom`.
         names: Names of a model with or without pipeline; by default as in the source.
+        weight_decay_groups: Param groups of Megatron-DeepSpeed: as it makes them at the target's `stage`, or `keep`.
         replicas: If copies that must be equal differ: `error`, or `first` to take the first.
         model_files: Directory whose configuration, tokenizer and generation files are copied beside the weights.
         merge_adapter: True to merge a LoRA adapter into the weights.
@@ -195,6 +198,7 @@ def convert(
     rules: PathLike | None = None,
     family: str | None = None,
     names: NameScheme | str | None = None,
+    weight_decay_groups: WeightDecayGroups | str = WeightDecayGroups.STAGE,
     replicas: ReplicaPolicy | str = ReplicaPolicy.ERROR,
     model_files: PathLike | None = None,
     merge_adapter: bool = False,
@@ -259,6 +263,7 @@ def convert(
         rules: File of rules (YAML).
         family: Built-in set of rules.
         names: Names of a model with or without pipeline.
+        weight_decay_groups: Param groups of Megatron-DeepSpeed: `stage` or `keep`.
         replicas: If copies that must be equal differ: `error` or `first`.
         model_files: Directory whose configuration and tokenizer files are copied beside the weights.
         merge_adapter: True to merge a LoRA adapter into the weights.

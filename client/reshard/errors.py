@@ -194,6 +194,7 @@ _DEFAULT_FIXES: Mapping[str, str] = {
     "name": "save the checkpoint again without this name",
     "pickle": "copy the file again; if it still fails, do not load it with torch.load either",
     "tensor": "copy the file again; if it still fails, do not load it with torch.load either",
+    "tensor.unsupported": "the file may be sound: save these tensors in another type, or report the type",
     "zip": "copy the file again; if it still fails, do not load it with torch.load either",
     "safetensors": "copy the file again",
     "storage": "run the same command again: it resumes",

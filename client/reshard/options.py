@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from reshard.choices import NameScheme, RngPolicy, ZeroStage
+from reshard.choices import NameScheme, RngPolicy, WeightDecayGroups, ZeroStage
 from reshard.wire_model import MOST_BYTES, RequestModel
 
 
@@ -67,6 +67,7 @@ class DeepSpeedOptions(NativeLayout):
     """A built-in set of cut rules, such as `gpt-megatron`."""
     names: NameScheme | None = None
     """Naming scheme for the parameters of Megatron-DeepSpeed's GPT and Llama models; None keeps the source's names."""
+    weight_decay_groups: WeightDecayGroups = WeightDecayGroups.STAGE
 
     @property
     def asks_for_layout(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ SOURCE_SEED = 1234
 RESUME_SEED = 98765  # other weights than the source's: what a loader does not load shows
 STEPS = 3
 """Steps before a save, and after it."""
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
 
 
 @dataclass
@@ -46,9 +47,7 @@ def start_world() -> tuple[int, int]:
 
 def clean(name: str) -> str:
     """The parameter's name in the model as it was before any wrapper."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return _WRAPPERS.sub("", name)
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:

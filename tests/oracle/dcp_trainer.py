@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +20,7 @@ from transformers import (
 import reshard
 from oracle.dcp_accelerate import join_as_accelerate
 from oracle.dcp_models import mean_over_ranks
+from oracle.dcp_peft import adapted, save_as_peft_does
 from oracle.dcp_truth import dump
 from oracle.ensured import _config as zero_config, _start as join_as_deepspeed
 from oracle.hf_models import config_of, tokens
@@ -44,8 +46,9 @@ class _Rows(Dataset[dict[str, torch.Tensor]]):
 class _Dumps(TrainerCallback):
     """Dumps the state that the checkpoint of step 3 holds, or the one with which a resumed run begins."""
 
-    def __init__(self, folder: Path, *, resumed: bool) -> None:
+    def __init__(self, folder: Path, *, resumed: bool, kind: str, adapter: str | None) -> None:
         self.folder, self.resumed = folder, resumed
+        self.kind, self.adapter = kind, adapter
         self.trainer: Any = None
 
     def _dump(self, stem: str) -> None:
@@ -64,6 +67,9 @@ class _Dumps(TrainerCallback):
         """Called on all ranks once a checkpoint is written."""
         if not self.resumed and state.global_step == SAVED_STEP:
             self._dump("truth")
+            if self.adapter is not None and state.is_world_process_zero:
+                tensors = load_file(self.folder / "truth.safetensors")
+                save_as_peft_does(self.kind, self.adapter, tensors, self.folder / "peft")
 
 
 class _Recording(Trainer):
@@ -92,7 +98,13 @@ def _distribution(kind: str, version: int, stage: int | None) -> dict[str, Any]:
 
 
 def trainer(
-    folder: str, kind: str, version: int = 2, resume: str | None = None, stage: int | None = None, to: str | None = None
+    folder: str,
+    kind: str,
+    version: int = 2,
+    resume: str | None = None,
+    stage: int | None = None,
+    to: str | None = None,
+    adapter: str | None = None,
 ) -> dict[str, Any]:
     """Trains to step 6 under ``Trainer``, from the start or from a checkpoint.
 
@@ -103,12 +115,15 @@ def trainer(
         resume: a ``checkpoint-N``.
         stage: trains with DeepSpeed's ZeRO at that stage in place of FSDP.
         to: what ``reshard.ensure`` is asked to make of ``resume`` first.
+        adapter: trains one of this kind on a frozen model (`oracle.dcp_peft_cases`); PEFT's own word on it is left in
+            ``folder/peft``.
 
     Returns:
         ``losses`` by step, and the ``path`` that was resumed from.
     """
     _, world = join_as_accelerate() if stage is None else join_as_deepspeed()
-    torch.manual_seed(4321 if resume is None else 98765)
+    seed = 4321 if resume is None else 98765
+    torch.manual_seed(seed)
     arguments = TrainingArguments(
         output_dir=str(Path(folder, "output")),
         per_device_train_batch_size=GLOBAL_ROWS // world,
@@ -123,8 +138,8 @@ def trainer(
         seed=7,
         **_distribution(kind, version, stage),
     )
-    model: Any = AutoModelForCausalLM.from_config(config_of(kind))
-    dumps = _Dumps(Path(folder), resumed=resume is not None)
+    model: Any = AutoModelForCausalLM.from_config(config_of(kind)) if adapter is None else adapted(kind, adapter, seed)
+    dumps = _Dumps(Path(folder), resumed=resume is not None, kind=kind, adapter=adapter)
     run = _Recording(model=model, args=arguments, train_dataset=_Rows(), callbacks=[dumps])
     run.losses = {}
     dumps.trainer = run

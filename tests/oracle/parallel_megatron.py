@@ -209,11 +209,12 @@ class MegatronGpt(nn.Module):
         model.encoder.load_state_dict(OrderedDict(found["encoder"]), strict=strict)
 
 
-def megatron_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups; one at ZeRO-3, where every parameter is an empty vector by now."""
+def megatron_groups(model: nn.Module, weight_decay: float, *, whole_shapes: bool) -> list[dict[str, Any]]:
+    """Two groups; one at ZeRO-3, where every parameter is an empty vector by now, unless its whole shape counts."""
     found: dict[bool, list[Any]] = {True: [], False: []}
     for name, param in model.named_parameters():
-        found[not (name.endswith(".bias") or len(param.shape) == 1)].append(param)
+        shape = getattr(param, "ds_shape", param.shape) if whole_shapes else param.shape
+        found[not (name.endswith(".bias") or len(shape) == 1)].append(param)
     names = {True: "wd_no_scale_lr", False: "no_wd_no_scale_lr"}
     return [
         {
@@ -242,7 +243,7 @@ def _engine(case: MegatronCase, topology: Topology, *, seed: int, load_universal
     ):
         model = MegatronGpt(case, Place(ranks, seed, "gpt"))
     initialize: Any = deepspeed.initialize
-    groups = megatron_groups(model, case.weight_decay)
+    groups = megatron_groups(model, case.weight_decay, whole_shapes=case.whole_shapes)
     engine, *_ = initialize(model=model, model_parameters=groups, config=config, mpu=topology)
     return engine
 

@@ -17,6 +17,7 @@ class MegatronCase:
         stage: ZeRO stage. At 3 there is one param group, elsewhere there are two.
         pad_to: `make_vocab_size_divisible_by`: at 24 the 37 words have 48 rows on one and on two tensor-parallel ranks.
         weight_decay: of matrices, where Megatron gives them any.
+        whole_shapes: the run's code groups by the whole shapes of parameters, so that there are two groups at 3 too.
         steps: steps trained before the save.
     """
 
@@ -24,6 +25,7 @@ class MegatronCase:
     pad_to: int = 24
     weight_decay: float = 0.1
     steps: int = 3
+    whole_shapes: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data from which ``MegatronCase(**data)`` is this case again, for the way into a rank."""

@@ -68,10 +68,13 @@ def load_any(path: Path) -> Any:
 
 
 def atom(folder: Path, name: str, state: str, shape: tuple[int, ...]) -> RawTensor:
-    """One tensor of a universal directory; the peer's bare ones of stage 3 have no shape of their own."""
+    """One tensor of a universal directory, a vocabulary without its rows of padding.
+
+    The peer's bare ones of stage 3 have no shape of their own.
+    """
     value = load(folder / "zero" / name / f"{state}.pt")
     tensor: torch.Tensor = value["param"] if isinstance(value, dict) else value.reshape(shape)
-    return raw(tensor)
+    return raw(tensor[: shape[0]] if isinstance(value, dict) and value.get("vocab_tensor") else tensor)
 
 
 def wrong_atoms(folder: Path, wanted: dict[str, RawTensor]) -> list[str]:

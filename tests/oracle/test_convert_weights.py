@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from oracle.cases import CASES
@@ -16,6 +17,9 @@ from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import Weights, cast, convert, raw, read_bin, read_safetensors
 from oracle.truth import RawTensor, Truth
+from reshard.errors import SourceError
+from reshard.models import WeightDtype
+from reshard_engine.tensors.dtypes import BY_NAME
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FLOATS = ("F64", "F32", "BF16", "F16")
@@ -198,3 +202,51 @@ def test_frozen_weights_become_fp32_too(name: str, oracle: Oracle, trained: Trai
     ours = shard(run, tmp_path / "ours", "safetensors", dtype="fp32").tensors["adapter.weight"]
     assert (theirs.dtype, ours.dtype) == ("BF16", "F32")
     assert cast(theirs, torch.float32) == ours
+
+
+_OPAQUE = {
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fn": "F8_E4M3",
+    "uint64": "U64",
+    "float4_e2m1fn_x2": None,
+    "complex32": None,
+}
+"""Element types that no cast knows, and their names in safetensors."""
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", _OPAQUE)
+def test_elements_of_every_type_go_through_unchanged(name: str, tmp_path: Path) -> None:
+    size, dtype = BY_NAME[name].itemsize_bytes, getattr(torch, name)
+    scales = torch.arange(24 * size, dtype=torch.uint8).view(4, 6 * size).view(dtype)
+    (tmp_path / "source").mkdir()
+    torch.save({"w": torch.ones(4, 6), "scales": scales}, tmp_path / "source" / "pytorch_model.bin")
+    convert(tmp_path / "source", tmp_path / "bin", "torch", dtype=WeightDtype.BF16)
+    found = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
+    assert (found["w"].dtype, found["scales"].dtype) == (torch.bfloat16, scales.dtype)
+    assert torch.equal(found["scales"].view(torch.uint8), scales.view(torch.uint8))
+    if _OPAQUE[name] is None:
+        with pytest.raises(SourceError) as caught:
+            convert(tmp_path / "source", tmp_path / "safe", "safetensors")
+        assert (caught.value.code, caught.value.fix) == ("tensor.unsupported", "write --to torch instead")
+        return
+    convert(tmp_path / "bin", tmp_path / "safe", "safetensors")
+    convert(tmp_path / "safe", tmp_path / "again", "torch")
+    with safe_open(tmp_path / "safe" / "model.safetensors", "pt") as file:
+        assert file.get_slice("scales").get_dtype() == _OPAQUE[name]
+        stored = file.get_tensor("scales")
+    again = torch.load(tmp_path / "again" / "pytorch_model.bin", weights_only=True)["scales"]
+    for tensor in (stored, again):
+        assert (tensor.dtype, tensor.shape) == (scales.dtype, scales.shape)
+        assert torch.equal(tensor.view(torch.uint8), scales.view(torch.uint8))
+
+
+def test_a_type_that_is_not_known_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    torch.save({"w": torch.zeros(4, dtype=torch.bits8)}, tmp_path / "source" / "pytorch_model.bin")
+    with pytest.raises(SourceError) as caught:
+        convert(tmp_path / "source", tmp_path / "out", "torch")
+    assert (caught.value.code, caught.value.message) == ("tensor.unsupported", "element type bits8")
+    assert "copy the file again" not in caught.value.fix

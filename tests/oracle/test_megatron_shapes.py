@@ -6,6 +6,8 @@ checks as Megatron does; then the next losses.
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +17,23 @@ import pytest
 import torch
 
 import reshard
-from oracle.outputs import convert
+from house.tiers import rest_full
+from oracle.driver import Oracle
+from oracle.outputs import contents, convert
 from oracle.parallel_cases import VOCAB, Layout
 from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
 from oracle.parallel_megatron_cases import MegatronCase
 from oracle.truth import Truth, differences, meta_differences
+from reshard.choices import WeightDecayGroups
 from reshard.diffs import DiffOptions
 from reshard.local import load_engine
-from reshard.models import NativeLayout, SourceSpec, VerifyLevel, ZeroStage
+from reshard.models import SourceSpec, VerifyLevel, ZeroStage
+from reshard.options import DeepSpeedOptions
 
 WORDS = "language_model.embedding.word_embeddings.weight"
 LOSS_TOLERANCE = 2e-6  # of losses around 4: six digits
 ONE_GROUP, TWO_GROUPS = MegatronCase(stage=3), MegatronCase(stage=2)
+OWN_CODE = MegatronCase(stage=3, whole_shapes=True)
 CUT = Layout(tp=2, dp=2)
 
 Trained: TypeAlias = Callable[[MegatronCase, Layout], Saved]
@@ -46,8 +53,8 @@ def trained(parallel: ParallelOracle, tmp_path_factory: pytest.TempPathFactory) 
     return train
 
 
-def _layout(case: MegatronCase, layout: Layout, **options: Any) -> NativeLayout:
-    return NativeLayout(tp=layout.tp, dp=layout.dp, zero_stage=ZeroStage(str(case.stage)), **options)
+def _layout(case: MegatronCase, layout: Layout, **options: Any) -> DeepSpeedOptions:
+    return DeepSpeedOptions(tp=layout.tp, dp=layout.dp, zero_stage=ZeroStage(str(case.stage)), **options)
 
 
 def _padding(state: Truth) -> dict[str, Any]:
@@ -95,7 +102,9 @@ def test_groups_are_those_of_the_target_and_come_back(
 ) -> None:
     run = trained(source, CUT)
     result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(target, layout))
-    assert _says(result.warnings, "as Megatron-DeepSpeed groups parameters")
+    assert _says(result.warnings, f"param groups: {1 if source is ONE_GROUP else 2} became")
+    assert _says(result.warnings, "10 of 26 parameters have weight decay 0.1")
+    assert _says(result.warnings, "--weight-decay-groups keep")
     again = parallel.resume_megatron(target, layout, tmp_path / "to", tmp_path / "out")
     _assert_holds(run, again)
     fresh = trained(target, CUT).truth
@@ -124,37 +133,77 @@ def test_a_nested_module_without_leaves_keeps_its_places(
     assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("source", "target"),
+    rest_full([(OWN_CODE, OWN_CODE), (TWO_GROUPS, OWN_CODE), (OWN_CODE, TWO_GROUPS)], (TWO_GROUPS, OWN_CODE)),
+    ids=["3to3", "2to3", "3to2"],
+)
+def test_groups_that_do_not_follow_the_stage_are_kept(
+    source: MegatronCase, target: MegatronCase, trained: Trained, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    """A source at ZeRO-3 with weight decay shows that its code groups otherwise; of another the user says it."""
+    run, layout = trained(source, CUT), Layout(tp=2, dp=1)
+    told = {} if source is OWN_CODE else {"weight_decay_groups": WeightDecayGroups.KEEP}
+    result = convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=_layout(target, layout, **told))
+    assert not _says(result.warnings, "param groups")
+    again = parallel.resume_megatron(target, layout, tmp_path / "to", tmp_path / "out")
+    _assert_holds(run, again)
+    assert again.state.hyper_parameters == run.truth.hyper_parameters
+    assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
+
+
+@pytest.mark.parametrize("source", [OWN_CODE, TWO_GROUPS], ids=["from3", "from2"])
+def test_kept_groups_stay_kept_on_the_way_through_the_universal_form(
+    source: MegatronCase, trained: Trained, tmp_path: Path
+) -> None:
+    run = trained(source, CUT)
+    told = {} if source is OWN_CODE else {"weight_decay_groups": WeightDecayGroups.KEEP}
+    convert(run.dir, tmp_path / "u" / run.tag, "universal", **told)
+    layout = _layout(ONE_GROUP, Layout(tp=2, dp=1))
+    result = convert(tmp_path / "u" / run.tag, tmp_path / "to" / run.tag, "zero", layout=layout)
+    assert not _says(result.warnings, "param groups")
+    direct = convert(run.dir, tmp_path / "direct" / run.tag, "zero", layout=layout.model_copy(update=told))
+    assert not _says(direct.warnings, "param groups")
+    groups = [
+        [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in _optimizer_file(tmp_path / where)["param_groups"]
+        ]
+        for where in ("to", "direct")
+    ]
+    assert groups[0] == groups[1]
+    assert [group["weight_decay"] for group in groups[0]] == [0.1, 0.0]
+
+
+def _optimizer_file(save: Path) -> Any:
+    file = next(save.glob("*/zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+    return torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]["optimizer_state_dict"]
+
+
 @pytest.mark.parametrize("source", [ONE_GROUP, TWO_GROUPS], ids=["from3", "from2"])
 def test_a_universal_form_has_the_groups_of_every_stage(
     source: MegatronCase, trained: Trained, parallel: ParallelOracle, tmp_path: Path
 ) -> None:
     run = trained(source, CUT)
-    convert(run.dir, tmp_path / "to" / f"{run.tag}_universal", "universal")
-    # DeepSpeed's own loader of stage 3 loads neither tensor-parallel runs nor padded vocabularies.
-    for target, layout in ((TWO_GROUPS, Layout(tp=2)), (replace(ONE_GROUP, pad_to=1), Layout(dp=2))):
+    result = convert(run.dir, tmp_path / "to" / f"{run.tag}_universal", "universal")
+    assert _says(result.warnings, "param groups are written twice")
+    assert _says(result.warnings, "10 of 26 parameters have weight decay 0.1 in runs at stages 1 and 2")
+    assert not _says(result.warnings, "vocabulary")
+    # DeepSpeed's own loader of stage 3 loads no tensor-parallel runs.
+    for target, layout in ((TWO_GROUPS, Layout(tp=2)), (ONE_GROUP, Layout(dp=2))):
         out = tmp_path / f"z{target.stage}"
-        again = parallel.resume_megatron(target, layout, tmp_path / "to", out, load_universal=True, steps=0)
-        # The loader fills the padding with zeros.
-        _assert_holds(run, again, padding=False)
+        again = parallel.resume_megatron(target, layout, tmp_path / "to", out, load_universal=True)
+        _assert_holds(run, again)
         fresh = trained(TWO_GROUPS if target.stage < 3 else ONE_GROUP, CUT).truth
         assert again.state.hyper_parameters == fresh.hyper_parameters
+        # Weight decay acts from the first step on, so that only the first loss is the same at the other kind of stage.
+        same = 3 if target is source else 1
+        assert again.losses[:same] == pytest.approx(run.losses_after[:same], abs=LOSS_TOLERANCE)
     report = load_engine().diff(
         SourceSpec(url=str(run.dir)), SourceSpec(url=str(tmp_path / "to")), DiffOptions(ignore=("*/weight_decay",))
     )
     kinds = {(d.state or d.name) for d in report.differences}
     assert kinds <= ({"name", "wd_mult"} if source is ONE_GROUP else set())
-
-
-def test_a_padded_vocabulary_at_stage_3_is_warned_of(
-    trained: Trained, parallel: ParallelOracle, tmp_path: Path
-) -> None:
-    run = trained(TWO_GROUPS, CUT)
-    result = convert(run.dir, tmp_path / "to" / f"{run.tag}_universal", "universal")
-    assert _says(result.warnings, "DeepSpeed's loader of stage 3 knows no padding")
-    # The warning is true: what follows the vocabulary is shifted, and nobody says so.
-    target, out = replace(ONE_GROUP, pad_to=40), tmp_path / "out"
-    again = parallel.resume_megatron(target, Layout(), tmp_path / "to", out, load_universal=True, steps=0)
-    assert any("final_layernorm" in line for line in differences(run.truth, again.state))
 
 
 # -- rows of padding that training wrote into --------------------------------------------------------------------------
@@ -205,14 +254,105 @@ def test_padding_of_another_size_is_said(
     assert _says(report.notes, f"not compared: A has 11, B has {rows - VOCAB}")
 
 
-def test_a_universal_form_says_what_it_leaves_out(trained: Trained, tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["zero", "universal"])
+def test_the_option_that_a_warning_names_keeps_every_row(
+    to: str, trained: Trained, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    """Padded to multiples of 8 and 2 x 8, the 37 words have 40 rows on one tensor-parallel rank and 48 on two."""
+    run, layout = trained(replace(TWO_GROUPS, pad_to=8), Layout(tp=2)), Layout()
+    options: dict[str, Any] = {"dp": layout.dp} if to == "zero" else {}
+    result = convert(run.dir, tmp_path / "fewer" / run.tag, to, **options)
+    (said,) = (
+        warning for warning in result.warnings if "8 rows of padding behind the vocabulary are cut off" in warning
+    )
+    assert "40 rows, 48 in the source" in said
+    found = re.search(r"--vocab-divisor (\d+), and --make-vocab-size-divisible-by (\d+) for the run", said)
+    assert found is not None
+    assert found[1] == found[2]
+    result = convert(run.dir, tmp_path / "to" / run.tag, to, vocab_divisor=int(found[1]), **options)
+    assert not _says(result.warnings, "vocabulary")
+    target = replace(TWO_GROUPS, pad_to=int(found[1]))
+    again = parallel.resume_megatron(
+        target, layout, tmp_path / "to", tmp_path / "out", load_universal=to == "universal"
+    )
+    _assert_holds(run, again)
+    assert again.losses == pytest.approx(run.losses_after, abs=LOSS_TOLERANCE)
+
+
+def test_a_vocabulary_below_one_multiple_is_padded_if_the_user_says_so(
+    trained: Trained, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    """Padded, it would have the shape of one rank's part: what is right on one rank is wrong on several."""
+    run, target = trained(replace(TWO_GROUPS, pad_to=40), Layout(dp=2)), replace(ONE_GROUP, pad_to=40)
+    bare = convert(run.dir, tmp_path / "bare" / run.tag, "universal")
+    assert _says(bare.warnings, "3 rows of padding behind the vocabulary are left out")
+    assert _says(bare.warnings, "Do not load this at ZeRO-3")
+    assert _says(bare.warnings, "--vocab-divisor 40")
+    # The warning is true: what follows the vocabulary is shifted, and nobody says so.
+    again = parallel.resume_megatron(target, Layout(), tmp_path / "bare", tmp_path / "no", load_universal=True, steps=0)
+    assert any("final_layernorm" in line for line in differences(run.truth, again.state))
+    told = convert(run.dir, tmp_path / "told" / run.tag, "universal", vocab_divisor=40)
+    assert _says(told.warnings, "load this without tensor parallelism only")
+    again = parallel.resume_megatron(target, Layout(), tmp_path / "told", tmp_path / "yes", load_universal=True)
+    _assert_holds(run, again)
+    assert again.losses[0] == pytest.approx(run.losses_after[0], abs=LOSS_TOLERANCE)
+
+
+def test_a_divisor_that_nothing_says_is_asked_for(trained: Trained, tmp_path: Path) -> None:
     run = trained(TWO_GROUPS, CUT)
-    result = convert(run.dir, tmp_path / f"{run.tag}_universal", "universal")
-    assert _says(result.warnings, "11 rows of padding behind the vocabulary are left out")
-    layout = _layout(TWO_GROUPS, Layout(tp=2))
-    native = convert(tmp_path / f"{run.tag}_universal", tmp_path / "to" / run.tag, "zero", layout=layout)
-    assert _says(native.warnings, "11 rows of zeros are added behind the vocabulary")
-    weights = convert(run.dir, tmp_path / "weights", "safetensors")
+    shutil.copytree(run.tag_dir, tmp_path / "source" / run.tag)
+    for path in (tmp_path / "source" / run.tag).glob("*model_states.pt"):
+        state = torch.load(path, map_location="cpu", weights_only=False)
+        del state["args"].make_vocab_size_divisible_by
+        torch.save(state, path)
+    result = convert(tmp_path / "source" / run.tag, tmp_path / "bare", "universal")
+    assert _says(
+        result.warnings, "11 rows of padding behind the vocabulary are left out: nothing says to which multiple"
+    )
+    assert _says(result.warnings, "Do not load this at ZeRO-3")
+    assert _says(result.warnings, "--vocab-divisor N")
+    told = convert(tmp_path / "source" / run.tag, tmp_path / "told", "universal", vocab_divisor=24)
+    assert not _says(told.warnings, "vocabulary")
+    # What it was told is in what was written: the next conversion needs no option.
+    convert(tmp_path / "told", tmp_path / "again", "universal")
+    assert contents(tmp_path / "again") == contents(tmp_path / "told")
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    rest_full(
+        [(TWO_GROUPS, Layout(dp=2)), (ONE_GROUP, CUT), (ONE_GROUP, Layout(dp=2)), (TWO_GROUPS, CUT)],
+        (TWO_GROUPS, Layout(dp=2)),
+        (ONE_GROUP, CUT),
+    ),
+    ids=str,
+)
+def test_a_universal_form_by_deepspeed_has_zeros_for_padding(
+    case: MegatronCase, layout: Layout, trained: Trained, parallel: ParallelOracle, tmp_path: Path
+) -> None:
+    """`ds_to_universal` strips padding, writes the shapes of one rank's parts, and at stage 3 no counters."""
+    run, peer = trained(case, layout), tmp_path / "peer" / "universal"
+    assert Oracle(parallel.worlds).peer_universal(run.tag_dir, peer, megatron=True, nested=case.stage < 3) is None
+    stripped = not (case is ONE_GROUP and layout.tp == 1)
+    result = convert(peer, tmp_path / "ours" / run.tag, "universal")
+    assert (
+        _says(result.warnings, "11 rows of zeros are added behind the vocabulary: 48 rows, 37 in the source")
+        is stripped
+    )
+    assert not _says(result.warnings, "no step counter")
+    again = parallel.resume_megatron(
+        ONE_GROUP, Layout(dp=2), tmp_path / "ours", tmp_path / "out", load_universal=True, steps=0
+    )
+    _assert_holds(run, again, padding=not stripped)
+    convert(tmp_path / "ours" / run.tag, tmp_path / "next" / run.tag, "universal")
+    report = load_engine().diff(
+        SourceSpec(url=str(tmp_path / "ours")), SourceSpec(url=str(tmp_path / "next")), DiffOptions()
+    )
+    assert report.equal, report.differences
+
+
+def test_weights_have_no_rows_of_padding(trained: Trained, tmp_path: Path) -> None:
+    weights = convert(trained(TWO_GROUPS, CUT).dir, tmp_path / "weights", "safetensors")
     assert _says(weights.warnings, "11 rows of padding behind the vocabulary are left out")
 
 

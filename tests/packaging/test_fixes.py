@@ -16,6 +16,7 @@ import typer
 
 from house.fixes import fixes
 from house.promises import command
+from house.repository import ROOT
 from house.saves import DATA
 from reshard.cli.main import app
 
@@ -54,6 +55,29 @@ def test_fixes_say_no_library_words_and_nothing_twice() -> None:
     lines = fixes()
     assert not [line for line in lines if re.search(r"\b(see )?`?reshard convert --help", line)]
     assert not [line for line in lines if len(line.partition("\t")[2]) > 400]
+
+
+def test_no_reader_advises_another_target() -> None:
+    """What cannot be read cannot be written as weights either."""
+    told = {
+        "deepspeed/reader/native/naming.py",  # stage 0 goes on without the optimizer; only writers pass the text on
+        "dcp/reader/optimizer.py",
+    }
+    formats = ROOT / "worker" / "reshard_engine" / "formats"
+    wrong = [
+        str(path.relative_to(formats))
+        for path in sorted(formats.glob("*/reader/**/*.py"))
+        for line in path.read_text().splitlines()
+        if re.search(r"--to [a-z]", line) and not line.lstrip().startswith("#")
+    ]
+    assert set(wrong) <= told
+
+
+def test_the_options_of_ensure_are_those_that_its_fixes_may_name() -> None:
+    from reshard.ensuring.converters import OPTIONS
+
+    ensure = typer.main.get_command(app).commands["ensure"]  # type: ignore[attr-defined]
+    assert {o for p in ensure.params for o in p.opts if o.startswith("--")} | {"--help"} == OPTIONS
 
 
 @pytest.fixture

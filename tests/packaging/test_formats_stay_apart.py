@@ -20,7 +20,8 @@ OF_OTHERS = {
     },
     "formats/dcp/writer/trainer_files.py": {"global_step", "lr_schedulers", "rng_state", ".pth"},
     "formats/dcp/writer/writer.py": {"lr_scheduler", "lr_scheduler_", "lr_scheduler[", "skipped_steps"},
-    "formats/unsupported.py": {r"mp_rank_\d+(_\d+)?(_\d+)?"},  # Megatron-LM's name, too
+    # Names of Megatron-LM and of verl, too.
+    "formats/unsupported.py": {r"mp_rank_\d+(_\d+)?(_\d+)?", r"global_step_\d+"},
     "pickles/policy.py": {  # the reviewed allow-list is one list
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",

@@ -37,7 +37,7 @@ def test_paths_without_a_checkpoint(place: Path) -> None:
     _, fix = _fix("inspect", "elsewhere/nothing")
     assert fix == "check the path"
     _, fix = _fix("inspect", ".")
-    assert fix == "name one of the checkpoints below it: run1, weights"
+    assert fix == f"name the checkpoint below it: reshard inspect {place}/run1; there are: run1, weights"
 
 
 def test_a_tag_that_is_not_there_is_answered_with_the_one_most_like_it(place: Path) -> None:

@@ -247,6 +247,7 @@ class Checkpoint:
     shared: Mapping[str, str]
     """Alias name to owner name of tied parameters."""
     optimizer: OptimizerState | None
+    """None for a source without optimizer states, or if they were not read."""
     foreign_globals: tuple[str, ...]
     warnings: tuple[str, ...]
     agreements: tuple[Agreement, ...] = ()
@@ -284,6 +285,8 @@ class Checkpoint:
     """The questions that the files and the user leave open."""
     assumed: tuple[str, ...] = ()
     """Tensors that may be buffers or frozen parameters: nothing in the files proves which."""
+    no_optimizer: str = ""
+    """The reason why there is no optimizer, a part of a sentence; empty where the files hold none."""
     frozen_left_out: bool = False
     """True if the save left out frozen weights, or may have left them out (`exclude_frozen_parameters`)."""
 

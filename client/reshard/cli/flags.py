@@ -28,6 +28,7 @@ from reshard.choices import (
     ServerCopyPolicy,
     TargetFormat,
     VerifyLevel,
+    WeightDecayGroups,
     WeightDtype,
     ZeroStage,
 )
@@ -196,6 +197,14 @@ class ConversionFlags(SourceFlags):
             NameScheme, help="Names of a model with or without pipeline; default: as in SRC.", rich_help_panel=TARGET
         ),
     ] = None
+    weight_decay_groups: Annotated[
+        WeightDecayGroups,
+        choice(
+            WeightDecayGroups,
+            help="Megatron-DeepSpeed's param groups: as it makes them at DST's stage, or as in SRC.",
+            rich_help_panel=TARGET,
+        ),
+    ] = WeightDecayGroups.STAGE
     model_files: Annotated[
         str | None,
         typer.Option(

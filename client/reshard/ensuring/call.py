@@ -332,6 +332,7 @@ class _Local:
         """Inspect the tags of the source.
 
         Raises:
+            SourceError: All errors of reading the source.
             StorageError: `storage.unavailable` if the service does not find the source that this process sees.
         """
         try:
@@ -340,6 +341,8 @@ class _Local:
             if error.code != "source.not_found":
                 raise
             # At `source.not_found` job scripts train from scratch, but here a checkpoint exists.
+            if isinstance(self._task.maker, LocalConverter):
+                raise SourceError("source.unknown_kind", error.message, fix=error.fix) from error
             raise StorageError(
                 "storage.unavailable",
                 f"{printable(self._source.home)} exists here, but the service does not see it: {error.message}",

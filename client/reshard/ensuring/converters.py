@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from reshard.errors import JobError, RequestError, printable
+from reshard.errors import JobError, RequestError, ReshardError, printable
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
 
@@ -27,6 +29,54 @@ def pauses_s() -> Iterator[float]:
     while True:
         yield pause
         pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+@contextmanager
+def _fixes_for_ensure(source: SourceSpec, flags: Mapping[str, object]) -> Generator[None]:
+    """Say the options in an error's fix that `ensure` lacks as the `reshard convert` that has them.
+
+    Args:
+        source: The source of the conversion.
+        flags: Options of the conversion that failed, by name.
+    """
+    try:
+        yield
+    except ReshardError as error:
+        if "reshard " in error.fix or (found := _foreign(error.fix)) is None:
+            raise
+        named = {**flags, "tag": source.tag, "profile": source.profile}
+        given = [f"--{n.replace('_', '-')} {shlex.quote(str(v))}" for n, v in named.items() if v is not None]
+        own = [] if found[0].startswith("--to ") else given
+        command = " ".join(["reshard convert", shlex.quote(source.url), "DST", *own, found[0]])
+        fix = f"{error.fix[: found.start()]}{command}{error.fix[found.end() :]}"
+        raise type(error)(error.code, error.message, fix=fix, details=error.details) from error
+
+
+def _foreign(fix: str) -> re.Match[str] | None:
+    """The first options in a fix that `ensure` does not take; None if it takes all."""
+    for found in _FLAGS.finditer(fix):
+        taken = all(word in OPTIONS for word in found[0].split() if word.startswith("--"))
+        if not taken or (found[0].startswith("--to ") and found[0] not in ("--to zero", "--to dcp")):
+            return found
+    return None
+
+
+_FLAGS = re.compile(r"--[a-z][a-z-]*(?: (?!--)[^\s;,()]+)?(?: --[a-z][a-z-]*(?: (?!--)[^\s;,()]+)?)*")
+"""Options in a fix, each with its value, one after another."""
+OPTIONS = frozenset(
+    f"--{name}"
+    for name in (
+        *("dp", "tp", "pp", "ep", "zero-stage", "dtype", "to", "grammar", "tag", "out", "rules", "family", "opaque"),
+        *("url", "timeout", "workers", "json", "quiet", "help"),
+    )
+)
+"""The options of `reshard ensure`."""
+
+
+def _flags_of(request: ConvertRequest) -> dict[str, object]:
+    """The options of the conversion as flags; rules, which came from a file, are left out."""
+    given = {n: v for options in request.options.given().values() for n, v in options.items() if n != "rules"}
+    return {"to": request.to, "dtype": request.dtype, **given}
 
 
 class Deadline:
@@ -83,7 +133,8 @@ class LocalConverter:
 
     def inspect(self, source: SourceSpec) -> Inspection:
         """Describe the checkpoint from its metadata."""
-        return load_engine().inspect(source)
+        with _fixes_for_ensure(source, {}):
+            return load_engine().inspect(source)
 
     def convert(
         self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
@@ -93,7 +144,8 @@ class LocalConverter:
         call = engine.convert if work is None else partial(engine.convert, work=work)
         while True:
             try:
-                call(request, on_progress=self._on_progress, should_stop=self._deadline.passed)
+                with _fixes_for_ensure(request.source, _flags_of(request)):
+                    call(request, on_progress=self._on_progress, should_stop=self._deadline.passed)
                 return
             except RequestError as error:
                 if error.code != "request.target_busy":
@@ -111,7 +163,8 @@ class LocalConverter:
         Raises:
             ReshardError: The conversion has failed or was stopped, which those who wait for it are told.
         """
-        load_engine().convert(request, work=work, should_stop=lambda: self._deadline.passed() or ended())
+        with _fixes_for_ensure(request.source, _flags_of(request)):
+            load_engine().convert(request, work=work, should_stop=lambda: self._deadline.passed() or ended())
 
 
 class ServiceConverter:
@@ -125,14 +178,14 @@ class ServiceConverter:
 
     def inspect(self, source: SourceSpec) -> Inspection:
         """Describe the checkpoint as the service sees it."""
-        with self._away_or_here():
+        with self._away_or_here(), _fixes_for_ensure(source, {}):
             return self._client.inspect(source.url, tag=source.tag)
 
     def convert(
         self, request: ConvertRequest, key: str, done: Callable[[], bool], work: SharedWork | None = None
     ) -> None:
         """Submit until the answer is a job that has not ended: an ended one may have failed or lost its result."""
-        with self._away_or_here():
+        with self._away_or_here(), _fixes_for_ensure(request.source, _flags_of(request)):
             self._convert(request, key, done)
 
     @contextmanager

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from reshard.errors import SourceError, StorageError, printable
+from reshard.errors import SourceError, StorageError, listed, printable
 from reshard.file_errors import storage_code
 
 RECORDS = ".reshard"
@@ -33,6 +34,8 @@ _RANK_FILE = re.compile(r"(rng_state|random_states)(?:_(\d{1,7}))?(\.pth|\.pkl)"
 _SHARDS = re.compile(r"\.metadata|__\d+\.metadata|pytorch_model_fsdp_\d+")
 _SHARD_FOLDERS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
+_TRAINER_STATE = "trainer_state.json"
 
 
 def local_path(url: str) -> str | None:
@@ -64,7 +67,7 @@ class LocalSource:
     @property
     def is_trainers(self) -> bool:
         """True for a `checkpoint-N` of the Trainer."""
-        return os.path.isfile(os.path.join(self.home, "trainer_state.json"))
+        return os.path.isfile(os.path.join(self.home, _TRAINER_STATE))
 
     @property
     def has_trainer_files(self) -> bool:
@@ -102,11 +105,7 @@ def find_source(src: str, tag: str | None) -> LocalSource:
         return LocalSource(home, (_tag_for(home),), names_tag=False, distributed=True)
     if tag is None and (tag := _pointed(src)) is None:
         if not _holds_tag(src):
-            raise SourceError(
-                "source.unknown_kind",
-                f"{printable(src)} holds no `latest` and no files of DeepSpeed",
-                fix=_nearby(src) or "name the directory that training saved into",
-            )
+            raise _no_tag(src)
         home, name = os.path.split(os.path.realpath(src))
         _refuse_incomplete(home)
         return LocalSource(home, (name,), names_tag=True)
@@ -117,6 +116,43 @@ def find_source(src: str, tag: str | None) -> LocalSource:
             fix=_tags_there(src) or "copy the checkpoint again",
         )
     return LocalSource(os.path.realpath(src), (*_other_models(src, tag), tag), names_tag=False)
+
+
+def _no_tag(src: str) -> SourceError:
+    """The error for a directory without a tag and without `latest`."""
+    names = os.listdir(src)
+    weights = f"reshard convert {shlex.quote(printable(src, max_chars=1_024))} DST --to safetensors"
+    tags = _tags_there(src)
+    if _TRAINER_STATE in names and not tags:
+        optimizers = sorted(n for n in names if _OPTIMIZER.fullmatch(n))
+        if not optimizers:
+            return SourceError(
+                "source.unknown_kind",
+                f"{printable(src)} was saved without an optimizer (save_only_model): no run can resume from it",
+                fix=f"for the weights: {weights}",
+            )
+        return SourceError(
+            "source.unknown_kind",
+            f"{printable(src)} holds {listed(optimizers)}, and such optimizer states are not read yet",
+            fix=f"DDP and FSDP2 load it as it is, on any number of ranks; for the weights: {weights}",
+        )
+    return SourceError(
+        "source.unknown_kind",
+        f"{printable(src)} holds no `latest` and no files of DeepSpeed",
+        fix=_nearby(src) or tags or _below(src) or "name the directory that training saved into",
+    )
+
+
+def _below(directory: str) -> str:
+    """A sentence that names the newest checkpoint one level down; empty if there is none."""
+    found: list[tuple[float, str]] = []
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.is_dir() and not entry.name.startswith("."):
+                pointed = any(os.path.isfile(os.path.join(entry.path, name)) for name in _POINTERS)
+                if pointed or is_distributed(entry.path):
+                    found.append((entry.stat().st_mtime, entry.path))
+    return f"the newest checkpoint below it is {printable(max(found)[1])}" if found else ""
 
 
 def _tag_for(directory: str) -> str:
@@ -249,7 +285,7 @@ def place_companions(source: LocalSource, target: str, ranks: int) -> None:
         for (stem, suffix), states in by_rank.items():
             for name, path in _rekeyed(stem, suffix, states, ranks):
                 _place(path, os.path.join(target, name))
-        if by_rank or "trainer_state.json" in files:
+        if by_rank or _TRAINER_STATE in files:
             # Only a trainer's own checkpoint: other save directories may hold any files, which are not copied.
             tops = {tag.partition("/")[0] for tag in source.tags}
             for entry in found:

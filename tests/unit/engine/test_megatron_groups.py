@@ -11,6 +11,7 @@ import pytest
 
 from laws.deepspeed_files import Layout
 from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, seeded_model
+from reshard.choices import WeightDecayGroups
 from reshard.errors import RequestError
 from reshard.models import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
@@ -74,7 +75,7 @@ def test_two_groups_become_one_in_the_models_order_and_two_again(tmp_path: Path)
     source = _read(tmp_path, _TWO, lr_scheduler={"start_wd": 0.1, "end_wd": 0.1})
     one = megatron_grouped(source, sharded=True)
     assert _held(one) == [(_NAMES["no"], 0.0, list(_SHAPES))]
-    assert "no parameter has weight decay" in group_changes(source, one)[0]
+    assert "3 of 5 parameters have weight decay 0.1 in the source, and none has it" in group_changes(source, one)[0]
     two = megatron_grouped(one, sharded=False)
     assert _held(two) == _held(source)
     assert [g.name for g in sharded_groups(two)] == [_NAMES["no"]]
@@ -82,6 +83,7 @@ def test_two_groups_become_one_in_the_models_order_and_two_again(tmp_path: Path)
     assert megatron_grouped(source, sharded=False) is source
     assert megatron_grouped(one, sharded=True) is one
     assert group_changes(source, source) == []
+    assert megatron_grouped(source, sharded=True, wanted=WeightDecayGroups.KEEP) is source
 
 
 def test_scaled_learning_rates_keep_groups_of_their_own(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ counts as weights only if no training state is found.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +22,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import Format
 from reshard_engine.formats.reader import NO_CHOICES, Reader, ReadOptions, refuse_choices
 from reshard_engine.formats.registry import formats, known_files
-from reshard_engine.formats.unsupported import unsupported_kind
+from reshard_engine.formats.unsupported import holds_shards, names_of, unsupported_kind
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
@@ -54,6 +55,8 @@ def _recognise(
 ) -> Found | None:
     """The reader of the first format that recognises a directory. Formats of training states are asked first."""
     for wanted in of_training:
+        if not wanted and holds_shards(listing):
+            continue
         for known in (f for f in formats() if f.of_training is wanted):
             for reader in known.readers:
                 if reader.recognises(listing):
@@ -173,14 +176,43 @@ def _tag_fix(location: Location, listing: Listing, asked: str = "") -> str:
 
 
 def _below_fix(location: Location, listing: Listing) -> str:
-    """A sentence that names the checkpoints one level down; empty if there are none."""
-    found: list[str] = []
-    for name in listing.directories[:_LOOKED_INTO]:
-        below = location.store.list_directory(location.child(name).path)
-        files = {f.path.rpartition("/")[2] for f in below.files}
-        if not files.isdisjoint(known_files().pointers) or _recognise_child(location, name) is not None:
-            found.append(name)
-    return f"name one of the checkpoints below it: {_some(found)}" if found else ""
+    """A sentence with the command for a checkpoint one or two levels down; empty if there is none.
+
+    Raises:
+        SourceError: `source.unsupported` if the checkpoints there are all of a kind that is not supported.
+    """
+    level = [name for name in listing.directories if not name.startswith(".")]
+    for _ in range(2):
+        found: dict[str, bool] = {}
+        others: list[SourceError] = []
+        deeper: list[str] = []
+        for path in sorted(level, key=_by_number, reverse=True)[:_LOOKED_INTO]:
+            child = location.child(*path.split("/"))
+            below = child.store.list_directory(child.path)
+            known = _recognise(child, below, None)
+            pointed = not names_of(below).isdisjoint(known_files().pointers)
+            if known is not None or pointed:
+                found[path] = pointed or (known is not None and known.format.of_training)
+            elif (other := unsupported_kind(child, below)) is not None:
+                others.append(other)
+            deeper += [f"{path}/{name}" for name in below.directories if not name.startswith(".")]
+        if found:
+            return _named_below(location, sorted(found, key=lambda path: not found[path]))
+        if others:
+            raise others[0]
+        level = deeper
+    return ""
+
+
+def _named_below(location: Location, paths: list[str]) -> str:
+    first = shlex.quote(printable(location.child(*paths[0].split("/")).url, max_chars=1_024))
+    more = f"; there are: {_some(paths)}" if len(paths) > 1 else ""
+    return f"name the checkpoint below it: reshard inspect {first}{more}"
+
+
+def _by_number(path: str) -> list[tuple[int, str]]:
+    """A key that orders names as people do: `checkpoint-9` comes before `checkpoint-10`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]{1,18})", path)]
 
 
 def _some(names: tuple[str, ...] | list[str]) -> str:

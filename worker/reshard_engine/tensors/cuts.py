@@ -42,6 +42,10 @@ class Cut:
         """This cut without `widths`, for another number of ranks."""
         return replace(self, widths=())
 
+    def data_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape without padding of a parameter that may be a padded vocabulary."""
+        return shape if self.vocabulary is None or not shape else (min(self.vocabulary, shape[0]), *shape[1:])
+
     def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The grid for a parameter of this shape."""
         return self.grid if self.grid is not None else shape

@@ -15,13 +15,17 @@ from reshard_engine.formats.deepspeed.rules.families import SECTIONED_WARNING, m
 from reshard_engine.formats.not_written import padding_left_out
 
 HOW_TO_SAY = "--family gpt-megatron|llama-megatron|bloom, or --rules FILE"
-LOSS_OF_PADDING = (
-    "a softmax over padded rows counts them, so the next losses move a little (about 0.005 in one small model)"
+EFFECT_OF_PADDING = (
+    "where the softmax counts the padding, as Megatron-DeepSpeed's does, the next losses are not those of the "
+    "uninterrupted run"
 )
-
 AT_STAGE_3 = (
-    "DeepSpeed's loader of stage 3 knows no padding. Where the model pads its vocabulary, it shifts every parameter "
-    "behind the vocabulary without an error: for such a model use --to zero --zero-stage 3"
+    "Do not load this at ZeRO-3 if the model pads its vocabulary: DeepSpeed then shifts every parameter behind the "
+    "vocabulary without an error, and trains on wrong weights"
+)
+_AT_ONE_RANK = (
+    "load this without tensor parallelism only: the vocabulary has {} rows, one multiple of --vocab-divisor, and above "
+    "one tensor-parallel rank DeepSpeed takes them for each rank's part without an error"
 )
 
 
@@ -59,29 +63,70 @@ def uncut_warnings(checkpoint: Checkpoint) -> list[str]:
     return [text]
 
 
-def padding_changes(checkpoint: Checkpoint, rows: int | None) -> list[str]:
-    """Warnings about padding that a vocabulary of `rows` rows adds or cuts off; none where it keeps all of it."""
-    data = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
-    if rows is None or not data:
+def padding_changes(checkpoint: Checkpoint, rows: int | None, tp: int) -> list[str]:
+    """Warnings about padding that a vocabulary of `rows` rows on `tp` ranks adds or cuts off; none if it keeps all."""
+    data = _vocabulary(checkpoint)
+    if rows is None or data is None:
         return []
     kept = checkpoint.padding_rows
-    missing = rows - max(data) - kept
-    before = f"{max(data) + kept} in the source"
-    if not kept and facts_of(checkpoint).vocab_rows not in (None, max(data)):
-        before = f"{max(data)} in the source, which holds none of its run's padding"
+    missing = rows - data - kept
+    before = f"{data + kept} in the source"
+    bare = not kept and facts_of(checkpoint).vocab_rows not in (None, data)
+    if bare:
+        before = f"{data} in the source, which holds none of its run's padding"
     if missing > 0:
         what = f"{missing} rows of zeros are added behind the vocabulary: {rows} rows, {before}"
     elif missing < 0:
         what = f"{-missing} rows of padding behind the vocabulary are cut off: {rows} rows, {before}"
     else:
         return []
-    return [f"{what}; {LOSS_OF_PADDING}"]
+    return [f"{what}; {EFFECT_OF_PADDING}{'' if bare else _how_to_keep(checkpoint, data, tp)}"]
 
 
-def padding_refilled(checkpoint: Checkpoint) -> list[str]:
-    """The warning that the target lacks the source's rows of padding; loaders put zeros in their place."""
-    if not checkpoint.padding_rows:
+def padding_of_atoms(checkpoint: Checkpoint, rows: int | None, divisor: int | None) -> list[str]:
+    """Warnings about the padding of a universal checkpoint, whose atoms of vocabularies have `rows` rows.
+
+    Args:
+        checkpoint: The source.
+        rows: The rows; None if padding is left out.
+        divisor: The number to a multiple of which they are padded; None if nothing says it.
+
+    Source: deepspeed 0.19.8 `runtime/zero/stage3.py` (`load_hp_checkpoint_state`: it cuts the stored rows as they are),
+    `checkpoint/universal_checkpoint.py` (`load_hp_checkpoint_state`: an atom in the shape of a rank's part is whole).
+    """
+    data = _vocabulary(checkpoint)
+    if rows is not None:
+        once = rows == divisor and data != rows
+        return [*padding_changes(checkpoint, rows, 1), *([_AT_ONE_RANK.format(rows)] if once else [])]
+    if data is None or (divisor is None and facts_of(checkpoint).vocab_rows == data):
         return []
-    # deepspeed 0.19.8, `runtime/zero/stage3.py` (`load_hp_checkpoint_state`): it cuts the stored rows as they are.
-    zeros = f"DeepSpeed puts zeros in their place at stages 1 and 2; {LOSS_OF_PADDING}. {AT_STAGE_3}"
-    return [f"{padding_left_out(checkpoint)}. {zeros}"]
+    left = f"{padding_left_out(checkpoint)}: " if checkpoint.padding_rows else ""
+    if divisor is None:
+        why = f"nothing says to which multiple the model pads its vocabulary of {data} rows"
+        how = "With N, the --make-vocab-size-divisible-by of the run: --vocab-divisor N"
+    else:
+        why = f"the vocabulary of {data} rows fits into one multiple of {divisor}"
+        how = f"For runs without tensor parallelism, at any stage: --vocab-divisor {divisor}"
+    zeros = f"At stages 1 and 2 it puts zeros in the place of padding; {EFFECT_OF_PADDING}"
+    return [f"{left}{why}. {AT_STAGE_3}. {zeros}. {how}"]
+
+
+def _vocabulary(checkpoint: Checkpoint) -> int | None:
+    """The rows of the vocabulary without padding; None if no parameter is known to be one."""
+    data = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
+    return max(data, default=None)
+
+
+def _how_to_keep(checkpoint: Checkpoint, data: int, tp: int) -> str:
+    """The option with which `tp` ranks hold all of the source's rows: a sentence with the period before it."""
+    rows = data + checkpoint.padding_rows
+    if rows % tp:
+        return f". No option keeps the source's rows at --tp {tp}, which does not divide {rows}"
+    # The source's own divisor, for another number of ranks, if it gives as many rows; else one that always does.
+    usual = (facts_of(checkpoint).vocab_divisor or 1) * checkpoint.world.get("tp", 1) // tp
+    unit = max(usual * tp, 1)
+    divisor = usual if -(-data // unit) * unit == rows else rows // tp
+    return (
+        f". To keep the source's rows: --vocab-divisor {divisor}, and --make-vocab-size-divisible-by {divisor} "
+        "for the run that loads it"
+    )

@@ -43,6 +43,8 @@ class DeepSpeedFacts(FormatFacts):
     """Models pad vocabularies to a multiple of this number times the tensor-parallel ranks; None where nothing says."""
     vocab_rows: int | None = None
     """Rows of the vocabulary in the source, with padding."""
+    groups_kept: bool = False
+    """True if the file says that Megatron-DeepSpeed's param groups are the same at every ZeRO stage of this run."""
     entries: Mapping[str | int, Node] = field(default_factory=dict[str | int, Node])
     """Entries of model states that are DeepSpeed's own, such as `module` (with `PTensorRef`s) and `ds_config`.
 

@@ -56,7 +56,9 @@ class DeepSpeed(Format):
         options = request.options.deepspeed
         if request.to == TargetFormat.ZERO and options.dp is None:
             raise RequestError("request.invalid", "--to zero needs the number of ranks", fix="add --dp N")
-        if request.to != TargetFormat.ZERO and options.asks_for_layout:
+        # A universal checkpoint fits every layout, but vocabularies have the rows of one.
+        free = {"vocab_divisor": None} if request.to == TargetFormat.UNIVERSAL else {}
+        if request.to != TargetFormat.ZERO and options.model_copy(update=free).asks_for_layout:
             raise RequestError("request.invalid", f"--to {request.to} has no layout", fix="--to zero")
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:

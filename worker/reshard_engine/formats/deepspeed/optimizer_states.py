@@ -30,9 +30,11 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
     if checkpoint.optimizer is None:
         raise RequestError(
             "request.unsatisfiable",
-            f"{what} is made of optimizer states, and this source has none: "
-            f"{'; '.join(checkpoint.warnings) or 'no training state is in it'}",
-            fix="name the training checkpoint as the source, or write the weights alone: --to safetensors",
+            f"{what} is made of optimizer states, and none were read: "
+            f"{checkpoint.no_optimizer or 'the files hold weights alone'}",
+            fix="write the weights alone: --to safetensors"
+            if checkpoint.no_optimizer
+            else "name the training checkpoint as the source, or write the weights alone: --to safetensors",
         )
     return checkpoint.optimizer
 

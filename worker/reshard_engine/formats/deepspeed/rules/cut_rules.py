@@ -91,6 +91,8 @@ class CutRules:
         """True if AutoTP cut the model: only AutoTP writes this list."""
         size = facts.get(ORIGINAL_VOCAB)
         self.original_vocab_size = None if size is None else as_count(size, f"{what}: {ORIGINAL_VOCAB}")
+        rows = facts.get(PADDED_VOCAB)
+        self.padded_vocab_size = None if rows is None else as_count(rows, f"{what}: {PADDED_VOCAB}")
         divisor = facts.get(VOCAB_DIVISOR)
         self.vocab_divisor = None if divisor is None else as_count(divisor, f"{what}: {VOCAB_DIVISOR}")
         if len(self._lists[VOCABULARY]) and self.original_vocab_size is None:

@@ -20,6 +20,8 @@ class RuleLayers:
         """Take at least one layer, in order of precedence."""
         self._layers = tuple(layers)
         self.vocab_divisor = next((r.vocab_divisor for r in layers if r.vocab_divisor is not None), None)
+        self.vocab_rows = next((r.padded_vocab_size for r in layers if r.padded_vocab_size is not None), None)
+        """Rows of the vocabulary with padding in the run that the metadata describe."""
 
     def first_stage_counts(self, name: str) -> bool:
         """True if only the first stage's copy of a parameter is used; False for vocabularies, which are equal."""

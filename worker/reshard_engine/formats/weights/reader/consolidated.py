@@ -99,6 +99,8 @@ def read_weights(
     shard_map = builder.build()
     noted = NotCarriedKeys()
     noted.add_all((f"__metadata__.{k}" for k in rest), "metadata of a weights file")
+    for name in files.optimizers:
+        noted.add(name, "a file of optimizer states, which is not read yet", file=name)
     return Checkpoint(
         url=location.url,
         tag=options.tag,
@@ -111,6 +113,7 @@ def read_weights(
         buffers=(),
         shared=shared,
         optimizer=None,
+        no_optimizer=files.no_optimizer,
         extra_states=extra_states,
         not_carried=noted.found(),
         foreign_globals=tuple(sorted(options.ledger.foreign)),

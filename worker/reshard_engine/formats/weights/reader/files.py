@@ -1,6 +1,8 @@
 """Finds the weights files of a directory: one file, or shards that an index names.
 
-Source: transformers 5.23.0 `utils/__init__.py` (names), huggingface_hub 2.4.0 `constants.py` (shard pattern).
+Source: transformers 5.23.0 `utils/__init__.py` (names), `trainer.py` (`optimizer.pt`, `optimizer.bin`,
+`trainer_state.json`), huggingface_hub 2.4.0 `constants.py` (shard pattern), accelerate 1.15.0 `utils/fsdp_utils.py` and
+torch_checkpointing 0.1.1 (optimizer files by number and rank).
 """
 
 from __future__ import annotations
@@ -8,11 +10,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, listed
 from reshard_engine.storage.protocol import Listing, ObjectInfo
 
 _SHARD = re.compile(r"(?P<stem>.+)-[0-9]{5,6}-of-[0-9]{5,6}")
 _INDEX = ".index.json"
+_OPTIMIZER = re.compile(r"optimizer(_[0-9]+)?(_rank[0-9]+)?\.(bin|pt)")
+TRAINER_STATE = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,18 @@ class WeightFiles:
     named: dict[str, ObjectInfo]
     """All files with the suffix."""
     indexes: dict[str, ObjectInfo]
+    optimizers: tuple[str, ...] = ()
+    """Files of optimizer states beside the weights, which are not read."""
+    trainers: bool = False
+    """True if the directory is a Trainer's `checkpoint-N`."""
+
+    @property
+    def no_optimizer(self) -> str:
+        """The reason why the weights come without optimizer states, a part of a sentence."""
+        if self.optimizers:
+            are = "lies beside the weights and is" if len(self.optimizers) == 1 else "lie beside the weights and are"
+            return f"{listed(self.optimizers)} {are} not read yet"
+        return "the Trainer saved the weights alone, as with save_only_model" if self.trainers else ""
 
     @property
     def singles(self) -> list[str]:
@@ -56,10 +72,9 @@ class WeightFiles:
         if len(usual) == 1 or len(candidates) == 1:
             return (usual or candidates)[0]
         if candidates:
-            listed = ", ".join(printable(n) for n in (usual or candidates)[:8])
             raise SourceError(
                 "checkpoint.ambiguous",
-                f"several files could be the weights: {listed}",
+                f"several files could be the weights: {listed(usual or candidates)}",
                 fix="move the right one into a directory of its own",
             )
         raise SourceError(
@@ -73,6 +88,7 @@ def weight_files(listing: Listing, suffix: str, stems: re.Pattern[str]) -> Weigh
     """The weights files of a directory that end with `suffix` and whose stem matches."""
     named: dict[str, ObjectInfo] = {}
     indexes: dict[str, ObjectInfo] = {}
+    names = [info.path.rpartition("/")[2] for info in listing.files]
     for info in listing.files:
         name = info.path.rpartition("/")[2]
         table = indexes if name.endswith(suffix + _INDEX) else named if name.endswith(suffix) else None
@@ -80,7 +96,8 @@ def weight_files(listing: Listing, suffix: str, stems: re.Pattern[str]) -> Weigh
         shard = _SHARD.fullmatch(stem)
         if table is not None and stems.fullmatch(shard["stem"] if shard else stem):
             table[name] = info
-    return WeightFiles(suffix, named, indexes)
+    optimizers = tuple(sorted(n for n in names if _OPTIMIZER.fullmatch(n)))
+    return WeightFiles(suffix, named, indexes, optimizers, trainers=TRAINER_STATE in names)
 
 
 def stem_of_index(name: str, suffix: str) -> str:

@@ -1,6 +1,7 @@
 """Weights as `torch.save` writes them: `pytorch_model.bin`, or shards with an index.
 
-Source: transformers 5.23.0 `utils/__init__.py`, peft `adapter_model.bin` (names).
+Source: transformers 5.23.0 `utils/__init__.py`, peft `adapter_model.bin`, accelerate 1.15.0 `utils/fsdp_utils.py`
+(names; `pytorch_model_fsdp.bin` holds whole tensors by name: FULL_STATE_DICT).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from reshard_engine.storage.protocol import Listing
 from reshard_engine.tensors.dtypes import BY_NAME
 
 # Other .bin files beside weights are not weights: training_args.bin, optimizer.bin, scheduler.bin, ...
-_STEMS = re.compile(r"pytorch_model|adapter_model|diffusion_pytorch_model")
+_STEMS = re.compile(r"pytorch_model|pytorch_model_fsdp|adapter_model|diffusion_pytorch_model")
 
 
 class TorchWeightsReader:

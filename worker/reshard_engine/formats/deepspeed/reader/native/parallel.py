@@ -122,7 +122,9 @@ class Joiner:
         shape, cut = self.shape_and_cut(first.fqn, [p.shape for p in parts])
         states = {key: self.joined(first.fqn, key, [p.states[key] for p in parts], cut, shape) for key in first.states}
         scalars = {k: s for k, s in first.scalars.items() if all(p.scalars.get(k) == s for p in parts)}
-        return replace(first, shape=self._data_shape(cut, shape), states=states, cut=cut, scalars=scalars)
+        return replace(
+            first, shape=cut.data_shape(shape) if cut is not None else shape, states=states, cut=cut, scalars=scalars
+        )
 
     def _agree(self, first: Parameter, other: Parameter) -> bool:
         """True if the counters of two parts are equal. Other numbers that differ are noted in `rank_numbers`."""
@@ -153,12 +155,6 @@ class Joiner:
             self.unexplained.append(name)
         return cut
 
-    @staticmethod
-    def _data_shape(cut: Cut | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-        if cut is None or cut.vocabulary is None:
-            return shape
-        return (min(cut.vocabulary, shape[0]), *shape[1:])
-
     def joined(self, name: str, state: str, tensors: Sequence[int], cut: Cut | None, shape: tuple[int, ...]) -> int:
         """The number of one state of a parameter as a whole tensor. Copies are noted for comparison.
 
@@ -182,7 +178,7 @@ class Joiner:
                 self.agreements.append(Agreement(name, state, tensors[0], other, f"tensor-parallel rank {rank}"))
         elif len(tensors) > 1:
             whole = self._view(name, state, self._layout(name, tensors, cut, shape), shape)
-        data = self._data_shape(cut, shape)
+        data = cut.data_shape(shape)
         if data != shape:
             if len(tensors) == 1 and cut.shape_in(shape) != shape:
                 raise _contradiction(name, CutError("a vocabulary in another shape than its own"))

@@ -75,7 +75,9 @@ def assemble_stage0(
     parameters = list(candidates.values())
     warnings: list[str] = []
     states = None if node is None else _Stage0Optimizer(node, model.torch_file, builder)
-    owned = None if states is None else _named(states, candidates, warnings)
+    owned, unnamed = (None, "") if states is None else _named(states, candidates)
+    if unnamed:
+        warnings.append(f"weights only, as precise as the model's dtype: {unnamed}")
     noted = NotCarriedKeys()
     noted.add_all(others, "no file of DeepSpeed's")
     if states is not None:
@@ -119,6 +121,7 @@ def assemble_stage0(
         buffers=module.buffer_entries(),
         shared=module.shared,
         optimizer=optimizer,
+        no_optimizer=unnamed,
         module_names=module_names(model.paths, module.numbers, extra_states),
         extra_states=extra_states,
         not_carried=noted.found(),
@@ -128,19 +131,16 @@ def assemble_stage0(
     )
 
 
-def _named(
-    states: _Stage0Optimizer, candidates: Mapping[str, Parameter], warnings: list[str]
-) -> dict[str, Parameter] | None:
-    """The parameters that the optimizer owns; None, with a warning, if its states cannot be given names."""
+def _named(states: _Stage0Optimizer, candidates: Mapping[str, Parameter]) -> tuple[dict[str, Parameter] | None, str]:
+    """The parameters that the optimizer owns; None, and the reason, if its states cannot be given names."""
     shapes, weights = {n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()}
     try:
-        return states.assign(shapes, weights)
+        return states.assign(shapes, weights), ""
     except SourceError as error:
         if error.code != "source.unsupported":
             raise
         # The weights have names in any case. Writers of optimizer states refuse this source and say why.
-        warnings.append(f"weights only, as precise as the model's dtype: {error.message}")
-        return None
+        return None, error.message
 
 
 class _Stage0Optimizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from reshard.errors import SourceError, printable
@@ -13,7 +14,7 @@ from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.deepspeed.config import decoupled_weight_decay
 from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, own_entries, run_fields, split_groups
-from reshard_engine.formats.deepspeed.names import CONFIG
+from reshard_engine.formats.deepspeed.names import CONFIG, PARAM_SHAPES
 from reshard_engine.formats.deepspeed.reader.native.autoep import fused_experts
 from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
@@ -24,7 +25,7 @@ from reshard_engine.formats.deepspeed.reader.universal.atoms import FOLDER, MAST
 from reshard_engine.formats.deepspeed.reader.universal.notes import LayoutNotes
 from reshard_engine.formats.deepspeed.reader.universal.optimizer import OptimizerFile
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.tensors.cuts import Cut
+from reshard_engine.tensors.cuts import Cut, rows_of
 from reshard_engine.tensors.shard_map import LogicalTensor, ShardMapBuilder, is_packed
 
 
@@ -53,9 +54,11 @@ class Assembly:
                 Their shapes are those of one rank's parts; the shapes of the atoms are used instead.
         """
         self._parallel = (models[0].integer("mp_world_size") or 1) > 1
+        # Ours have model states under the names of every stage, and the first of these is read.
+        self._sharded = models[0].torch_file.file.name.startswith("zero_pp_rank_")
         self._optimizer = optimizer
         self._ledger = ledger
-        self._fused = fused = fused_experts(models[0])
+        fused = fused_experts(models[0])
         self._models = [fused.without(m) for m in models]
         self._groups = tuple(fused.whole(g) for g in _joined([_shapes(m) for m in (models[0], *stages)]))
         self._trained = {n: s for group in self._groups for n, s in group}
@@ -89,9 +92,8 @@ class Assembly:
         number = {f: i for i, f in enumerate(files)}
         builder = ShardMapBuilder()
         trained = self._parameters(builder, by_file, number)
-        sharded = model.torch_file.file.name.startswith("zero_pp_rank_")
         module = ModuleTensors(
-            builder, self._models, number, owned=self._trained, sharded=sharded, whole=not self._parallel
+            builder, self._models, number, owned=self._trained, sharded=self._sharded, whole=not self._parallel
         )
         self._refuse_strangers(module)
         trees = ModelTrees(builder, number)
@@ -100,7 +102,12 @@ class Assembly:
         paths = model.paths if self._notes.module_paths is None else self._notes.module_paths
         groups, params = split_groups(trees.carried(n, source) for n in self._optimizer.group_nodes)
         beside = {k: trees.carried(v, source) for k, v in self._optimizer.extras.items()}
-        entries = trees.model_state(model, module.numbers, module, extra_states=extra_states)
+        trained = [_with_weight(builder, p, module) for p in trained]
+        # At one tensor-parallel rank `module` holds a vocabulary with its padding, which is no part of the model.
+        numbers = module.numbers | {p.fqn: p.weight for p in trained if p.weight is not None}
+        # The shapes in the model states of a model-parallel run are those of one rank's parts.
+        partial = (PARAM_SHAPES,) if self._parallel else ()
+        entries = trees.model_state(model, numbers, module, extra_states=extra_states, without=partial)
         return Checkpoint(
             url=url,
             tag=tag,
@@ -109,14 +116,7 @@ class Assembly:
             world={},
             files=files,
             parameters=(
-                *(
-                    replace(
-                        p,
-                        weight=module.weight_of(p.fqn, p.shape),
-                        frozen_late=p.fqn in module.frozen_late,
-                    )
-                    for p in trained
-                ),
+                *(replace(p, frozen_late=p.fqn in module.frozen_late) for p in trained),
                 *(
                     replace(p, cut=self._cut_of(p.fqn, p.shape), layer=self._notes.layer_of(p.fqn))
                     for p in module.frozen_parameters
@@ -134,7 +134,8 @@ class Assembly:
             warnings=tuple(module.warnings),
             facts=DeepSpeedFacts(
                 vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
-                vocab_rows=self._notes.vocab_rows,
+                vocab_rows=self._notes.vocab_rows or (self._rules.vocab_rows if self._rules else None),
+                groups_kept=self._notes.groups_kept,
                 entries=own_entries(entries),
                 order=tuple(entries),
                 module_paths=paths,
@@ -164,23 +165,43 @@ class Assembly:
         found: list[Parameter] = []
         for index, group in enumerate(self._groups):
             step = self._optimizer.step_of(index)
-            for name, shape in group:
-                states: dict[str, int] = {}
-                scalars: dict[str, Scalar] = {}
-                bare = False
-                for state, file in self._atoms[name].items():
-                    atom = atoms[file]
-                    if isinstance(atom, Scalar):
-                        scalars[state] = atom
-                    else:
-                        states[state] = _add(builder, LogicalTensor(name, state, atom.dtype, shape), atom, number[file])
-                        bare |= atom.bare
-                # `ds_to_universal` writes no counter for fused experts at stage 3 either; their atoms are not bare.
-                if (bare or name in self._fused) and step is not None:
-                    scalars.setdefault(STEP, step)
-                cut, layer = self._cut_of(name, shape), self._notes.layer_of(name)
-                found.append(Parameter(name, shape, group_of[index], None, states, scalars, cut, layer))
+            for name, there in group:
+                cut, layer = self._cut_of(name, there), self._notes.layer_of(name)
+                # The model states of one tensor-parallel rank count the padding behind a vocabulary.
+                shape = cut.data_shape(there) if cut is not None else there
+                empty = Parameter(name, shape, group_of[index], None, cut=cut, layer=layer)
+                found.append(self._with_states(builder, empty, atoms, number, step=step))
         return found
+
+    def _with_states(
+        self,
+        builder: ShardMapBuilder,
+        parameter: Parameter,
+        atoms: Mapping[SourceFile, Atom | Scalar],
+        number: Mapping[SourceFile, int],
+        *,
+        step: Scalar | None,
+    ) -> Parameter:
+        name, shape = parameter.fqn, parameter.shape
+        vocabulary = parameter.cut is not None and parameter.cut.vocabulary is not None
+        states: dict[str, int] = {}
+        padding: dict[str, int] = {}
+        scalars: dict[str, Scalar] = {}
+        for state, file in self._atoms[name].items():
+            atom = atoms[file]
+            if isinstance(atom, Scalar):
+                scalars[state] = atom
+                continue
+            data, behind = atom.split(shape) if vocabulary else (atom, None)
+            states[state] = _add(builder, LogicalTensor(name, state, atom.dtype, shape), data, number[file])
+            if behind is not None:
+                rows = (prod(behind.shape) // prod(shape[1:]), *shape[1:])
+                beside = LogicalTensor(f"{name}@padding", state, atom.dtype, rows)
+                padding[state] = _add(builder, beside, behind, number[file])
+        # At stage 3 `ds_to_universal` writes no counter beside the atoms.
+        if step is not None and self._sharded:
+            scalars.setdefault(STEP, step)
+        return replace(parameter, states=states, scalars=scalars, padding=padding)
 
     def _refuse_strangers(self, module: ModuleTensors) -> None:
         # Frozen parameters, buffers and aliases may have a master too; their values come from the model states.
@@ -237,6 +258,19 @@ def _shapes(model: ModelStates) -> tuple[Shapes, ...]:
             fix="convert the original checkpoint again",
         )
     return model.param_shapes
+
+
+def _with_weight(builder: ShardMapBuilder, parameter: Parameter, module: ModuleTensors) -> Parameter:
+    """The parameter with its weight of `module`, if that is there, and with the padding behind the weight's rows."""
+    name, shape, number = parameter.fqn, parameter.shape, module.weights.get(parameter.fqn)
+    there = builder.tensors[number].shape if number is not None else shape
+    if number is None or parameter.cut is None or there == shape or parameter.cut.data_shape(there) != shape:
+        return replace(parameter, weight=module.weight_of(name, shape))
+    data, behind = (rows_of(there, number, first, last) for first, last in ((0, shape[0]), (shape[0], there[0])))
+    weight, padding = builder.view(name, "weight", data, shape), parameter.padding
+    if padding:  # rows of padding that only the weight has would not be those of its master
+        padding = {**padding, "weight": builder.view(f"{name}@padding", "weight", behind, behind.grid)}
+    return replace(parameter, weight=weight, padding=padding)
 
 
 def _add(builder: ShardMapBuilder, wanted: LogicalTensor, atom: Atom, file: int) -> int:

@@ -8,7 +8,8 @@ cut it for tensor parallelism; `merge_zero3_slices`: a bare flat tensor; `step.p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
@@ -50,6 +51,24 @@ class Atom:
     """True if it is flat and without its shape, as `ds_to_universal` writes it at stage 3."""
     merged: bool
     """True if it has `cat_dim`, as `ds_to_universal` writes it at stages 1 and 2."""
+
+    def split(self, shape: tuple[int, ...]) -> tuple[Atom, Atom | None]:
+        """The rows of a vocabulary of this shape, and the rows of padding behind them; None if there are none.
+
+        Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (`merge_tp_slices` strips padding, `merge_zero3_slices`
+        does not); our own universal checkpoints hold padding on purpose.
+        """
+        flat, row = len(self.shape) == 1 < len(shape), prod(shape[1:])
+        rows = self.shape[0] // max(row, 1) if flat else (self.shape or (0,))[0]
+        if rows <= shape[0] or self.shape not in ((rows * row,), (rows, *shape[1:])):
+            return self, None
+
+        def part(first: int, last: int) -> Atom:
+            begin = first * (row if flat else self.stride[0]) * self.dtype.itemsize_bytes
+            lengths = ((last - first) * row,) if flat else (last - first, *shape[1:])
+            return replace(self, shape=lengths, offset=self.offset + begin)
+
+        return part(0, shape[0]), part(shape[0], rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class LayoutNotes:
     """The first layer of each tied parameter of a pipeline; None if the run was no pipeline."""
     vocab_divisor: int | None = None
     vocab_rows: int | None = None
+    groups_kept: bool = False
+    """True if the param groups of the stages below ZeRO-3 are those of ZeRO-3 too."""
     module_paths: tuple[KeyPath, ...] | None = None
     """Key paths of the model's state dict, where it is nested and `module` does not hold every entry."""
 
@@ -47,6 +49,7 @@ class LayoutNotes:
             tied_layers=None if tied is None else as_mapping(tied, f"{LAYOUT_NOTES}: tied_layers"),
             vocab_divisor=None if divisor is None else as_count(divisor, f"{LAYOUT_NOTES}: vocab_divisor"),
             vocab_rows=None if rows is None else as_count(rows, f"{LAYOUT_NOTES}: vocab_rows"),
+            groups_kept=facts.get("groups_kept") is True,
             module_paths=None if paths is None else tuple(map(_path, as_items(paths, _PATHS))),
         )
 

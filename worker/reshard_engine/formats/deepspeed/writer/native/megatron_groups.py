@@ -3,7 +3,8 @@
 Megatron's rule gives biases and vectors no weight decay. At ZeRO-3 every parameter is an empty vector when the rule
 looks at it, so all parameters are in groups without weight decay. At other stages, matrices have groups of their own.
 Loaders compare the number of groups, or pair groups by place. So a source with groups of one kind gets the groups of
-the other kind where the target needs them, in the model's order.
+the other kind where the target needs them, in the model's order. A run with code of its own may make one kind of groups
+at every stage: a source at ZeRO-3 whose groups have weight decay shows that, and `WeightDecayGroups.KEEP` says it.
 
 Source: Megatron-DeepSpeed (main, July 2025) `megatron/optimizer/__init__.py` (`get_param_groups`: names, order and
 rule), `megatron/optimizer_param_scheduler.py` (`get_wd`); checked against real checkpoints of both kinds.
@@ -15,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from reshard.choices import WeightDecayGroups
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, ParamGroup
 from reshard_engine.formats.deepspeed.facts import facts_of
@@ -26,13 +28,25 @@ from reshard_engine.pickles.nodes import is_mapping, mapping_items
 _NAMES = ("wd_no_scale_lr", "wd_scale_lr", "no_wd_no_scale_lr", "no_wd_scale_lr")
 """Names of the groups in their order; a group without parameters does not exist."""
 _WITHOUT = "no_"
-FOR_EVERY_STAGE = (
-    "param groups are written twice, as Megatron-DeepSpeed makes them: for stages 1 and 2, where matrices have weight "
-    "decay, and for stage 3, where no parameter has it. The source ran at stage 3 and has only the groups of stage 3"
-)
+_BY_SHAPE = "Megatron-DeepSpeed's code takes every parameter for a vector at ZeRO-3, and vectors have no weight decay"
+_KEEP = "If your run groups parameters in one way at every stage: --weight-decay-groups keep"
 
 
-def megatron_grouped(checkpoint: Checkpoint, *, sharded: bool) -> Checkpoint:
+def follows_stage(checkpoint: Checkpoint, wanted: WeightDecayGroups) -> bool:
+    """True if the source's param groups are Megatron's, and are other ones at ZeRO-3 than below it."""
+    names, facts = _group_names(checkpoint.optimizer), facts_of(checkpoint)
+    own_code = facts.groups_kept or (facts.zero_stage == 3 and any(map(_decays, names)))
+    return bool(names) and wanted is not WeightDecayGroups.KEEP and not own_code
+
+
+def is_grouped_by_decay(checkpoint: Checkpoint) -> bool:
+    """True if all param groups are Megatron's."""
+    return bool(_group_names(checkpoint.optimizer))
+
+
+def megatron_grouped(
+    checkpoint: Checkpoint, *, sharded: bool, wanted: WeightDecayGroups = WeightDecayGroups.STAGE
+) -> Checkpoint:
     """The checkpoint with Megatron's param groups for ZeRO-3 (`sharded`) or other stages; other runs keep theirs.
 
     Raises:
@@ -41,7 +55,7 @@ def megatron_grouped(checkpoint: Checkpoint, *, sharded: bool) -> Checkpoint:
     """
     optimizer = checkpoint.optimizer
     names = _group_names(optimizer)
-    if optimizer is None or not names:
+    if optimizer is None or not follows_stage(checkpoint, wanted):
         return checkpoint
     members = {name: checkpoint.members(index) for index, name in enumerate(names)}
     if sharded:
@@ -51,21 +65,37 @@ def megatron_grouped(checkpoint: Checkpoint, *, sharded: bool) -> Checkpoint:
 
 
 def group_changes(before: Checkpoint, after: Checkpoint) -> list[str]:
-    """Warnings about new groups; none where the groups are the source's."""
+    """The warning about new groups, with the parameters whose weight decay changes; none where groups are the same."""
     names, were = _group_names(after.optimizer), _group_names(before.optimizer)
     if names == were:
         return []
-    decays = any(map(_decays, names))
-    effect = (
-        f"{sum(map(_has_decay, after.trained))} of {len(after.trained)} parameters have weight decay from now on"
-        if decays
-        else "no parameter has weight decay from now on"
-    )
-    text = (
-        f"param groups: {len(were)} became {len(names)}, as Megatron-DeepSpeed groups parameters: one without weight "
-        f"decay at ZeRO-3, matrices apart from biases and vectors elsewhere; {effect}"
-    )
-    return [text]
+    count = f"param groups: {len(were)} became {len(names)}: {_BY_SHAPE}"
+    if any(map(_decays, names)):
+        return [f"{count}; {_decayed(after)} from now on, and none had it in the source. {_KEEP}"]
+    return [f"{count}; {_decayed(before)} in the source, and none has it from now on. {_KEEP}"]
+
+
+def groups_by_stage(source: Checkpoint, checkpoint: Checkpoint) -> list[str]:
+    """The warning that a universal checkpoint has other groups for ZeRO-3 than for the stages below it.
+
+    Args:
+        source: The checkpoint as it was read.
+        checkpoint: The same with the groups of the stages below ZeRO-3.
+    """
+    if not any(map(_decays, _group_names(checkpoint.optimizer))):
+        return []
+    ran = " The source ran at ZeRO-3." if checkpoint is not source else ""
+    text = f"param groups are written twice: {_BY_SHAPE}. {_decayed(checkpoint)} in runs at stages 1 and 2"
+    return [f"{text}, and none has it in runs at ZeRO-3.{ran} {_KEEP}"]
+
+
+def _decayed(checkpoint: Checkpoint) -> str:
+    """The parameters with weight decay, and how much: a part of a sentence."""
+    groups = checkpoint.optimizer.groups if checkpoint.optimizer is not None else ()
+    decaying = [i for i, group in enumerate(groups) if _decays(group.name or _WITHOUT)]
+    values = dict.fromkeys(str(groups[i].hyper_parameters.get("weight_decay")) for i in decaying)
+    count = sum(len(checkpoint.members(i)) for i in decaying)
+    return f"{count} of {len(checkpoint.trained)} parameters have weight decay {' or '.join(map(printable, values))}"
 
 
 def sharded_groups(checkpoint: Checkpoint) -> list[ParamGroup]:

@@ -114,8 +114,9 @@ def _boundaries(checkpoint: Checkpoint, layout: NativeLayout, ordered: Sequence[
             raise RequestError(
                 "request.invalid",
                 f"the layers of the {layout.pp} stages depend on the model's partition_method",
-                fix="--partition-method parameters|type:REGEX, --partition-method uniform --pipeline-layers N (layers "
-                f"without parameters included, at least {_layers_named(ordered)}), or each stage's first layer: 0,3,6",
+                fix="--partition-method parameters (DeepSpeed's default), or what the model's code says: type:REGEX, "
+                f"uniform with --pipeline-layers N (layers without parameters included, at least "
+                f"{_layers_named(ordered)}), or each stage's first layer: 0,3,6",
             )
     kinds = {layer: tuple(sorted(map(repr, names))) for layer, names in shapes.items()}
     return boundaries(layout, weights, kinds, tied=tied)

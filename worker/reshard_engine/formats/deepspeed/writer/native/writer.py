@@ -72,7 +72,11 @@ class ZeroWriter:
         target = resolve(checkpoint, request)
         refuse_impossible_layout(target, checkpoint)
         source = checkpoint
-        checkpoint = megatron_grouped(regrouped(checkpoint, target.layout.ep), sharded=target.stage == 3)
+        checkpoint = megatron_grouped(
+            regrouped(checkpoint, target.layout.ep),
+            sharded=target.stage == 3,
+            wanted=request.options.deepspeed.weight_decay_groups,
+        )
         rows = vocab_rows(checkpoint, target.layout)
         cutter = Cutter(checkpoint, target.layout.tp, rows, dtype=target.dtype)
         models = local_models(checkpoint, target, cutter)
@@ -95,7 +99,7 @@ class ZeroWriter:
         ]
         warnings += [OTHER_PARTITIONS] if recomputed and target.dp != checkpoint.world.get("dp", 1) else []
         warnings += group_changes(source, checkpoint)
-        warnings += padding_changes(checkpoint, rows)
+        warnings += padding_changes(checkpoint, rows, target.layout.tp)
         warnings += sectioned(checkpoint, request) if target.tp_changes else []
         pointer = Pointer(LATEST, name.encode(), beside=_tracker(checkpoint))
         left = (*recomputed, *_not_carried(checkpoint, target))

@@ -14,12 +14,13 @@ Source: deepspeed 0.19.8 `checkpoint/ds_to_universal.py` (tree), `checkpoint/uni
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from math import prod
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter, Scalar
 from reshard_engine.formats import not_written
-from reshard_engine.formats.deepspeed.cautions import padding_refilled, sectioned, uncut_warnings
+from reshard_engine.formats.deepspeed.cautions import padding_of_atoms, sectioned, uncut_warnings
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
 from reshard_engine.formats.deepspeed.facts import (
     OLDEST_VERSION,
@@ -51,11 +52,15 @@ from reshard_engine.formats.deepspeed.optimizer_states import (
 )
 from reshard_engine.formats.deepspeed.random_states import random_states
 from reshard_engine.formats.deepspeed.writer.native.autoep import expert_keys, fused_experts
+from reshard_engine.formats.deepspeed.writer.native.cutting import Cutter
 from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
-    FOR_EVERY_STAGE,
+    follows_stage,
+    groups_by_stage,
+    is_grouped_by_decay,
     megatron_grouped,
     sharded_groups,
 )
+from reshard_engine.formats.deepspeed.writer.native.model import LocalParameter
 from reshard_engine.formats.deepspeed.writer.universal.cut_entries import cut_keys
 from reshard_engine.formats.deepspeed.writer.universal.loader_limits import empty_rank_warnings, stage_3_warnings
 from reshard_engine.formats.torch_archive import scalar_node, single_tensor_template, tree_template
@@ -64,6 +69,7 @@ from reshard_engine.pickles.nodes import (
     Node,
     PList,
     PObject,
+    PRuns,
     PTensorRef,
     PTuple,
     is_mapping,
@@ -71,8 +77,10 @@ from reshard_engine.pickles.nodes import (
     mapping_of,
     ordered_dict,
 )
+from reshard_engine.tensors.cuts import Cut
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 from reshard_engine.tensors.layout import ZEROS, FileTemplate, Pointer, TargetFile, TargetLayout
+from reshard_engine.tensors.shard_map import ShardMap
 
 PARAM_KEY = "param"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
@@ -92,18 +100,22 @@ class UniversalWriter:
         require_optimizer(checkpoint, "a universal checkpoint")
         checkpoint, recomputed = without_recomputed(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
-        source, checkpoint = checkpoint, megatron_grouped(checkpoint, sharded=False)
+        groups = request.options.deepspeed.weight_decay_groups
+        by_stage = follows_stage(checkpoint, groups)
+        source, checkpoint = checkpoint, megatron_grouped(checkpoint, sharded=False, wanted=groups)
         states, warnings = _states_to_write(checkpoint)
-        if checkpoint is not source:
-            warnings.append(FOR_EVERY_STAGE)
+        warnings += groups_by_stage(source, checkpoint) if by_stage else []
         warnings += uncut_warnings(checkpoint)
         warnings += sectioned(checkpoint, request)
-        warnings += padding_refilled(checkpoint)
-        files = _atoms(checkpoint, states)
+        asked = request.options.deepspeed.vocab_divisor
+        rows = _vocab_rows(checkpoint, asked)
+        warnings += padding_of_atoms(checkpoint, rows, asked or facts_of(checkpoint).vocab_divisor)
+        cutter = Cutter(checkpoint, 1, rows, dtype=FLOAT32)
+        files = _atoms(checkpoint, states, cutter if rows is not None else None)
         files += _step_files(checkpoint)
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
-        files += _commit_files(checkpoint, request)
+        files += _commit_files(checkpoint, request, by_stage=by_stage)
         warnings = [*never_updated, *derived_warnings(checkpoint), *warnings]
         warnings += [*configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
         warnings += stage_3_warnings(states, sharded_groups(checkpoint) or groups_of(checkpoint))
@@ -112,6 +124,7 @@ class UniversalWriter:
             tuple(files),
             Pointer(LATEST_UNIVERSAL, name.encode()),
             tuple(warnings),
+            tuple(cutter.parts),
             not_carried=(*recomputed, *random_states(checkpoint, 1), *not_kept(checkpoint), *frozen),
         )
 
@@ -133,7 +146,29 @@ def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     return states, []
 
 
-def _atoms(checkpoint: Checkpoint, states: list[str]) -> list[TargetFile]:
+def _vocab_rows(checkpoint: Checkpoint, asked: int | None) -> int | None:
+    """Rows of a vocabulary's atoms: those of the model on one tensor-parallel rank. None leaves all padding out.
+
+    DeepSpeed's loader of stage 3 takes the rows of an atom as they are, and refuses tensor parallelism. Its loader of
+    stages 1 and 2 adds zeros up to the model's rows, of which more ranks never have fewer. But it takes an atom in the
+    shape of a rank's part for the whole parameter, and a vocabulary that fits into one divisor has that shape.
+
+    Source: deepspeed 0.19.8 `checkpoint/universal_checkpoint.py` and `runtime/zero/stage3.py` (both
+    `load_hp_checkpoint_state`); Megatron-DeepSpeed (July 2025) `megatron/tokenizer/tokenizer.py`
+    (`_vocab_size_with_padding`); verified by resuming at stages 1, 2 and 3.
+
+    Args:
+        checkpoint: The source.
+        asked: The divisor that the request gives; it counts in any case.
+    """
+    data = [p.shape[0] for p in checkpoint.parameters if p.cut is not None and p.cut.vocabulary is not None]
+    divisor = asked or facts_of(checkpoint).vocab_divisor
+    if not data or divisor is None or (asked is None and max(data) <= divisor):
+        return None
+    return -(-max(data) // divisor) * divisor
+
+
+def _atoms(checkpoint: Checkpoint, states: list[str], padding: Cutter | None) -> list[TargetFile]:
     # State by state: the parameters of one flat partition follow one another in both files' order,
     # so that a unit reads one long run from each rank.
     cache: dict[object, FileTemplate] = {}
@@ -141,11 +176,22 @@ def _atoms(checkpoint: Checkpoint, states: list[str]) -> list[TargetFile]:
     files: list[TargetFile] = []
     for state in states:
         for parameter in checkpoint.trained:
+            if padding is not None and parameter.cut is not None and parameter.cut.vocabulary is not None:
+                files.append(_padded_atom(state, padding.local(parameter, 0), parameter.cut, checkpoint.shard_map))
+                continue
             index = parameter.states.get(state, ZEROS)
             dtype = FLOAT32 if index == ZEROS else tensors[index].dtype
             template = _atom(state, dtype, parameter, cache, experts=expert_keys(fused, parameter.fqn))
             files.append(TargetFile(f"zero/{parameter.fqn}/{state}.pt", template, (index,)))
     return files
+
+
+def _padded_atom(state: str, vocabulary: LocalParameter, cut: Cut, shard_map: ShardMap) -> TargetFile:
+    dtype, shape = vocabulary.dtypes.get(state, FLOAT32), vocabulary.shape
+    runs = vocabulary.states.get(state, ((ZEROS, 0, prod(shape)),))
+    node = mapping_of({**cut_keys(cut, vocabulary.fqn), PARAM_KEY: PRuns(dtype.name, shape, runs)})
+    template, slots = tree_template(state, node, shard_map, opaque=OpaquePolicy.REFUSE)
+    return TargetFile(f"zero/{vocabulary.fqn}/{state}.pt", template, slots)
 
 
 def _atom(
@@ -197,7 +243,7 @@ def _step_files(checkpoint: Checkpoint) -> list[TargetFile]:
     return files
 
 
-def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[TargetFile]:
+def _commit_files(checkpoint: Checkpoint, request: ConvertRequest, *, by_stage: bool) -> list[TargetFile]:
     files: list[TargetFile] = []
     entries = model_states(checkpoint)
     if request.exclude_frozen:
@@ -207,14 +253,14 @@ def _commit_files(checkpoint: Checkpoint, request: ConvertRequest) -> list[Targe
     if PARALLEL_DIMENSIONS in entries:
         # The source's degrees would say that files of other ranks are missing.
         entries[PARALLEL_DIMENSIONS] = mapping_of({"pp_degree": 1, "tp_degree": 1})
-    if (layout := _layout_notes(checkpoint)) is not None:
+    if (layout := _layout_notes(checkpoint, request, by_stage=by_stage)) is not None:
         entries[LAYOUT_NOTES] = layout
     for path, held in zip(MODEL_FILES, (entries, _without_trained(entries, checkpoint)), strict=True):
         root = path.removesuffix(".pt")
         template, slots = tree_template(root, mapping_of(held), checkpoint.shard_map, opaque=request.opaque)
         files.append(TargetFile(path, template, slots, commit=True))
     template, slots = tree_template(
-        "optimizer_state", _optimizer_state(checkpoint), checkpoint.shard_map, opaque=request.opaque
+        "optimizer_state", _optimizer_state(checkpoint, by_stage=by_stage), checkpoint.shard_map, opaque=request.opaque
     )
     files.append(TargetFile("zero/optimizer_state.pt", template, slots, commit=True))
     return files
@@ -232,17 +278,19 @@ def _described(entries: Mapping[str | int, Node], checkpoint: Checkpoint) -> dic
     return found
 
 
-def _layout_notes(checkpoint: Checkpoint) -> Node:
+def _layout_notes(checkpoint: Checkpoint, request: ConvertRequest, *, by_stage: bool) -> Node:
     """Notes that a later target with model parallelism needs, and that names do not show; None without any."""
     tied = {p.fqn: p.layer for p in checkpoint.parameters if p.layer is not None and p.fqn.startswith(TIED)}
     notes: dict[str | int, Node] = {}
     if any(p.layer is not None for p in checkpoint.parameters):
         notes["tied_layers"] = mapping_of({**tied})
     facts = facts_of(checkpoint)
-    if facts.vocab_divisor is not None:
-        notes["vocab_divisor"] = facts.vocab_divisor
+    if (divisor := request.options.deepspeed.vocab_divisor or facts.vocab_divisor) is not None:
+        notes["vocab_divisor"] = divisor
     if facts.vocab_rows is not None:
         notes["vocab_rows"] = facts.vocab_rows
+    if is_grouped_by_decay(checkpoint) and not by_stage:
+        notes["groups_kept"] = True
     if any(len(path) > 1 for path in facts.module_paths):
         # ZeRO-3 stores no weights in `module`: nothing else says how the state dict is nested.
         notes["module_paths"] = PList([PList(list(path)) for path in facts.module_paths])
@@ -290,14 +338,14 @@ def _without_frozen(entries: dict[str | int, Node], checkpoint: Checkpoint) -> d
     return kept
 
 
-def _optimizer_state(checkpoint: Checkpoint) -> Node:
+def _optimizer_state(checkpoint: Checkpoint, *, by_stage: bool) -> Node:
     facts, own = facts_of(checkpoint), groups_of(checkpoint)
     params = facts.params if len(facts.params) == len(own) else [PList([i]) for i in range(len(own))]
     groups: Node = PList([group_node(g, p) for g, p in zip(own, params, strict=True)])
     first = checkpoint.trained[0] if checkpoint.trained else None
     step: Node = scalar_node(_step(first)) if first is not None else 0
     # Stage 3 reads these, the other stages those at the top: Megatron-DeepSpeed has other groups there.
-    others = sharded_groups(checkpoint)
+    others = sharded_groups(checkpoint) if by_stage else []
     sharded: Node = PList([group_node(g, PList([i])) for i, g in enumerate(others)]) if others else groups
     inner = mapping_of({"state": mapping_of({0: mapping_of({"step": step})}), "param_groups": sharded})
     entries: dict[str | int, Node] = {**facts.optimizer_entries}

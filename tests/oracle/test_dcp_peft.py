@@ -1,0 +1,186 @@
+"""Adapters that the Trainer trains with FSDP2: what its checkpoints hold, and that it resumes them itself.
+
+The Trainer saves the adapter alone, under PEFT's names for files. The optimizer has the names of the model. No
+converter takes part.
+
+Source: transformers 5.23.0 `distributed/fsdp.py` (`get_fsdp_ckpt_kwargs`: `adapter_only`), accelerate 1.15.0
+`utils/fsdp_utils.py` (`_get_model_state_dict`, `save_fsdp_optimizer`), peft 0.21.2 `utils/save_and_load.py`
+(`get_peft_model_state_dict`), `utils/other.py` (`ModulesToSaveWrapper.adapter_state_dict`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from house.shared import made_once
+from house.tiers import rest_full
+from oracle.conversions import agree
+from oracle.dcp_driver import problems
+from oracle.dcp_peft_cases import OPTIONS, resume_adapter, train_adapter
+from oracle.launcher import WorldError, Worlds
+from oracle.outputs import raw
+from oracle.truth import RawTensor, Truth
+
+KINDS = [(kind, adapter) for kind in ("llama", "gpt2") for adapter in OPTIONS if (kind, adapter) != ("gpt2", "head")]
+ALWAYS = (("llama", "dora"), ("llama", "head"))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run with an adapter: its checkpoint, the truth about it, and the losses after it."""
+
+    folder: Path
+    losses_after: tuple[float, ...]
+
+    @property
+    def checkpoint(self) -> Path:
+        """The Trainer's directory."""
+        return self.folder / "output" / "checkpoint-3"
+
+    @property
+    def truth(self) -> Truth:
+        """The whole state at the save, by the names of the model."""
+        return Truth(self.folder / "truth.safetensors", self.folder / "truth.json")
+
+    def entry(self, part: str) -> Any:
+        """What torch reads of one of the two directories of shards."""
+        state: dict[str, Any] = {}
+        reader = FileSystemReader(str(self.checkpoint / part))
+        _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        return state
+
+
+Adapted: TypeAlias = Callable[[str, str], Saved]
+
+
+@pytest.fixture(scope="module")
+def adapted(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """A real checkpoint of a kind of model and adapter, trained once.  Read-only for all tests."""
+
+    def train(kind: str, adapter: str) -> Saved:
+        def save(folder: Path) -> list[float]:
+            return train_adapter(worlds, kind, adapter, folder)
+
+        folder, losses = made_once(tmp_path_factory, f"dcp-peft-{kind}-{adapter}", save)
+        return Saved(folder, tuple(losses))
+
+    return train
+
+
+def name_in_file(name: str) -> str:
+    """The name under which PEFT saves a trained parameter of the adapter ``default``."""
+    name = name.replace(".modules_to_save.default.", ".")
+    return name.replace(".lora_magnitude_vector.default.weight", ".lora_magnitude_vector").replace(".default.", ".")
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_the_model_is_the_adapter_alone_by_pefts_names(kind: str, adapter: str, adapted: Adapted) -> None:
+    run = adapted(kind, adapter)
+    trained = run.truth.kind("fp32")
+    state = run.entry("pytorch_model_fsdp_0")
+    assert list(state) == ["model"]
+    found = {name: raw(tensor) for name, tensor in state["model"].items()}
+    assert found == {name_in_file(name): value for name, value in trained.items()}
+    # The same as PEFT's own file holds; the frozen model is in neither.
+    assert found == _tensors(run.folder / "peft" / "adapter" / "adapter_model.safetensors")
+    assert run.truth.kind("frozen").keys().isdisjoint(found)
+    parts = {name.partition(".lora_")[2] or name for name in found}
+    assert {part for part in parts if "." not in part or part.endswith(("A.weight", "B.weight"))} == {
+        "A.weight",
+        "B.weight",
+        *(["magnitude_vector"] if adapter == "dora" else []),
+    }
+    whole = {name for name in found if ".lora_" not in name}
+    assert bool(whole) is (adapter in ("norms", "head"))
+    if adapter == "head":
+        assert whole == {"base_model.model.lm_head.weight"}
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_the_optimizer_has_the_names_of_the_model(kind: str, adapter: str, adapted: Adapted) -> None:
+    run = adapted(kind, adapter)
+    state = run.entry("optimizer_0")
+    assert list(state) == ["optimizer"]
+    states, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
+    trained = run.truth.kind("fp32")
+    assert states.keys() == trained.keys()
+    for name, held in states.items():
+        assert set(held) == {"step", "exp_avg", "exp_avg_sq"}
+        assert float(held["step"]) == run.truth.step[name] == 3
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert raw(held[key]) == run.truth.tensors[f"{key}/{name}"]
+    # Two groups, by weight decay. The second one may have no members.
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [group["params"] for group in groups] == [group["names"] for group in run.truth.meta["groups"]]
+    assert bool(groups[1]["params"]) is (adapter == "norms")
+    if adapter == "head":
+        assert "base_model.model.lm_head.modules_to_save.default.weight" in states
+    if adapter == "dora":
+        assert any(name.endswith(".lora_magnitude_vector.default.weight") for name in groups[0]["params"])
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_nothing_beside_them_describes_the_adapter(kind: str, adapter: str, adapted: Adapted) -> None:
+    """There is neither `adapter_config.json` nor `adapter_model.safetensors`: nothing says `lora_alpha`."""
+    names = {path.name for path in adapted(kind, adapter).checkpoint.iterdir()}
+    assert names == {
+        "pytorch_model_fsdp_0",
+        "optimizer_0",
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+        "scheduler.pt",
+        "trainer_state.json",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "world"),
+    rest_full([(*case, world) for case in KINDS for world in (2, 3)], ("llama", "dora", 3), ("llama", "head", 3)),
+)
+def test_the_trainer_resumes_it(
+    kind: str, adapter: str, world: int, adapted: Adapted, worlds: Worlds, tmp_path: Path
+) -> None:
+    run = adapted(kind, adapter)
+    resumed = resume_adapter(worlds, kind, adapter, run.checkpoint, tmp_path, world=world)
+    assert problems(run.truth, resumed.state) == []
+    assert agree(resumed.losses, run.losses_after, significant=6)
+    assert len(set(run.losses_after)) == 3
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_pefts_own_word_is_there_to_compare_with(kind: str, adapter: str, adapted: Adapted) -> None:
+    run = adapted(kind, adapter)
+    merged = _tensors(run.folder / "peft" / "merged.safetensors")
+    base = {name.removeprefix("base_model.model."): value for name, value in run.truth.kind("frozen").items()}
+    changed = {name for name, value in base.items() if ".base_layer." in name and merged[_plain(name)] != value}
+    assert changed == {name for name in base if name.endswith(".base_layer.weight")}
+    saved = {
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", ""): value
+        for name, value in run.truth.kind("fp32").items()
+        if ".modules_to_save." in name
+    }
+    assert {name: merged[name] for name in saved} == saved
+
+
+def test_a_tied_head_cannot_be_saved_apart_under_fsdp2(worlds: Worlds, tmp_path: Path) -> None:
+    """torch 2.13 refuses the copy of GPT-2's tied head that PEFT keeps: no such run has checkpoints."""
+    with pytest.raises(WorldError, match="is shared with a parameter already managed by another FSDP group"):
+        train_adapter(worlds, "gpt2", "head", tmp_path)
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def _tensors(path: Path) -> dict[str, RawTensor]:
+    with safe_open(path, "pt") as file:
+        return {name: raw(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 - no mapping
