@@ -41,6 +41,7 @@ class ConvertOptions(TypedDict, total=False):
     optimizer_key: str | None
     scheduler_key: str | None
     param_order: ParamOrder | str | Sequence[str] | None
+    buffers: str | None
     profile: str | None
     target_profile: str | None
     dtype: WeightDtype | str | None

@@ -76,7 +76,7 @@ def source_of(
         tag: Its tag.
         profile: Its storage profile.
         param_order: The order of the optimizer's parameters, as in `SourceChoices`, or a file with the names.
-        **keys: `model_key`, `optimizer_key`, `scheduler_key`.
+        **keys: `model_key`, `optimizer_key`, `scheduler_key`, `buffers`.
 
     Raises:
         RequestError: `request.invalid`.

@@ -128,6 +128,10 @@ class ParamOrder(StrEnum):
     """The numbers of each group count its parameters in the model's order."""
 
 
+NO_BUFFERS = NO_SCHEDULER = "none"
+"""The word for no buffers in `SourceChoices.buffers`, and for no scheduler in `scheduler_key`."""
+
+
 class WeightDecayGroups(StrEnum):
     """Policies for the param groups of Megatron-DeepSpeed, whose code makes other groups at ZeRO-3 than below it."""
 

@@ -42,6 +42,7 @@ def plan(
     optimizer_key: str | None = None,
     scheduler_key: str | None = None,
     param_order: Order | None = None,
+    buffers: str | None = None,
     dtype: WeightDtype | str | None = None,
     max_shard_size: int | str | None = None,
     exclude_frozen: bool = False,
@@ -100,6 +101,8 @@ def plan(
         scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
         param_order: Order of parameters that the source's files number and do not name: `model` (as in the model),
             `groups` (as in the model within each group), a list of names, or a file with a name a line.
+        buffers: Buffers that the source's files do not tell from frozen parameters: `NAME,…` with `*` for any text, or
+            `none`. Only `zero_stage=3` and `exclude_frozen` ask for them.
         dtype: Type of weights: `fp32`, `bf16`, `fp16`. By default nothing is cast: masters where there are any, all
             else as it is stored; with `to="zero"` as in the source.
         max_shard_size: Largest weights file: bytes, or a text such as `"5GB"`.
@@ -180,6 +183,7 @@ def convert(
     optimizer_key: str | None = None,
     scheduler_key: str | None = None,
     param_order: Order | None = None,
+    buffers: str | None = None,
     dtype: WeightDtype | str | None = None,
     max_shard_size: int | str | None = None,
     exclude_frozen: bool = False,
@@ -245,6 +249,7 @@ def convert(
         optimizer_key: Optimizer to read, if there are several.
         scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
         param_order: Order of parameters that the source's files number.
+        buffers: Buffers that the source's files do not tell from frozen parameters.
         dtype: Type of weights.
         max_shard_size: Largest weights file.
         exclude_frozen: True to leave out frozen parameters.

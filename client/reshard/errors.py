@@ -101,7 +101,7 @@ CODES: Mapping[str, CodeEntry] = {
     "source.changed": CodeEntry(409, ExitCode.RETRYABLE, "An object changed while it was read.", True),
     "checkpoint.incomplete": _source("Files or parts of tensors are missing."),
     "checkpoint.bad_latest": _source("`latest` does not name a checkpoint."),
-    "checkpoint.ambiguous": _source("Two files or tensors have the same name."),
+    "checkpoint.ambiguous": _source("The files leave several ways to read them: the user must choose."),
     "checkpoint.mixed": _source("Files of different checkpoints are mixed."),
     "checkpoint.coverage": _source("The parts of a tensor leave gaps or overlap."),
     "checkpoint.malformed": _source("Metadata of the checkpoint does not have the expected structure."),

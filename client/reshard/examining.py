@@ -36,6 +36,7 @@ def inspect(
     optimizer_key: str | None = None,
     scheduler_key: str | None = None,
     param_order: Order | None = None,
+    buffers: str | None = None,
     profile: str | None = None,
     url: str | None = None,
     token: str | None = None,
@@ -49,6 +50,7 @@ def inspect(
         optimizer_key: Optimizer to read, if there are several.
         scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
         param_order: Order of parameters that files number and do not name, as for `convert`.
+        buffers: Buffers that the files do not tell from frozen parameters, as for `convert`.
         profile: Storage profile of the source (see `RESHARD_PROFILES`).
         url: URL of a service that reads it, in place of this process.
         token: Token of the service; by default `RESHARD_TOKEN`.
@@ -66,7 +68,7 @@ def inspect(
         >>> found.format, found.world, found.step
         ('deepspeed-zero2', {'dp': 2, 'tp': 1, 'pp': 1}, 3)
     """
-    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key}
+    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key, "buffers": buffers}
     place = source if url is None else for_service(source)
     spec = source_of(place, tag, profile, **keys, param_order=param_order)
     if url is not None:
@@ -85,6 +87,7 @@ def picture(
     optimizer_key: str | None = None,
     scheduler_key: str | None = None,
     param_order: Order | None = None,
+    buffers: str | None = None,
     profile: str | None = None,
 ) -> Picture:
     """Draw what each rank of a checkpoint holds and, with `tensor`, which rank holds which part of a tensor.
@@ -98,6 +101,7 @@ def picture(
         optimizer_key: Optimizer to read, if there are several.
         scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
         param_order: Order of parameters that files number and do not name, as for `convert`.
+        buffers: Buffers that the files do not tell from frozen parameters, as for `convert`.
         profile: Storage profile of both.
 
     Returns:
@@ -113,7 +117,7 @@ def picture(
         '<svg '
     """
     engine = load_engine()
-    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key}
+    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key, "buffers": buffers}
     here = engine.picture(source_of(source, tag, profile, **keys, param_order=param_order), tensor)
     if beside is None:
         return Picture(here)
@@ -155,10 +159,12 @@ def diff(
     optimizer_key_a: str | None = None,
     scheduler_key_a: str | None = None,
     param_order_a: Order | None = None,
+    buffers_a: str | None = None,
     model_key_b: str | None = None,
     optimizer_key_b: str | None = None,
     scheduler_key_b: str | None = None,
     param_order_b: Order | None = None,
+    buffers_b: str | None = None,
     states: str = "all",
     weights_only: bool = False,
     common: bool = False,
@@ -178,14 +184,16 @@ def diff(
         b: The checkpoint to compare it with.
         tag_a: Checkpoint tag of `a`; by default what `latest` names.
         tag_b: Checkpoint tag of `b`.
-        model_key_a: Model of `a`, if its state dict holds several; as for `inspect`, and so are the next three.
+        model_key_a: Model of `a`, if its state dict holds several; as for `inspect`, and so are the next four.
         optimizer_key_a: Optimizer of `a`.
         scheduler_key_a: Scheduler of `a`.
         param_order_a: Order of the parameters of `a`.
+        buffers_a: Buffers of `a`.
         model_key_b: Model of `b`.
         optimizer_key_b: Optimizer of `b`.
         scheduler_key_b: Scheduler of `b`.
         param_order_b: Order of the parameters of `b`.
+        buffers_b: Buffers of `b`.
         states: `all`, or `weights` to skip optimizer states, counters and client state.
         weights_only: Short for `states="weights"`.
         common: True to ignore tensors and values that only one side has.
@@ -212,8 +220,18 @@ def diff(
     """
     if states not in ("all", "weights"):
         raise RequestError("request.invalid", f"states is {printable(states)!r}", fix="states is one of: all, weights")
-    keys_a = {"model_key": model_key_a, "optimizer_key": optimizer_key_a, "scheduler_key": scheduler_key_a}
-    keys_b = {"model_key": model_key_b, "optimizer_key": optimizer_key_b, "scheduler_key": scheduler_key_b}
+    keys_a = {
+        "model_key": model_key_a,
+        "optimizer_key": optimizer_key_a,
+        "scheduler_key": scheduler_key_a,
+        "buffers": buffers_a,
+    }
+    keys_b = {
+        "model_key": model_key_b,
+        "optimizer_key": optimizer_key_b,
+        "scheduler_key": scheduler_key_b,
+        "buffers": buffers_b,
+    }
     sides = (
         source_of(a, tag_a, profile_a, **keys_a, param_order=param_order_a),
         source_of(b, tag_b, profile_b, **keys_b, param_order=param_order_b),

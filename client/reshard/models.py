@@ -59,6 +59,9 @@ class SourceChoices(RequestModel):
     )
     """Order of the parameters of an optimizer whose files keep numbers and no names, or names and no order: `model`,
     `groups`, or the names themselves."""
+    buffers: str | None = Field(default=None, min_length=1, max_length=1 << 20, exclude_if=_is_none)
+    """Names of the tensors that are buffers, where the files do not tell them from frozen parameters, separated by
+    commas; `*` stands for any text. `none`: all are parameters."""
 
     def given(self) -> dict[str, Any]:
         """The choices that were made, by their names."""

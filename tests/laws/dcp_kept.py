@@ -44,14 +44,17 @@ class _Entry:
 
     bits: Bits
     chunks: int
-    """Chunks that have elements."""
+    """Different chunks."""
     whole: bool
     """Each rank that says something of it has all of it."""
 
     def is_taken_for_buffer(self, most_chunks: int) -> bool:
-        """True for what no optimizer trains, and for what alone is whole."""
+        """True for what no optimizer trains, and for what alone is whole. Buffers are never cut."""
+        if most_chunks > 1 and self.chunks > 1:
+            return False
         plain = self.whole and most_chunks > 1 and self.bits.shape[:1] > (1,)
-        return not is_trainable(self.bits) or self.bits.shape == () or plain
+        quantized = self.bits.dtype in ("int8", "uint8") and len(self.bits.shape) > 1
+        return (not is_trainable(self.bits) and not quantized) or self.bits.shape == () or (plain and not quantized)
 
 
 def _entry(state: LogicalState, layout: Layout, owner: str) -> _Entry:
@@ -64,7 +67,7 @@ def _entry(state: LogicalState, layout: Layout, owner: str) -> _Entry:
     full = {box for box in held if 0 not in box[1]}
     # Without collectives, a rank that holds nothing says so. Else there is one list of chunks.
     said = held if not how.collectives and how.empty_chunks else full
-    return _Entry(bits, len(full), whole=len(full) == 1 and all(size == bits.shape for _, size in said))
+    return _Entry(bits, len({*said}), whole=len(full) == 1 and all(size == bits.shape for _, size in said))
 
 
 def _is_found_tied(state: LogicalState, layout: Layout, owner: str) -> bool:
@@ -89,14 +92,16 @@ def _renamed(state: LogicalState) -> LogicalState:
     """Without `module.`, if it is before every name."""
     if not all(n.startswith("module.") for n in state.order):
         return state
-    new = {n: n.removeprefix("module.") for n in state.order}
-    return replace(
-        state,
-        parameters=tuple(replace(p, fqn=new[p.fqn]) for p in state.parameters),
-        buffers={new[n]: b for n, b in state.buffers.items()},
-        aliases={new[a]: new[o] for a, o in state.aliases.items()},
-        order=tuple(new[n] for n in state.order),
-    )
+    return state.renamed({n: n.removeprefix("module.") for n in state.order})
+
+
+def run_names(state: LogicalState, layout: Layout) -> dict[str, str]:
+    """For each name as the files of a compiled model are read that of the compiled model."""
+    if layout.wrapper != "_orig_mod":
+        return {}
+    bare = all(n.startswith("module.") for n in state.order)
+    names = {n: layout.wrapped(n) for n in state.order}
+    return {n.removeprefix("module."): w.removeprefix("module.") for n, w in names.items()} if bare else names
 
 
 def _kept_values(state: LogicalState, layout: Layout) -> dict[str, Tree]:

@@ -28,6 +28,9 @@ def as_run(state: LogicalState, layout: Layout) -> LogicalState:
         state = _with_telling_shapes(state)
     if layout.grammar == "flat":
         state = _with_telling_groups(state)
+    if layout.idle:  # states of parameters without gradients are known for optimizers with torch's own keys
+        groups = state.groups or ()
+        state = replace(state, groups=tuple(g if "bias_correction" in g else {**g, "foreach": None} for g in groups))
     return replace(state, values=_values(state))
 
 

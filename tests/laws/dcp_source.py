@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from laws.dcp_files import ALL_ATTRIBUTES, Save, StridedShard, box_of
-from laws.dcp_kept import kept
+from laws.dcp_kept import kept, run_names
 from laws.dcp_layout import MESHES, Grammar, Layout
 from laws.dcp_runs import as_run, idle_parameters
 from laws.dcp_state_dicts import write_run
@@ -46,7 +46,9 @@ class DcpSource:
         idle = idle_parameters(case.state, case.layout) if self.full else frozenset[str]()
         found = kept(case.state, case.layout, full=self.full)
         labels = frozenset({self.name, *_labels(case.state, case.layout)})
-        return Saved(found, labels, never_updated=idle, choices=_choices(case.state, case.layout, full=self.full))
+        choices = _choices(case.state, case.layout, full=self.full) | {"buffers": ",".join(found.buffers) or "none"}
+        names = run_names(case.state, case.layout)
+        return Saved(found, labels, frozenset(), idle, frozenset(found.aliases), names, choices)
 
     def checks_metadata(self, case: Case) -> bool:
         """`.metadata` has no checksum."""
@@ -54,8 +56,8 @@ class DcpSource:
 
 
 def _choices(state: LogicalState, layout: Layout, *, full: bool) -> dict[str, Any]:
-    """The order of the optimizer's parameters, which a flattened optimizer does not keep."""
-    if not full or layout.grammar != "flat":
+    """The order of the optimizer's parameters, which neither a flattened nor a numbered optimizer tells."""
+    if not full or layout.grammar not in ("flat", "numbers"):
         return {}
     groups = range(len(state.groups or ()))
     order = [n for group in groups for n in state.order if n in {p.fqn for p in state.of_group(group)}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -52,11 +52,18 @@ class NativeTarget:
 
     def expected(self, saved: Saved, request: ConvertRequest) -> Content:
         """Masters and moments as they were, weights as stored, or rounded from masters, and what surrounds them."""
+        saved = saved.in_the_run()
         state, layout = saved.state, request.options.deepspeed
         assert layout is not None
         assert request.dtype is not None
         late = saved.frozen_late
         content = together(self._weights(state, SHORT_NAMES[request.dtype], late, sharded=layout.zero_stage == "3"))
+        if layout.zero_stage == "3":
+            owners = [replace(state.parameter(state.aliases[a]), fqn=a, group=None) for a in saved.copies]
+            copied = self._weights(
+                replace(state, parameters=tuple(owners)), SHORT_NAMES[request.dtype], late, sharded=True
+            )
+            content = together([content, *copied])
         tensors = {**content.tensors, **{f"buffer/{n}": b for n, b in state.buffers.items()}}
         for parameter in state.trained:
             tensors |= {f"{key}/{parameter.fqn}": bits for key, bits in parameter.states.items()}

@@ -96,8 +96,9 @@ class WeightsTarget:
         dtype = SHORT_NAMES[request.dtype] if request.dtype else None
         kept = [p for p in state.parameters if not request.exclude_frozen or p.group is not None]
         named = [(p.fqn, p.value) for p in kept] + list(state.buffers.items())
+        named += [(a, state.parameter(state.aliases[a]).value) for a in saved.copies]
         content = together(_cast_down(name, bits, dtype) for name, bits in named if bits is not None)
-        aliases = {a: o for a, o in state.aliases.items() if o in content.tensors}
+        aliases = {a: o for a, o in state.aliases.items() if o in content.tensors and a not in saved.copies}
         return Content(content.tensors, content.cast, {"aliases": dict(sorted(aliases.items()))}, content.overflows)
 
     def read(self, files: Mapping[str, bytes]) -> Content:
@@ -163,7 +164,7 @@ class UniversalTarget:
 
     def expected(self, saved: Saved, request: ConvertRequest) -> Content:
         """Atoms, counters, the whole module, and all non-tensor state."""
-        state = saved.state
+        state = saved.in_the_run().state
         loose = () if request.exclude_frozen else state.of_group(None)
         tensors = dict(_atoms(state))
         overflows: dict[str, int] = {}

@@ -69,7 +69,10 @@ def test_chunks_come_in_another_order_for_each_tensor(tmp_path: Path) -> None:
 def test_numbers_of_parameters_are_no_indices_of_lists(steps: int, tmp_path: Path) -> None:
     model = {"a": Sharded(EMBED[:2, :2].clone(), (Shard(0),)), "b": torch.ones(3)}
     states = {0: {"exp_avg": model["a"]}, 1: {"exp_avg": model["b"]}} if steps else {}
-    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1] if steps else ["a", "b"]}]}
+    optimizer = {
+        "state": states,
+        "param_groups": [{"lr": 0.1, "foreach": None, "params": [0, 1] if steps else ["a", "b"]}],
+    }
     save({"model": model, "optimizer": optimizer, "rng": [torch.ones(99), 3]}, tmp_path / "in", Save((2,)))
     assert [p.fqn for p in _read(tmp_path / "in").trained] == ["a", "b"]
 
@@ -94,7 +97,7 @@ def test_empty_dicts_in_lists_become_none_as_torch_makes_them(tmp_path: Path) ->
 def test_a_buffer_under_two_names_keeps_both(tmp_path: Path) -> None:
     """With numbers, ties are found among all tensors; a tensor that FSDP left whole is taken for a buffer."""
     model = {"a": Sharded(EMBED[:, :3].clone(), (Shard(0),)), "whole": HEAD, "again": HEAD}
-    optimizer = {"state": {0: {"exp_avg": model["a"]}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    optimizer = {"state": {0: {"exp_avg": model["a"]}}, "param_groups": [{"lr": 0.1, "foreach": None, "params": [0]}]}
     save({"model": model, "optimizer": optimizer}, tmp_path / "in", Save((2,)))
     options = {"layout": {"dp": 1, "zero_stage": "1"}, "dtype": "fp32"}
     _convert(tmp_path / "in", tmp_path / "run" / "step", "zero", **options)

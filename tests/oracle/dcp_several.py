@@ -13,9 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as states
 
+from oracle.dcp_accelerate import join_as_accelerate, plugin_of
 from oracle.dcp_cases import EMA_LAYOUTS, FsdpRun
 from oracle.dcp_grammars import FLAT
 from oracle.dcp_models import (
@@ -30,7 +32,7 @@ from oracle.dcp_models import (
     wrap_fsdp2,
 )
 from oracle.dcp_truth import _whole, dump
-from oracle.models import build_model
+from oracle.models import Block, build_model
 
 State = dict[str, Any]
 DECAY = 0.5
@@ -325,3 +327,23 @@ def resume_bf16(run: dict[str, Any], path: str, out: str) -> dict[str, Any]:
     dump(running.model, running.optimizer, None, Path(out), "resumed")
     running.steps = STEPS
     return {"losses": train_steps(running)}
+
+
+def accelerate(run: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Two models with their optimizers under Accelerate and FSDP1 (FSDP2 takes one model), by ``save_state``."""
+    join_as_accelerate()
+    parsed = FsdpRun.of(run)
+    plugin = plugin_of(1, [Block.__name__], use_orig_params=True)
+    accelerator = Accelerator(fsdp_plugin=plugin, step_scheduler_with_optimizer=False)
+    both: list[Running] = []
+    for number, case in enumerate((parsed.model, replace(parsed.model, tiny=True))):
+        model: Any = build_model(case, SOURCE_SEED + number)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2 / (number + 1), weight_decay=0.1)
+        scheduler: Any = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
+        prepared = accelerator.prepare(model, optimizer, scheduler)
+        both.append(Running(replace(parsed, model=case), *prepared))
+    before = [train_steps(running) for running in both]
+    accelerator.save_state(str(Path(folder, "accelerate")))
+    for running, stem in zip(both, ("truth", "second"), strict=True):
+        dump(running.model, running.optimizer, running.scheduler, Path(folder), stem, {"losses_before": before})
+    return {"losses_after": [loss for running in both for loss in train_steps(running)]}

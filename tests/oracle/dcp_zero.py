@@ -17,18 +17,18 @@ DECOUPLED = "decoupled_weight_decay"
 """Torch before 2.7 and DeepSpeed's FusedAdam have no such key: sources of Adam are saved without it."""
 
 
-def _engine(case: Case, world: int, seed: int, *, compiled: bool = False) -> Any:
+def _engine(case: Case, world: int, seed: int, *, compiled: bool = False, turned: bool = False) -> Any:
     model: Any = build_model(case, seed)
     model = torch.compile(model, backend="eager") if compiled else model
     config = ds_config(case, world) | {"gradient_clipping": 0.0}
-    groups = param_groups(case, model)
+    groups = param_groups(case, model)[:: -1 if turned else 1]
     initialize: Any = deepspeed.initialize
     engine, *_ = initialize(
         model=model,
         model_parameters=groups,
         optimizer=client_optimizer(case, groups),
         config=config,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8),
+        lr_scheduler=None if turned else lambda found: torch.optim.lr_scheduler.ExponentialLR(found, gamma=0.8),
     )
     return engine
 
@@ -52,7 +52,9 @@ def save(case: dict[str, Any], folder: str) -> dict[str, Any]:
     return {"tag": tag, "losses_before": before, "losses_after": train_steps(engine, STEPS, rank, world)}
 
 
-def load(case: dict[str, Any], path: str, out: str, compiled: bool = False) -> dict[str, Any]:
+def load(
+    case: dict[str, Any], path: str, out: str, compiled: bool = False, turned: bool = False
+) -> dict[str, Any]:
     """Resumes from a DeepSpeed checkpoint, dumps ``out/resumed.*`` as loaded and trains three steps.
 
     Args:
@@ -60,9 +62,10 @@ def load(case: dict[str, Any], path: str, out: str, compiled: bool = False) -> d
         path: the checkpoint.
         out: where to dump.
         compiled: by ``torch.compile``, whose wrapper makes every name of the state dict longer.
+        turned: with an optimizer that has the parameters in the opposite order, and without a scheduler.
     """
     rank, world = start_world()
-    engine = _engine(Case(**case), world, RESUME_SEED, compiled=compiled)
+    engine = _engine(Case(**case), world, RESUME_SEED, compiled=compiled, turned=turned)
     found, _ = engine.load_checkpoint(path)
     assert found is not None, f"DeepSpeed found no checkpoint in {path}"
     dump_states(engine, Path(out), "resumed", {})

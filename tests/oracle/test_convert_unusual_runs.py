@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers.optimization import Adafactor
 
+import reshard
 from house.tiers import rest_full
 from oracle.cases import Case, Stage
 from oracle.driver import Oracle, Trained
@@ -65,6 +69,30 @@ def test_adafactor_goes_on_from_a_universal_directory(oracle: Oracle, tmp_path: 
     assert [f"{entry.path}: {entry.reason}" for entry in result.not_carried] == [RMS]
     resumed = oracle.resume_universal(case, tmp_path / "any", tmp_path / "state", world=2, restore_from=run.truth)
     assert resumed.losses == run.losses_after
+
+
+def test_adafactor_in_a_distributed_checkpoint_says_what_loads_it(oracle: Oracle, tmp_path: Path) -> None:
+    """On whole matrices Adafactor keeps means of rows and of columns: torch finds none of them."""
+    run = oracle.train(Case("adafactor", 2, "fp32", optimizer="adafactor", unused=False), tmp_path, steps_after=0)
+    result = reshard.convert(run.dir, tmp_path / "dcp", to="dcp", grammar="state-dict")
+    (warning,) = (text for text in result.warnings if "exp_avg_sq_row" in text)
+    assert "go back to DeepSpeed with them" in warning
+    lost = {entry.path: entry.reason for entry in result.not_carried}
+    assert lost["optimizer.RMS"].startswith("one number for each rank's partition")
+    name, shape = next((n, t.shape) for n, t in run.truth.kind("fp32").items() if len(t.shape) == 2)
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(shape))
+    optimizer = Adafactor(module.parameters(), lr=1e-2, scale_parameter=True, relative_step=False)
+    module.weight.grad = torch.ones(shape)
+    optimizer.step()
+    (held,) = optimizer.state_dict()["state"].values()
+    state = {f"optimizer.state.{name}.{key}": value for key, value in held.items() if key != "RMS"}
+    warned = pytest.warns(UserWarning, match="single process")
+    with (
+        warned,
+        pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: .*exp_avg_sq_(row|col)"),
+    ):
+        dcp.load(state, checkpoint_id=tmp_path / "dcp")
 
 
 def test_other_numbers_of_each_rank_are_refused_by_name(oracle: Oracle, tmp_path: Path) -> None:

@@ -6,22 +6,26 @@ Both train one model on the same batches, with the same optimizer, groups and sc
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import reshard
 from house.tiers import rest_full
-from oracle.conversions import agree
+from oracle.conversions import BF16_SPREAD, agree
 from oracle.dcp_cases import RUNS, FsdpRun, Mesh
 from oracle.dcp_driver import Framework, FsdpOracle, Job, Resumed, Saved, problems, zero_run
 from oracle.dcp_fixtures import SavedFactory
 from oracle.dcp_reading import dcp_convert
+from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import contents
 from oracle.truth import differences
-from reshard.errors import SourceError
+from reshard.errors import RequestError, SourceError
 from reshard.models import ConvertResult
 
 TWO_BY_TWO = Mesh(2, tensor=2)
@@ -43,6 +47,17 @@ def left_out(result: ConvertResult) -> dict[str, str]:
 def tokens_of(kind: str) -> set[str]:
     """Trainers like torchtitan's count tokens, and DeepSpeed has no such counter."""
     return {"tokens"} if kind == "titan" else set()
+
+
+@pytest.mark.parametrize(("kind", "after"), [(torch.optim.AdamW, True), (torch.optim.Adam, False)], ids=str)
+def test_false_is_right_for_adam_and_adamw(kind: type[torch.optim.Adam], after: bool) -> None:
+    """What the writer relies on: AdamW of the installed torch decouples weight decay whatever it loads."""
+    optimizer = kind([torch.nn.Parameter(torch.ones(2, 2))])
+    held = optimizer.state_dict()
+    assert held["param_groups"][0]["decoupled_weight_decay"] is after
+    held["param_groups"][0]["decoupled_weight_decay"] = False
+    optimizer.load_state_dict(held)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is after
 
 
 @pytest.mark.parametrize(
@@ -98,6 +113,28 @@ def test_fsdp_to_zero(name: str, kind: str, stage: Any, saved: SavedFactory, fsd
     resumed = fsdp.resume("zero", zero_run(stage, source.run, 3), tmp_path / "zero", tmp_path / "out")
     assert_goes_on(source, resumed)
     assert resumed.state.meta["global_steps"] == 3
+
+
+def test_the_user_names_the_buffers_of_one_rank(saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
+    """One rank cuts nothing, so its files do not tell frozen parameters from buffers. Stage 3 keeps buffers whole."""
+    source = saved(RUNS["fsdp2"].on(Mesh(1)))
+    place, target = source.path("nested"), tmp_path / "zero" / TAG
+    for to, options in (("zero", {"dp": 2, "zero_stage": 3}), ("safetensors", {"exclude_frozen": True})):
+        with pytest.raises(SourceError, match=r"adapter\.weight.*wave|wave.*adapter\.weight") as refused:
+            reshard.convert(place, target, to=to, **options)
+        assert refused.value.code == "checkpoint.ambiguous"
+        assert "--buffers none" in str(refused.value.fix)
+    dcp_convert(place, tmp_path / "two" / TAG, "zero", dp=2, zero_stage=2)
+    dcp_convert(place, target, "zero", dp=2, zero_stage=3, buffers="wav*,seen")
+    for stage, folder in ((2, "two"), (3, "zero")):
+        run = zero_run(stage, source.run, 2)  # pyright: ignore[reportArgumentType]
+        assert_goes_on(source, fsdp.resume("zero", run, tmp_path / folder, tmp_path / f"out {folder}"))
+    weights = {"to": "safetensors", "exclude_frozen": True}
+    reshard.convert(place, tmp_path / "trained", **weights, buffers="wave,seen")
+    names = load_file(tmp_path / "trained" / "model.safetensors").keys()
+    assert [name in names for name in ("wave", "adapter.weight")] == [True, False]
+    with pytest.raises(RequestError, match="waves fits no tensor"):
+        reshard.convert(place, tmp_path / "no", **weights, buffers="waves")
 
 
 def test_a_parameter_without_gradient_goes_to_zero(saved: SavedFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
@@ -164,6 +201,33 @@ def test_adam_stays_adam(stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_
     assert_goes_on(source, fsdp.resume("zero", zero_run(stage, run, 3), tmp_path / "back", tmp_path / "4"))
 
 
+@pytest.mark.parametrize(
+    ("name", "grammar"),
+    rest_full(
+        [(n, g) for n in ("z2_lion", "z2_sgd", "z2_fp16_skipped") for g in ("state-dict", "accelerate", "torchtitan")],
+        ("z2_lion", "accelerate"),
+        ("z2_sgd", "state-dict"),
+        ("z2_fp16_skipped", "accelerate"),
+    ),
+)
+def test_counters_come_back_from_fsdp(
+    name: str, grammar: str, trained: TrainedFactory, oracle: Oracle, tmp_path: Path
+) -> None:
+    """FSDP's frameworks keep no counters: steps of Lion and SGD, and those that fp16 skipped, would be lost."""
+    source = trained(name)
+    dcp_convert(source.tag_dir, tmp_path / "dcp", "dcp", grammar=grammar)
+    options: dict[str, Any] = {"dp": 3, "zero_stage": 2, "dtype": source.case.dtype}
+    dcp_convert(tmp_path / "dcp", tmp_path / "back" / source.tag, "zero", **options)
+    # The loss scale starts anew: one that does not overflow, for the uninterrupted run had found its own.
+    run = replace(source.case, loss_scale_power=4)
+    resumed = oracle.resume_native(run, tmp_path / "back", tmp_path / "out", world=3)
+    counted = {key: resumed.state.meta[key] for key in ("global_steps", "global_samples", "skipped_steps")}
+    assert counted == {key: source.truth.meta[key] for key in counted}
+    assert differences(source.truth, resumed.state, without=("module", "frozen", "buffer")) == []
+    assert max(abs(a - b) for a, b in zip(resumed.losses, source.losses_after, strict=True)) < BF16_SPREAD
+    assert len(set(source.losses_after)) == 3
+
+
 @pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2))
 @pytest.mark.parametrize("grammar", rest_full(("state-dict", "torchtitan", "accelerate"), "accelerate"))
 def test_zero_to_dcp_and_back_is_the_same(stage: Any, grammar: str, saved: SavedFactory, tmp_path: Path) -> None:
@@ -193,7 +257,8 @@ def test_dcp_to_zero_and_back_is_the_same(name: str, kind: str, saved: SavedFact
     dcp_convert(tmp_path / "zero", back, "dcp", grammar=grammar, files=2)
     dcp_convert(source.path(kind), direct, "dcp", grammar=grammar, files=2)
     counted = {"skipped_steps"} if kind == "titan" else {"skipped_steps", "steps"}  # DeepSpeed counts them
-    assert {difference.name for difference in reshard.diff(direct, back).differences} == tokens_of(kind) | counted
+    # The tokens come back, too, in `train_state`, which DeepSpeed keeps as client state.
+    assert {difference.name for difference in reshard.diff(direct, back).differences} == counted
     both = [{n: data for n, data in contents(path).items() if n.endswith(".distcp")} for path in (direct, back)]
     assert kind == "titan" or both[0] == both[1]
 
@@ -230,7 +295,7 @@ LEFT_OUT: list[tuple[Framework, str, str, tuple[str, ...]]] = [
     ("lightning", "", "zero", ()),
     ("trainer", "", "zero", ("random_states", "trainer_state.json")),
     ("accelerate", "", "state-dict", ("random_states",)),
-    ("torch", "titan", "accelerate", ("dataloader",)),
+    ("torch", "titan", "accelerate", ("dataloader", "train_state")),
     ("torch", "titan", "state-dict", ()),
     ("lightning", "", "accelerate", LIGHTNINGS_OWN),
     ("lightning", "", "state-dict", ()),

@@ -167,6 +167,33 @@ def test_deepspeed_takes_one_of_two_models_by_choice(several: SeveralFactory, fs
     assert agree(resumed.losses, source.losses_after[:3], significant=6)
 
 
+def test_two_models_of_accelerate(several: SeveralFactory, tmp_path: Path) -> None:
+    """Each of them goes to any target with its own optimizer and scheduler, and both go to Accelerate."""
+    source = several("accelerate", replace(WITH_SCHEDULER, parallel="fsdp1"))
+    place = source.path("accelerate")
+    assert refusal(place, tmp_path / "no", "universal").code == "checkpoint.ambiguous"
+    second = Truth(source.folder / "second.safetensors", source.folder / "second.json")
+    for number, truth in enumerate((source.truth, second)):
+        key, target = f"pytorch_model_fsdp_{number}", tmp_path / f"universal {number}"
+        result = reshard.convert(place, target, to="universal", model_key=key)
+        assert universal_problems(target, truth) == []
+        other = f"{1 - number}"
+        assert {f"pytorch_model_fsdp_{other}.model", f"optimizer_{other}.optimizer"} < left_out(result).keys()
+    reshard.convert(place, tmp_path / "again", to="dcp")
+    for number, truth in enumerate((source.truth, second)):
+        target = tmp_path / f"again {number}"
+        reshard.convert(tmp_path / "again", target, to="universal", model_key=f"pytorch_model_fsdp_{number}")
+        assert universal_problems(target, truth) == []
+    # One state dict becomes numbered directories, and directories become one state dict.
+    pair = several("pair", WITH_SCHEDULER)
+    result = reshard.convert(pair.path("pair"), tmp_path / "numbered", to="dcp", grammar="accelerate", model_key="disc")
+    assert any("models are numbered in the order disc, gen" in text for text in result.warnings)
+    for key, truth in (("pytorch_model_fsdp_1", pair.truth), ("pytorch_model_fsdp_0", None)):
+        target = tmp_path / f"numbered {key}"
+        reshard.convert(tmp_path / "numbered", target, to="universal", model_key=key)
+        assert truth is None or universal_problems(target, truth) == []
+
+
 # Two optimizers of one model.
 
 
@@ -202,14 +229,24 @@ def test_deepspeed_has_one_optimizer(several: SeveralFactory, tmp_path: Path) ->
 # Numbers without names.
 
 
-def test_numbers_in_another_order_than_the_model_need_a_word(several: SeveralFactory, tmp_path: Path) -> None:
+def test_numbers_in_another_order_than_the_model_need_a_word(
+    several: SeveralFactory, fsdp: FsdpOracle, tmp_path: Path
+) -> None:
     """The blocks have equal shapes: in the model's order, each would get the moments of another one."""
     source = several("turned")
     error = refusal(source.path("raw"), tmp_path / "no", "universal")
     assert error.code == "checkpoint.ambiguous"
     assert "--param-order FILE" in error.fix
-    reshard.convert(source.path("raw"), tmp_path / "said", to="universal", param_order=source.folder / "order.txt")
+    said = {"param_order": source.folder / "order.txt"}
+    reshard.convert(source.path("raw"), tmp_path / "said", to="universal", **said)
     assert universal_problems(tmp_path / "said", source.truth, scheduler=False) == []
+    target = tmp_path / "zero" / TAG
+    reshard.convert(source.path("raw"), target, to="zero", dp=3, zero_stage=2, **said)
+    # DeepSpeed finds parameters by their places: its run, too, has to make the optimizer in this order.
+    shared = {"world": 3, "case": zero_run(2, source.run, 3).model.to_json(), "out": str(tmp_path / "out")}
+    path = str(target.parent)
+    got = fsdp.worlds.run("oracle.dcp_zero:load", path=path, turned=True, timeout_s=TIMEOUT_S, **shared)[0]
+    assert_goes_on(source, resumed_in(tmp_path / "out", got["losses"]), across=True)
     assert refusal(source.path("raw"), tmp_path / "no", "universal", param_order="model").code == "checkpoint.ambiguous"
 
 

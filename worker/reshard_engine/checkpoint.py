@@ -129,6 +129,9 @@ class ParamGroup:
         return found if isinstance(found, str) else None
 
 
+_ADAFACTOR_KEYS = frozenset({"clip_threshold", "decay_rate", "relative_step", "scale_parameter", "warmup_init"})
+
+
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
     """The part of the optimizer's state that is not stored per parameter."""
@@ -139,6 +142,11 @@ class OptimizerState:
     """True for AdamW, False for Adam, as far as something other than the groups says so."""
     rank_numbers: tuple[str, ...] = ()
     """Names of states that are one number per rank's partition and differ. Other partitions have no such number."""
+
+    @property
+    def is_adafactor(self) -> bool:
+        """True if it is Adafactor of transformers, by its hyper-parameters: torch's and timm's have others."""
+        return bool(self.groups) and all(_ADAFACTOR_KEYS.issubset(g.hyper_parameters) for g in self.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +187,12 @@ class Question(StrEnum):
     """The names of parameters that the optimizer numbers."""
     GROUPS = "groups"
     """The order of the optimizer's param groups."""
+    BUFFERS = "buffers"
+    """The tensors that are buffers. All others that no optimizer trains are frozen parameters."""
 
 
-OF_TRAINING = (Question.OPTIMIZER, Question.SCHEDULER, Question.ORDER, Question.GROUPS)
-"""The questions that do not matter to targets which hold weights."""
+OF_TRAINING = (Question.OPTIMIZER, Question.SCHEDULER, Question.ORDER, Question.GROUPS, Question.BUFFERS)
+"""The questions that do not matter to targets which hold all weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +267,8 @@ class Checkpoint:
     """The state dicts of learning-rate schedulers. In every tree of a checkpoint a `PTensorRef` stands for a tensor."""
     scheduler_keys: tuple[str, ...] = ()
     """The names of the schedulers in the source, where they have any."""
-    own_scheduler: int = 0
-    """Index of the scheduler that changes this optimizer's learning rates."""
+    own_scheduler: int | None = 0
+    """Index of the scheduler that changes this optimizer's learning rates; None if it has none."""
     rng: tuple[Mapping[str, Node], ...] = ()
     """Random states by rank, for each rank whose random states the source keeps."""
     client_state: Mapping[str | int, Node] = field(default_factory=dict[str | int, Node])
@@ -283,8 +293,15 @@ class Checkpoint:
     """Name of the format whose reader read it; empty for a checkpoint that no reader made."""
     undecided: tuple[Undecided, ...] = ()
     """The questions that the files and the user leave open."""
-    assumed: tuple[str, ...] = ()
-    """Tensors that may be buffers or frozen parameters: nothing in the files proves which."""
+    assumed: tuple[Undecided, ...] = ()
+    """The questions that nobody answered, and nothing proves, with the answer that was taken as the likely one.
+
+    A target that depends on one says so in a warning.
+    """
+    unproven: frozenset[str] = frozenset()
+    """Names of tensors of which nothing proves whether they are buffers or frozen parameters."""
+    copies: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Tensors of the aliases in `shared` that are tied because they are equal, where nothing else says so."""
     no_optimizer: str = ""
     """The reason why there is no optimizer, a part of a sentence; empty where the files hold none."""
     frozen_left_out: bool = False
@@ -334,6 +351,7 @@ class Checkpoint:
             parameters=tuple(replace(p, fqn=names.get(p.fqn, p.fqn)) for p in self.parameters),
             buffers=tuple(replace(b, fqn=names.get(b.fqn, b.fqn)) for b in self.buffers),
             shared={names.get(a, a): names.get(o, o) for a, o in self.shared.items()},
+            copies={names.get(a, a): number for a, number in self.copies.items()},
             shard_map=replace(self.shard_map, tensors=tensors),
             module_names=tuple(names.get(n, n) for n in self.module_names),
             extra_states={names.get(n, n): node for n, node in self.extra_states.items()},
@@ -349,7 +367,8 @@ class Checkpoint:
     @property
     def scheduler(self) -> Node | None:
         """The scheduler of the optimizer, for targets that keep one; None if there is none."""
-        return self.schedulers[self.own_scheduler] if self.schedulers else None
+        number = self.own_scheduler
+        return self.schedulers[number] if self.schedulers and number is not None else None
 
     def refuse_undecided(self, *indifferent: Question) -> None:
         """Refuse a use of this checkpoint that depends on a question which nobody has answered.

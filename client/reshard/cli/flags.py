@@ -99,9 +99,17 @@ class CheckpointFlags:
     param_order: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE|model|groups",
-            help="Order of parameters that files number and do not name: names in a file, one a line; or as in the "
-            "model; or as in the model within each group.",
+            metavar="ORDER",
+            help="Order of parameters that files only number: `model`, `groups` (the model's within each group), or a "
+            "file with their names.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = None
+    buffers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text.",
             rich_help_panel=SOURCE,
         ),
     ] = None

@@ -125,10 +125,14 @@ def _next(source: str, found: Inspection, said: str) -> None:
     """
     if not remote(source) and ensurable(found):
         _hint(f"next: reshard ensure {shlex.quote(source)} --dp N{said}")
-    elif not remote(source) and found.format.startswith(f"{DISTRIBUTED}-") and found.param_groups:
+    elif not remote(source) and found.format.startswith(f"{DISTRIBUTED}-") and _can_train(found):
         _hint(f"next: reshard ensure {shlex.quote(source)} --to zero --dp N --zero-stage 2{said}")
     elif (flags := onward(found)) is not None:
         _hint(f"next: reshard convert {shlex.quote(source)} DST {flags}{said}")
+
+
+def _can_train(found: Inspection) -> bool:
+    return any(target.name == "zero --dp" and target.possible for target in found.targets)
 
 
 def onward(found: Inspection) -> str | None:

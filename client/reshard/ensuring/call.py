@@ -77,6 +77,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     optimizer_key: str | None = None,
     scheduler_key: str | None = None,
     param_order: Order | None = None,
+    buffers: str | None = None,
     out: str | os.PathLike[str] | None = None,
     rules: str | None = None,
     family: str | None = None,
@@ -107,6 +108,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         scheduler_key: Scheduler of that optimizer, if there are several.
         param_order: Order of parameters that the source's files number and do not name: `model`, `groups`, a list of
             names, or a file with a name a line.
+        buffers: Buffers that the source's files do not tell from frozen parameters: `NAME,…` with `*` for any text, or
+            `none`.
         out: Save directory to create; by default one below `.reshard` in the source's save directory.
         rules: Rules as YAML: how tensor parallelism cuts parameters, if the source does not say.
         family: Built-in set of such rules.
@@ -127,7 +130,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         JobError: `job.wait_timeout`.
     """
     axes, name = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}, None if tag is None else str(tag)
-    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key}
+    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key, "buffers": buffers}
     found = Wanted.of(
         axes,
         zero_stage=zero_stage,

@@ -44,7 +44,8 @@ def _fixes_for_ensure(source: SourceSpec, flags: Mapping[str, object]) -> Genera
     except ReshardError as error:
         if "reshard " in error.fix or (found := _foreign(error.fix)) is None:
             raise
-        named = {**flags, "tag": source.tag, "profile": source.profile}
+        chosen = {name: value for name, value in source.given().items() if isinstance(value, str)}
+        named = {**flags, "tag": source.tag, "profile": source.profile, **chosen}
         given = [f"--{n.replace('_', '-')} {shlex.quote(str(v))}" for n, v in named.items() if v is not None]
         own = [] if found[0].startswith("--to ") else given
         command = " ".join(["reshard convert", shlex.quote(source.url), "DST", *own, found[0]])
@@ -67,7 +68,19 @@ OPTIONS = frozenset(
     f"--{name}"
     for name in (
         *("dp", "tp", "pp", "ep", "zero-stage", "dtype", "to", "grammar", "tag", "out", "rules", "family", "opaque"),
-        *("url", "timeout", "workers", "json", "quiet", "help"),
+        *(
+            "model-key",
+            "optimizer-key",
+            "scheduler-key",
+            "param-order",
+            "buffers",
+            "url",
+            "timeout",
+            "workers",
+            "json",
+            "quiet",
+            "help",
+        ),
     )
 )
 """The options of `reshard ensure`."""

@@ -28,7 +28,7 @@ class Weight:
 
 
 def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
-    """Every tensor to write: trained parameters from their masters, frozen ones, buffers.
+    """Every tensor to write: trained parameters from their masters, frozen ones, buffers, and possible copies.
 
     Floating-point tensors are cast to the requested dtype; scalars, integers, booleans and 8-bit floats keep their
     types. Without a requested dtype every tensor keeps its type: masters theirs, all other tensors the stored one.
@@ -51,6 +51,7 @@ def weights_of(checkpoint: Checkpoint, request: ConvertRequest) -> list[Weight]:
             continue
         found.append(_weight(checkpoint, parameter.fqn, parameter.value(), wanted))
     found += [_weight(checkpoint, b.fqn, b.tensor, wanted) for b in checkpoint.buffers]
+    found += [_weight(checkpoint, name, number, wanted) for name, number in checkpoint.copies.items()]
     require_distinct(w.fqn for w in found)
     return found
 

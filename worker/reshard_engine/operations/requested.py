@@ -34,7 +34,10 @@ def as_requested(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         RequestError: `request.invalid` and `request.unsatisfiable`: it asks for what does not go together.
     """
     refuse_unexplained(checkpoint)
-    checkpoint.refuse_undecided(*format_writing(request.to).indifferent(checkpoint, request))
+    indifferent = format_writing(request.to).indifferent(checkpoint, request)
+    checkpoint.refuse_undecided(*indifferent)
+    said = [f"{a.text}: {a.fix}" for a in checkpoint.assumed if a.question not in indifferent]
+    checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *said)) if said else checkpoint
     return _completed(relabelled(_dropped(checkpoint, request), request), request)
 
 

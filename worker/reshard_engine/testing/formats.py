@@ -35,6 +35,8 @@ class Saved:
         labels: items of the zoo that only the format can see (see `zoo.py`).
         frozen_late: parameters that the optimizer owns and that were frozen since: some targets hold them as both.
         never_updated: parameters that the optimizer owns and that no gradient reached: the state has zeros for them.
+        copies: aliases of which the files say only that they are equal: targets have them as tensors of their own.
+        run_names: names by which DeepSpeed finds tensors again, where others leave them out, as of `torch.compile`.
         choices: fields of `SourceSpec` by which a user says what the files do not.
     """
 
@@ -42,7 +44,17 @@ class Saved:
     labels: frozenset[str] = frozenset()
     frozen_late: frozenset[str] = frozenset()
     never_updated: frozenset[str] = frozenset()
+    copies: frozenset[str] = frozenset()
+    run_names: Mapping[str, str] = field(default_factory=dict[str, str])
     choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def in_the_run(self) -> Saved:
+        """The same under the names by which DeepSpeed finds tensors again."""
+        names = self.run_names
+        late, never, copies = (
+            frozenset(names.get(n, n) for n in found) for found in (self.frozen_late, self.never_updated, self.copies)
+        )
+        return Saved(self.state.renamed(names), self.labels, late, never, copies)
 
 
 class SourceFormat(Protocol):

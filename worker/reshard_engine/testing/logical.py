@@ -7,7 +7,7 @@ bits: NaN payloads, negative zeros and subnormals count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, TypeAlias, cast
 
@@ -137,6 +137,16 @@ class LogicalState:
         """Names of the per-element states beside the master, in order."""
         names = dict.fromkeys(name for p in self.trained for name in p.states)
         return tuple(name for name in names if name != MASTER)
+
+    def renamed(self, names: Mapping[str, str]) -> LogicalState:
+        """The state under other names; those that are not given stay."""
+        return replace(
+            self,
+            parameters=tuple(replace(p, fqn=names.get(p.fqn, p.fqn)) for p in self.parameters),
+            buffers={names.get(n, n): b for n, b in self.buffers.items()},
+            aliases={names.get(a, a): names.get(o, o) for a, o in self.aliases.items()},
+            order=tuple(names.get(n, n) for n in self.order),
+        )
 
 
 def tree_difference(left: Tree, right: Tree, where: str = "") -> str | None:

@@ -27,6 +27,8 @@ class DcpFacts(FormatFacts):
     """The place of the optimizer's state dict."""
     flat: bool = False
     """True if the optimizer's state dict is flattened, so that hyper-parameters are kept for each parameter."""
+    numbered: bool = False
+    """True if the optimizer numbers its parameters, and the numbers are the names here."""
     home: KeyPath = ()
     """The place of the client state."""
     at_root: frozenset[str] = frozenset()

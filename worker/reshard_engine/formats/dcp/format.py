@@ -65,7 +65,7 @@ class Dcp(Format):
         """The checkpoint, unless the request refuses parameters without optimizer states."""
         if (facts := facts_of(checkpoint)) is not None and request.to == "dcp":
             for other in facts.others:
-                other.refuse_undecided(Question.GROUPS)
+                other.refuse_undecided(Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
         idle = [p.fqn for p in checkpoint.trained if p.never_updated]
         if idle and request.options.of(DcpOptions).missing_moments is MissingMoments.REFUSE:
             raise RequestError(
@@ -89,12 +89,13 @@ class Dcp(Format):
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
         """All but the names of numbered parameters, if the target keeps all models where the source has them."""
         facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
+        always = (Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
         if facts is None or options.grammar not in (None, facts.grammar):
-            return (Question.GROUPS,)
+            return always
         moved = options.target_model_key is not None or options.target_optimizer_key is not None
         if moved:
-            return (Question.SCHEDULER, Question.GROUPS)
-        return (Question.MODEL, Question.OPTIMIZER, Question.SCHEDULER, Question.GROUPS)
+            return (*always, Question.SCHEDULER)
+        return (*always, Question.SCHEDULER, Question.MODEL, Question.OPTIMIZER)
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The rank that wrote the file, by its name."""

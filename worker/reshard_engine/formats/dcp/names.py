@@ -14,7 +14,7 @@ from reshard_engine.storage.protocol import Listing
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
-OWN_STATE = "reshard"
+OWN_STATE, BUFFERS = "reshard", "buffers"
 """An attribute of `.metadata` that our own writer adds, as Megatron adds others; torch ignores it."""
 META = "meta.pt"
 """Lightning's file beside the shards: all of its checkpoint but weights and optimizers."""

@@ -9,7 +9,7 @@ from reshard.choices import TargetFormat
 from reshard.errors import RequestError, listed
 from reshard.models import ConvertRequest, PossibleTarget
 from reshard.options import Options
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.names import POINTERS
 from reshard_engine.formats.deepspeed.reader.native.files import rank_of
@@ -66,6 +66,17 @@ class DeepSpeed(Format):
         from reshard_engine.formats.deepspeed.relabel import relabelled
 
         return relabelled(checkpoint, request)
+
+    def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
+        """Buffers and frozen parameters are one to all targets but stage 3, which partitions parameters alone."""
+        if request.exclude_frozen:
+            return ()
+        if request.to == TargetFormat.ZERO:
+            from reshard_engine.formats.deepspeed.writer.native.target import resolve
+
+            if resolve(checkpoint, request).stage == 3:
+                return ()
+        return (Question.BUFFERS,)
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The ranks that the file's name states, in words."""

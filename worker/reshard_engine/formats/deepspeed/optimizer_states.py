@@ -12,8 +12,6 @@ from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup, Sc
 from reshard_engine.formats.deepspeed.configured_groups import configured_groups
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
-_ADAFACTOR_KEYS = frozenset({"clip_threshold", "decay_rate", "relative_step", "scale_parameter", "warmup_init"})
-"""Hyper-parameters by which Adafactor of transformers is known; torch's and timm's have others."""
 _RMS = "RMS"
 OTHER_PARTITIONS = (
     "Adafactor scales and clips its updates by means over each rank's partition, so they depend on the number of "
@@ -81,9 +79,7 @@ def without_recomputed(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[NotCar
     `_get_lr`, which nothing else calls, reads it; a state without it loads and goes on (transformers 5.23.0
     `optimization.py`, verified by running).
     """
-    groups = checkpoint.optimizer.groups if checkpoint.optimizer is not None else ()
-    adafactor = bool(groups) and all(_ADAFACTOR_KEYS.issubset(g.hyper_parameters) for g in groups)
-    if checkpoint.optimizer is None or not adafactor:
+    if checkpoint.optimizer is None or not checkpoint.optimizer.is_adafactor:
         return checkpoint, ()
     numbers = checkpoint.optimizer.rank_numbers
     if _RMS not in numbers and not any(_RMS in p.scalars for p in checkpoint.trained):

@@ -19,7 +19,7 @@ from math import prod
 from reshard.diffs import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide
 from reshard.errors import JobError
 from reshard.models import Progress
-from reshard_engine.checkpoint import OF_TRAINING, Checkpoint
+from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.execute.casts.cast import CastKernel
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.gather.tensor_reader import TensorReader
@@ -66,7 +66,7 @@ def diff_checkpoints(
     """
     started = time.monotonic()
     for side in (a, b):
-        side.refuse_undecided(*(OF_TRAINING if options.weights_only else ()))
+        side.refuse_undecided(Question.BUFFERS, *(OF_TRAINING if options.weights_only else ()))
     sides = Side(a), Side(b)
     matching = Matching(*sides, weights_only=options.weights_only)
     facts = Facts((), (), (), 0) if options.weights_only else FactComparison(a, b, matching).compare()

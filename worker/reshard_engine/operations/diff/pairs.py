@@ -141,7 +141,8 @@ class Matching:
         self._padding(name, mine, theirs)
         if not (self.a.knows_roles and self.b.knows_roles):
             return
-        if mine.role != theirs.role:
+        open_ = name in self.a.checkpoint.unproven | self.b.checkpoint.unproven
+        if mine.role != theirs.role and (not open_ or "trained" in (mine.role, theirs.role)):
             self._differ(DifferenceKind.ROLE, name, "", mine.role, theirs.role)
         if self._weights_only:
             return

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from reshard.choices import NO_SCHEDULER
 from reshard.dcp_options import Grammar
-from reshard.errors import RequestError, listed, printable
+from reshard.errors import printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters, Parameter, Question, Undecided
 from reshard_engine.formats.dcp.facts import DcpFacts
@@ -14,8 +15,8 @@ from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.companions import Companions
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel, compiled_names
-from reshard_engine.formats.dcp.reader.pairs import Reading, ReadPair, Tensors, read_pair
-from reshard_engine.formats.dcp.reader.roles import Pair, key_of, sort_roles
+from reshard_engine.formats.dcp.reader.pairs import NamedBuffers, Reading, ReadPair, Tensors, read_pair
+from reshard_engine.formats.dcp.reader.roles import Pair, choose, key_of, no_such_place, sort_roles
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedState, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.values import CarriedValues, nested, open_values
 from reshard_engine.formats.dcp.schedulers import is_scheduler
@@ -98,9 +99,10 @@ class Assembly:
         client_state = _without(rest, list(short))
         found = {(*(() if str(path[0]) in at_root else home), *path): node for path, node in short.items()}
         schedulers = {**{key_of(path): node for path, node in found.items()}, **beside.schedulers}
-        first, *others = self._read_pairs(list(schedulers.values()))
-        own, undecided = self._own_scheduler(schedulers, first)
-        counters, client_state = self._counted(client_state, list(schedulers.values())[own:], first.parameters)
+        own, undecided = self._own_scheduler(schedulers)
+        scheduler = [] if own is None or undecided else [list(schedulers.values())[own]]
+        first, *others = self._read_pairs(scheduler)
+        counters = self._counted(client_state, scheduler, first.parameters)
         pairs = [first, *others]
         grammar = self._grammar(origin)
         whole = Checkpoint(
@@ -159,9 +161,11 @@ class Assembly:
             return (), rest
         return home, inside
 
-    def _read_pairs(self, schedulers: Sequence[Node]) -> list[ReadPair]:
-        """All models and optimizers, the one to read first. The user's order of parameters is for that one."""
-        reading = Reading(self._files, self._tensors, self.node, schedulers, self._options.choices.param_order)
+    def _read_pairs(self, scheduler: Sequence[Node]) -> list[ReadPair]:
+        """All models and optimizers; the scheduler and the user's order of parameters are those of the first one."""
+        choices = self._options.choices
+        buffers = NamedBuffers.of(choices.buffers)
+        reading = Reading(self._files, self._tensors, self.node, scheduler, choices.param_order, buffers)
         found: list[ReadPair] = []
         models = [p.model.names for p in self._roles.pairs if p.model is not None]
         for number, pair in enumerate(self._roles.pairs):
@@ -169,8 +173,10 @@ class Assembly:
                 found.append(read_pair(pair, _names_for(pair, models), reading))
                 continue
             place = pair.model.path if pair.model is not None else pair.optimizer.path if pair.optimizer else ()
-            shared = replace(reading, order=None)
+            shared = replace(reading, order=None, scheduler=())
             found.append(read_pair(pair, _names_for(pair, models), shared, label=f"{key_of(place)}:"))
+        if buffers is not None:
+            buffers.refuse_unused()
         return found
 
     def _grammar(self, origin: Origin) -> Grammar:
@@ -187,52 +193,57 @@ class Assembly:
             None if pair.model is None else pair.model.path,
             None if pair.optimizer is None else pair.optimizer.path,
             pair.optimizer is not None and pair.optimizer.flat,
+            numbered=read.numbered,
             wrapped_names=read.wrapped_names,
             odd_states=read.odd_states,
         )
 
     # Everything else.
 
-    def _own_scheduler(self, schedulers: Mapping[str, Node], pair: ReadPair) -> tuple[int, tuple[Undecided, ...]]:
-        """The index of the scheduler that changes the optimizer's learning rates, if one alone has those it keeps."""
+    def _own_scheduler(self, schedulers: Mapping[str, Node]) -> tuple[int | None, tuple[Undecided, ...]]:
+        """The index of the scheduler that changes the optimizer's learning rates; None if none does.
+
+        It is the only one of the only optimizer, or else the one that alone has the rates which the optimizer keeps,
+        if no other optimizer keeps the same ones.
+        """
         keys, chosen = list(schedulers), self._options.choices.scheduler_key
         if chosen is not None:
-            if chosen not in keys:
-                there = listed(keys) or "none"
-                text = f"the source has no scheduler at {printable(chosen)!r}; there is {there}"
-                raise RequestError("request.invalid", text, fix=f"--scheduler-key takes one of: {there}")
-            return keys.index(chosen), ()
-        if len(keys) < 2 or pair.optimizer is None:
-            return 0, ()
-        rates = [g.hyper_parameters.get("lr") for g in pair.optimizer.groups]
-        fitting = [i for i, node in enumerate(schedulers.values()) if _last_rates(node) == rates]
+            if chosen not in keys and chosen != NO_SCHEDULER:
+                raise no_such_place("scheduler", chosen, [*keys, NO_SCHEDULER])
+            return (keys.index(chosen) if chosen in keys else None), ()
+        optimizers = [p.optimizer for p in self._roles.pairs if p.optimizer is not None]
+        own = self._roles.pairs[0].optimizer
+        if not keys or own is None or (len(keys) == 1 and len(optimizers) == 1):
+            return 0 if keys else None, ()
+        fitting = [i for i, node in enumerate(schedulers.values()) if own.has_rates(_last_rates(node))]
         if len(fitting) == 1:
-            return fitting[0], ()
-        text = f"it has {len(keys)} learning-rate schedulers, and the rates do not tell which is the optimizer's: "
-        fix = f"choose one: --scheduler-key {printable(keys[0])}, or --scheduler-key {printable(keys[1])}"
-        return 0, (Undecided(Question.SCHEDULER, text + listed(keys), fix),)
+            rates = _last_rates(list(schedulers.values())[fitting[0]])
+            if sum(o.has_rates(rates) for o in optimizers) == 1:
+                return fitting[0], ()
+        text = (
+            f"it has {len(optimizers)} optimizers and {len(keys)} learning-rate schedulers, and the rates do not tell "
+            "which is this optimizer's"
+        )
+        return 0, (choose(Question.SCHEDULER, [*keys, NO_SCHEDULER], text),)
 
     def _counted(
         self,
         client_state: Mapping[str | int, Node],
-        schedulers: Sequence[Node],
+        scheduler: Sequence[Node],
         parameters: Sequence[Parameter],
-    ) -> tuple[Counters, dict[str | int, Node]]:
-        """The counters, and the client state without those of torchtitan that are nothing but counters."""
-        left = dict(client_state)
+    ) -> Counters:
+        """The counters, those of torchtitan's `train_state` among them."""
         state = client_state.get(_TRAIN_STATE)
         counted = mapping_items(state, what=_TRAIN_STATE) if is_mapping(state) else {}
-        if counted and all(k in _COUNTERS and type(v) is int for k, v in counted.items()):
-            del left[_TRAIN_STATE]
         steps, tokens = (self._count_of(counted, name) for name in _COUNTERS)
         kept = self._state.counters
         if self._companions.steps is not None:
             steps = self._companions.steps
         steps = kept.steps if steps is None else steps
         if steps is None and parameters and not any("step" in p.scalars for p in parameters):
-            steps = _last_epoch(schedulers[:1])
+            steps = _last_epoch(scheduler)
             self._warnings += [] if steps is None else [_BY_SCHEDULER.format(steps=steps)]
-        return replace(kept, steps=steps, tokens=kept.tokens if tokens is None else tokens), left
+        return replace(kept, steps=steps, tokens=kept.tokens if tokens is None else tokens)
 
     def _count_of(self, counted: Mapping[str | int, Node], name: str) -> int | None:
         """A count of torchtitan's `train_state`, which is a number or a tensor of one element."""
@@ -298,9 +309,8 @@ def _names_for(pair: Pair, models: Sequence[NamesOfModel]) -> NamesOfModel:
         return pair.model.names
     if pair.optimizer is None:
         return NamesOfModel({})
-    fitting = next((m for m in models if pair.optimizer.fits(m)), None)
-    own = {key: pair.optimizer.shape_of(key) or () for g in pair.optimizer.groups for key in g.members}
-    return fitting or NamesOfModel(own)
+    own = pair.optimizer.own_names
+    return own if pair.optimizer.numbered else next((m for m in models if pair.optimizer.fits(m)), own)
 
 
 def _with_pair(checkpoint: Checkpoint, read: ReadPair, facts: DcpFacts) -> Checkpoint:
@@ -314,6 +324,8 @@ def _with_pair(checkpoint: Checkpoint, read: ReadPair, facts: DcpFacts) -> Check
         module_names=read.module_names,
         undecided=read.undecided,
         assumed=read.assumed,
+        unproven=read.unproven,
+        copies=read.copies,
         run_names=compiled_names(read.wrapped_names),
         facts=facts,
     )
@@ -360,7 +372,7 @@ def _without(entries: Mapping[str | int, Node], paths: Sequence[KeyPath]) -> dic
     return left
 
 
-def _last_rates(scheduler: Node) -> list[Node] | None:
-    """The learning rates that a scheduler set last, one for each group; None if it keeps none."""
+def _last_rates(scheduler: Node) -> list[Node]:
+    """The learning rates that a scheduler set last, one for each group; none if it keeps none."""
     held = mapping_items(scheduler, what="a scheduler").get("_last_lr") if is_mapping(scheduler) else None
-    return list(held.items) if isinstance(held, PList | PTuple) else None
+    return list(held.items) if isinstance(held, PList | PTuple) else []

@@ -71,3 +71,5 @@ class Metadata:
     """`mcore_data`: the shapes of tensors that Megatron flattened, before that; their `shape` is the flattened one."""
     counters: Mapping[str, int] = field(default_factory=dict[str, int])
     """Counters of the run that our own writer keeps in an attribute of its own, which torch ignores."""
+    buffers: frozenset[str] | None = None
+    """The keys of tensors that our own writer knew for buffers; None in files of others."""

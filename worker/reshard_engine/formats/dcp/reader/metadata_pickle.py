@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import SourceError, printable
 from reshard.models import OpaquePolicy
-from reshard_engine.formats.dcp.names import OWN_STATE
+from reshard_engine.formats.dcp.names import BUFFERS, OWN_STATE
 from reshard_engine.formats.dcp.reader import metadata_names as names
 from reshard_engine.formats.dcp.reader.metadata import KeyPath, Metadata
 from reshard_engine.formats.dcp.reader.metadata_columns import Chunks, Places, matched
@@ -24,6 +24,7 @@ from reshard_engine.formats.dcp.reader.metadata_nodes import (
     MAX_KEY_CHARS,
     MAX_NUMBER,
     class_of,
+    key_of,
     malformed,
     size_of,
     text_items,
@@ -32,7 +33,7 @@ from reshard_engine.formats.dcp.reader.metadata_places import places_of
 from reshard_engine.formats.dcp.reader.metadata_tensors import tensors_of
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.pickles.limits import PickleLimits, configured_limits
-from reshard_engine.pickles.nodes import Node, PTuple, mapping_items
+from reshard_engine.pickles.nodes import Node, PTuple, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.vm import parse_pickle
 
@@ -104,6 +105,7 @@ class Parts:
     paths: dict[str, KeyPath] | None
     original_shapes: dict[str, tuple[int, ...]]
     counters: dict[str, int]
+    buffers: frozenset[str] | None
 
 
 def metadata_of(parts: Parts) -> Metadata:
@@ -113,7 +115,7 @@ def metadata_of(parts: Parts) -> Metadata:
         SourceError: as `matched`.
     """
     found = matched(parts.keys, parts.tensors, parts.places, paths=parts.paths, original_shapes=parts.original_shapes)
-    return replace(found, counters=parts.counters)
+    return replace(found, counters=parts.counters, buffers=parts.buffers)
 
 
 def parts_with_runs(data: bytes, name: str, limits: PickleLimits) -> Parts:
@@ -151,16 +153,21 @@ def _parts(root: Node, name: str) -> Parts:
     tensors = tensors_of(items)
     places = places_of(state.get("storage_data"), {key: number for number, key in enumerate(items)})
     paths, shapes = _paths(state.get("planner_data")), _original_shapes(state.get("mcore_data"))
-    return Parts(tuple(items), tensors, places, paths, shapes, _counters(state.get(OWN_STATE)))
+    return Parts(tuple(items), tensors, places, paths, shapes, *_own(state.get(OWN_STATE)))
 
 
-def _counters(node: Node) -> dict[str, int]:
-    """The counters in the attribute of our own writer."""
-    found = {} if node is None else text_items(node, OWN_STATE)
+def _own(node: Node) -> tuple[dict[str, int], frozenset[str] | None]:
+    """The counters and the keys of buffers in the attribute of our own writer."""
+    found = {} if node is None else dict(text_items(node, OWN_STATE))
+    listed = found.pop(BUFFERS, None)
     for key, value in found.items():
         if type(value) is not int or not 0 <= value < MAX_NUMBER:
             raise malformed(f"{printable(key)} of {OWN_STATE}", value, "a count")
-    return {key: value for key, value in found.items() if isinstance(value, int)}
+    counters = {key: value for key, value in found.items() if isinstance(value, int)}
+    if listed is None:
+        return counters, None
+    keys = sequence_items(listed, what=f"{BUFFERS} of {OWN_STATE}")
+    return counters, frozenset(key_of(key, f"{BUFFERS} of {OWN_STATE}") for key in keys)
 
 
 def _check_version(node: Node, name: str) -> None:

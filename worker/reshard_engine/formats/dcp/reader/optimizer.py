@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from reshard.choices import ParamOrder
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Undecided
+from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.values import nested
@@ -134,6 +135,7 @@ class ReadOptimizer:
     """The model's name for each key of the optimizer; none if it numbers parameters and nothing tells their order."""
     undecided: tuple[Undecided, ...] = ()
     warnings: tuple[str, ...] = ()
+    assumed: tuple[Undecided, ...] = ()
 
 
 @dataclass(slots=True)
@@ -145,6 +147,8 @@ class OptimizerEntries:
     """True if names, states and hyper-parameters are joined to one key, as `flatten_optimizer_state_dict` does it."""
     states: dict[str, dict[str, list[Item]]] = field(default_factory=dict[str, dict[str, list[Item]]])
     """States by the optimizer's key of the parameter (its name or number) and the state's name."""
+    nested: dict[str, dict[KeyPath, list[Item]]] = field(default_factory=dict[str, dict[KeyPath, list[Item]]])
+    """The parts of states that are lists or dicts, by key and path."""
     _groups: dict[str | int, dict[KeyPath, list[Item]]] = field(
         default_factory=dict[str | int, dict[KeyPath, list[Item]]]
     )
@@ -153,6 +157,10 @@ class OptimizerEntries:
     """All param groups as one value, as torch up to 2.3 saves them."""
     groups: tuple[ReadGroup, ...] = ()
     """The param groups; of a flat optimizer one for each parameter, until `resolved` joins them."""
+    _hyper_parameters: Mapping[str, Mapping[str | int, Node]] = field(
+        default_factory=dict[str, Mapping[str | int, Node]]
+    )
+    """The hyper-parameters of each parameter's group."""
 
     def owns(self, path: KeyPath) -> bool:
         """True for a path of this optimizer's states or groups."""
@@ -175,6 +183,8 @@ class OptimizerEntries:
                 self._groups.setdefault(name, {}).setdefault((value, *inner[1:]), []).append(item)
         elif head == STATE and len(inner) == 3:
             self.states.setdefault(str(inner[1]), {}).setdefault(str(inner[2]), []).append(item)
+        elif head == STATE and len(inner) > 3:
+            self.nested.setdefault(str(inner[1]), {}).setdefault(inner[2:], []).append(item)
         elif head == GROUPS and len(inner) >= 3 and isinstance(inner[1], int):
             self._groups.setdefault(inner[1], {}).setdefault(inner[2:], []).append(item)
         elif head == GROUPS and len(inner) == 1 and isinstance(item, SavedValue):
@@ -200,6 +210,7 @@ class OptimizerEntries:
                 raise SourceError("checkpoint.incomplete", f"param groups are numbered {numbers[:8]}", fix=_BY_NAME)
             entries = (nested({p: node_of(i) for p, i in self._groups[n].items()}) for n in numbers)
             self.groups = tuple(map(_group, entries))
+        self._hyper_parameters = {m: g.group.hyper_parameters for g in self.groups for m in g.members}
         keys = Counter(key for group in self.groups for key in group.members)
         if keys and keys.most_common(1)[0][1] > 1:
             raise SourceError("checkpoint.malformed", "a parameter is a member of two param groups")
@@ -223,7 +234,9 @@ class OptimizerEntries:
         return found
 
     def _rename(self, names: Mapping[str, str]) -> None:
+        self._hyper_parameters = {names.get(key, key): found for key, found in self._hyper_parameters.items()}
         self.states = {names.get(key, key): found for key, found in self.states.items()}
+        self.nested = {names.get(key, key): found for key, found in self.nested.items()}
         self.groups = tuple(ReadGroup(g.group, tuple(names[m] for m in g.members)) for g in self.groups)
 
     @property
@@ -232,19 +245,24 @@ class OptimizerEntries:
         return tuple(dict.fromkeys((*(key for g in self.groups for key in g.members), *self.states)))
 
     def shape_of(self, key: str) -> Shape | None:
-        """The shape of a parameter, from the state with the most dimensions; None if it has no states."""
-        first = (items[0] for state, items in self.states.get(key, {}).items() if state != "step")
-        return max((i.entry.shape for i in first if isinstance(i, SavedTensor)), key=len, default=None)
+        """The shape of a parameter, from the states of an optimizer that is known; None if nothing tells it."""
+        first = {s: i[0].entry.shape for s, i in self.states.get(key, {}).items() if isinstance(i[0], SavedTensor)}
+        shapes = {state: shape for state, shape in first.items() if shape and state != STEP}
+        if len({*shapes.values()}) != 1 or not has_its_shape(self._hyper_parameters.get(key, ()), shapes):
+            return None
+        return next(iter(shapes.values()))
+
+    def has_rates(self, rates: Sequence[Node]) -> bool:
+        """True if its groups have these learning rates; the groups of a flattened one have no order."""
+        own = [g.group.hyper_parameters.get("lr") for g in self.groups]
+        return bool(rates) and ({*map(str, own)} == {*map(str, rates)} if self.flat else own == [*rates])
 
     def named_by(self, names: NamesOfModel) -> int:
         """The number of its parameters that a model has."""
         return 0 if self.numbered else sum(names.of(key) is not None for key in self._keys)
 
     def fits(self, names: NamesOfModel) -> bool:
-        """True if a model has all of its parameters: by their names, or by the shapes of numbered ones.
-
-        States of as many dimensions as the parameter have its shape; some optimizers keep others beside them.
-        """
+        """True if a model has all of its parameters: by their names, or by the shapes of numbered ones."""
         if not self.numbered:
             found = [(key, names.of(key)) for key in self._keys]
             return bool(found) and all(n is not None and self._agrees(key, names.shapes[n]) for key, n in found)
@@ -258,24 +276,20 @@ class OptimizerEntries:
         return not alike or not shape or shape in alike
 
     def resolved(
-        self, names: NamesOfModel, may_own: Mapping[str, bool], order: Order, schedulers: Sequence[Node]
+        self, names: NamesOfModel, may_own: Sequence[str], order: Order, schedulers: Sequence[Node]
     ) -> ReadOptimizer:
         """Give its parameters the model's names, and its groups their order.
 
         Args:
             names: The model.
-            may_own: The model's tensors that it may own, in the model's order, of equal ones the first; False for
-                those that are buffers by their names.
+            may_own: The model's tensors that it may own, in the model's order.
             order: The user's word on the order of its parameters.
-            schedulers: State dicts of schedulers, which keep the groups' learning rates in their order.
+            schedulers: The state dict of its scheduler, which keeps the groups' learning rates in their order.
 
         Raises:
             SourceError: `checkpoint.incomplete`, `checkpoint.malformed`.
             RequestError: `request.invalid` for an order that does not fit.
         """
-        if self.numbered:
-            return self._numbered(names, may_own, order)
-        found = {key: self._name(key, names) for key in self._keys}
         grouped = {key for g in self.groups for key in g.members}
         if strangers := [key for key in self.states if key not in grouped]:
             raise SourceError(
@@ -283,6 +297,9 @@ class OptimizerEntries:
                 f"the optimizer has states of {len(strangers)} parameters of no param group: {listed(strangers)}",
                 fix="the model and the optimizer are of different saves: copy the checkpoint again",
             )
+        if self.numbered:
+            return self._numbered(names, may_own, order)
+        found = {key: self._name(key, names) for key in self._keys}
         if not self.flat:
             return ReadOptimizer(self.groups, found)
         return _joined(self.groups, found, names, order, schedulers)
@@ -298,7 +315,16 @@ class OptimizerEntries:
             )
         return found
 
-    def _numbered(self, names: NamesOfModel, may_own: Mapping[str, bool], order: Order) -> ReadOptimizer:
+    def as_it_is(self) -> ReadOptimizer:
+        """It with its own keys as names, for one that numbers its parameters and is written again as it is."""
+        return ReadOptimizer(self.groups, {key: key for key in self._keys})
+
+    @property
+    def own_names(self) -> NamesOfModel:
+        """Its own keys as names, with the shapes that are known."""
+        return NamesOfModel({key: self.shape_of(key) or () for key in self._keys})
+
+    def _numbered(self, names: NamesOfModel, may_own: Sequence[str], order: Order) -> ReadOptimizer:
         numbers = [key for g in self.groups for key in g.members]
         wanted = [self.shape_of(key) for key in numbers]
         if isinstance(order, tuple):
@@ -307,7 +333,7 @@ class OptimizerEntries:
             found = _only_way(wanted, {name: names.shapes[name] for name in may_own})
         else:
             spans = [len(numbers)] if order is ParamOrder.MODEL else [len(g.members) for g in self.groups]
-            found = _in_models_order(wanted, spans, [(n, names.shapes[n]) for n, may in may_own.items() if may])
+            found = _in_models_order(wanted, spans, [(n, names.shapes[n]) for n in may_own])
         if found is None:
             undecided = Undecided(Question.ORDER, _no_names(numbers, wanted, len(may_own), order), _fix_of(order))
             return ReadOptimizer(tuple(ReadGroup(g.group, ()) for g in self.groups), undecided=(undecided,))
@@ -436,7 +462,8 @@ def _joined(
         same = tuple((k, _token(v)) for k, v in sorted(values.items(), key=lambda i: str(i[0])))
         groups.setdefault(same, (one.group, []))[1].append(one.members[0])
     found = [ReadGroup(group, tuple(members)) for group, members in groups.values()]
-    return _in_order(found, names, schedulers, said=order is not None and order is not ParamOrder.GROUPS)
+    read = _in_order(found, names, schedulers, said=order is not None and order is not ParamOrder.GROUPS)
+    return read if order is not None else replace(read, assumed=(_OF_FLATTENED,))
 
 
 def _in_order(
@@ -462,6 +489,12 @@ def _in_order(
     return ReadOptimizer(tuple(found), names, (Undecided(Question.GROUPS, text, _SAY_GROUPS),), warnings)
 
 
+_OF_FLATTENED = Undecided(
+    Question.GROUPS,
+    "a flattened optimizer keeps no order: parameters with equal hyper-parameters are taken for one group, in the "
+    "model's order",
+    "--param-order FILE gives another one",
+)
 _NO_ORDER = (
     "the scheduler keeps the initial rates {rates}, and the param groups, which were flattened, have {own}: no order "
     "of the groups fits, so set the scheduler anew after loading"

@@ -2,12 +2,15 @@
 
 The files do not tell which of a model's tensors are buffers and which names are one parameter:
 
-- FSDP shards every parameter along its first dimension, and refuses those without dimensions. Buffers stay whole, as do
-  parameters that FSDP was told to ignore. Integers are buffers. Our own writer marks parameters. Where that leaves it
-  open, names that only buffers have decide, and the checkpoint lists the tensors (`Checkpoint.assumed`).
+- FSDP shards every parameter along its first dimension. Buffers stay whole, as do parameters that FSDP was told to
+  ignore. BatchNorm keeps three buffers together. Our own writer lists what was known to it. Where that leaves it open,
+  names of buffers of known modules, a type that is seldom trained, and being whole where others are cut, make a buffer
+  likely, and the checkpoint says so (`Checkpoint.assumed`). A target that needs more is refused until the user names
+  the buffers.
 - torch saves both names of a tied weight with all elements, and the optimizer knows only the first one. A matrix that
-  the optimizer does not know is tied to one that it has updated if the CRC-32s of their records are equal; both are
-  compared element by element before anything is written.
+  the optimizer does not know is taken for the other name of one that it has updated if the CRC-32s of their records
+  are equal; both are compared element by element before anything is written. It may also be a copy, of a target
+  network say: `Checkpoint.copies` keeps its own tensor for targets to which that makes a difference.
 
 Source: torch 2.13.0 `distributed/checkpoint/state_dict.py` (`_get_model_state_dict`: the state dict has both names),
 `nn/modules/module.py` (`named_parameters` yields a parameter once), `nn/modules/batchnorm.py`; transformers 5.23.0
@@ -16,13 +19,16 @@ Source: torch 2.13.0 `distributed/checkpoint/state_dict.py` (`_get_model_state_d
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 
-from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Agreement, Buffer, OptimizerState, Parameter, Scalar, Undecided
+from reshard.choices import NO_BUFFERS
+from reshard.errors import RequestError, SourceError, listed, printable
+from reshard_engine.checkpoint import Agreement, Buffer, OptimizerState, Parameter, Question, Scalar, Undecided
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.zip_reader import read_zip_directory
@@ -45,6 +51,8 @@ _BUFFERS = frozenset(
     }
 )  # fmt: skip
 """Names that only buffers have, of torch's and transformers' modules."""
+_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
+_QUANTIZED = ("uint8", "int8")
 _STEP = "step"
 _LEAST_DIMS = 2
 """Vectors of different layers are often equal: all ones or all zeros. Only matrices are tied."""
@@ -66,15 +74,53 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedBuffers:
+    """The user's word on which tensors are buffers, where the files do not tell."""
+
+    patterns: tuple[str, ...]
+    """Names, in which `*` stands for any text."""
+    _used: set[str] = field(default_factory=set[str])
+
+    @classmethod
+    def of(cls, text: str | None) -> NamedBuffers | None:
+        """Read the text of `SourceChoices.buffers`."""
+        if text is None:
+            return None
+        return cls(() if text == NO_BUFFERS else tuple(p for p in map(str.strip, text.split(",")) if p))
+
+    def has(self, name: str) -> bool:
+        """True if the user calls this tensor a buffer."""
+        found = {p for p in self.patterns if fnmatchcase(name, p)}
+        self._used.update(found)
+        return bool(found)
+
+    def refuse_unused(self) -> None:
+        """Refuse a name that fits no tensor which may be a buffer.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+        if unused := [p for p in self.patterns if p not in self._used]:
+            raise RequestError(
+                "request.invalid",
+                f"--buffers: {listed(unused)} fits no tensor but those that the optimizer trains",
+                fix="leave it out, or give the name as it is in the source: reshard inspect lists them",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class Reading:
     """The parts of a saved state that all pairs share."""
 
     files: Sequence[SourceFile]
     tensors: Tensors
     node_of: NodeOf
-    schedulers: Sequence[Node]
+    scheduler: Sequence[Node]
+    """The scheduler of the optimizer to read, if it has one."""
     order: Order
     """The user's word on the order of an optimizer's parameters."""
+    buffers: NamedBuffers | None
+    """The user's word on which tensors are buffers."""
 
 
 @dataclass(slots=True)
@@ -90,7 +136,11 @@ class ReadPair:
     agreements: list[Agreement] = field(default_factory=list[Agreement])
     undecided: tuple[Undecided, ...] = ()
     warnings: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[Undecided, ...] = ()
+    unproven: frozenset[str] = frozenset()
+    copies: dict[str, int] = field(default_factory=dict[str, int])
+    numbered: bool = False
+    """True for an optimizer that numbers its parameters, and whose numbers are the names here."""
     wrapped_names: dict[str, str] = field(default_factory=dict[str, str])
     """For each plain name the name in the files, where wrapping modules made it longer."""
     odd_states: dict[str, dict[str, Node]] = field(default_factory=dict[str, dict[str, Node]])
@@ -127,6 +177,7 @@ class _PairReader:
         if optimizer is not None:
             found.optimizer = OptimizerState(tuple(g.group for g in optimizer.groups))
             found.undecided, found.warnings = optimizer.undecided, optimizer.warnings
+            found.assumed = optimizer.assumed
             members = {
                 optimizer.names[key]: (number, key) for number, g in enumerate(optimizer.groups) for key in g.members
             }
@@ -141,6 +192,7 @@ class _PairReader:
             where = f"its other name {printable(plain[alias])}"
             found.agreements.append(Agreement(plain[owner], "weight", numbers[owner], numbers[alias], where))
         found.shared = {plain[a]: plain[o] for a, o in ties.items()}
+        found.copies = {plain[a]: numbers[a] for a in ties}
         self._rest_of_model(numbers, {*members, *ties})
         found.extra_states = self._extra_states()
         found.module_names = tuple(dict.fromkeys((*(plain[n] for n in weights), *found.extra_states)))
@@ -153,13 +205,25 @@ class _PairReader:
     # The optimizer.
 
     def _resolved(self, optimizer: OptimizerEntries) -> ReadOptimizer:
-        may_own = {n: saved[0].entry for n, saved in self._model.weights.items()}
-        may_own = {n: e for n, e in may_own.items() if is_trainable(e.dtype)}
-        if optimizer.numbered:
-            second = _equal_ones(self._reading.files, {n: self._model.weights[n] for n in may_own})
-            may_own = {n: e for n, e in may_own.items() if n not in second}
-        likely = {n: _last(n) not in _BUFFERS for n in may_own}
-        return optimizer.resolved(self._names, likely, self._reading.order, self._reading.schedulers)
+        if self._label and optimizer.numbered:
+            self._found.numbered = True
+            return optimizer.as_it_is()
+        may_own = [
+            n
+            for n, saved in self._model.weights.items()
+            if is_trainable(saved[0].entry.dtype) and not self._is_said_buffer(n) and not self._of_batch_norm(n)
+        ]
+        return optimizer.resolved(self._names, may_own, self._reading.order, self._reading.scheduler)
+
+    def _is_said_buffer(self, name: str) -> bool:
+        wanted = self._reading.buffers
+        return wanted is not None and wanted.has(self._names.plain[name])
+
+    def _of_batch_norm(self, name: str) -> bool:
+        """True for a buffer of torch's BatchNorm, which keeps three of them together."""
+        place, _, last = name.rpartition(".")
+        head = f"{place}." if place else ""
+        return last in _BATCH_NORM and all(f"{head}{other}" in self._model.weights for other in _BATCH_NORM)
 
     def _trained(self, name: str, group: int, key: str) -> Parameter:
         saved = self._model.weights.get(name)
@@ -178,7 +242,11 @@ class _PairReader:
                 states[state] = self._reading.tensors.number(self._label + fqn, state, tensors)
             else:
                 self._found.odd_states.setdefault(fqn, {})[state] = self._reading.node_of(items)
-        return Parameter(fqn, shape, group, weight, states, scalars, never_updated=not held)
+        parts = {} if self._optimizer is None else self._optimizer.nested.get(key, {})
+        if parts:
+            whole = nested({path: self._reading.node_of(items) for path, items in parts.items()})
+            self._found.odd_states.setdefault(fqn, {}).update({str(state): node for state, node in whole.items()})
+        return Parameter(fqn, shape, group, weight, states, scalars, never_updated=not held and not parts)
 
     def _scalar(self, items: Sequence[Item], shape: tuple[int, ...], state: str) -> Scalar | None:
         """A state that is one number; None for all others."""
@@ -205,22 +273,32 @@ class _PairReader:
     def _rest_of_model(self, numbers: Mapping[str, int], done: set[str]) -> None:
         """Frozen parameters and buffers."""
         weights = self._model.weights
-        marked = any(saved[0].entry.requires_grad for saved in weights.values())
         most_chunks = max(map(_chunk_count, weights.values()), default=1)
         assumed: list[str] = []
+        unknown: list[str] = []
         for name, saved in weights.items():
             if name in done:
                 continue
             fqn, entry = self._names.plain[name], saved[0].entry
-            proven = _is_buffer(saved, most_chunks, marked=marked)
-            if proven is None:
-                assumed.append(fqn)
-                proven = _last(name) in _BUFFERS or (most_chunks > 1 and entry.shape[0] > 1 and _is_whole(saved))
-            if proven:
+            is_buffer = True if self._of_batch_norm(name) else _is_buffer(saved, most_chunks)
+            said = self._is_said_buffer(name)
+            if is_buffer is None and self._reading.buffers is not None:
+                is_buffer = said
+            if is_buffer is None:
+                is_buffer = _last(name) in _BUFFERS or _is_likely_buffer(saved, most_chunks)
+                (assumed if is_buffer else unknown).append(fqn)
+            if is_buffer:
                 self._found.buffers.append(Buffer(fqn, numbers[name]))
             else:
                 self._found.parameters.append(Parameter(fqn, entry.shape, None, numbers[name]))
-        self._found.assumed = tuple(assumed)
+        self._found.unproven = frozenset((*assumed, *unknown))
+        # Where nothing is trained the kinds make no difference; where names are open, the order is asked for first.
+        if self._optimizer is None or any(u.question is Question.ORDER for u in self._found.undecided):
+            return
+        if assumed:
+            self._found.assumed = (*self._found.assumed, _likely_buffers(assumed))
+        if unknown:
+            self._found.undecided = (*self._found.undecided, _which_are_buffers(unknown, assumed))
 
     def _extra_states(self) -> dict[str, Node]:
         states = self._model.extra_states
@@ -245,33 +323,59 @@ def _chunk_count(saved: Sequence[SavedTensor]) -> int:
     return len({box.tobytes() for s in saved for box in s.entry.boxes})
 
 
-def _is_buffer(saved: Sequence[SavedTensor], most_chunks: int, *, marked: bool) -> bool | None:
+def _is_buffer(saved: Sequence[SavedTensor], most_chunks: int) -> bool | None:
     """True or False where the files prove it; None for a tensor that may be a buffer or a frozen parameter.
 
     Args:
         saved: The tensor's entries; without collectives each rank has one.
         most_chunks: The largest number of chunks of a tensor of the model.
-        marked: True if some tensors of the model are marked as parameters, as our own writer does it.
     """
-    entry = saved[0].entry
-    if not is_trainable(entry.dtype) or entry.shape == ():
-        return True
-    if marked:
-        return _is_whole(saved) and not entry.requires_grad
-    if most_chunks > 1 and _chunk_count(saved) > 1:
+    entry, ours = saved[0].entry, saved[0].part.metadata.buffers
+    if entry.requires_grad:
         return False
-    return None
+    if ours is not None:
+        return True if entry.key in ours else None
+    return False if most_chunks > 1 and _chunk_count(saved) > 1 else None
+
+
+def _is_likely_buffer(saved: Sequence[SavedTensor], most_chunks: int) -> bool:
+    """True for numbers, for types that nobody trains but for quantized weights, and for what is whole beside cut ones.
+
+    What our own writer cut says nothing.
+    """
+    entry, ours = saved[0].entry, saved[0].part.metadata.buffers is not None
+    if not is_trainable(entry.dtype):
+        return entry.dtype.name not in _QUANTIZED or len(entry.shape) < _LEAST_DIMS
+    return entry.shape == () or (not ours and most_chunks > 1 and entry.shape[0] > 1 and _is_whole(saved))
+
+
+def _likely_buffers(names: Sequence[str]) -> Undecided:
+    return Undecided(
+        Question.BUFFERS,
+        f"{listed(names)} are taken for buffers because of their names or types, or because they are whole where "
+        "parameters are cut",
+        "--buffers none if they are frozen parameters",
+    )
+
+
+def _which_are_buffers(unknown: Sequence[str], assumed: Sequence[str]) -> Undecided:
+    names = ",".join(assumed) or "NAME,…"
+    return Undecided(
+        Question.BUFFERS,
+        f"nothing tells which of {listed((*unknown, *assumed))} are buffers, and which are frozen parameters",
+        f"--buffers none if all are parameters; else --buffers {shlex.quote(names)} with the names of the buffers",
+    )
 
 
 def _equal_ones(
-    files: Sequence[SourceFile], weights: Mapping[str, Sequence[SavedTensor]], owners: Iterable[str] | None = None
+    files: Sequence[SourceFile], weights: Mapping[str, Sequence[SavedTensor]], owners: Iterable[str]
 ) -> dict[str, str]:
     """For each matrix that equals an earlier one the name of that one.
 
     Args:
         files: The files of the state.
         weights: The tensors by name, in their order.
-        owners: The names that others may equal; None for all.
+        owners: The names that others may equal.
 
     Raises:
         SourceError: `zip.*`.
@@ -281,10 +385,10 @@ def _equal_ones(
         entry = saved[0].entry
         if len(entry.shape) >= _LEAST_DIMS and any(s.entry.count for s in saved):
             same.setdefault((entry.dtype.name, entry.shape, _in_order(saved)[0].tobytes()), []).append(name)
-    may_own = None if owners is None else set(owners)
+    may_own = set(owners)
     found: dict[str, str] = {}
     for names in same.values():
-        if len(names) < 2 or (may_own is not None and (may_own.isdisjoint(names) or may_own.issuperset(names))):
+        if may_own.isdisjoint(names) or may_own.issuperset(names):
             continue
         first: dict[tuple[int, ...], str] = {}
         for name in names:
@@ -292,9 +396,9 @@ def _equal_ones(
             if sums is None:
                 continue
             if (owner := first.get(sums)) is None:
-                if may_own is None or name in may_own:
+                if name in may_own:
                     first[sums] = name
-            elif may_own is None or name not in may_own:
+            elif name not in may_own:
                 found[name] = owner
     return found
 

@@ -11,6 +11,7 @@ running.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,10 +165,11 @@ class _Sorting:
         models = [model] if model is not None else list(self._places)
         if left:
             # Reading them together says what does not fit.
-            known = self._optimizers[left[0]]
-            return (max(models, key=lambda m: known.named_by(self._places[m])), left[0]), ()
+            named = {m: self._optimizers[left[0]].named_by(self._places[m]) for m in models}
+            models = [m for m, count in named.items() if count == max(named.values())]
         undecided = [_which(Question.MODEL, models, "places could be the model")] if len(models) > 1 else []
-        return (models[0], None), tuple(undecided)
+        undecided += [_which(Question.OPTIMIZER, left, "optimizers fit no model")] if len(left) > 1 else []
+        return (models[0], left[0] if left else None), tuple(undecided)
 
     def _chosen(self, key: str | None, places: Iterable[KeyPath], what: str) -> KeyPath | None:
         """The place that the user named; None if the user named none."""
@@ -178,12 +180,7 @@ class _Sorting:
         below = [p for p in there if p and key_of(p[:1]) == key]
         if exact or len(below) == 1:
             return (exact or below)[0]
-        names = listed(list(map(key_of, there)))
-        raise RequestError(
-            "request.invalid",
-            f"the source has no {what} at {printable(key)!r}; there is {names or 'none'}",
-            fix=f"--{what}-key {key_of(there[0])}" if len(there) == 1 else f"--{what}-key takes one of: {names}",
-        )
+        raise no_such_place(what, key, list(map(key_of, there)))
 
     def _paired(
         self, first: tuple[KeyPath | None, KeyPath | None], fitting: Mapping[KeyPath, Sequence[KeyPath]]
@@ -198,8 +195,9 @@ class _Sorting:
         for optimizer, models in fitting.items():
             if optimizer == first[1]:
                 continue
-            free = [m for m in models if m not in taken]
-            model = free[0] if len(free) == 1 else None
+            # One that numbers its parameters stays as it is, and so needs no names.
+            sure = len(models) == 1 and models[0] not in taken and not self._optimizers[optimizer].numbered
+            model = models[0] if sure else None
             taken.add(model)
             found.append((model, optimizer))
         trained = dict.fromkeys(m for models in fitting.values() for m in models)
@@ -226,12 +224,25 @@ class _Sorting:
             self._rest.setdefault(path, []).append(item)
 
 
+def choose(question: Question, keys: Sequence[str], text: str) -> Undecided:
+    """A question of which one of several things is meant, with their keys."""
+    return Undecided(question, f"{text}: {listed(keys)}", _flags(question.value, keys))
+
+
+def no_such_place(what: str, key: str, there: Sequence[str]) -> RequestError:
+    """The error for a key of the user where nothing of the kind is: `model`, `optimizer` or `scheduler`."""
+    text = f"the source has no {what} at {printable(key)!r}; there is {listed(there) or 'none'}"
+    return RequestError("request.invalid", text, fix=_flags(what, there))
+
+
+def _flags(what: str, keys: Sequence[str]) -> str:
+    """Flags to paste that choose each of some keys."""
+    some = [f"--{what}-key {shlex.quote(printable(key))}" for key in keys[:3]]
+    return ", or ".join(some) + (f" ({len(keys)} are there)" if len(keys) > len(some) else "") or f"no --{what}-key"
+
+
 def _which(question: Question, places: Sequence[KeyPath], what: str) -> Undecided:
-    keys = [key_of(p) for p in places]
-    flag = f"--{question.value}-key"
-    fix = f"choose one: {flag} {printable(keys[0])}, or {flag} {printable(keys[1])}"
-    fix += f" (there are {len(keys)})" if len(keys) > 2 else ""
-    return Undecided(question, f"{len(places)} {what}: {listed(keys)}", fix)
+    return choose(question, [key_of(p) for p in places], f"{len(places)} {what}")
 
 
 def _may_train(optimizer: KeyPath, model: KeyPath) -> bool:

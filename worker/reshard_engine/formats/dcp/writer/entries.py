@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
@@ -25,6 +26,8 @@ from reshard_engine.pickles.nodes import (
 from reshard_engine.tensors.dtypes import FLOAT32, Dtype
 
 KeyPath = tuple[str | int, ...]
+Kind = Literal["parameter", "buffer"] | None
+"""What a tensor of the model is known to be. `.metadata` keeps it for a reader of ours: torch ignores both marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,7 @@ class TensorEntry:
     """Number in the shard map, or `tensors.layout.ZEROS`."""
     dtype: Dtype
     shape: tuple[int, ...]
-    parameter: bool = False
-    """True for a parameter of the model, as which `.metadata` marks it."""
+    kind: Kind = None
     whole: bool = False
     """True for a tensor that is one chunk, whatever its size: buffers, which FSDP does not shard."""
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from reshard_engine.formats.dcp.names import OWN_STATE
-from reshard_engine.formats.dcp.writer.entries import KeyPath, key_of
+from reshard_engine.formats.dcp.names import BUFFERS, OWN_STATE
+from reshard_engine.formats.dcp.writer.entries import KeyPath, Kind, key_of
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PTuple, mapping_of
 from reshard_engine.tensors.dtypes import Dtype
@@ -42,8 +42,7 @@ class Saved:
     """None for a value that is no tensor."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    parameter: bool = False
-    """True for a parameter: torch ignores `requires_grad`, and a reader of ours tells parameters from buffers by it."""
+    kind: Kind = None
 
 
 def metadata_bytes(saved: Sequence[Saved], files: Sequence[str], counters: Mapping[str, int]) -> bytes:
@@ -64,8 +63,7 @@ def metadata_bytes(saved: Sequence[Saved], files: Sequence[str], counters: Mappi
         "storage_meta": None,
         "version": _VERSION,
     }
-    if counters:
-        state[OWN_STATE] = mapping_of({**counters})
+    state[OWN_STATE] = mapping_of({**counters, BUFFERS: PList([key_of(e.path) for e in saved if e.kind == "buffer"])})
     return emit_pickle(_object("Metadata", state), keep_foreign=True)
 
 
@@ -92,7 +90,7 @@ def _value() -> Node:
 def _tensor(entry: Saved, dtype: Dtype, sizes: _Sizes) -> Node:
     layout = PObject("reduce", Global("torch.serialization", "_get_layout"), PTuple(("torch.strided",)))
     memory = PObject("reduce", Global(_METADATA, "_MEM_FORMAT_ENCODING"), PTuple((_CONTIGUOUS,)))
-    state = PTuple((Global("torch", dtype.name), layout, entry.parameter, memory, False))
+    state = PTuple((Global("torch", dtype.name), layout, entry.kind == "parameter", memory, False))
     properties = PObject("newobj", Global(_METADATA, "TensorProperties"), PTuple(), state=state, has_state=True)
     chunks: list[Node] = [
         _object("ChunkStorageMetadata", {"offsets": sizes.of(c.offsets), "sizes": sizes.of(c.sizes)})

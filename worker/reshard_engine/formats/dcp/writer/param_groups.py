@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from reshard.errors import RequestError, listed
 from reshard_engine.checkpoint import Checkpoint, ParamGroup
+from reshard_engine.formats.dcp.facts import facts_of
+from reshard_engine.formats.dcp.optimizers import is_adam
 from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items
 
 _ADAM: Mapping[str | int, Node] = {
@@ -28,14 +30,6 @@ _ADAM: Mapping[str | int, Node] = {
 _DECOUPLED = "decoupled_weight_decay"
 """False for Adam, True for AdamW, which sets it again whatever it loads (torch from 2.7 on; earlier ones have no such
 key and drop it). So False is right for both where nothing says which one it was."""
-_OF_TORCH = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad", "foreach"})
-"""Keys that of torch's optimizers Adam and AdamW alone have together; torch 1.12 to 2.13."""
-_OF_DEEPSPEED = frozenset({"lr", "betas", "eps", "weight_decay", "bias_correction"})
-"""All keys of DeepSpeed's FusedAdam, and of apex's; its CPUAdam also has `amsgrad`. FusedLamb has more."""
-_ANYWHERE = frozenset({"initial_lr", "name", "lr_scale", "lr_mult", "wd_mult", "params", "param_names", "step"})
-"""Keys that schedulers, frameworks and DeepSpeed's optimizers add to groups of any optimizer."""
-_OF_OTHERS = frozenset({"momentum_decay", "rho", "alpha", "momentum", "nesterov", "max_coeff", "min_coeff"})
-_ADAM_STATES = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
 _INITIAL = "initial_lr"
 
 
@@ -59,7 +53,7 @@ def groups_to_write(checkpoint: Checkpoint, *, needs_initial_lr: bool) -> tuple[
     for number, group in enumerate(groups):
         values = dict(group.hyper_parameters)
         more: dict[str | int, Node] = {}
-        if is_adam(values, {s for p in checkpoint.members(number) for s in p.states}):
+        if is_adam(values, {s for p in checkpoint.members(number) for s in p.states} - {"fp32"}):
             decoupled = optimizer.decoupled_weight_decay if optimizer is not None else None
             more = {k: v for k, v in {**_ADAM, _DECOUPLED: bool(decoupled)}.items() if k not in values}
         if _INITIAL not in values and (rates or needs_initial_lr):
@@ -67,18 +61,25 @@ def groups_to_write(checkpoint: Checkpoint, *, needs_initial_lr: bool) -> tuple[
         added |= dict.fromkeys(f"{k} ({more[k]})" for k in more)
         found.append(ParamGroup({**values, **more}))
     text = f"param groups got what torch's optimizer asks for and the source does not have: {listed(list(added))}"
-    return found, [text] if added else []
+    return found, [*([text] if added else []), *_unfactored(checkpoint)]
 
 
-def is_adam(values: Mapping[str | int, Node], states: set[str]) -> bool:
-    """True if a group's keys and its parameters' states are those of Adam or AdamW, and of no other optimizer.
+def _unfactored(checkpoint: Checkpoint) -> list[str]:
+    """A warning about states of Adafactor that it keeps for DeepSpeed's flat partitions alone.
 
-    RAdam and NAdam keep the same states; of their keys `amsgrad` and `fused` are missing. Adamax keeps `exp_inf`.
+    Source: transformers 5.23.0 `optimization.py` (`Adafactor._get_options`: it factors what has two dimensions).
     """
-    keys = {*map(str, values)}
-    if not states - {"fp32"} <= _ADAM_STATES or keys & _OF_OTHERS:
-        return False
-    return keys >= _OF_TORCH or _OF_DEEPSPEED <= keys <= _OF_DEEPSPEED | _ANYWHERE | {"amsgrad"}
+    if facts_of(checkpoint) is not None or checkpoint.optimizer is None or not checkpoint.optimizer.is_adafactor:
+        return []
+    whole = [p.fqn for p in checkpoint.trained if len(p.shape) > 1 and "exp_avg_sq" in p.states]
+    if not whole:
+        return []
+    text = (
+        "DeepSpeed flattens parameters, so its Adafactor kept exp_avg_sq of each element; on whole matrices "
+        f"({listed(whole)}) it keeps exp_avg_sq_row and exp_avg_sq_col, and does not load these states: go back to "
+        "DeepSpeed with them, or begin the optimizer anew"
+    )
+    return [text]
 
 
 def _base_rates(checkpoint: Checkpoint, count: int) -> Sequence[Node]:

@@ -160,7 +160,7 @@ class Shards:
             place = number * len(files) // count if count >= len(files) else (smallest + number) % len(files)
             offset, length = files[place].add(self._chunk(entry.dtype, sizes), (entry.tensor,), start * row)
             chunks.append(Chunk(offsets, sizes, place, offset, length))
-        return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks), entry.parameter)
+        return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks), entry.kind)
 
     def _chunk(self, dtype: Dtype, shape: tuple[int, ...]) -> FileTemplate:
         key = (dtype.name, shape)

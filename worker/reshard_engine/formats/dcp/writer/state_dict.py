@@ -9,8 +9,10 @@ from reshard.dcp_options import MissingMoments
 from reshard.errors import listed
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
 from reshard_engine.formats.dcp.facts import facts_of
+from reshard_engine.formats.dcp.optimizers import STEP, begins_as_zeros, is_adam, keeps_like
 from reshard_engine.formats.dcp.writer.entries import (
     KeyPath,
+    Kind,
     LiteralEntry,
     StateEntry,
     TensorEntry,
@@ -18,22 +20,9 @@ from reshard_engine.formats.dcp.writer.entries import (
     flattened,
     number_entry,
 )
-from reshard_engine.formats.dcp.writer.param_groups import is_adam
 from reshard_engine.pickles.nodes import Node, PList, PLiteral, PTensorRef
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.layout import ZEROS
-
-_STEP = "step"
-_FROM_ZERO = frozenset(
-    {
-        _STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg",
-        "momentum_buffer", "sum",
-    }
-)  # fmt: skip
-"""States that begin as zeros: of Adam and its kin, RMSprop, Adadelta, Muon; of SGD without dampening and of Adagrad
-without an initial value. Others do not, such as NAdam's `mu_product`. Source: torch 2.13.0 `optim/*.py`."""
-_NOT_FROM_ZERO = ("dampening", "initial_accumulator_value")
-"""Hyper-parameters with which `momentum_buffer` and `sum` do not begin as zeros, unless they are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +54,7 @@ class StateDict:
         self._tensors = checkpoint.shard_map.tensors
         facts = facts_of(checkpoint)
         self._odd_states = dict[str, Mapping[str, Node]]() if facts is None else facts.odd_states
+        self._numbered = facts is not None and facts.numbered
         self.warnings: list[str] = []
 
     def model(self, *, exclude_frozen: bool) -> Iterator[StateEntry]:
@@ -74,11 +64,13 @@ class StateDict:
         buffers = {b.fqn: b.tensor for b in found.buffers}
         numbers |= buffers
         numbers |= {alias: numbers[owner] for alias, owner in found.shared.items() if owner in numbers}
+        proven, open_ = found.optimizer is not None, found.unproven | found.copies.keys()
         for name in dict.fromkeys((*found.module_names, *numbers, *found.extra_states)):
             path = (*self._places.model, self._name(name))
             if name in numbers:
                 plain = name in buffers
-                yield replace(self._tensor(path, numbers[name]), parameter=not plain, whole=plain)
+                kind: Kind = ("buffer" if plain else "parameter") if proven and name not in open_ else None
+                yield replace(self._tensor(path, numbers[name]), kind=kind, whole=plain)
             elif name in found.extra_states:
                 yield from self.values(path, found.extra_states[name])
 
@@ -91,7 +83,7 @@ class StateDict:
             begin = begins.get(group) if parameter.never_updated else None
             yield from self._states(parameter, begin, as_torch=adam[group])
         for number, group in enumerate(groups):
-            members = [self._name(p.fqn) for p in self._checkpoint.members(number)]
+            members = [self._key(p) for p in self._checkpoint.members(number)]
             if self._places.flat:
                 for name in members:
                     for key, value in group.hyper_parameters.items():
@@ -120,31 +112,31 @@ class StateDict:
         return TensorEntry(path, number, stored.dtype, stored.shape)
 
     def _states_of(self, group: int) -> set[str]:
-        return {state for p in self._checkpoint.members(group) for state in p.states}
+        return {state for p in self._checkpoint.members(group) for state in p.states} - {"fp32"}
 
     def _begins(self, groups: Sequence[ParamGroup]) -> dict[int, _Begin]:
-        """What the optimizer begins with, by group: zeros for the states of the group's other parameters.
+        """The states that the optimizer begins with, by group: zeros in place of those of its other parameters.
 
         A group of which no parameter was updated takes those of a group with the same hyper-parameters' names: two
         optimizers may have one state dict, and keep other states. Without such a group, states are left out.
         """
         found: dict[int, _Begin] = {}
-        by_keys: dict[frozenset[str], list[int]] = {}
+        alike: dict[object, list[int]] = {}
         for number, group in enumerate(groups):
             updated = [p for p in self._checkpoint.members(number) if not p.never_updated]
             if not updated:
                 continue
             scalars = {n: s for p in updated for n, s in p.scalars.items()}
             names = {*scalars, *(n for p in updated for n in p.states), *(n for p in updated for n in self._odd(p))}
-            if not names - {"fp32"} <= _FROM_ZERO or any(group.hyper_parameters.get(n) for n in _NOT_FROM_ZERO):
+            if not begins_as_zeros(group.hyper_parameters, names - {"fp32"}):
                 continue
             tensors = {n: self._tensors[t].dtype for p in updated for n, t in p.states.items() if n != "fp32"}
             zeros = {n: Scalar(0.0, s.dtype, bytes(len(s.raw)), s.shape) for n, s in scalars.items()}
             found[number] = _Begin(zeros, tensors)
-            by_keys.setdefault(frozenset(map(str, group.hyper_parameters)), []).append(number)
+            alike.setdefault(keeps_like(group.hyper_parameters), []).append(number)
         unknown: list[str] = []
         for number, group in enumerate(groups):
-            like = by_keys.get(frozenset(map(str, group.hyper_parameters)), [])
+            like = alike.get(keeps_like(group.hyper_parameters), [])
             kinds = {(*found[i].scalars, *found[i].tensors) for i in like}
             if number not in found and len(kinds) == 1:
                 found[number] = found[like[0]]
@@ -160,7 +152,7 @@ class StateDict:
     def _states(self, parameter: Parameter, begin: _Begin | None, *, as_torch: bool) -> Iterator[StateEntry]:
         scalars = {**(begin.scalars if begin is not None else {}), **parameter.scalars}
         # torch's own order: the step first, then moments.
-        for name in sorted(scalars, key=lambda n: n != _STEP):
+        for name in sorted(scalars, key=lambda n: n != STEP):
             path = self._state(parameter, name)
             if scalars[name].dtype is None and not as_torch:
                 yield ValueEntry(path, scalars[name].value)
@@ -179,5 +171,9 @@ class StateDict:
         return self._odd_states.get(parameter.fqn, {})
 
     def _state(self, parameter: Parameter, state: str) -> KeyPath:
-        name, place = self._name(parameter.fqn), self._places.optimizer
+        name, place = self._key(parameter), self._places.optimizer
         return (*place, f"state.{name}.{state}") if self._places.flat else (*place, "state", name, state)
+
+    def _key(self, parameter: Parameter) -> str | int:
+        """The optimizer's key of a parameter: its name, or its number in one that is written as it was."""
+        return int(parameter.fqn) if self._numbered else self._name(parameter.fqn)

@@ -48,6 +48,7 @@ _OTHER_SCHEDULER = "the learning-rate scheduler is none of torch's"
 _NO_PLACE = "checkpoints of this kind have no place for it"
 _TAKEN = "its place is that of the model or of the optimizer"
 _SECOND_SCHEDULER = "checkpoints of this kind keep one scheduler"
+_OF_PARTITIONS = "one number for each rank's partition, and a distributed checkpoint holds whole parameters"
 _ONE_MODEL = "checkpoints of this kind keep one model"
 
 
@@ -206,7 +207,9 @@ class _LaidOut:
         target, facts = self._target, facts_of(checkpoint)
         state_dict = StateDict(checkpoint, places)
         alone = facts is not None and facts.model_path is None and facts.optimizer_path is not None
-        model = [] if alone else list(state_dict.model(exclude_frozen=target.request.exclude_frozen))
+        # All of a model without an optimizer is frozen, such as a moving average.
+        exclude = target.request.exclude_frozen and checkpoint.optimizer is not None
+        model = [] if alone else list(state_dict.model(exclude_frozen=exclude))
         if checkpoint.optimizer is None:
             return model, []
         needs_rate = target.grammar is Grammar.TORCHTITAN and not target.own
@@ -317,7 +320,10 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
         yield from not_written.named(extra if target.grammar is Grammar.TRAINER else [], _SECOND_SCHEDULER)
     if facts is not None and not target.others:
         yield from not_written.named(facts.places(), _ONE_MODEL)
+    numbers = checkpoint.optimizer.rank_numbers if checkpoint.optimizer is not None else ()
+    yield from not_written.named((f"optimizer.{name}" for name in numbers), _OF_PARTITIONS)
     if facts is None:
         yield from not_written.of_the_format(checkpoint, "only the source's framework has it")
-    if target.request.exclude_frozen:
-        yield from not_written.frozen_parameters(checkpoint)
+    for one in (checkpoint, *target.others) if target.request.exclude_frozen else ():
+        if one.optimizer is not None:
+            yield from not_written.frozen_parameters(one)

@@ -16,7 +16,7 @@ from reshard.choices import OpaquePolicy, RngPolicy
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, NotCarried
 from reshard.options import NativeLayout
-from reshard_engine.checkpoint import Checkpoint
+from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.deepspeed.cautions import padding_changes, sectioned
 from reshard_engine.formats.deepspeed.configured_groups import configured_warnings
 from reshard_engine.formats.deepspeed.facts import derived_warnings, facts_of, model_states, not_kept
@@ -70,6 +70,7 @@ class ZeroWriter:
         checkpoint, recomputed = without_recomputed(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
         target = resolve(checkpoint, request)
+        checkpoint = _with_copies(checkpoint, target)
         refuse_impossible_layout(target, checkpoint)
         source = checkpoint
         checkpoint = megatron_grouped(
@@ -104,6 +105,19 @@ class ZeroWriter:
         pointer = Pointer(LATEST, name.encode(), beside=_tracker(checkpoint))
         left = (*recomputed, *_not_carried(checkpoint, target))
         return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts, left)
+
+
+def _with_copies(checkpoint: Checkpoint, target: Target) -> Checkpoint:
+    """The checkpoint with tensors that may be copies of others, and not their other names, as frozen parameters, too.
+
+    A run whose model has them as parameters of its own reads them as frozen ones; a run that ties them looks up only
+    its own names. Source: deepspeed 0.19.8 `runtime/engine.py` (`load_module_state_dict`); verified by running.
+    """
+    if target.stage < 2 or target.layout.tp * target.layout.pp > 1:
+        return checkpoint
+    tensors = checkpoint.shard_map.tensors
+    found = (Parameter(name, tensors[number].shape, None, number) for name, number in checkpoint.copies.items())
+    return replace(checkpoint, parameters=(*checkpoint.parameters, *found))
 
 
 def _not_carried(checkpoint: Checkpoint, target: Target) -> tuple[NotCarried, ...]:
