@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of
 
-_LAMBDAS = "lr_lambdas"
+_LAMBDAS, _EPOCH = "lr_lambdas", "last_epoch"
+_BESIDE_EPOCH = frozenset({"_step_count", "_last_lr", "base_lrs", "num_bad_epochs"})
+"""Attributes of which every scheduler of torch has some: `ReduceLROnPlateau` the last one."""
 
 
 def is_scheduler(node: Node) -> bool:
     """True for the state dict of one of torch's schedulers.
 
+    A script's own counters may have a `last_epoch`, too. One that is alone is what is left of another framework's
+    scheduler: the count of its steps.
+
     Source: torch 2.13.0 `optim/lr_scheduler.py` (`LRScheduler.state_dict`: every attribute but the optimizer).
     """
-    return is_mapping(node) and "last_epoch" in mapping_items(node, what="a scheduler")
+    keys = mapping_items(node, what="a scheduler").keys() if is_mapping(node) else ()
+    return _EPOCH in keys and (len(keys) == 1 or not _BESIDE_EPOCH.isdisjoint(map(str, keys)))
 
 
 def plain_scheduler(node: Node) -> Node:

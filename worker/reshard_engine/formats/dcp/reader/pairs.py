@@ -35,7 +35,7 @@ from reshard_engine.containers.zip_reader import read_zip_directory
 from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel, NodeOf, OptimizerEntries, Order, ReadOptimizer
-from reshard_engine.formats.dcp.reader.roles import ModelEntries, Pair, is_trainable
+from reshard_engine.formats.dcp.reader.roles import LEAST_DIMS, ModelEntries, Pair, is_trainable, may_be_quantized
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.values import nested
 from reshard_engine.formats.names import checked_name, checked_state
@@ -52,10 +52,7 @@ _BUFFERS = frozenset(
 )  # fmt: skip
 """Names that only buffers have, of torch's and transformers' modules."""
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")
-_QUANTIZED = ("uint8", "int8")
 _STEP = "step"
-_LEAST_DIMS = 2
-"""Vectors of different layers are often equal: all ones or all zeros. Only matrices are tied."""
 
 
 @dataclass(slots=True)
@@ -172,12 +169,14 @@ class _PairReader:
     def read(self) -> ReadPair:
         found, weights = self._found, self._model.weights
         plain = self._names.plain
+        if plain and all(_plain_of_wrapper(*names) for names in plain.items()):
+            found.assumed = (_OF_DISTRIBUTED,)
         optimizer = None if self._optimizer is None else self._resolved(self._optimizer)
         members: dict[str, tuple[int, str]] = {}
         if optimizer is not None:
             found.optimizer = OptimizerState(tuple(g.group for g in optimizer.groups))
             found.undecided, found.warnings = optimizer.undecided, optimizer.warnings
-            found.assumed = optimizer.assumed
+            found.assumed = (*found.assumed, *optimizer.assumed)
             members = {
                 optimizer.names[key]: (number, key) for number, g in enumerate(optimizer.groups) for key in g.members
             }
@@ -306,6 +305,11 @@ class _PairReader:
         return {checked_name(str(name)): node for name, node in found.items()}
 
 
+def _plain_of_wrapper(name: str, plain: str) -> bool:
+    """True if the plain name is without the name of DistributedDataParallel's wrapper."""
+    return f".{name}".count(".module.") > f".{plain}".count(".module.")
+
+
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
@@ -345,8 +349,16 @@ def _is_likely_buffer(saved: Sequence[SavedTensor], most_chunks: int) -> bool:
     """
     entry, ours = saved[0].entry, saved[0].part.metadata.buffers is not None
     if not is_trainable(entry.dtype):
-        return entry.dtype.name not in _QUANTIZED or len(entry.shape) < _LEAST_DIMS
+        return not may_be_quantized(entry)
     return entry.shape == () or (not ours and most_chunks > 1 and entry.shape[0] > 1 and _is_whole(saved))
+
+
+_OF_DISTRIBUTED = Undecided(
+    Question.MODEL,
+    "all names of the model begin with `module.`, which is taken for the name that DistributedDataParallel puts before "
+    "them, and left out",
+    "if the model itself has one child called `module`, put it back into the names",
+)
 
 
 def _likely_buffers(names: Sequence[str]) -> Undecided:
@@ -383,7 +395,8 @@ def _equal_ones(
     same: dict[object, list[str]] = {}
     for name, saved in weights.items():
         entry = saved[0].entry
-        if len(entry.shape) >= _LEAST_DIMS and any(s.entry.count for s in saved):
+        # Vectors of different layers are often equal: all ones or all zeros. Only matrices are tied.
+        if len(entry.shape) >= LEAST_DIMS and any(s.entry.count for s in saved):
             same.setdefault((entry.dtype.name, entry.shape, _in_order(saved)[0].tobytes()), []).append(name)
     may_own = set(owners)
     found: dict[str, str] = {}

@@ -20,13 +20,16 @@ from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models import SourceChoices
 from reshard_engine.checkpoint import Question, Undecided
 from reshard_engine.formats.dcp.names import MODEL_DIRECTORY, OPTIMIZER_DIRECTORY
-from reshard_engine.formats.dcp.reader.metadata import KeyPath
+from reshard_engine.formats.dcp.reader.metadata import KeyPath, TensorEntry
 from reshard_engine.formats.dcp.reader.optimizer import GROUPS, NamesOfModel, NodeOf, OptimizerEntries, Shape
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedState, SavedTensor
 from reshard_engine.tensors.dtypes import Dtype
 
 _FLAT_PARAMETER = "_flat_param"
 _EXTRA_STATE = "_extra_state"
+_QUANTIZED = ("uint8", "int8")
+LEAST_DIMS = 2
+"""The dimensions of a matrix."""
 ROOT = "."
 """The word by which users name the root of a state dict."""
 
@@ -287,8 +290,8 @@ def _optimizers(items: Iterable[Item]) -> dict[KeyPath, OptimizerEntries]:
 def _places(items: Iterable[Item]) -> dict[KeyPath, NamesOfModel]:
     """The places that may be a model's state dict, with the names and shapes of their tensors.
 
-    A model has a tensor that can be trained and has a dimension: FSDP refuses parameters without one. Its keys are
-    names; a list, whose keys are numbers, is none.
+    A model has a tensor that can be trained and has a dimension: FSDP refuses parameters without one. A model may also
+    consist of quantized weights. Its keys are names; a list, whose keys are numbers, is none.
     """
     shapes: dict[KeyPath, dict[str, Shape]] = {}
     trainable: Counter[KeyPath] = Counter()
@@ -300,10 +303,16 @@ def _places(items: Iterable[Item]) -> dict[KeyPath, NamesOfModel]:
             continue
         place = item.path[:-1]
         shapes.setdefault(place, {})[str(item.path[-1])] = item.entry.shape
-        trainable[place] += item.entry.shape != () and is_trainable(item.entry.dtype)
+        entry = item.entry
+        trainable[place] += may_be_quantized(entry) or (entry.shape != () and is_trainable(entry.dtype))
     return {
         place: NamesOfModel(found) for place, found in shapes.items() if trainable[place] or not any(trainable.values())
     }
+
+
+def may_be_quantized(entry: TensorEntry) -> bool:
+    """True for a matrix of bytes, as which quantized weights are saved. A vector of bytes is a random state, say."""
+    return entry.dtype.name in _QUANTIZED and len(entry.shape) >= LEAST_DIMS
 
 
 def is_trainable(dtype: Dtype) -> bool:

@@ -40,9 +40,10 @@ def with_trainer_files(checkpoint: Checkpoint, location: Location, ledger: Opaqu
     )
     facts = facts_of(checkpoint) or DcpFacts(None)
     counters = checkpoint.counters if found.steps is None else replace(checkpoint.counters, steps=found.steps)
+    if schedulers:
+        checkpoint = replace(checkpoint, schedulers=schedulers, scheduler_keys=(), own_scheduler=0)
     return replace(
         checkpoint,
-        schedulers=schedulers or checkpoint.schedulers,
         counters=counters,
         client_state={**checkpoint.client_state, **{n: _literal(p, node) for p, n, node in found.client_state}},
         facts=replace(facts, texts={**facts.texts, **found.texts}, rank_states=rng or facts.rank_states),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.errors import RequestError, listed
-from reshard_engine.checkpoint import Checkpoint, ParamGroup
+from reshard_engine.checkpoint import Checkpoint, ParamGroup, Question
 from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.dcp.optimizers import is_adam
 from reshard_engine.pickles.nodes import Node, PList, PTuple, is_mapping, mapping_items
@@ -83,7 +83,9 @@ def _unfactored(checkpoint: Checkpoint) -> list[str]:
 
 
 def _base_rates(checkpoint: Checkpoint, count: int) -> Sequence[Node]:
-    """The initial learning rate of each group, from the optimizer's scheduler; none if it keeps none."""
+    """The initial learning rate of each group, from the optimizer's scheduler; none if it keeps none, or nobody knows which it is."""
+    if any(u.question is Question.SCHEDULER for u in checkpoint.undecided):
+        return ()
     node = checkpoint.scheduler
     rates = mapping_items(node, what="a scheduler").get("base_lrs") if is_mapping(node) else None
     return rates.items if isinstance(rates, PList | PTuple) and len(rates.items) == count else ()

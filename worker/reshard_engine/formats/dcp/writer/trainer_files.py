@@ -43,7 +43,7 @@ _OLDEST_LIGHTNING = "2.0.0"
 
 
 def trainer_files(
-    checkpoint: Checkpoint, request: ConvertRequest, grammar: Grammar, schedulers: Sequence[Node]
+    checkpoint: Checkpoint, request: ConvertRequest, grammar: Grammar, schedulers: Mapping[int, Node]
 ) -> Iterator[TargetFile]:
     """Schedulers, random states and objects of the script, one file each; for the Trainer also its own state."""
 
@@ -52,7 +52,7 @@ def trainer_files(
         return TargetFile(name, template, slots)
 
     trainer = grammar is Grammar.TRAINER
-    for number, node in enumerate(schedulers[:1] if trainer else schedulers):
+    for number, node in schedulers.items():
         yield file("scheduler.pt" if trainer else f"scheduler{f'_{number}' if number else ''}.bin", node)
     states_of = _rank_states(checkpoint)
     for rank, states in enumerate(states_of):

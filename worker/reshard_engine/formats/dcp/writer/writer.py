@@ -44,6 +44,8 @@ _PLACES: Mapping[Grammar, tuple[KeyPath, KeyPath, bool]] = {
 _IN_FOLDERS = (Grammar.ACCELERATE, Grammar.TRAINER)
 _KEEPS_OTHERS = (Grammar.STATE_DICT, Grammar.TORCHTITAN, Grammar.ACCELERATE)
 """The grammars that have places for further models and optimizers, whatever the source's."""
+_ONE_SCHEDULER = (Grammar.TRAINER, Grammar.LIGHTNING)
+"""The grammars with one model, and so with one scheduler, unless the source is of the same grammar."""
 _OTHER_SCHEDULER = "the learning-rate scheduler is none of torch's"
 _NO_PLACE = "checkpoints of this kind have no place for it"
 _TAKEN = "its place is that of the model or of the optimizer"
@@ -185,14 +187,13 @@ class _LaidOut:
                 if other:
                     folder = OPTIMIZER_FOLDER.format(number)
                     yield from self._shards.lay_out(other, folder=folder, counters=self._counters)
-            schedulers = list(_schedulers(target))
-            yield from trainer_files(target.checkpoint, target.request, target.grammar, schedulers)
+            yield from trainer_files(target.checkpoint, target.request, target.grammar, _schedulers(target))
             return
         beside: list[StateEntry] = []
         for other in target.others:
             beside += [entry for part in self._entries(other, target.places_of_other(other)) for entry in part]
         if target.grammar is Grammar.LIGHTNING:
-            yield lightning_meta(target.checkpoint, target.request, list(_schedulers(target)))
+            yield lightning_meta(target.checkpoint, target.request, list(_schedulers(target).values()))
         else:
             state_dict = StateDict(target.checkpoint, target.places)
             beside += [e for key, node in _beside(target) for e in state_dict.values(key, node)]
@@ -254,16 +255,39 @@ def _counted(counters: Counters) -> dict[str, int]:
     return {f.name: value for f in fields(counters) if (value := getattr(counters, f.name)) is not None}
 
 
-def _schedulers(target: _Target) -> Iterator[Node]:
-    """The state dicts of torch's schedulers."""
-    yield from (plain_scheduler(s) for s in target.checkpoint.schedulers if is_scheduler(s))
+def _schedulers(target: _Target) -> dict[int, Node]:
+    """The state dicts of torch's schedulers, by their place among those of the target.
+
+    Under the source's own keys all stay as they are. Elsewhere the first place is that of the model to read first: its
+    scheduler takes it, or none does.
+    """
+    checkpoint = target.checkpoint
+    numbers = [i for i, s in enumerate(checkpoint.schedulers) if is_scheduler(s)]
+    if target.own and target.grammar is not Grammar.TRAINER:
+        return {place: plain_scheduler(checkpoint.schedulers[i]) for place, i in enumerate(numbers)}
+    own = checkpoint.own_scheduler
+    others = [] if target.grammar in _ONE_SCHEDULER else [i for i in numbers if i != own]
+    order = [*([own] if own in numbers else []), *others]
+    first = 0 if own in numbers else 1
+    return {place: plain_scheduler(checkpoint.schedulers[i]) for place, i in enumerate(order, first)}
+
+
+def _left_schedulers(target: _Target) -> Iterator[str]:
+    """The keys of torch's schedulers for which the target has no place."""
+    checkpoint = target.checkpoint
+    if target.grammar not in _ONE_SCHEDULER or (target.own and target.grammar is not Grammar.TRAINER):
+        return
+    keys = checkpoint.scheduler_keys or tuple(f"lr_scheduler[{i}]" for i in range(len(checkpoint.schedulers)))
+    for number, (key, node) in enumerate(zip(keys, checkpoint.schedulers, strict=True)):
+        if is_scheduler(node) and number != checkpoint.own_scheduler:
+            yield key
 
 
 def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
     """Schedulers and everything else that the script saved, each with its place beside the model."""
     checkpoint, facts = target.checkpoint, facts_of(target.checkpoint)
     paths = facts.scheduler_paths if facts is not None and target.own else ()
-    for number, node in enumerate(_schedulers(target)):
+    for number, node in _schedulers(target).items():
         default = (*target.home, "lr_scheduler" if not number else f"lr_scheduler_{number}")
         yield paths[number] if number < len(paths) else default, node
     state = dict(checkpoint.client_state)
@@ -310,14 +334,13 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
         if not is_scheduler(s)
     ]
     yield from not_written.named(others, _OTHER_SCHEDULER)
+    yield from not_written.named(_left_schedulers(target), _SECOND_SCHEDULER)
     facts = facts_of(checkpoint)
     if target.grammar not in _IN_FOLDERS:
         yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _NO_PLACE)
         yield from not_written.named([RANK_STATES] if facts is not None and facts.rank_states else [], _NO_PLACE)
     else:
         yield from left_out(checkpoint)
-        extra = [f"lr_scheduler[{i}]" for i in range(1, len(list(_schedulers(target))))]
-        yield from not_written.named(extra if target.grammar is Grammar.TRAINER else [], _SECOND_SCHEDULER)
     if facts is not None and not target.others:
         yield from not_written.named(facts.places(), _ONE_MODEL)
     numbers = checkpoint.optimizer.rank_numbers if checkpoint.optimizer is not None else ()
