@@ -231,6 +231,10 @@ class FormatFacts:
         """The parts of the run's state that no field of a checkpoint holds: only this format has a place for them."""
         return {}
 
+    def of_others(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """The names in `run_state` of what belongs to models and optimizers that were not read."""
+        return ()
+
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
         """All inert trees, each with the path at which the source's files hold it."""
         yield from ((node, f"module.{name}") for name, node in checkpoint.extra_states.items())

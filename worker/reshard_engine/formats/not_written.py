@@ -9,6 +9,7 @@ from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint
 
 NO_TRAINING_STATE = "weights hold no training state"
+OF_ANOTHER = "it is not of the model that was read: --model-key and --optimizer-key choose another one"
 NO_TENSORS = "the format holds tensors only, and this entry of the state dict is not a tensor"
 AS_ASKED = "left out, as asked"
 
@@ -20,8 +21,10 @@ def named(paths: Iterable[str], reason: str) -> tuple[NotCarried, ...]:
 
 def training_state(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
     """The optimizer and each entry of the run's state, for targets that hold no training state."""
+    others = checkpoint.facts.of_others(checkpoint)
     optimizer = ["optimizer"] if checkpoint.optimizer is not None else []
-    return named([*optimizer, *map(str, checkpoint.facts.run_state(checkpoint))], NO_TRAINING_STATE)
+    state = [key for key in map(str, checkpoint.facts.run_state(checkpoint)) if key not in others]
+    return (*named([*optimizer, *state], NO_TRAINING_STATE), *named(others, OF_ANOTHER))
 
 
 def of_the_format(checkpoint: Checkpoint, reason: str) -> tuple[NotCarried, ...]:

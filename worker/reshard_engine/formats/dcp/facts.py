@@ -37,6 +37,8 @@ class DcpFacts(FormatFacts):
     """The places of the schedulers' state dicts, in the order of `Checkpoint.schedulers`; of files there are none."""
     others: tuple[Checkpoint, ...] = ()
     """The further models and optimizers of the state dict. They share the shard map."""
+    passed_over: tuple[KeyPath, ...] = ()
+    """Places like a model's that no optimizer trains, and that are client state therefore."""
     odd_states: Mapping[str, Mapping[str, Node]] = field(default_factory=dict[str, Mapping[str, Node]])
     """Optimizer states by parameter that are neither a number nor one for each element. Only torch has a place."""
     wrapped_names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -59,6 +61,12 @@ class DcpFacts(FormatFacts):
                 count = sum(len(p.states.keys() - {"fp32"}) for p in other.parameters)
                 found[".".join(map(str, facts.optimizer_path)) or "."] = count
         return found
+
+    def of_others(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """Further models and optimizers, and entries of the client state in which other models lie."""
+        heads = {str(path[: len(self.home) + 1][-1]) for path in self.passed_over if path[: len(self.home)] == self.home}
+        heads |= {str(path[0]) for path in self.passed_over if str(path[0]) in self.at_root}
+        return (*self.places(), *(key for key in map(str, checkpoint.client_state) if key in heads))
 
     def trees(self, checkpoint: Checkpoint) -> Iterator[tuple[Node, str]]:
         """The trees that every format has, those of further models and optimizers, and odd states."""

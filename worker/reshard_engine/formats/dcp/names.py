@@ -35,9 +35,14 @@ def names_of(listing: Listing) -> dict[str, int]:
     return {f.path.rpartition("/")[2]: i for i, f in enumerate(listing.files)}
 
 
+def is_shard(name: str) -> bool:
+    """True for a file of shards, or their metadata."""
+    return name == METADATA or name.endswith(SUFFIX) or RANK_METADATA.fullmatch(name) is not None
+
+
 def is_distributed(listing: Listing) -> bool:
     """True if a directory holds files of torch's distributed checkpoints, and they are not Megatron's."""
     names = names_of(listing)
     if names.keys() >= _MEGATRON:
         return False
-    return METADATA in names or any(n.endswith(SUFFIX) or RANK_METADATA.fullmatch(n) for n in names)
+    return any(map(is_shard, names))

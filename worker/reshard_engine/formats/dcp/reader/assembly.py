@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from reshard.choices import NO_SCHEDULER
 from reshard.dcp_options import Grammar
-from reshard.errors import printable
+from reshard.errors import listed, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters, Parameter, Question, Undecided
 from reshard_engine.formats.dcp.facts import DcpFacts
@@ -15,7 +15,14 @@ from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.companions import Companions
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel, compiled_names
-from reshard_engine.formats.dcp.reader.pairs import NamedBuffers, Reading, ReadPair, Tensors, read_pair
+from reshard_engine.formats.dcp.reader.pairs import (
+    KNOWN_BUFFERS,
+    NamedBuffers,
+    Reading,
+    ReadPair,
+    Tensors,
+    read_pair,
+)
 from reshard_engine.formats.dcp.reader.roles import Pair, choose, key_of, no_such_place, sort_roles
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedState, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.values import CarriedValues, nested, open_values
@@ -141,12 +148,42 @@ class Assembly:
             home=home,
             at_root=at_root,
             scheduler_paths=tuple(found),
+            passed_over=roles.passed_over,
             texts=dict(self._companions.texts),
             rank_states=beside.rng,
         )
         undecided += _unread_values(rest, home, first)
         complete = _with_pair(whole, first, facts)
-        return replace(complete, undecided=(*roles.undecided, *complete.undecided, *undecided))
+        return replace(
+            complete,
+            undecided=(*roles.undecided, *complete.undecided, *undecided),
+            assumed=(*complete.assumed, *self._of_other_rates(scheduler), *self._loose_tensors(first)),
+        )
+
+    def _of_other_rates(self, scheduler: Sequence[Node]) -> tuple[Undecided, ...]:
+        """A statement about the only scheduler if its last rates are not those of the only optimizer."""
+        own = self._roles.pairs[0].optimizer
+        rates = _last_rates(scheduler[0]) if scheduler else []
+        chosen = self._options.choices.scheduler_key is not None
+        if chosen or own is None or not rates or not all(type(r) is float for r in rates) or own.has_rates(rates):
+            return ()
+        text = f"the scheduler last set the learning rates {rates}, the optimizer has {own.rates}, and it is taken for its"
+        return (Undecided(Question.SCHEDULER, text, "--scheduler-key none if it is another optimizer's"),)
+
+    def _loose_tensors(self, read: ReadPair) -> tuple[Undecided, ...]:
+        """A statement about tensors at the root of the state dict, beside a model that lies there with other things.
+
+        Nothing tells a parameter of the outermost module from a tensor that the script saved.
+        """
+        pair = self._roles.pairs[0]
+        if pair.model is None or pair.model.path or not (self._roles.rest or pair.optimizer):
+            return ()
+        names = [*(p.fqn for p in read.parameters if not p.trained), *(b.fqn for b in read.buffers)]
+        loose = [n for n in names if "." not in n and n not in KNOWN_BUFFERS]
+        if not loose or (pair.optimizer is None and not any("." in n for n in names)):
+            return ()
+        text = f"{listed(loose)} lie at the root of the state dict, as the model does, and are taken for tensors of it"
+        return (Undecided(Question.MODEL, text, "save them below a key of their own if they are none"),)
 
     def _home(self) -> tuple[KeyPath, Container[KeyPath]]:
         """The place in which the model lies, and the paths of the rest that lie there, too.

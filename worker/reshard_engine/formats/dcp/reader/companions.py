@@ -9,7 +9,7 @@ Source: accelerate 1.15.0 `checkpointing.py` (`save_accelerator_state`), `utils/
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +19,8 @@ from reshard_engine.containers.bounded_json import parse_json
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
-from reshard_engine.formats.dcp.names import META, TRAINER_STATE
+from reshard_engine.formats.dcp.names import META, TRAINER_STATE, is_shard
+from reshard_engine.formats.not_written import named
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.pickles.nodes import Node, mapping_items, sequence_items
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -36,7 +37,8 @@ _MADE_ANEW = {
     "checkpoint-is-incomplete.txt": "a mark of the Trainer",
 }
 _STATE_LIMIT_BYTES = 64 << 20
-_BESIDE = "a file beside the shards"
+_BESIDE = "it lies beside the shards, and nothing reads it"
+_NO_RANK = "files of lower ranks are missing, and the target numbers ranks without gaps"
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class Companions:
         default_factory=list[tuple[TorchFile, Mapping[str | int, Node]]]
     )
     """Random states by rank."""
+    ranks: list[int] = field(default_factory=list[int])
+    """The rank of each of them, by the name of its file."""
     client_state: list[tuple[TorchFile, str, Node]] = field(default_factory=list[tuple[TorchFile, str, Node]])
     """Other values, by the name of their file or their key in `meta.pt`."""
     texts: dict[str, bytes] = field(default_factory=dict[str, bytes])
@@ -70,6 +74,9 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
     parts = [SourceFile(location.store, n, (there[n],)) for n in sorted(torch_names, key=_order)]
     for parsed in open_all(parts, lambda f: open_torch_file(f, ledger)):
         _take(found, parsed)
+    if missing := [r for r in range(max(found.ranks, default=0)) if r not in found.ranks]:
+        found.not_carried += named([f"random states of rank {rank}" for rank in found.ranks[missing[0] :]], _NO_RANK)
+        del found.rng[missing[0] :]
     if (info := there.get(TRAINER_STATE)) is not None:
         if info.size_bytes > _STATE_LIMIT_BYTES:
             raise SourceError("checkpoint.too_large", f"{TRAINER_STATE} has {info.size_bytes} bytes")
@@ -78,22 +85,33 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
     return found
 
 
-def beside_shards(listing: Listing, known: frozenset[str]) -> list[NotCarried]:
-    """The files of a trainer's directory that nothing reads."""
+def beside_shards(listing: Listing, *, companions: bool, folders: Collection[str] = ()) -> list[NotCarried]:
+    """The files and directories beside the shards that nothing reads.
+
+    Args:
+        listing: The directory.
+        companions: True if the files of a trainer are read.
+        folders: The directories that are read.
+    """
     names = [f.path.rpartition("/")[2] for f in listing.files]
-    read = (TRAINER_STATE, META, MANIFEST_NAME)
-    rest = [n for n in names if n not in known and n not in read and not _is_read(n)]
+    rest = [n for n in names if n != MANIFEST_NAME and not is_shard(n) and not (companions and _is_read(n))]
+    rest += [f"{d}/" for d in listing.directories if d not in folders and not d.startswith(".")]
     return [NotCarried(path=printable(n), file=printable(n), reason=_MADE_ANEW.get(n, _BESIDE)) for n in rest]
 
 
 def _is_read(name: str) -> bool:
-    return any(p.fullmatch(name) for p in (SCHEDULER, RANK_STATES, _OBJECTS))
+    return name in (TRAINER_STATE, META) or any(p.fullmatch(name) for p in (SCHEDULER, RANK_STATES, _OBJECTS))
 
 
 def _order(name: str) -> tuple[str, int, str]:
     """Ranks in the order of their numbers."""
+    return ("rank", _rank_of(name), name) if RANK_STATES.fullmatch(name) else ("", 0, name)
+
+
+def _rank_of(name: str) -> int:
+    """The rank in the name of a file of random states; 0 in that of a run of one process."""
     match = RANK_STATES.fullmatch(name)
-    return ("rank", int(match[1] or 0), name) if match else ("", 0, name)
+    return int(match[1] or 0) if match else 0
 
 
 def _take(found: Companions, parsed: TorchFile) -> None:
@@ -104,6 +122,7 @@ def _take(found: Companions, parsed: TorchFile) -> None:
         found.schedulers.append((parsed, parsed.root))
     elif RANK_STATES.fullmatch(name):
         found.rng.append((parsed, mapping_items(parsed.root, what=printable(name))))
+        found.ranks.append(_rank_of(name))
     else:
         found.client_state.append((parsed, name, parsed.root))
 

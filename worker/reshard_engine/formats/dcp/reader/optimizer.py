@@ -254,8 +254,14 @@ class OptimizerEntries:
 
     def has_rates(self, rates: Sequence[Node]) -> bool:
         """True if its groups have these learning rates; the groups of a flattened one have no order."""
-        own = [g.group.hyper_parameters.get("lr") for g in self.groups]
+        own = self.rates
         return bool(rates) and ({*map(str, own)} == {*map(str, rates)} if self.flat else own == [*rates])
+
+    @property
+    def rates(self) -> list[Node]:
+        """The learning rate of each group; of a flattened one each rate once."""
+        own = [g.group.hyper_parameters.get("lr") for g in self.groups]
+        return list({str(rate): rate for rate in own}.values()) if self.flat else own
 
     def named_by(self, names: NamesOfModel) -> int:
         """The number of its parameters that a model has."""

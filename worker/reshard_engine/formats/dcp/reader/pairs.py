@@ -43,7 +43,7 @@ from reshard_engine.pickles.nodes import Node
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
-_BUFFERS = frozenset(
+KNOWN_BUFFERS = frozenset(
     {
         "running_mean", "running_var", "num_batches_tracked", "inv_freq", "original_inv_freq", "freqs_cis",
         "cos_cached", "sin_cached", "position_ids", "masked_bias", "e_score_correction_bias", "expert_bias",
@@ -284,7 +284,7 @@ class _PairReader:
             if is_buffer is None and self._reading.buffers is not None:
                 is_buffer = said
             if is_buffer is None:
-                is_buffer = _last(name) in _BUFFERS or _is_likely_buffer(saved, most_chunks)
+                is_buffer = _last(name) in KNOWN_BUFFERS or _is_likely_buffer(saved, most_chunks)
                 (assumed if is_buffer else unknown).append(fqn)
             if is_buffer:
                 self._found.buffers.append(Buffer(fqn, numbers[name]))

@@ -34,17 +34,24 @@ def saved_state_in(location: Location, listing: Listing) -> SavedState | None:
     """
     if not any(MODEL_DIRECTORY.fullmatch(d) for d in listing.directories):
         return read_state(location, listing) if is_distributed(listing) else None
+    folders = _folders(listing)
+    several = sum(MODEL_DIRECTORY.fullmatch(d) is not None for d in folders) > 1
+    state = SavedState()
+    for folder in folders:
+        child = location.child(folder)
+        read = read_state(child, child.store.list_directory(child.path), folder=folder)
+        state = state.joined(read, below=(folder,) if several else ())
+    return state
+
+
+def _folders(listing: Listing) -> list[str]:
+    """A trainer's directories of models and of their optimizers, by number."""
     models = [d for d in listing.directories if MODEL_DIRECTORY.fullmatch(d)]
     numbers = {d.rpartition("_")[2] for d in models}
     optimizers = [
         d for d in listing.directories if OPTIMIZER_DIRECTORY.fullmatch(d) and d.rpartition("_")[2] in numbers
     ]
-    state = SavedState()
-    for folder in sorted((*models, *optimizers), key=lambda d: int(d.rpartition("_")[2])):
-        child = location.child(folder)
-        read = read_state(child, child.store.list_directory(child.path), folder=folder)
-        state = state.joined(read, below=(folder,) if len(models) > 1 else ())
-    return state
+    return sorted((*models, *optimizers), key=lambda d: int(d.rpartition("_")[2]))
 
 
 class DcpReader:
@@ -64,6 +71,7 @@ class DcpReader:
         """
         lightning = META in names_of(listing)
         companions = read_companions(location, listing, options.ledger) if lightning else Companions()
+        companions.not_carried += beside_shards(listing, companions=lightning)
         grammar = Grammar.LIGHTNING if lightning else None
         return Assembly(read_state(location, listing), companions, options).checkpoint(Origin(location.url, grammar))
 
@@ -85,6 +93,6 @@ class TrainerReader:
         """
         state = saved_state_in(location, listing) or SavedState()
         companions = read_companions(location, listing, options.ledger)
-        companions.not_carried += beside_shards(listing, frozenset())
+        companions.not_carried += beside_shards(listing, companions=True, folders=_folders(listing))
         grammar = Grammar.TRAINER if TRAINER_STATE in names_of(listing) else Grammar.ACCELERATE
         return Assembly(state, companions, options).checkpoint(Origin(location.url, grammar))

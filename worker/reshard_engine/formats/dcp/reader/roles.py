@@ -66,6 +66,8 @@ class Roles:
     """All models and optimizers; the first pair is the one to read."""
     rest: Mapping[KeyPath, list[Item]]
     """Everything else, by its path."""
+    passed_over: tuple[KeyPath, ...]
+    """Places in the rest that may be models."""
     undecided: tuple[Undecided, ...] = ()
 
 
@@ -121,6 +123,7 @@ class _Sorting:
         return Roles(
             tuple(Pair(None if m is None else models[m], None if o is None else self._optimizers[o]) for m, o in pairs),
             self._rest,
+            tuple(p for p in self._places if p and p not in models),
             undecided,
         )
 

@@ -42,7 +42,8 @@ class _Begin:
     """The states with which the optimizer of a group begins."""
 
     scalars: Mapping[str, Scalar]
-    tensors: Mapping[str, Dtype]
+    tensors: Mapping[str, Dtype | None]
+    """The element type of each state; None for that of the parameter."""
 
 
 class StateDict:
@@ -130,7 +131,7 @@ class StateDict:
             names = {*scalars, *(n for p in updated for n in p.states), *(n for p in updated for n in self._odd(p))}
             if not begins_as_zeros(group.hyper_parameters, names - {"fp32"}):
                 continue
-            tensors = {n: self._tensors[t].dtype for p in updated for n, t in p.states.items() if n != "fp32"}
+            tensors = {n: self._dtype_of(n, updated) for n in sorted(names - scalars.keys() - {"fp32"})}
             zeros = {n: Scalar(0.0, s.dtype, bytes(len(s.raw)), s.shape) for n, s in scalars.items()}
             found[number] = _Begin(zeros, tensors)
             alike.setdefault(keeps_like(group.hyper_parameters), []).append(number)
@@ -149,6 +150,11 @@ class StateDict:
             )
         return found
 
+    def _dtype_of(self, state: str, updated: Sequence[Parameter]) -> Dtype | None:
+        """The element type of a state if all parameters have one; None if it is that of each parameter."""
+        found = {self._tensors[p.states[state]].dtype for p in updated if state in p.states}
+        return found.pop() if len(found) == 1 else None
+
     def _states(self, parameter: Parameter, begin: _Begin | None, *, as_torch: bool) -> Iterator[StateEntry]:
         scalars = {**(begin.scalars if begin is not None else {}), **parameter.scalars}
         # torch's own order: the step first, then moments.
@@ -165,7 +171,8 @@ class StateDict:
             yield from self.values(self._state(parameter, name), node)
         for name, dtype in () if begin is None else begin.tensors.items():
             if name not in parameter.states:
-                yield TensorEntry(self._state(parameter, name), ZEROS, dtype, parameter.shape)
+                own = dtype or self._tensors[parameter.value()].dtype
+                yield TensorEntry(self._state(parameter, name), ZEROS, own, parameter.shape)
 
     def _odd(self, parameter: Parameter) -> Mapping[str, Node]:
         return self._odd_states.get(parameter.fqn, {})

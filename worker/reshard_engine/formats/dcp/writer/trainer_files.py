@@ -33,6 +33,7 @@ MADE_STATE = (
     f"{TRAINER_STATE} was made, as the source has none: the Trainer takes logging_steps, eval_steps and save_steps "
     "(500 each) from it, and the epoch begins at 0; edit it, or name a checkpoint-N: --trainer-files DIR"
 )
+MADE_META = f"{META} was made, as the source has none: the epoch begins at 0"
 _FILE = re.compile(r"[a-z_]{1,64}(?:_\d{1,4})?\.(?:pkl|bin|pt)")
 """Keys of the client state that are names of files of Accelerate."""
 _OTHER_RANDOM_STATES = "random states of another framework"

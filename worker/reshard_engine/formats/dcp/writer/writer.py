@@ -15,6 +15,7 @@ from reshard.models import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.formats import not_written
 from reshard_engine.formats.dcp.facts import RANK_STATES, DcpFacts, facts_of
+from reshard_engine.formats.dcp.optimizers import STEP
 from reshard_engine.formats.dcp.schedulers import is_scheduler, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import StateTree
 from reshard_engine.formats.dcp.writer.entries import KeyPath, StateEntry, TensorEntry, key_of
@@ -22,6 +23,7 @@ from reshard_engine.formats.dcp.writer.param_groups import groups_to_write
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
 from reshard_engine.formats.dcp.writer.state_dict import Places, StateDict
 from reshard_engine.formats.dcp.writer.trainer_files import (
+    MADE_META,
     MADE_STATE,
     left_out,
     lightning_meta,
@@ -46,6 +48,10 @@ _KEEPS_OTHERS = (Grammar.STATE_DICT, Grammar.TORCHTITAN, Grammar.ACCELERATE)
 """The grammars that have places for further models and optimizers, whatever the source's."""
 _ONE_SCHEDULER = (Grammar.TRAINER, Grammar.LIGHTNING)
 """The grammars with one model, and so with one scheduler, unless the source is of the same grammar."""
+_JOINED = (
+    "the source's optimizer is flattened and keeps no groups: parameters with equal hyper-parameters are one group, which "
+    "makes {count}; a run with another number of groups does not load them"
+)
 _OTHER_SCHEDULER = "the learning-rate scheduler is none of torch's"
 _NO_PLACE = "checkpoints of this kind have no place for it"
 _TAKEN = "its place is that of the model or of the optimizer"
@@ -140,6 +146,7 @@ class DcpWriter:
         files = list(laid.files())
         warnings = [*dict.fromkeys(laid.warnings)]
         warnings += [MADE_STATE] if makes_trainer_state(checkpoint, target.grammar) else []
+        warnings += [MADE_META] if target.grammar is Grammar.LIGHTNING and not target.own else []
         warnings += _made_counters(target)
         warnings += [not_written.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
         # Files without which loaders refuse the directory are published last.
@@ -216,6 +223,8 @@ class _LaidOut:
         needs_rate = target.grammar is Grammar.TORCHTITAN and not target.own
         groups, warnings = groups_to_write(checkpoint, needs_initial_lr=needs_rate)
         optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
+        if facts is not None and facts.flat and not places.flat:
+            self.warnings.append(_JOINED.format(count=len(groups)))
         self.warnings += [*warnings, *state_dict.warnings]
         return model, optimizer
 
@@ -321,6 +330,10 @@ def _made_counters(target: _Target) -> Iterator[str]:
         return
     if titan and counters.tokens is None:
         yield "train_state.ntokens_seen is 0, as the source counts no tokens"
+    counted = {p.scalars[STEP].value for p in target.checkpoint.trained if STEP in p.scalars}
+    if counters.steps is None and len(counted) > 1 and target.grammar is not Grammar.STATE_DICT:
+        low, high = min(counted), max(counted)
+        yield f"parameters were updated {low:g} to {high:g} times, and the number of steps is taken to be {high:g}"
     if steps_of(target.checkpoint) is None and target.grammar in (Grammar.TORCHTITAN, Grammar.LIGHTNING):
         yield "the number of steps is 0, as the source counts none: set it after loading"
 
