@@ -5,6 +5,8 @@ from __future__ import annotations
 from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of
 
 _LAMBDAS, _EPOCH = "lr_lambdas", "last_epoch"
+_OF_CHAINED = frozenset({"_schedulers", "_last_lr"})
+"""Attributes of `ChainedScheduler`, which counts nothing itself."""
 _BESIDE_EPOCH = frozenset({"_step_count", "_last_lr", "base_lrs", "num_bad_epochs"})
 """Attributes of which every scheduler of torch has some: `ReduceLROnPlateau` the last one."""
 
@@ -18,7 +20,9 @@ def is_scheduler(node: Node) -> bool:
     Source: torch 2.13.0 `optim/lr_scheduler.py` (`LRScheduler.state_dict`: every attribute but the optimizer).
     """
     keys = mapping_items(node, what="a scheduler").keys() if is_mapping(node) else ()
-    return _EPOCH in keys and (len(keys) == 1 or not _BESIDE_EPOCH.isdisjoint(map(str, keys)))
+    if _EPOCH not in keys:
+        return _OF_CHAINED.issubset(keys)
+    return len(keys) == 1 or not _BESIDE_EPOCH.isdisjoint(map(str, keys))
 
 
 def plain_scheduler(node: Node) -> Node:

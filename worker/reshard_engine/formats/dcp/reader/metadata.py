@@ -35,7 +35,8 @@ class TensorEntry:
     boxes: Column
     """`[count, 2, dims]`: the offsets and the sizes of each chunk in the global tensor, in elements."""
     requires_grad: bool = False
-    """False in all files that torch writes; our own writer marks parameters by it."""
+    """True proves a parameter: `named_parameters()` was saved, or our own writer marked it. `state_dict()` detaches
+    all tensors, so that False says nothing."""
 
 
 @dataclass(frozen=True, slots=True)

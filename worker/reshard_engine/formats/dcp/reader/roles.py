@@ -170,12 +170,21 @@ class _Sorting:
             return (None, None), ()
         models = [model] if model is not None else list(self._places)
         if left:
-            # Reading them together says what does not fit.
             named = {m: self._optimizers[left[0]].named_by(self._places[m]) for m in models}
             models = [m for m, count in named.items() if count == max(named.values())]
+            if not any(named.values()) and optimizer is None and all(not e.numbered for e in self._optimizers.values()):
+                # It may train several places together.
+                asked = [_which(Question.MODEL, models, "places could be the model")] if len(models) > 1 else []
+                return (models[0], None), (*asked, self._of_no_place(left[0]))
+        # Reading them together says what does not fit.
         undecided = [_which(Question.MODEL, models, "places could be the model")] if len(models) > 1 else []
         undecided += [_which(Question.OPTIMIZER, left, "optimizers fit no model")] if len(left) > 1 else []
         return (models[0], left[0] if left else None), tuple(undecided)
+
+    def _of_no_place(self, place: KeyPath) -> Undecided:
+        names = listed([m for g in self._optimizers[place].groups for m in g.members])
+        text = f"the optimizer at {key_of(place)} trains {names}, which no place in the state dict has under these names"
+        return Undecided(Question.OPTIMIZER, text, "save the model and the optimizer under the names of one module")
 
     def _chosen(self, key: str | None, places: Iterable[KeyPath], what: str) -> KeyPath | None:
         """The place that the user named; None if the user named none."""

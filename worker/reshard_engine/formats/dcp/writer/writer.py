@@ -205,7 +205,8 @@ class _LaidOut:
             state_dict = StateDict(target.checkpoint, target.places)
             beside += [e for key, node in _beside(target) for e in state_dict.values(key, node)]
         taken = {e.path for e in (*model, *optimizer)}
-        free = [e for e in beside if _is_free(target.places, e, taken)]
+        guarded = bool(optimizer) or not target.own  # the source's own keys are its own optimizer's
+        free = [e for e in beside if _is_free(target.places, e, taken, guarded=guarded)]
         lost = dict.fromkeys(key_of(e.path[len(target.home) :][:1]) for e in beside if e not in free)
         self.left_out += not_written.named(lost, _TAKEN)
         yield from self._shards.lay_out([*model, *optimizer, *free], counters=self._counters)
@@ -310,13 +311,13 @@ def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
         yield (*(() if str(key) in at_root else target.home), key), node
 
 
-def _is_free(places: Places, entry: StateEntry, taken: Container[KeyPath]) -> bool:
-    """True if readers cannot take an entry for a part of the model or of the optimizer."""
+def _is_free(places: Places, entry: StateEntry, taken: Container[KeyPath], *, guarded: bool) -> bool:
+    """True if readers cannot take an entry for a part of the model, or of the optimizer where that is `guarded`."""
     path, depth = entry.path, len(places.optimizer)
     if path in taken:
         return False
     head = str(path[depth]).partition(".")[0] if len(path) > depth and path[:depth] == places.optimizer else ""
-    if head in ("state", "param_groups") or path == places.optimizer:
+    if guarded and (head in ("state", "param_groups") or path == places.optimizer):
         return False
     if not places.model:
         return len(path) > 1 or not isinstance(entry, TensorEntry)
