@@ -9,6 +9,7 @@ Source: torch 2.13.0 `distributed/checkpoint/hf_storage.py` (`HuggingFaceStorage
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from reshard_engine.formats.dcp.facts import DcpFacts
 from reshard_engine.formats.dcp.names import SHARD_FILE, names_of
 from reshard_engine.formats.dcp.reader.boxes import Boxes, add_boxes
 from reshard_engine.formats.names import checked_name
+from reshard_engine.formats.not_written import named
 from reshard_engine.formats.reader import ReadOptions
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
@@ -33,6 +35,7 @@ _INFO = "DCP_SHARDING_INFO"
 _OFFSETS = "saved_offsets"
 _MOST = 1 << 62
 _FIX = "the files are of different saves: copy the checkpoint again"
+_STATE = "it is an optimizer's state, and this writer keeps none of its param groups"
 _NOT_PROVEN = (
     "the files do not state global shapes: if all shards that are last along a dimension were lost, nothing would tell"
 )
@@ -63,7 +66,8 @@ class HuggingFaceShardsReader:
             for entry in shard.tensors:
                 found.setdefault(checked_name(entry.name), []).append((number, entry, offsets[entry.name]))
         builder = ShardMapBuilder()
-        parameters = [_parameter(builder, name, parts) for name, parts in found.items()]
+        states = _states(found)
+        parameters = [_parameter(builder, name, parts) for name, parts in found.items() if name not in states]
         return Checkpoint(
             url=location.url,
             tag=options.tag,
@@ -79,7 +83,25 @@ class HuggingFaceShardsReader:
             foreign_globals=(),
             warnings=(_NOT_PROVEN,),
             facts=DcpFacts(Grammar.STATE_DICT),
+            not_carried=named(states, _STATE),
         )
+
+
+def _states(names: Collection[str]) -> list[str]:
+    """The names that are of an optimizer's states: `state.`, the end of another name, and the state's name."""
+    ends = {name[at:] for name in names for at in _starts(name)}
+    found: list[str] = []
+    for name in names:
+        parts = name.split(".")
+        below = [i + 1 for i, part in enumerate(parts[:-2]) if part == "state"]
+        if any(".".join(parts[at:-1]) in ends for at in below):
+            found.append(name)
+    return found
+
+
+def _starts(name: str) -> list[int]:
+    """The places in a name at which a part of it begins."""
+    return [0, *(i + 1 for i, char in enumerate(name) if char == ".")]
 
 
 def _offsets(shard: SafetensorsFile) -> dict[str, tuple[int, ...]]:

@@ -177,7 +177,9 @@ class OptimizerEntries:
         if self.flat:
             kind, _, rest = head.partition(".")
             name, _, value = rest.rpartition(".")
-            if kind == STATE:
+            if kind == STATE and len(inner) > 1:
+                self.nested.setdefault(name, {}).setdefault((value, *inner[1:]), []).append(item)
+            elif kind == STATE:
                 self.states.setdefault(name, {}).setdefault(value, []).append(item)
             else:
                 self._groups.setdefault(name, {}).setdefault((value, *inner[1:]), []).append(item)
