@@ -64,7 +64,9 @@ class DcpFacts(FormatFacts):
 
     def of_others(self, checkpoint: Checkpoint) -> tuple[str, ...]:
         """Further models and optimizers, and entries of the client state in which other models lie."""
-        heads = {str(path[: len(self.home) + 1][-1]) for path in self.passed_over if path[: len(self.home)] == self.home}
+        heads = {
+            str(path[: len(self.home) + 1][-1]) for path in self.passed_over if path[: len(self.home)] == self.home
+        }
         heads |= {str(path[0]) for path in self.passed_over if str(path[0]) in self.at_root}
         return (*self.places(), *(key for key in map(str, checkpoint.client_state) if key in heads))
 

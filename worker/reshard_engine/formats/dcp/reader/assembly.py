@@ -167,7 +167,9 @@ class Assembly:
         chosen = self._options.choices.scheduler_key is not None
         if chosen or own is None or not rates or not all(type(r) is float for r in rates) or own.has_rates(rates):
             return ()
-        text = f"the scheduler last set the learning rates {rates}, the optimizer has {own.rates}, and it is taken for its"
+        text = (
+            f"the scheduler last set the learning rates {rates}, the optimizer has {own.rates}, and it is taken for its"
+        )
         return (Undecided(Question.SCHEDULER, text, "--scheduler-key none if it is another optimizer's"),)
 
     def _loose_tensors(self, read: ReadPair) -> tuple[Undecided, ...]:

@@ -183,7 +183,9 @@ class _Sorting:
 
     def _of_no_place(self, place: KeyPath) -> Undecided:
         names = listed([m for g in self._optimizers[place].groups for m in g.members])
-        text = f"the optimizer at {key_of(place)} trains {names}, which no place in the state dict has under these names"
+        text = (
+            f"the optimizer at {key_of(place)} trains {names}, which no place in the state dict has under these names"
+        )
         return Undecided(Question.OPTIMIZER, text, "save the model and the optimizer under the names of one module")
 
     def _chosen(self, key: str | None, places: Iterable[KeyPath], what: str) -> KeyPath | None:

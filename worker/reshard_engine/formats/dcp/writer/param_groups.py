@@ -83,7 +83,10 @@ def _unfactored(checkpoint: Checkpoint) -> list[str]:
 
 
 def _base_rates(checkpoint: Checkpoint, count: int) -> Sequence[Node]:
-    """The initial learning rate of each group, from the optimizer's scheduler; none if it keeps none, or nobody knows which it is."""
+    """The initial learning rate of each group, from the optimizer's scheduler.
+
+    None if the scheduler keeps none, or if nobody knows which scheduler is the optimizer's.
+    """
     if any(u.question is Question.SCHEDULER for u in checkpoint.undecided):
         return ()
     node = checkpoint.scheduler

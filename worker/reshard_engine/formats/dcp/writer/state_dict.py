@@ -178,7 +178,7 @@ class StateDict:
         return self._odd_states.get(parameter.fqn, {})
 
     def _state(self, parameter: Parameter, state: str) -> KeyPath:
-        name, place = self._key(parameter), self._places.optimizer
+        name, place = str(self._key(parameter)), self._places.optimizer  # torch makes texts of numbers that are keys
         return (*place, f"state.{name}.{state}") if self._places.flat else (*place, "state", name, state)
 
     def _key(self, parameter: Parameter) -> str | int:

@@ -49,8 +49,8 @@ _KEEPS_OTHERS = (Grammar.STATE_DICT, Grammar.TORCHTITAN, Grammar.ACCELERATE)
 _ONE_SCHEDULER = (Grammar.TRAINER, Grammar.LIGHTNING)
 """The grammars with one model, and so with one scheduler, unless the source is of the same grammar."""
 _JOINED = (
-    "the source's optimizer is flattened and keeps no groups: parameters with equal hyper-parameters are one group, which "
-    "makes {count}; a run with another number of groups does not load them"
+    "the source's optimizer is flattened and keeps no groups: parameters with equal hyper-parameters are one group, "
+    "which makes {count}; a run with another number of groups does not load them"
 )
 _OTHER_SCHEDULER = "the learning-rate scheduler is none of torch's"
 _NO_PLACE = "checkpoints of this kind have no place for it"
