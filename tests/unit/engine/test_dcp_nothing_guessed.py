@@ -335,6 +335,30 @@ def test_what_lies_beside_accelerates_directories_is_named(tmp_path: Path) -> No
     assert [p.name for p in target.glob("random_states_*")] == ["random_states_0.pkl"]
 
 
+OF_ACCELERATE = {"step": 3, "random_state": [1], "torch_manual_seed": torch.ones(3).byte()}
+OF_TRAINER = {"python": [1], "numpy": [2], "cpu": torch.ones(3).byte()}
+
+
+@pytest.mark.parametrize("of_trainer", [False, True])
+def test_random_states_go_to_the_framework_that_knows_them(of_trainer: bool, tmp_path: Path) -> None:
+    """The Trainer looks up `python`, and Accelerate `random_state`."""
+    source = _of_accelerate(tmp_path / "in")
+    if of_trainer:
+        (source / "trainer_state.json").write_text('{"global_step": 7, "log_history": []}')
+        torch.save(OF_TRAINER, source / "rng_state.pth")
+    else:
+        torch.save(OF_ACCELERATE, source / "random_states_0.pkl")
+    names = {"trainer": "rng_state.pth", "accelerate": "random_states_0.pkl"}
+    own, other = ("trainer", "accelerate") if of_trainer else ("accelerate", "trainer")
+    target, result = converted(source, DCP, grammar=own)
+    assert (target / names[own]).exists()
+    assert result.not_carried == ()
+    for grammar in (other, "lightning", "torchtitan", "state-dict"):
+        target, result = converted(source, DCP, grammar=grammar)
+        assert not any((target / name).exists() for name in names.values())
+        assert left_out(result).keys() == {"random_states"} | ({"trainer_state.json"} if of_trainer else set())
+
+
 def test_what_a_framework_insists_on_is_made_with_a_word(tmp_path: Path) -> None:
     state = {"model": model(), "optimizer": optimizer(model())}
     state["optimizer"]["state"]["b.bias"]["step"] = torch.tensor(7.0)

@@ -34,6 +34,8 @@ MADE_STATE = (
     "(500 each) from it, and the epoch begins at 0; edit it, or name a checkpoint-N: --trainer-files DIR"
 )
 MADE_META = f"{META} was made, as the source has none: the epoch begins at 0"
+_RANDOM_STATE = {Grammar.TRAINER: "python", Grammar.ACCELERATE: "random_state"}
+"""The key of Python's random state in a rank's file."""
 _FILE = re.compile(r"[a-z_]{1,64}(?:_\d{1,4})?\.(?:pkl|bin|pt)")
 """Keys of the client state that are names of files of Accelerate."""
 _OTHER_RANDOM_STATES = "random states of another framework"
@@ -55,7 +57,7 @@ def trainer_files(
     trainer = grammar is Grammar.TRAINER
     for number, node in schedulers.items():
         yield file("scheduler.pt" if trainer else f"scheduler{f'_{number}' if number else ''}.bin", node)
-    states_of = _rank_states(checkpoint)
+    states_of = rank_states(checkpoint, grammar)
     for rank, states in enumerate(states_of):
         name = f"rng_state{f'_{rank}' if len(states_of) > 1 else ''}.pth" if trainer else f"random_states_{rank}.pkl"
         yield file(name, mapping_of({**states}))
@@ -108,10 +110,16 @@ def _loops(steps: int) -> dict[str, Any]:
     return {"fit_loop": {"epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer}}}
 
 
-def _rank_states(checkpoint: Checkpoint) -> tuple[Mapping[str, Node], ...]:
-    """Random states of Accelerate or of the Trainer."""
-    facts = facts_of(checkpoint)
-    return () if facts is None else facts.rank_states
+def rank_states(checkpoint: Checkpoint, grammar: Grammar) -> tuple[Mapping[str, Node], ...]:
+    """The random states by rank if they are this framework's own or have the keys that it looks up; else none.
+
+    Source: transformers 5.23.0 `trainer.py` (`_load_rng_state`), accelerate 1.15.0 `checkpointing.py`.
+    """
+    facts, key = facts_of(checkpoint), _RANDOM_STATE.get(grammar)
+    if facts is None or key is None:
+        return ()
+    fit = facts.grammar is grammar or all(key in states for states in facts.rank_states)
+    return facts.rank_states if fit else ()
 
 
 def steps_of(checkpoint: Checkpoint) -> int | None:

@@ -28,6 +28,7 @@ from reshard_engine.formats.dcp.writer.trainer_files import (
     left_out,
     lightning_meta,
     makes_trainer_state,
+    rank_states,
     steps_of,
     trainer_files,
 )
@@ -352,9 +353,12 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
     facts = facts_of(checkpoint)
     if target.grammar not in _IN_FOLDERS:
         yield from not_written.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _NO_PLACE)
-        yield from not_written.named([RANK_STATES] if facts is not None and facts.rank_states else [], _NO_PLACE)
     else:
         yield from left_out(checkpoint)
+    if facts is not None and facts.rank_states and not rank_states(checkpoint, target.grammar):
+        yield from not_written.named([RANK_STATES], _NO_PLACE)
+    if facts is not None and target.grammar is not Grammar.TRAINER:
+        yield from not_written.named(facts.texts, _NO_PLACE)
     if facts is not None and not target.others:
         yield from not_written.named(facts.places(), _ONE_MODEL)
     numbers = checkpoint.optimizer.rank_numbers if checkpoint.optimizer is not None else ()
