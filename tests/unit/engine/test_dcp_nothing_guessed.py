@@ -552,6 +552,43 @@ def test_nested_states_are_kept_or_named(flat: bool, tmp_path: Path) -> None:
     assert left_out(result).keys() == {f"optimizer.state.*.{s}" for s in ("GG", "Q", "info")}
 
 
+def test_codes_of_an_eight_bit_optimizer_are_no_moments(tmp_path: Path) -> None:
+    """Those of bitsandbytes have the parameter's shape, and mean nothing without their maps."""
+    groups = [
+        {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "alpha": 0.0, "params": list(model())}
+    ]
+    codes = ("state1", "state2")
+    states = {
+        n: {"step": 3, "qmap1": torch.rand(256), **{s: torch.ones(t.shape, dtype=torch.uint8) for s in codes}}
+        for n, t in model().items()
+    }
+    source = saved(tmp_path, {"model": model(), "optimizer": {"state": states, "param_groups": groups}})
+    target, result = converted(source, DCP)
+    assert result.not_carried == ()
+    assert loaded(target)["optimizer"]["state"]["b.bias"]["state1"].dtype == torch.uint8
+    _, result = converted(source, {"to": "universal"})
+    assert left_out(result).keys() == {f"optimizer.state.*.{s}" for s in (*codes, "qmap1")}
+    assert said(result, "the source has no moments of each element") != []
+    assert said(result, "no optimizer step had been taken") == []
+
+
+def test_steps_that_groups_count_are_the_steps(tmp_path: Path) -> None:
+    held = optimizer(model(), ["a.weight"], ["b.weight", "b.bias"], step=5)
+    for state in held["state"].values():
+        del state["step"]
+    source = saved(tmp_path / "alike", {"model": model(), "optimizer": held})
+    assert read(source).counters.steps == 5
+    held["param_groups"][0]["step"] = 4
+    assert read(saved(tmp_path / "apart", {"model": model(), "optimizer": held})).counters.steps is None
+
+
+def test_an_entry_called_param_groups_is_no_optimizer(tmp_path: Path) -> None:
+    state = {"model": model(), "optimizer": optimizer(model()), "config": {"param_groups": 2, "names": ["x"]}}
+    target, result = converted(saved(tmp_path, state), DCP)
+    assert result.not_carried == ()
+    assert loaded(target)["config"] == state["config"]
+
+
 def test_groups_that_were_joined_are_said_to_be(tmp_path: Path) -> None:
     held = flattened(optimizer(model(), ["a.weight"], ["b.weight", "b.bias"]))
     source = saved(tmp_path, {**model(), "optimizer": held})

@@ -280,9 +280,18 @@ class Assembly:
             steps = self._companions.steps
         steps = kept.steps if steps is None else steps
         if steps is None and parameters and not any("step" in p.scalars for p in parameters):
+            steps = self._steps_of_groups()
+        if steps is None and parameters and not any("step" in p.scalars for p in parameters):
             steps = _last_epoch(scheduler)
             self._warnings += [] if steps is None else [_BY_SCHEDULER.format(steps=steps)]
         return replace(kept, steps=steps, tokens=kept.tokens if tokens is None else tokens)
+
+    def _steps_of_groups(self) -> int | None:
+        """The steps that all param groups count alike, as those of apex do."""
+        optimizer = self._roles.pairs[0].optimizer
+        counts = [g.group.hyper_parameters.get("step") for g in optimizer.groups] if optimizer is not None else []
+        first = counts[0] if counts else None
+        return first if type(first) is int and all(c == first for c in counts) else None
 
     def _count_of(self, counted: Mapping[str | int, Node], name: str) -> int | None:
         """A count of torchtitan's `train_state`, which is a number or a tensor of one element."""

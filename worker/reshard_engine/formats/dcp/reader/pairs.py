@@ -141,7 +141,9 @@ class ReadPair:
     wrapped_names: dict[str, str] = field(default_factory=dict[str, str])
     """For each plain name the name in the files, where wrapping modules made it longer."""
     odd_states: dict[str, dict[str, Node]] = field(default_factory=dict[str, dict[str, Node]])
-    """Optimizer states by parameter that are neither a number nor one for each element, with references to tensors."""
+    """Optimizer states by parameter that are neither a number nor one for each element, with references to tensors.
+
+    Integers of the parameter's shape are codes, such as those of 8-bit optimizers, and mean nothing by themselves."""
 
 
 def read_pair(pair: Pair, names: NamesOfModel, reading: Reading, *, label: str = "") -> ReadPair:
@@ -237,7 +239,7 @@ class _PairReader:
             tensors = [i for i in items if isinstance(i, SavedTensor)]
             if (scalar := self._scalar(items, shape, state)) is not None:
                 scalars[state] = scalar
-            elif tensors and tensors[0].entry.shape == shape:
+            elif tensors and tensors[0].entry.shape == shape and is_trainable(tensors[0].entry.dtype):
                 states[state] = self._reading.tensors.number(self._label + fqn, state, tensors)
             else:
                 self._found.odd_states.setdefault(fqn, {})[state] = self._reading.node_of(items)

@@ -23,6 +23,7 @@ from reshard_engine.formats.dcp.names import MODEL_DIRECTORY, OPTIMIZER_DIRECTOR
 from reshard_engine.formats.dcp.reader.metadata import KeyPath, TensorEntry
 from reshard_engine.formats.dcp.reader.optimizer import GROUPS, NamesOfModel, NodeOf, OptimizerEntries, Shape
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedState, SavedTensor
+from reshard_engine.pickles.nodes import PList, PTuple, is_mapping
 from reshard_engine.tensors.dtypes import Dtype
 
 _FLAT_PARAMETER = "_flat_param"
@@ -99,7 +100,7 @@ class _Sorting:
         # Ranks write what they hold, so the metadata's order is not that of the state dict.
         numbers = {path: i for i, path in enumerate(state.order)}
         self._items = sorted((*state.tensors, *state.values), key=lambda i: numbers.get(i.path, len(numbers)))
-        self._optimizers = _optimizers(self._items)
+        self._optimizers = _optimizers(i for i in self._items if not self._is_other_value(i))
         self._places = _places(i for i in self._items if self._optimizer_of(i.path) is None)
 
     def roles(self) -> Roles:
@@ -126,6 +127,13 @@ class _Sorting:
             tuple(p for p in self._places if p and p not in models),
             undecided,
         )
+
+    def _is_other_value(self, item: Item) -> bool:
+        """True for a value that is called as param groups are, and is none: an entry of a configuration, say."""
+        if isinstance(item, SavedTensor) or item.path[-1] != GROUPS:
+            return False
+        node = self._node_of([item])
+        return not isinstance(node, PList | PTuple) or not all(map(is_mapping, node.items))
 
     def _optimizer_of(self, path: KeyPath) -> KeyPath | None:
         return next((place for place, optimizer in self._optimizers.items() if optimizer.owns(path)), None)

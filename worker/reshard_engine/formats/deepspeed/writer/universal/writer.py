@@ -140,7 +140,9 @@ def _states_to_write(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     states = states_to_write(checkpoint)
     if len(states) == 1 and is_adam(checkpoint):
         # Adam itself starts from zeros; DeepSpeed's stage-3 loader refuses atoms without moments.
-        return [*states, *ADAM_STATES], ["no optimizer step had been taken: moments are zero, step is 0"]
+        counted = any(p.scalars for p in checkpoint.trained)
+        said = "the source has no moments of each element" if counted else "no optimizer step had been taken"
+        return [*states, *ADAM_STATES], [f"{said}: moments are zero{'' if counted else ', step is 0'}"]
     if not any(p.scalars for p in checkpoint.trained) and is_adam(checkpoint):
         return states, ["the source has moments and no step counter: step is 0, so bias correction begins anew"]
     return states, []
