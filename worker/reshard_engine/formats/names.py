@@ -1,4 +1,4 @@
-"""Checks names from checkpoints that may become parts of paths: parameters and optimizer states."""
+"""Names of parameters and optimizer states: checks before they become parts of paths, and PEFT's names for files."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ def checked_state(name: object) -> str:
     if not isinstance(name, str) or _STATE.fullmatch(name) is None or name == "fp32" or ".." in name:
         raise SourceError("name.invalid", f"an optimizer state is called {printable(str(name))!r}")
     return name
+
+
+def name_without_adapter(fqn: str, adapter: str) -> str:
+    """The name under which PEFT saves a parameter of an adapter; other names stay as they are.
+
+    Source: peft 0.21.2 `tuners/tuners_utils.py` (`_remove_adapter_name_from_state_dict_key`), `utils/other.py`
+    (`ModulesToSaveWrapper.adapter_state_dict`), `tuners/lora/model.py` (`_get_adapter_state_dict`: magnitudes of DoRA
+    without `.weight`); verified by running.
+    """
+    module, saved, tail = fqn.rpartition(f".modules_to_save.{adapter}.")
+    name = f"{module}.{tail}" if saved else fqn
+    if name.endswith(f".lora_magnitude_vector.{adapter}.weight"):
+        name = name.removesuffix(".weight")
+    if name.endswith(f".{adapter}"):
+        return name.removesuffix(f".{adapter}")
+    head, dot, last = name.rpartition(".")
+    return f"{head.removesuffix(f'.{adapter}')}{dot}{last}"

@@ -41,8 +41,11 @@ class DcpFacts(FormatFacts):
     """Places like a model's that no optimizer trains, and that are client state therefore."""
     odd_states: Mapping[str, Mapping[str, Node]] = field(default_factory=dict[str, Mapping[str, Node]])
     """Optimizer states by parameter that are neither a number nor one for each element. Only torch has a place."""
-    wrapped_names: Mapping[str, str] = field(default_factory=dict[str, str])
-    """For each plain name the name in the files, where wrapping modules made it longer."""
+    model_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """For each plain name the one in the model's state dict, where it is another: wrapping modules make names longer,
+    and PEFT leaves the adapter's name out."""
+    optimizer_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """For each plain name the one in the optimizer's state dict, where it is another."""
     texts: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """Text files of a trainer beside the shards, by name."""
     rank_states: tuple[Mapping[str, Node], ...] = ()

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from reshard.errors import RequestError, SourceError, listed, printable
+from reshard_engine.formats.names import name_without_adapter
 
 WRAPPED = "base_model.model."
 """The prefix that PEFT adds to every name of the model."""
@@ -95,15 +96,15 @@ class AdapterPart:
 def adapter_part(fqn: str) -> AdapterPart | None:
     """The part of an adapter that a parameter is; None if it belongs to no adapter."""
     if (found := _SAVED.fullmatch(fqn)) is not None:
-        saved_as = f"{found['module']}.{found['tail']}"
-        return AdapterPart(fqn, found["adapter"], saved_as, found["module"], "modules_to_save", found["tail"])
-    if (found := _TOKENS.fullmatch(fqn)) is not None:
-        return AdapterPart(fqn, found["adapter"], fqn.rpartition(".")[0], found["module"], TOKENS, "")
-    if (found := _LORA.fullmatch(fqn)) is not None:
-        tail = found["tail"] or ""
-        saved_as = f"{found['module']}.{found['kind']}{'' if found['kind'] == 'lora_magnitude_vector' else tail}"
-        return AdapterPart(fqn, found["adapter"], saved_as, found["module"], found["kind"], tail)
-    return None
+        kind, tail = "modules_to_save", found["tail"]
+    elif (found := _TOKENS.fullmatch(fqn)) is not None:
+        kind, tail = TOKENS, ""
+    elif (found := _LORA.fullmatch(fqn)) is not None:
+        kind, tail = found["kind"], found["tail"] or ""
+    else:
+        return None
+    adapter = found["adapter"]
+    return AdapterPart(fqn, adapter, name_without_adapter(fqn, adapter), found["module"], kind, tail)
 
 
 def adapter_parts(names: Iterable[str]) -> list[AdapterPart]:

@@ -233,7 +233,8 @@ class Assembly:
             None if pair.optimizer is None else pair.optimizer.path,
             pair.optimizer is not None and pair.optimizer.flat,
             numbered=read.numbered,
-            wrapped_names=read.wrapped_names,
+            model_names=read.model_names,
+            optimizer_names=read.optimizer_names,
             odd_states=read.odd_states,
         )
 
@@ -353,12 +354,13 @@ def _file_keys(companions: Companions) -> list[str]:
 
 def _names_for(pair: Pair, models: Sequence[NamesOfModel]) -> NamesOfModel:
     """The names of a pair's model; for an optimizer alone those of a model that it fits, or its own."""
-    if pair.model is not None:
-        return pair.model.names
-    if pair.optimizer is None:
-        return NamesOfModel({})
-    own = pair.optimizer.own_names
-    return own if pair.optimizer.numbered else next((m for m in models if pair.optimizer.fits(m)), own)
+    model, optimizer = pair.model, pair.optimizer
+    if optimizer is None:
+        return NamesOfModel({}) if model is None else model.names
+    if model is not None:
+        return optimizer.names_in(model.names)
+    own = optimizer.own_names
+    return own if optimizer.numbered else next((optimizer.names_in(m) for m in models if optimizer.fits(m)), own)
 
 
 def _with_pair(checkpoint: Checkpoint, read: ReadPair, facts: DcpFacts) -> Checkpoint:
@@ -374,7 +376,8 @@ def _with_pair(checkpoint: Checkpoint, read: ReadPair, facts: DcpFacts) -> Check
         assumed=read.assumed,
         unproven=read.unproven,
         copies=read.copies,
-        run_names=compiled_names(read.wrapped_names),
+        run_names=compiled_names(read.model_names),
+        frozen_left_out=read.adapter_alone,
         facts=facts,
     )
 

@@ -20,6 +20,7 @@ from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
 from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue
 from reshard_engine.formats.dcp.reader.values import nested
+from reshard_engine.formats.names import name_without_adapter
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -94,15 +95,17 @@ class NamesOfModel:
     """Names of a model's tensors as its state dict has them, in order, with their shapes."""
 
     shapes: Mapping[str, Shape]
+    of_adapter: Mapping[str, str] | None = None
+    """For each name the run's own, if the state dict is that of an adapter alone: PEFT leaves the adapter's name out."""
 
     @cached_property
     def plain(self) -> Mapping[str, str]:
-        """For each name the plain one.
+        """For each name the plain one, which is the run's without names of wrapping modules.
 
         Raises:
             SourceError: `checkpoint.ambiguous`.
         """
-        return plain_names(list(self.shapes))
+        return plain_names(list(self.shapes)) if self.of_adapter is None else self.of_adapter
 
     @cached_property
     def _by_plain(self) -> Mapping[str, str]:
@@ -269,8 +272,39 @@ class OptimizerEntries:
         """The number of its parameters that a model has."""
         return 0 if self.numbered else sum(names.of(key) is not None for key in self._keys)
 
+    def names_in(self, names: NamesOfModel) -> NamesOfModel:
+        """A model's names; of an adapter that PEFT saved alone, with the run's names, which this optimizer has.
+
+        The optimizer proves them: every parameter that it names is in the model without the adapter's name, for one
+        adapter only, no two under one name, and with the shape of its moments. What the model has beside these is of
+        modules that were saved whole, or of the base model. Anything else is left as it is.
+        """
+        unknown = [] if self.numbered else [key for key in self._keys if names.of(key) is None]
+        adapters = dict.fromkeys(unknown[0].split(".")) if unknown else ()
+        found = [runs for adapter in adapters if (runs := self._names_of_run(names, adapter)) is not None]
+        return NamesOfModel(names.shapes, found[0]) if len(found) == 1 else names
+
+    def _names_of_run(self, names: NamesOfModel, adapter: str) -> Mapping[str, str] | None:
+        """For each name of a model the run's, if the model's state dict is that of this adapter; else None."""
+        keys = {name_without_adapter(key, adapter): key for key in self._keys}
+        if len(keys) != len(self._keys) or not all(
+            name in names.shapes and self._agrees(key, names.shapes[name]) for name, key in keys.items()
+        ):
+            return None
+        mark = f".modules_to_save.{adapter}."
+        whole = dict.fromkeys(key.rpartition(mark)[0] for key in self._keys if mark in key)
+        found: dict[str, str] = {}
+        for name in names.shapes:
+            module = next((m for m in whole if name.startswith(f"{m}.")), None)
+            if name not in keys and module is None and not _is_of_base(name):
+                return None
+            inner = name if module is None else f"{module}{mark}{name[len(module) + 1 :]}"
+            found[name] = keys.get(name, inner)
+        return found if len({*found.values()}) == len(found) else None
+
     def fits(self, names: NamesOfModel) -> bool:
         """True if a model has all of its parameters: by their names, or by the shapes of numbered ones."""
+        names = self.names_in(names)
         if not self.numbered:
             found = [(key, names.of(key)) for key in self._keys]
             return bool(found) and all(n is not None and self._agrees(key, names.shapes[n]) for key, n in found)
@@ -367,6 +401,12 @@ class OptimizerEntries:
             twice = Counter(found.values()).most_common(1)[0][0]
             raise RequestError("request.invalid", f"--param-order has {printable(twice)} twice", fix="list it once")
         return found
+
+
+def _is_of_base(name: str) -> bool:
+    """True for a tensor of the base model that PEFT saves with an adapter: an embedding or a head with new tokens."""
+    parts = name.split(".")
+    return parts[-1] in ("weight", "bias") and not any(part.startswith("lora_") for part in parts)
 
 
 def _fix_of(order: Order) -> str:

@@ -138,8 +138,12 @@ class ReadPair:
     copies: dict[str, int] = field(default_factory=dict[str, int])
     numbered: bool = False
     """True for an optimizer that numbers its parameters, and whose numbers are the names here."""
-    wrapped_names: dict[str, str] = field(default_factory=dict[str, str])
-    """For each plain name the name in the files, where wrapping modules made it longer."""
+    model_names: dict[str, str] = field(default_factory=dict[str, str])
+    """For each plain name the one in the model's state dict, where it is another."""
+    optimizer_names: dict[str, str] = field(default_factory=dict[str, str])
+    """For each plain name the one in the optimizer's state dict, where it is another."""
+    adapter_alone: bool = False
+    """True if the model's state dict is that of an adapter: its frozen base model was left out."""
     odd_states: dict[str, dict[str, Node]] = field(default_factory=dict[str, dict[str, Node]])
     """Optimizer states by parameter that are neither a number nor one for each element, with references to tensors.
 
@@ -197,7 +201,11 @@ class _PairReader:
         self._rest_of_model(numbers, {*members, *ties})
         found.extra_states = self._extra_states()
         found.module_names = tuple(dict.fromkeys((*(plain[n] for n in weights), *found.extra_states)))
-        found.wrapped_names = {short: name for name, short in plain.items() if name != short}
+        found.model_names = {short: name for name, short in plain.items() if name != short}
+        if optimizer is not None and self._optimizer is not None and not self._optimizer.numbered:
+            keys = {plain[name]: key for key, name in optimizer.names.items()}
+            found.optimizer_names = {short: key for short, key in keys.items() if key != short}
+        found.adapter_alone = self._names.of_adapter is not None
         return found
 
     def _number(self, fqn: str, saved: Sequence[SavedTensor]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from reshard.dcp_options import MissingMoments
 from reshard.errors import listed
@@ -33,8 +33,10 @@ class Places:
     optimizer: KeyPath
     flat: bool
     """True to join names, states and hyper-parameters to one key, as `flatten_optimizer_state_dict` does it."""
-    names: Mapping[str, str]
-    """For each parameter the name in the state dict, where it is another one."""
+    model_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """For each name the one in the model's state dict, where it is another."""
+    optimizer_names: Mapping[str, str] = field(default_factory=dict[str, str])
+    """For each name the one in the optimizer's state dict, where it is another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class StateDict:
         numbers |= {alias: numbers[owner] for alias, owner in found.shared.items() if owner in numbers}
         proven, open_ = found.optimizer is not None, found.unproven | found.copies.keys()
         for name in dict.fromkeys((*found.module_names, *numbers, *found.extra_states)):
-            path = (*self._places.model, self._name(name))
+            path = (*self._places.model, self._places.model_names.get(name, name))
             if name in numbers:
                 plain = name in buffers
                 kind: Kind = ("buffer" if plain else "parameter") if proven and name not in open_ else None
@@ -104,9 +106,6 @@ class StateDict:
                     yield LiteralEntry(place, leaf)
                 case _:
                     yield ValueEntry(place, leaf)
-
-    def _name(self, fqn: str) -> str:
-        return self._places.names.get(fqn, fqn)
 
     def _tensor(self, path: KeyPath, number: int) -> TensorEntry:
         stored = self._tensors[number]
@@ -183,4 +182,5 @@ class StateDict:
 
     def _key(self, parameter: Parameter) -> str | int:
         """The optimizer's key of a parameter: its name, or its number in one that is written as it was."""
-        return int(parameter.fqn) if self._numbered else self._name(parameter.fqn)
+        name = parameter.fqn
+        return int(name) if self._numbered else self._places.optimizer_names.get(name, name)

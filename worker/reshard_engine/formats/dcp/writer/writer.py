@@ -100,10 +100,10 @@ class _Target:
     def places_of_other(self, other: Checkpoint) -> Places:
         """The places of a further model or optimizer: those of the source, or those within numbered directories."""
         facts = facts_of(other) or DcpFacts(None)
-        names = facts.wrapped_names if self.own else dict[str, str]()
+        names = (facts.model_names, facts.optimizer_names) if self.own else ()
         if self.grammar in _IN_FOLDERS:
-            return Places(*_PLACES[self.grammar], names)
-        return Places(facts.model_path or (), facts.optimizer_path or (), facts.flat, names)
+            return Places(*_PLACES[self.grammar], *names)
+        return Places(facts.model_path or (), facts.optimizer_path or (), facts.flat, *names)
 
 
 def _places_of(checkpoint: Checkpoint, grammar: Grammar) -> Places:
@@ -111,12 +111,13 @@ def _places_of(checkpoint: Checkpoint, grammar: Grammar) -> Places:
     model, optimizer, flat = _PLACES[grammar]
     facts = facts_of(checkpoint)
     if facts is None or facts.grammar is not grammar:
-        return Places(model, optimizer, flat, {})
+        return Places(model, optimizer, flat)
+    names = facts.model_names, facts.optimizer_names
     if grammar in _IN_FOLDERS:
-        return Places(model, optimizer, flat, facts.wrapped_names)
+        return Places(model, optimizer, flat, *names)
     model = model if facts.model_path is None else facts.model_path
     optimizer = optimizer if facts.optimizer_path is None else facts.optimizer_path
-    return Places(model, optimizer, facts.flat, facts.wrapped_names)
+    return Places(model, optimizer, facts.flat, *names)
 
 
 def _path(text: str) -> KeyPath:
@@ -166,7 +167,7 @@ def _lay_out_tree(checkpoint: Checkpoint, tree: Node, request: ConvertRequest) -
             f"a file of torch.save keeps its own keys, and {listed(given)} asks for others",
             fix=f"leave {listed(given)} out; to write a training checkpoint under other keys, name its directory",
         )
-    state_dict = StateDict(checkpoint, Places((), (), flat=False, names={}))
+    state_dict = StateDict(checkpoint, Places((), (), flat=False))
     items = mapping_items(tree, what="the state dict").items()
     entries = [entry for key, node in items for entry in state_dict.values((str(key),), node)]
     shards = Shards(ShardOptions(checkpoint.shard_map, request.opaque, options.files))

@@ -1,11 +1,12 @@
-"""Param groups of experts, cut again by DeepSpeed's limit of their size on one rank.
+"""Param groups as DeepSpeed makes them: groups of experts cut by its limit of their size, and none without members.
 
 With fewer expert-parallel ranks, each rank holds more experts, and DeepSpeed makes more groups. Loaders compare the
 number of groups. So groups that only DeepSpeed's limit had separated are joined, and cut again for the target's ranks.
 Groups that follow another limit are left as they are.
 
 Source: deepspeed 0.19.8 `moe/utils.py` (`split_params_into_different_moe_groups_for_optimizer`: in order, up to a
-number of elements; a larger parameter has a group of its own); verified by loading.
+number of elements; a larger parameter has a group of its own), `runtime/engine.py` (`_configure_optimizer`: groups
+without members are removed); verified by loading.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from dataclasses import replace
 from math import prod
 
 from reshard.errors import SourceError
+from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, ParamGroup
-from reshard_engine.formats.deepspeed.facts import facts_of
+from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, facts_of
 from reshard_engine.formats.deepspeed.writer.native.autoep import fused_experts
 from reshard_engine.formats.deepspeed.writer.native.experts import expert_of, experts_by_layer, is_expert_group
+from reshard_engine.formats.not_written import named
 from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.plain import plain_value
 
@@ -48,6 +51,25 @@ def regrouped(checkpoint: Checkpoint, ep: int) -> Checkpoint:
     origins = [origin for origin, _ in found]
     groups = [(optimizer.groups[origin], part) for origin, part in found]
     return with_groups(checkpoint, optimizer, groups, origins=origins)
+
+
+def without_empty_groups(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[NotCarried, ...]]:
+    """The checkpoint without param groups that have no members, and what is lost with them.
+
+    DeepSpeed removes such groups of a run's optimizer, also from what its scheduler sees, and compares the number of
+    groups when it loads. A checkpoint of DeepSpeed's own has the groups that its run has.
+    """
+    optimizer = checkpoint.optimizer
+    if optimizer is None or facts_of(checkpoint).order:
+        return checkpoint, ()
+    members = [checkpoint.members(index) for index in range(len(optimizer.groups))]
+    kept = [index for index, found in enumerate(members) if found]
+    if len(kept) == len(members) or not kept:
+        return checkpoint, ()
+    groups = [(optimizer.groups[index], members[index]) for index in kept]
+    empty = (f"optimizer.param_groups[{index}]" for index, found in enumerate(members) if not found)
+    lost = tuple(named(empty, "a group without members, which DeepSpeed removes from its optimizer"))
+    return with_groups(checkpoint, optimizer, groups, origins=kept), lost
 
 
 def _spread(group: ParamGroup) -> int | None:
@@ -145,13 +167,14 @@ def with_groups(
         groups: The new groups, and their members.
         origins: For each new group, an old group: the new one gets the entries of this group in a scheduler's lists.
     """
+    facts = checkpoint.facts
     parameters = [replace(p, group=index) for index, (_, members) in enumerate(groups) for p in members]
     return replace(
         checkpoint,
         parameters=(*parameters, *checkpoint.frozen),
         optimizer=replace(optimizer, groups=tuple(group for group, _ in groups)),
         schedulers=tuple(_regrouped(s, origins, len(optimizer.groups)) for s in checkpoint.schedulers),
-        facts=replace(facts_of(checkpoint), params=()),
+        facts=replace(facts, params=()) if isinstance(facts, DeepSpeedFacts) else facts,
     )
 
 

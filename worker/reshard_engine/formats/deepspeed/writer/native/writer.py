@@ -45,7 +45,7 @@ from reshard_engine.formats.deepspeed.writer.native.model import LocalModel
 from reshard_engine.formats.deepspeed.writer.native.model_states import ModelStatesFiles
 from reshard_engine.formats.deepspeed.writer.native.optimizer import Groups, trained_groups
 from reshard_engine.formats.deepspeed.writer.native.rank_parameters import is_pipeline, local_models
-from reshard_engine.formats.deepspeed.writer.native.regrouping import regrouped
+from reshard_engine.formats.deepspeed.writer.native.regrouping import regrouped, without_empty_groups
 from reshard_engine.formats.deepspeed.writer.native.scaling import scale_warnings, scaler_attributes_left
 from reshard_engine.formats.deepspeed.writer.native.sharded import ShardedStates
 from reshard_engine.formats.deepspeed.writer.native.target import Target, resolve
@@ -68,6 +68,7 @@ class ZeroWriter:
         """
         require_optimizer(checkpoint, "a native checkpoint")
         checkpoint, recomputed = without_recomputed(checkpoint)
+        checkpoint, empty_groups = without_empty_groups(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
         target = resolve(checkpoint, request)
         checkpoint = _with_copies(checkpoint, target)
@@ -103,7 +104,7 @@ class ZeroWriter:
         warnings += padding_changes(checkpoint, rows, target.layout.tp)
         warnings += sectioned(checkpoint, request) if target.tp_changes else []
         pointer = Pointer(LATEST, name.encode(), beside=_tracker(checkpoint))
-        left = (*recomputed, *_not_carried(checkpoint, target))
+        left = (*recomputed, *empty_groups, *_not_carried(checkpoint, target))
         return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts, left)
 
 

@@ -61,6 +61,7 @@ from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
     sharded_groups,
 )
 from reshard_engine.formats.deepspeed.writer.native.model import LocalParameter
+from reshard_engine.formats.deepspeed.writer.native.regrouping import without_empty_groups
 from reshard_engine.formats.deepspeed.writer.universal.cut_entries import cut_keys
 from reshard_engine.formats.deepspeed.writer.universal.loader_limits import empty_rank_warnings, stage_3_warnings
 from reshard_engine.formats.torch_archive import scalar_node, single_tensor_template, tree_template
@@ -99,6 +100,7 @@ class UniversalWriter:
             raise RequestError("request.invalid", "a universal checkpoint holds fp32 masters: --dtype is for weights")
         require_optimizer(checkpoint, "a universal checkpoint")
         checkpoint, recomputed = without_recomputed(checkpoint)
+        checkpoint, empty_groups = without_empty_groups(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
         groups = request.options.deepspeed.weight_decay_groups
         by_stage = follows_stage(checkpoint, groups)
@@ -125,7 +127,7 @@ class UniversalWriter:
             Pointer(LATEST_UNIVERSAL, name.encode()),
             tuple(warnings),
             tuple(cutter.parts),
-            not_carried=(*recomputed, *random_states(checkpoint, 1), *not_kept(checkpoint), *frozen),
+            not_carried=(*recomputed, *empty_groups, *random_states(checkpoint, 1), *not_kept(checkpoint), *frozen),
         )
 
 
