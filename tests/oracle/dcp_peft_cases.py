@@ -22,20 +22,41 @@ _AFTER = ("4", "5", "6")
 def train_adapter(worlds: Worlds, kind: str, adapter: str, folder: Path, *, world: int = 2) -> list[float]:
     """Trains an adapter of this kind under FSDP2 and leaves the checkpoint of step 3; the losses after it.
 
-    ``folder`` gets ``output/checkpoint-3``, ``truth.*``, and PEFT's own word: ``peft/adapter`` and
+    ``folder`` gets ``output/checkpoint-3``, ``truth.*``, and PEFT's own word: ``peft/adapter``, ``peft/base`` and
     ``peft/merged.safetensors``.
     """
     losses = _run(worlds, world, kind=kind, adapter=adapter, folder=str(folder))
     return [losses[step] for step in _AFTER]
 
 
-def resume_adapter(worlds: Worlds, kind: str, adapter: str, checkpoint: Path, out: Path, *, world: int) -> Resumed:
+def resume_adapter(
+    worlds: Worlds,
+    kind: str,
+    adapter: str,
+    checkpoint: Path,
+    out: Path,
+    *,
+    world: int,
+    stage: int | None = None,
+    to: str | None = None,
+) -> Resumed:
     """The Trainer resumes a ``checkpoint-3`` on so many ranks.
+
+    Args:
+        worlds: The launcher.
+        kind: Of the model.
+        adapter: Of its adapter.
+        checkpoint: What is resumed.
+        out: Gets the state after loading.
+        world: Ranks.
+        stage: Of ZeRO; FSDP2 without one.
+        to: What ``reshard.ensure`` makes of the checkpoint first.
 
     Raises:
         WorldError: it refused; the traceback is in it.
     """
-    losses = _run(worlds, world, kind=kind, adapter=adapter, folder=str(out), resume=str(checkpoint))
+    more = {"folder": str(out), "resume": str(checkpoint), "stage": stage, "to": to}
+    losses = _run(worlds, world, kind=kind, adapter=adapter, **more)
     state = Truth(out / "resumed.safetensors", out / "resumed.json")
     return Resumed(state, tuple(losses[step] for step in _AFTER))
 

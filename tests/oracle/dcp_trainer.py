@@ -123,6 +123,8 @@ def trainer(
     """
     _, world = join_as_accelerate() if stage is None else join_as_deepspeed()
     seed = 4321 if resume is None else 98765
+    # Before the arguments: with ZeRO-3 in them, transformers would draw the base model anew, part by part.
+    model: Any = None if adapter is None else adapted(kind, adapter, seed)
     torch.manual_seed(seed)
     arguments = TrainingArguments(
         output_dir=str(Path(folder, "output")),
@@ -138,7 +140,8 @@ def trainer(
         seed=7,
         **_distribution(kind, version, stage),
     )
-    model: Any = AutoModelForCausalLM.from_config(config_of(kind)) if adapter is None else adapted(kind, adapter, seed)
+    if model is None:
+        model = AutoModelForCausalLM.from_config(config_of(kind))
     dumps = _Dumps(Path(folder), resumed=resume is not None, kind=kind, adapter=adapter)
     run = _Recording(model=model, args=arguments, train_dataset=_Rows(), callbacks=[dumps])
     run.losses = {}

@@ -1,7 +1,7 @@
-"""Adapters that the Trainer trains with FSDP2: what its checkpoints hold, and that it resumes them itself.
+"""Adapters that the Trainer trains with FSDP2: what its checkpoints hold, and what becomes of them.
 
-The Trainer saves the adapter alone, under PEFT's names for files. The optimizer has the names of the model. No
-converter takes part.
+The Trainer saves the adapter alone, under PEFT's names for files. The optimizer has the names of the model. The first
+tests show this, and that the Trainer resumes it, without a converter.
 
 Source: transformers 5.23.0 `distributed/fsdp.py` (`get_fsdp_ckpt_kwargs`: `adapter_only`), accelerate 1.15.0
 `utils/fsdp_utils.py` (`_get_model_state_dict`, `save_fsdp_optimizer`), peft 0.21.2 `utils/save_and_load.py`
@@ -10,26 +10,32 @@ Source: transformers 5.23.0 `distributed/fsdp.py` (`get_fsdp_ckpt_kwargs`: `adap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
+import torch
+from peft import PeftModel
 from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+import reshard
 from house.shared import made_once
 from house.tiers import rest_full
 from oracle.conversions import agree
-from oracle.dcp_driver import problems
+from oracle.dcp_driver import Resumed, problems
+from oracle.dcp_peft import base_of
 from oracle.dcp_peft_cases import OPTIONS, resume_adapter, train_adapter
 from oracle.launcher import WorldError, Worlds
-from oracle.outputs import raw
+from oracle.outputs import raw, read_safetensors, tensor_of
 from oracle.truth import RawTensor, Truth
 
+# What PEFT 0.21 asks transformers 5.23.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 KINDS = [(kind, adapter) for kind in ("llama", "gpt2") for adapter in OPTIONS if (kind, adapter) != ("gpt2", "head")]
 ALWAYS = (("llama", "dora"), ("llama", "head"))
 
@@ -53,10 +59,14 @@ class Saved:
 
     def entry(self, part: str) -> Any:
         """What torch reads of one of the two directories of shards."""
-        state: dict[str, Any] = {}
-        reader = FileSystemReader(str(self.checkpoint / part))
-        _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-        return state
+        return _load(self.checkpoint / part)
+
+
+def _load(directory: Path) -> Any:
+    state: dict[str, Any] = {}
+    reader = FileSystemReader(str(directory))
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return state
 
 
 Adapted: TypeAlias = Callable[[str, str], Saved]
@@ -175,6 +185,99 @@ def test_a_tied_head_cannot_be_saved_apart_under_fsdp2(worlds: Worlds, tmp_path:
     """torch 2.13 refuses the copy of GPT-2's tied head that PEFT keeps: no such run has checkpoints."""
     with pytest.raises(WorldError, match="is shared with a parameter already managed by another FSDP group"):
         train_adapter(worlds, "gpt2", "head", tmp_path)
+
+
+# What the converter makes of them.
+
+
+def assert_goes_on(run: Saved, resumed: Resumed, *, across: bool = False) -> None:
+    """Every trained value, moment and number is that of the run, and so are the next losses."""
+    assert problems(run.truth, resumed.state, across=across) == []
+    assert agree(resumed.losses, run.losses_after, significant=6)
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_it_is_written_again_with_its_own_names(
+    kind: str, adapter: str, adapted: Adapted, worlds: Worlds, tmp_path: Path
+) -> None:
+    run, target = adapted(kind, adapter), tmp_path / "checkpoint-3"
+    result = reshard.convert(run.checkpoint, target, to="dcp", files=3)
+    assert (result.warnings, result.not_carried) == ((), ())
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        assert dict(_flat(_load(target / part))) == dict(_flat(run.entry(part)))
+    assert_goes_on(run, resume_adapter(worlds, kind, adapter, target, tmp_path / "out", world=3))
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_ensure_on_three_ranks(kind: str, adapter: str, adapted: Adapted, worlds: Worlds, tmp_path: Path) -> None:
+    run = adapted(kind, adapter)
+    assert_goes_on(run, resume_adapter(worlds, kind, adapter, run.checkpoint, tmp_path, world=3, to="dcp"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "stage"),
+    rest_full([(*case, stage) for case in KINDS for stage in (1, 2, 3)], ("llama", "dora", 2), ("llama", "head", 3)),
+)
+def test_deepspeed_goes_on_on_three_ranks(
+    kind: str, adapter: str, stage: int, adapted: Adapted, worlds: Worlds, tmp_path: Path
+) -> None:
+    run = adapted(kind, adapter)
+    resumed = resume_adapter(worlds, kind, adapter, run.checkpoint, tmp_path, world=3, stage=stage, to="zero")
+    told = problems(run.truth, resumed.state, across=True)
+    # DeepSpeed removes the group without members, and the scheduler that the Trainer loads counts one group less.
+    assert [text.partition(":")[0] for text in told] == ([] if adapter == "norms" else ["lr_scheduler"])
+    rates = resumed.state.meta["lr_scheduler"]["base_lrs"]
+    assert rates == run.truth.meta["lr_scheduler"]["base_lrs"][: len(rates)]
+    assert agree(resumed.losses, run.losses_after, significant=6)
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_the_adapter_is_pefts_own(kind: str, adapter: str, adapted: Adapted, tmp_path: Path) -> None:
+    run = adapted(kind, adapter)
+    with pytest.raises(reshard.ReshardError, match="scale of the adapter is unknown") as refused:
+        reshard.convert(run.checkpoint, tmp_path / "no", to="peft")
+    assert "--lora-alpha N" in str(refused.value.fix)
+    own = run.folder / "peft" / "adapter"
+    reshard.convert(run.checkpoint, tmp_path / "said", to="peft", model_files=str(own))
+    reshard.convert(run.checkpoint, tmp_path / "made", to="peft", lora_alpha=OPTIONS[adapter]["lora_alpha"])
+    wanted = PeftModel.from_pretrained(base_of(kind), own).state_dict()
+    for name in ("said", "made"):
+        assert _tensors(tmp_path / name / "adapter_model.safetensors") == _tensors(own / "adapter_model.safetensors")
+        found = PeftModel.from_pretrained(base_of(kind), tmp_path / name).state_dict()
+        assert {k: raw(v) for k, v in found.items()} == {k: raw(v) for k, v in wanted.items()}
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_merged_it_is_pefts_own(kind: str, adapter: str, adapted: Adapted, tmp_path: Path) -> None:
+    run = adapted(kind, adapter)
+    merge: dict[str, Any] = {"to": "safetensors", "merge_adapter": True, "model_files": str(run.folder / "peft/adapter")}
+    with pytest.raises(reshard.ReshardError, match="base model's weights are not in the checkpoint"):
+        reshard.convert(run.checkpoint, tmp_path / "no", **merge)
+    reshard.convert(run.checkpoint, tmp_path / "merged", base=str(run.folder / "peft" / "base"), **merge)
+    found, wanted = read_safetensors(tmp_path / "merged").tensors, _tensors(run.folder / "peft" / "merged.safetensors")
+    assert found.keys() <= wanted.keys()
+    assert {name for name in wanted if name not in found} <= {"lm_head.weight"}  # tied, in GPT-2
+    for name, value in found.items():
+        theirs = tensor_of(wanted[name])
+        assert torch.allclose(tensor_of(value), theirs, rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+def test_weights_have_the_names_of_the_run(kind: str, adapter: str, adapted: Adapted, tmp_path: Path) -> None:
+    run = adapted(kind, adapter)
+    result = reshard.convert(run.checkpoint, tmp_path / "weights", to="safetensors")
+    assert read_safetensors(tmp_path / "weights").tensors == run.truth.kind("fp32")
+    assert any("base model's weights are not in the checkpoint" in text for text in result.warnings)
+
+
+def _flat(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves of a state dict, tensors as their bits."""
+    items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else None
+    if items is None or not state:
+        yield path, raw(state) if isinstance(state, torch.Tensor) else state
+        return
+    for key, value in items:
+        yield from _flat(value, (*path, key))
 
 
 def _plain(name: str) -> str:

@@ -30,6 +30,7 @@ from reshard.ensuring.local_checkpoints import (
     is_distributed,
     local_path,
     place_companions,
+    place_schedulers,
     storage_error,
     writing,
 )
@@ -411,6 +412,7 @@ class _Local:
                 task.maker.convert(request, own, lambda: finished(target, tags), work)
         finally:
             self._records.withdraw(self._asked)
+        place_schedulers(target, tags)
         if not finished(target, tags):
             raise IntegrityError(
                 "integrity.mismatch",

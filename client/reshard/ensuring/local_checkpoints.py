@@ -35,6 +35,7 @@ _SHARDS = re.compile(r"\.metadata|__\d+\.metadata|pytorch_model_fsdp_\d+")
 _SHARD_FOLDERS = re.compile(r"(?:pytorch_model_fsdp|optimizer)_\d+")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _OPTIMIZER = re.compile(r"optimizer(_\d+)?\.(bin|pt)")
+_SCHEDULER = re.compile(r"scheduler(_\d+)?\.(bin|pt)")
 _TRAINER_STATE = "trainer_state.json"
 
 
@@ -292,6 +293,24 @@ def place_companions(source: LocalSource, target: str, ranks: int) -> None:
                 shards = source.distributed and _SHARD_FOLDERS.fullmatch(entry.name)
                 if entry.is_dir() and entry.name not in tops and not shards and not _holds_tag(entry.path):
                     _place_tree(entry.path, os.path.join(target, entry.name))
+
+
+def place_schedulers(target: str, tags: tuple[str, ...]) -> None:
+    """Put a trainer's scheduler from a tag beside it: a conversion leaves one there if it changes the param groups.
+
+    The function is idempotent.
+
+    Args:
+        target: The save directory of the result.
+        tags: Its tags, the one to resume from last.
+
+    Raises:
+        StorageError: `storage.denied`, `storage.no_space` and the like.
+    """
+    with writing(target):
+        for tag in tags:
+            for name in filter(_SCHEDULER.fullmatch, os.listdir(os.path.join(target, tag))):
+                _place(os.path.join(target, tag, name), os.path.join(target, name))
 
 
 def _rekeyed(stem: str, suffix: str, states: dict[int, str], ranks: int) -> Iterator[tuple[str, str]]:

@@ -190,11 +190,16 @@ def _is_made(scheduler: Node) -> bool:
 
 
 def derived_warnings(checkpoint: Checkpoint) -> list[str]:
-    """Warnings about counters and schedulers that `model_states` made, because the source holds none."""
+    """Warnings about counters, schedulers and frozen weights of which a source of another format holds none."""
     if facts_of(checkpoint).order:
         return []
     steps, updates = _counted(checkpoint)
     found = ["nothing in the source counts steps: global_steps is 0"] if steps is None else []
+    if checkpoint.frozen_left_out:
+        found.append(
+            "the frozen base model is not in the source, so it has to be there when the run loads: the Trainer does "
+            "that; in a script, build the model with its base weights and load_checkpoint(load_module_strict=False)"
+        )
     if not checkpoint.schedulers:
         after = "begins anew" if updates is None else f"goes on as after {updates} steps, one for each update"
         found.append(

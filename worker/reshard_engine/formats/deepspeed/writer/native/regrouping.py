@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import SourceError
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, ParamGroup
@@ -23,11 +24,14 @@ from reshard_engine.formats.deepspeed.facts import DeepSpeedFacts, facts_of
 from reshard_engine.formats.deepspeed.writer.native.autoep import fused_experts
 from reshard_engine.formats.deepspeed.writer.native.experts import expert_of, experts_by_layer, is_expert_group
 from reshard_engine.formats.not_written import named
+from reshard_engine.formats.torch_archive import tree_template
 from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.plain import plain_value
+from reshard_engine.tensors.layout import TargetFile
 
 MAX_GROUP_ELEMS = 178_956_971
 """The most elements of one rank's part of a group of experts."""
+_SCHEDULER_FILE = re.compile(r"scheduler(?:_\d{1,4})?\.(?:bin|pt)")
 _NAME = re.compile(r"ep_size_([1-9][0-9]{0,8})")
 
 
@@ -70,6 +74,30 @@ def without_empty_groups(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[NotC
     empty = (f"optimizer.param_groups[{index}]" for index, found in enumerate(members) if not found)
     lost = tuple(named(empty, "a group without members, which DeepSpeed removes from its optimizer"))
     return with_groups(checkpoint, optimizer, groups, origins=kept), lost
+
+
+def trainers_scheduler(source: Checkpoint, target: Checkpoint, opaque: OpaquePolicy) -> tuple[TargetFile, ...]:
+    """The file of a trainer's scheduler with one entry for each of the target's groups; none if they are the source's.
+
+    A trainer that brings its own scheduler loads the file beside the tag, and not what DeepSpeed's files hold. The file
+    here is to take the place of that one.
+
+    Args:
+        source: The checkpoint with its groups as they were.
+        target: The checkpoint with the groups to write.
+        opaque: The policy for objects whose classes are not on the allow-list.
+
+    Source: transformers 5.23.0 `trainer.py` (`_load_optimizer_and_scheduler`), accelerate 1.15.0 `accelerator.py`
+    (`load_state`); torch 2.13.0 `optim/lr_scheduler.py` (`LambdaLR.load_state_dict` and `get_lr` count the groups).
+    """
+    own = target.own_scheduler
+    if own is None or target.schedulers == source.schedulers or len(target.scheduler_keys) <= own:
+        return ()
+    name = target.scheduler_keys[own]
+    if _SCHEDULER_FILE.fullmatch(name) is None:
+        return ()
+    template, slots = tree_template("scheduler", target.schedulers[own], target.shard_map, opaque=opaque)
+    return (TargetFile(name, template, slots),)
 
 
 def _spread(group: ParamGroup) -> int | None:

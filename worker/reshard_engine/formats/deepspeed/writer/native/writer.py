@@ -45,7 +45,11 @@ from reshard_engine.formats.deepspeed.writer.native.model import LocalModel
 from reshard_engine.formats.deepspeed.writer.native.model_states import ModelStatesFiles
 from reshard_engine.formats.deepspeed.writer.native.optimizer import Groups, trained_groups
 from reshard_engine.formats.deepspeed.writer.native.rank_parameters import is_pipeline, local_models
-from reshard_engine.formats.deepspeed.writer.native.regrouping import regrouped, without_empty_groups
+from reshard_engine.formats.deepspeed.writer.native.regrouping import (
+    regrouped,
+    trainers_scheduler,
+    without_empty_groups,
+)
 from reshard_engine.formats.deepspeed.writer.native.scaling import scale_warnings, scaler_attributes_left
 from reshard_engine.formats.deepspeed.writer.native.sharded import ShardedStates
 from reshard_engine.formats.deepspeed.writer.native.target import Target, resolve
@@ -67,6 +71,7 @@ class ZeroWriter:
                 source.
         """
         require_optimizer(checkpoint, "a native checkpoint")
+        before = checkpoint
         checkpoint, recomputed = without_recomputed(checkpoint)
         checkpoint, empty_groups = without_empty_groups(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
@@ -105,7 +110,8 @@ class ZeroWriter:
         warnings += sectioned(checkpoint, request) if target.tp_changes else []
         pointer = Pointer(LATEST, name.encode(), beside=_tracker(checkpoint))
         left = (*recomputed, *empty_groups, *_not_carried(checkpoint, target))
-        return TargetLayout((*files.bodies, *files.commits), pointer, tuple(warnings), parts, left)
+        beside = trainers_scheduler(before, checkpoint, request.opaque)
+        return TargetLayout((*files.bodies, *beside, *files.commits), pointer, tuple(warnings), parts, left)
 
 
 def _with_copies(checkpoint: Checkpoint, target: Target) -> Checkpoint:

@@ -61,7 +61,7 @@ from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
     sharded_groups,
 )
 from reshard_engine.formats.deepspeed.writer.native.model import LocalParameter
-from reshard_engine.formats.deepspeed.writer.native.regrouping import without_empty_groups
+from reshard_engine.formats.deepspeed.writer.native.regrouping import trainers_scheduler, without_empty_groups
 from reshard_engine.formats.deepspeed.writer.universal.cut_entries import cut_keys
 from reshard_engine.formats.deepspeed.writer.universal.loader_limits import empty_rank_warnings, stage_3_warnings
 from reshard_engine.formats.torch_archive import scalar_node, single_tensor_template, tree_template
@@ -99,6 +99,7 @@ class UniversalWriter:
         if request.dtype is not None:
             raise RequestError("request.invalid", "a universal checkpoint holds fp32 masters: --dtype is for weights")
         require_optimizer(checkpoint, "a universal checkpoint")
+        before = checkpoint
         checkpoint, recomputed = without_recomputed(checkpoint)
         checkpoint, empty_groups = without_empty_groups(checkpoint)
         checkpoint, never_updated = with_all_counters(checkpoint)
@@ -117,6 +118,7 @@ class UniversalWriter:
         files += _step_files(checkpoint)
         if not request.exclude_frozen:
             files += _frozen_atoms(checkpoint)
+        files += trainers_scheduler(before, checkpoint, request.opaque)
         files += _commit_files(checkpoint, request, by_stage=by_stage)
         warnings = [*never_updated, *derived_warnings(checkpoint), *warnings]
         warnings += [*configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
