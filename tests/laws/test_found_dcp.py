@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from laws.dcp_files import Save, Sharded, StridedShard, nested, read_metadata, save
+from reshard.errors import SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
@@ -122,3 +123,84 @@ def test_accelerates_directories_of_ranks_that_save_alone(tmp_path: Path) -> Non
     optimizer = {"state": {"w": {"exp_avg": held["w"], "step": 3}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
     save({"optimizer": optimizer}, tmp_path / "in" / "optimizer_0", how)
     assert [p.fqn for p in _read(tmp_path / "in").trained] == ["w"]
+
+
+# An adapter that the Trainer saved alone: PEFT leaves the adapter's name out of the model's keys, not of the optimizer's.
+
+_MODULE = "base_model.model"
+OF_ADAPTER = {
+    f"{_MODULE}.q.lora_A.weight": f"{_MODULE}.q.lora_A.default.weight",
+    f"{_MODULE}.q.lora_B.weight": f"{_MODULE}.q.lora_B.default.weight",
+    f"{_MODULE}.q.lora_magnitude_vector": f"{_MODULE}.q.lora_magnitude_vector.default.weight",
+    f"{_MODULE}.embed.lora_embedding_A": f"{_MODULE}.embed.lora_embedding_A.default",
+    f"{_MODULE}.default.v.hada_w1_a": f"{_MODULE}.default.v.hada_w1_a.default",
+    f"{_MODULE}.head.weight": f"{_MODULE}.head.modules_to_save.default.weight",
+    f"{_MODULE}.q.base_layer.bias": f"{_MODULE}.q.base_layer.bias",
+}
+"""The names of trained parameters in the model's state dict, with those in the optimizer's."""
+
+
+def _adapter_saved(directory: Path, names: dict[str, str], more: dict[str, Any], **shapes: tuple[int, ...]) -> Path:
+    model = {name: torch.full((2, 3), float(i)) for i, name in enumerate(names)}
+    moments = {key: torch.ones(shapes.get(key.rpartition(".")[2], (2, 3))) for key in names.values()}
+    states = {key: {"exp_avg": value, "step": torch.tensor(3.0)} for key, value in moments.items()}
+    groups = [{"lr": 0.1, "params": list(names.values())}, {"lr": 0.1, "params": []}]
+    save({"model": {**model, **more}}, directory / "pytorch_model_fsdp_0", Save())
+    save({"optimizer": {"state": states, "param_groups": groups}}, directory / "optimizer_0", Save())
+    return directory
+
+
+def test_the_optimizer_proves_the_names_of_an_adapter(tmp_path: Path) -> None:
+    whole = {f"{_MODULE}.head.running_mean": torch.ones(3)}
+    base = {f"{_MODULE}.embed.base_layer.weight": torch.zeros(5, 3)}
+    found = _read(_adapter_saved(tmp_path / "in", OF_ADAPTER, whole | base))
+    assert {p.fqn for p in found.trained} == {*OF_ADAPTER.values()}
+    held = found.module_names
+    assert held == (*OF_ADAPTER.values(), f"{_MODULE}.head.modules_to_save.default.running_mean", *base)
+    _convert(tmp_path / "in", tmp_path / "out")
+    for part in ("pytorch_model_fsdp_0", "optimizer_0"):
+        before, after = (read_metadata(tmp_path / place / part / ".metadata") for place in ("in", "out"))
+        assert after.state_dict_metadata.keys() == before.state_dict_metadata.keys(), part
+        assert after.planner_data == before.planner_data
+
+
+def _without(name: str) -> dict[str, str]:
+    return {k: v for k, v in OF_ADAPTER.items() if k != name}
+
+
+NO_ADAPTER: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "a moment of another shape": (OF_ADAPTER, {"shape": (3, 2)}),
+    "a factor that the optimizer does not have": (
+        _without(f"{_MODULE}.q.lora_A.weight"), {f"{_MODULE}.q.lora_A.weight": torch.ones(2, 3)},
+    ),
+    "a part of another method that the optimizer does not have": (OF_ADAPTER, {f"{_MODULE}.vera_A": torch.ones(2, 3)}),
+    "two adapters": ({**OF_ADAPTER, f"{_MODULE}.v.lora_A.weight": f"{_MODULE}.v.lora_A.other.weight"}, {}),
+    "another module": ({**OF_ADAPTER, f"{_MODULE}.v.lora_A.weight": f"{_MODULE}.k.lora_A.default.weight"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NO_ADAPTER)
+def test_names_that_nothing_proves_are_refused(kind: str, tmp_path: Path) -> None:
+    names, more = NO_ADAPTER[kind]
+    shapes = {"weight": more["shape"]} if "shape" in more else {}
+    source = _adapter_saved(tmp_path / "in", names, {} if shapes else more, **shapes)
+    with pytest.raises(SourceError, match="the model has no such parameter") as refused:
+        _read(source)
+    assert refused.value.code == "checkpoint.incomplete"
+    # The weights alone need no names of the optimizer.
+    assert len(_read(source / "pytorch_model_fsdp_0").module_names) == len(names) + len({} if shapes else more)
+
+
+def test_deepspeed_gets_no_group_without_members(tmp_path: Path) -> None:
+    source = _adapter_saved(tmp_path / "in", OF_ADAPTER, {})
+    torch.save({"base_lrs": [0.1, 0.1], "last_epoch": 3, "lr_lambdas": [{}, {}]}, source / "scheduler.bin")
+    options = {"layout": {"dp": 2, "zero_stage": "1"}}
+    result = _convert(source, tmp_path / "run" / "step", "zero", **options)
+    assert "optimizer.param_groups[1]" in [entry.path for entry in result.not_carried]
+    found = _read(tmp_path / "run")
+    assert found.optimizer is not None
+    assert len(found.optimizer.groups) == 1
+    for name in ("scheduler.bin", "mp_rank_00_model_states.pt"):
+        held = torch.load(tmp_path / "run" / "step" / name, weights_only=False)
+        held = held if name == "scheduler.bin" else held["lr_scheduler"]
+        assert held == {"base_lrs": [0.1], "last_epoch": 3, "lr_lambdas": [{}]}

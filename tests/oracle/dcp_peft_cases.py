@@ -39,6 +39,7 @@ def resume_adapter(
     world: int,
     stage: int | None = None,
     to: str | None = None,
+    universal: bool = False,
 ) -> Resumed:
     """The Trainer resumes a ``checkpoint-3`` on so many ranks.
 
@@ -51,11 +52,12 @@ def resume_adapter(
         world: Ranks.
         stage: Of ZeRO; FSDP2 without one.
         to: What ``reshard.ensure`` makes of the checkpoint first.
+        universal: The checkpoint is a universal one.
 
     Raises:
         WorldError: it refused; the traceback is in it.
     """
-    more = {"folder": str(out), "resume": str(checkpoint), "stage": stage, "to": to}
+    more = {"folder": str(out), "resume": str(checkpoint), "stage": stage, "to": to, "universal": universal}
     losses = _run(worlds, world, kind=kind, adapter=adapter, **more)
     state = Truth(out / "resumed.safetensors", out / "resumed.json")
     return Resumed(state, tuple(losses[step] for step in _AFTER))

@@ -84,10 +84,10 @@ class _Recording(Trainer):
     losses: dict[str, float]
 
 
-def _distribution(kind: str, version: int, stage: int | None) -> dict[str, Any]:
+def _distribution(kind: str, version: int, stage: int | None, *, universal: bool) -> dict[str, Any]:
     """The arguments that say how the run is spread over the ranks: DeepSpeed at a stage, or FSDP."""
     if stage is not None:
-        return {"deepspeed": zero_config(stage)}
+        return {"deepspeed": {**zero_config(stage), "checkpoint": {"load_universal": universal}}}
     config = {
         "version": version,
         "transformer_layer_cls_to_wrap": [_LAYERS[kind]],
@@ -105,6 +105,7 @@ def trainer(
     stage: int | None = None,
     to: str | None = None,
     adapter: str | None = None,
+    universal: bool = False,
 ) -> dict[str, Any]:
     """Trains to step 6 under ``Trainer``, from the start or from a checkpoint.
 
@@ -117,6 +118,7 @@ def trainer(
         to: what ``reshard.ensure`` is asked to make of ``resume`` first.
         adapter: trains one of this kind on a frozen model (`oracle.dcp_peft_cases`); PEFT's own word on it is left in
             ``folder/peft``.
+        universal: DeepSpeed loads a universal checkpoint.
 
     Returns:
         ``losses`` by step, and the ``path`` that was resumed from.
@@ -138,7 +140,7 @@ def trainer(
         report_to=[],
         disable_tqdm=True,
         seed=7,
-        **_distribution(kind, version, stage),
+        **_distribution(kind, version, stage, universal=universal),
     )
     if model is None:
         model = AutoModelForCausalLM.from_config(config_of(kind))

@@ -10,6 +10,7 @@ Source: transformers 5.23.0 `distributed/fsdp.py` (`get_fsdp_ckpt_kwargs`: `adap
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from oracle.truth import RawTensor, Truth
 # What PEFT 0.21 asks transformers 5.23.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 KINDS = [(kind, adapter) for kind in ("llama", "gpt2") for adapter in OPTIONS if (kind, adapter) != ("gpt2", "head")]
+TAG = "global_step3"
 ALWAYS = (("llama", "dora"), ("llama", "head"))
 
 
@@ -223,9 +225,41 @@ def test_deepspeed_goes_on_on_three_ranks(
 ) -> None:
     run = adapted(kind, adapter)
     resumed = resume_adapter(worlds, kind, adapter, run.checkpoint, tmp_path, world=3, stage=stage, to="zero")
+    assert_goes_on_in_deepspeed(run, resumed)
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "stage"),
+    rest_full([(*case, stage) for case in KINDS for stage in (2, 3) if case[1] != "norms"], ("llama", "head", 3)),
+)
+def test_a_universal_checkpoint_goes_on(
+    kind: str, adapter: str, stage: int, adapted: Adapted, worlds: Worlds, tmp_path: Path
+) -> None:
+    """The directory is the Trainer's: its own files, and the tag.
+
+    `norms` has two groups, of which DeepSpeed's universal loader loses hyper-parameters at stage 3.
+    """
+    run, save = adapted(kind, adapter), tmp_path / "checkpoint-3"
+    result = reshard.convert(run.checkpoint, save / TAG, to="universal")
+    assert any("load_module_strict=False" in text for text in result.warnings)
+    beside = {path.name: path for path in run.checkpoint.iterdir() if path.is_file()}
+    beside |= {path.name: path for path in (save / TAG).glob("scheduler.pt")}
+    for name, path in beside.items():
+        shutil.copy(path, save / name)
+    (save / "latest").write_text(TAG)
+    options: dict[str, Any] = {"world": 3, "stage": stage, "universal": True}
+    assert_goes_on_in_deepspeed(run, resume_adapter(worlds, kind, adapter, save, tmp_path / "out", **options))
+
+
+def assert_goes_on_in_deepspeed(run: Saved, resumed: Resumed) -> None:
+    """The same, but for a group without members.
+
+    DeepSpeed removes such a group, and the scheduler that the Trainer loads counts one group less.
+    """
     told = problems(run.truth, resumed.state, across=True)
-    # DeepSpeed removes the group without members, and the scheduler that the Trainer loads counts one group less.
-    assert [text.partition(":")[0] for text in told] == ([] if adapter == "norms" else ["lr_scheduler"])
+    groups = [group["names"] for group in run.truth.meta["groups"]]
+    assert [text.partition(":")[0] for text in told] == ([] if all(groups) else ["lr_scheduler"])
+    assert len(resumed.state.meta["lr_scheduler"]["base_lrs"]) == len([names for names in groups if names])
     rates = resumed.state.meta["lr_scheduler"]["base_lrs"]
     assert rates == run.truth.meta["lr_scheduler"]["base_lrs"][: len(rates)]
     assert agree(resumed.losses, run.losses_after, significant=6)

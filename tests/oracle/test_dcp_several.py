@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 import reshard
 from house.shared import made_once
@@ -281,5 +282,10 @@ def test_a_compiled_run_finds_its_names(several: SeveralFactory, fsdp: FsdpOracl
     path = str(tmp_path / "zero")
     got = fsdp.worlds.run("oracle.dcp_zero:load", path=path, compiled=True, **shared)[0]
     assert agree(tuple(got["losses"]), source.losses_after, significant=6)
+    reshard.convert(source.path("compiled"), tmp_path / "again", to="dcp")
+    keys = [FileSystemReader(str(path)).read_metadata() for path in (source.path("compiled"), tmp_path / "again")]
+    # torch leaves the wrapper out of the optimizer's keys.
+    assert keys[1].state_dict_metadata.keys() == keys[0].state_dict_metadata.keys()
+    assert keys[1].planner_data == keys[0].planner_data
     reshard.convert(source.path("compiled"), tmp_path / "weights", to="safetensors")
     assert not any("_orig_mod" in name for name in read_safetensors(tmp_path / "weights").tensors)

@@ -353,7 +353,8 @@ class OptimizerEntries:
             raise SourceError(
                 "checkpoint.incomplete",
                 f"the optimizer names {printable(key)}, and the model has no such parameter",
-                fix="the model and the optimizer are of different saves: copy the checkpoint again",
+                fix="copy the checkpoint again, if the model and the optimizer are of different saves; for the weights "
+                "alone, name the model's own directory, such as pytorch_model_fsdp_0",
             )
         return found
 
