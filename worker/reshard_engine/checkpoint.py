@@ -142,6 +142,8 @@ class OptimizerState:
     """True for AdamW, False for Adam, as far as something other than the groups says so."""
     rank_numbers: tuple[str, ...] = ()
     """Names of states that are one number per rank's partition and differ. Other partitions have no such number."""
+    unread: tuple[str, ...] = ()
+    """Names of states that only the source's own format keeps, each with its class: quantized ones."""
 
     @property
     def is_adafactor(self) -> bool:

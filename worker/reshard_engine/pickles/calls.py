@@ -43,11 +43,17 @@ def _one_sequence(items: tuple[Node, ...]) -> bool:
     return not items or (len(items) == 1 and isinstance(items[0], PTuple | PList))
 
 
+def _strided(items: tuple[Node, ...]) -> bool:
+    return items == ("torch.strided",)
+
+
 _CHECKS: dict[str, Callable[[tuple[Node, ...]], bool]] = {
     "_codecs.encode": _encode,
     "numpy.ndarray": _never,
     "numpy.dtype": arrays.is_dtype_call,
     "torch.Size": _one_sequence,
+    "torch._utils._rebuild_wrapper_subclass": _never,  # an argument of `_rebuild_from_type_v2` alone
+    "torch.serialization._get_layout": _strided,
     "datetime.timedelta": _numbers,
     **stdlib.CHECKS,
     **{f"{b}.{n}": _bytes_like for b in ("builtins", "__builtin__") for n in ("bytes", "bytearray")},

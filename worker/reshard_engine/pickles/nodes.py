@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 from reshard.errors import SourceError, printable
 from reshard_engine.pickles.limits import DEFAULT_LIMITS
 
+FROM_TYPE = "torch._tensor._rebuild_from_type_v2"
+"""The function that rebuilds tensors with attributes, and those of classes of their own: its second argument."""
 Node: TypeAlias = Any
 """A scalar or one of the classes below. It is `Any`, because untrusted data has no better static type."""
 
@@ -88,6 +90,14 @@ class PObject:
     """Pairs of SETITEM(S), flat."""
     appends: list[Node] = field(default_factory=list[Any])
     depth: int = 1
+
+
+    @property
+    def known_by(self) -> Node:
+        """The class or function that decides whether the object is known: of a tensor, the class that it is of."""
+        args = self.args.items
+        of_type = isinstance(self.cls, Global) and self.cls.dotted == FROM_TYPE and len(args) > 1
+        return args[1] if of_type else self.cls
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -5,7 +5,7 @@ write it, and because calling it only builds a value: programs that load *our* o
 is written unchanged is a risk of its own, because it carries the source's names into our output.
 
 Source: names seen in checkpoints written by deepspeed 0.19.8, Megatron-DeepSpeed (July 2025),
-torch 2.13.0, numpy 2.4 and their older spellings (`numpy.core` before numpy 2); plain values of CPython's
+torch 2.13.0, torchao 0.18.0, numpy 2.4 and their older spellings (`numpy.core` before numpy 2); plain values of CPython's
 standard library as 3.8 to 3.13 write them (`tests/data/pickles`).
 """
 
@@ -31,6 +31,8 @@ _CALLABLE = frozenset(
         "torch._utils._rebuild_tensor_v3",
         "torch._utils._rebuild_parameter",
         "torch._tensor._rebuild_from_type_v2",
+        "torch._utils._rebuild_wrapper_subclass",
+        "torch.serialization._get_layout",
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -70,6 +72,12 @@ _CALLABLE = frozenset(
 )
 _PLAIN = frozenset(
     {"torch.Tensor", "torch.nn.parameter.Parameter", "torch.float8_e4m3fn", "torch.storage.UntypedStorage"}
+    # Quantized states of optimizers: tensors made of tensors, which nothing here looks into.
+    | {
+        f"{package}.subclass_{kind}.OptimState{suffix}"
+        for package in ("torchao.optim", "torchao.prototype.low_bit_optim")
+        for kind, suffix in (("8bit", "8bit"), ("4bit", "4bit"), ("fp8", "Fp8"))
+    }
     # The default factories of defaultdicts.
     | {f"{b}.{name}" for b in ("builtins", "__builtin__") for name in FACTORIES}
     | {f"torch.{name}" for name in BY_STORAGE_CLASS}

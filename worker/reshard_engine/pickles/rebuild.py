@@ -7,13 +7,24 @@ Source: torch 2.13.0 `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild_paramete
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard_engine.pickles import arrays, calls, stdlib
-from reshard_engine.pickles.limits import PickleLimits
-from reshard_engine.pickles.nodes import Global, Node, PDict, PList, PObject, PSet, PStorage, PTensor, PTuple
+from reshard_engine.pickles.limits import DEFAULT_LIMITS, PickleLimits
+from reshard_engine.pickles.nodes import (
+    FROM_TYPE,
+    Global,
+    Node,
+    PDict,
+    PList,
+    PObject,
+    PSet,
+    PStorage,
+    PTensor,
+    PTuple,
+)
 from reshard_engine.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS
 
 MAX_ELEMS = 1 << 62
@@ -21,6 +32,15 @@ _ATTRIBUTES, _ATTRIBUTE_CHARS = 8, 64
 _KEY = re.compile(r"(?!.*\.\.)[0-9A-Za-z_.-]{1,64}")
 _STORAGES = {name: dtype.name for name, dtype in BY_STORAGE_CLASS.items()} | {"UntypedStorage": "uint8"}
 """Element types of storages by the class that a persistent id names."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeOfTensors:
+    """A tensor that is made of others, by a class of its own."""
+
+    kind: Global
+    dtype: str
+    shape: tuple[int, ...]
 
 
 def _confused(message: str) -> SourceError:
@@ -128,8 +148,8 @@ def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
             raise _confused(f"{name} with unexpected arguments")
         inner = items[0]
         return PTensor(inner.storage, inner.dtype, inner.offset, inner.shape, inner.stride, items[1], parameter=True)
-    if name == "torch._tensor._rebuild_from_type_v2":
-        return _from_type(items, limits)
+    if name == FROM_TYPE:
+        return _from_type(func, args, limits)
     if name in ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"):
         return _set(items, frozen=name.endswith("frozenset"))
     calls.check_call(func, args)
@@ -152,16 +172,40 @@ def _rebuilt(name: str, items: tuple[Node, ...], limits: PickleLimits) -> PTenso
     return None
 
 
-def _from_type(items: tuple[Node, ...], limits: PickleLimits) -> PTensor:
+def _from_type(call: Global, args: PTuple, limits: PickleLimits) -> PTensor | PObject:
+    items = args.items
     if len(items) != 4 or not isinstance(items[0], Global) or not isinstance(items[2], PTuple):
         raise _confused("_rebuild_from_type_v2 with unexpected arguments")
     func, kind = items[0], items[1]
     if not isinstance(kind, Global) or kind.dotted not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        found = PObject("reduce", call, args, depth=args.depth + 1)
+        if isinstance(kind, Global) and made_of_tensors(found) is not None:
+            check_state(found, items[3])
+            return found
         raise SourceError("pickle.forbidden_call", "_rebuild_from_type_v2 of a type that is not a torch tensor")
     tensor = _rebuilt(func.dotted, items[2].items, limits)
     if tensor is None:
         raise SourceError("pickle.forbidden_call", f"_rebuild_from_type_v2 of {printable(func.dotted)}")
     return replace(tensor, attributes=_texts(items[3]))
+
+
+def made_of_tensors(node: Node) -> MadeOfTensors | None:
+    """The class, element type and shape of a tensor that is made of others, as quantized ones are; None for all else.
+
+    Source: torch 2.13.0 `_tensor.py` (`_reduce_ex_internal`: a class with `__torch_dispatch__`), `_utils.py`
+    (`_rebuild_wrapper_subclass`); torchao 0.18.0 `optim/subclass_8bit.py`; verified by running.
+    """
+    if not isinstance(node, PObject) or not isinstance(node.cls, Global) or node.cls.dotted != FROM_TYPE:
+        return None
+    match node.args.items:
+        case (Global() as func, Global() as kind, PTuple(items=(same, Global() as dtype, size, *_)), PDict()) if (
+            func.dotted == "torch._utils._rebuild_wrapper_subclass"
+            and same == kind
+            and dtype.module == "torch"
+            and dtype.name in BY_NAME
+        ):
+            return MadeOfTensors(kind, dtype.name, _counts(size, "a tensor's size", DEFAULT_LIMITS))
+    return None
 
 
 def _texts(state: Node) -> tuple[tuple[str, str], ...]:

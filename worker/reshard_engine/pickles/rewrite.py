@@ -86,7 +86,8 @@ class _Rewriter:
         return result
 
     def _object(self, node: PObject) -> Node:
-        if not (isinstance(node.cls, Global) and is_listed(node.cls)):
+        name = node.known_by
+        if not (isinstance(name, Global) and is_listed(name)):
             replaced = self._foreign(node)
             if replaced is not node:
                 self._memo[id(node)] = replaced
@@ -114,7 +115,7 @@ def foreign_paths(node: Node, path: str) -> list[str]:
             return
         met.add(id(part))
         check_depth(depth)
-        name = part.cls if isinstance(part, PObject) else part
+        name = part.known_by if isinstance(part, PObject) else part
         if isinstance(part, PObject | Global) and not (isinstance(name, Global) and is_listed(name)):
             found.append(where)
             return

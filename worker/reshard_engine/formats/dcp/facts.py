@@ -9,10 +9,36 @@ from dataclasses import dataclass, field
 from reshard.dcp_options import Grammar
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
+from reshard_engine.tensors.dtypes import Dtype
 
 RANK_STATES = "random_states"
 """The name of the ranks' random states among the run's state."""
 KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedChunk:
+    """A chunk as its record in the file: a box in global coordinates, in elements, and the record's bytes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    record: int
+    """Number, in the shard map, of the record as a tensor of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTensor:
+    """A tensor of a class of its own, such as a quantized state of an optimizer: it is kept, and not looked into.
+
+    Its parts have blocks that may not fit other boxes, so its chunks stay as they are.
+    """
+
+    kind: str
+    """The class."""
+    dtype: Dtype
+    """The element type that it stands for."""
+    shape: tuple[int, ...]
+    chunks: tuple[RecordedChunk, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +67,10 @@ class DcpFacts(FormatFacts):
     """Places like a model's that no optimizer trains, and that are client state therefore."""
     odd_states: Mapping[str, Mapping[str, Node]] = field(default_factory=dict[str, Mapping[str, Node]])
     """Optimizer states by parameter that are neither a number nor one for each element. Only torch has a place."""
+    recorded_states: Mapping[str, Mapping[str, RecordedTensor]] = field(
+        default_factory=dict[str, Mapping[str, RecordedTensor]]
+    )
+    """Optimizer states by parameter that are tensors of classes of their own. Only the same optimizer reads them."""
     model_names: Mapping[str, str] = field(default_factory=dict[str, str])
     """For each plain name the one in the model's state dict, where it is another: wrapping modules make names longer,
     and PEFT leaves the adapter's name out."""
@@ -90,6 +120,8 @@ class DcpFacts(FormatFacts):
         own: dict[str | int, Node] = {place: f"{count} tensors" for place, count in self.places().items()}
         states = Counter(state for held in self.odd_states.values() for state in held)
         own |= {f"optimizer.state.*.{state}": f"of {count} parameters" for state, count in states.items()}
+        kinds = Counter((state, one.kind) for held in self.recorded_states.values() for state, one in held.items())
+        own |= {f"optimizer.state.*.{s}": f"{kind} of {count} parameters" for (s, kind), count in kinds.items()}
         own |= {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
         if self.rank_states:
             own[RANK_STATES] = PList([mapping_of({**states}) for states in self.rank_states])

@@ -23,7 +23,7 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
     """The optimizer's state.
 
     Raises:
-        RequestError: `request.unsatisfiable` for a source that has weights only.
+        RequestError: `request.unsatisfiable` for a source that has weights only, or quantized states.
     """
     if checkpoint.optimizer is None:
         raise RequestError(
@@ -33,6 +33,13 @@ def require_optimizer(checkpoint: Checkpoint, what: str) -> OptimizerState:
             fix="write the weights alone: --to safetensors"
             if checkpoint.no_optimizer
             else "name the training checkpoint as the source, or write the weights alone: --to safetensors",
+        )
+    if checkpoint.optimizer.unread:
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{what} holds plain optimizer states, and the source's are of classes of their own: "
+            f"{listed(checkpoint.optimizer.unread)}",
+            fix="write the weights alone: --to safetensors; --to dcp keeps the optimizer as it is",
         )
     return checkpoint.optimizer
 

@@ -236,6 +236,7 @@ class Assembly:
             model_names=read.model_names,
             optimizer_names=read.optimizer_names,
             odd_states=read.odd_states,
+            recorded_states=read.recorded_states,
         )
 
     # Everything else.

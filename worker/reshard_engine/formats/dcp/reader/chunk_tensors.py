@@ -17,11 +17,13 @@ import numpy.typing as npt
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Agreement, Scalar
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.dcp.facts import RecordedChunk, RecordedTensor
 from reshard_engine.formats.dcp.reader.boxes import Boxes, add_boxes
 from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.records import ChunkRecords, Kind, find_places
 from reshard_engine.formats.dcp.reader.saved_state import SavedTensor
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.tensors.dtypes import UINT8
 from reshard_engine.tensors.shard_map import LogicalTensor, ShardMapBuilder
 
 
@@ -88,13 +90,41 @@ class ChunkTensors:
             return None
         return Scalar.of_element(raw, entry.dtype, entry.shape)
 
+    def class_of(self, saved: Sequence[SavedTensor]) -> str | None:
+        """The class of a tensor that is made of others, such as a quantized one; None for plain tensors."""
+        rows = (self._first[id(s)] + i for s in saved for i in range(s.entry.count)) if self._places.classes else ()
+        return next((self._places.classes[row].dotted for row in rows if row in self._places.classes), None)
+
+    def add_records(self, fqn: str, state: str, saved: Sequence[SavedTensor], kind: str) -> RecordedTensor:
+        """Register the records of a tensor that is made of others, each as the bytes that it is."""
+        entry, held = saved[0].entry, self._chunks(saved)
+        length = np.concatenate([s.part.metadata.length[s.entry.first : s.entry.first + s.entry.count] for s in saved])
+        offset = np.concatenate([s.part.metadata.offset[s.entry.first : s.entry.first + s.entry.count] for s in saved])
+        found: dict[tuple[tuple[int, ...], ...], int] = {}
+        for at in range(len(held.row)):
+            box = (tuple(held.boxes[at, 0].tolist()), tuple(held.boxes[at, 1].tolist()))
+            number = self._builder.tensor(fqn, state, UINT8, (int(length[at]),))
+            self._builder.whole(number, file=int(held.file[at]), offset=int(offset[at]))
+            if (first := found.setdefault(box, number)) != number:
+                where = self._files[int(held.file[at])].name
+                self.agreements.append(Agreement(fqn, state, first, number, where))
+        records = tuple(RecordedChunk(*box, number) for box, number in found.items())
+        return RecordedTensor(kind, entry.dtype, entry.shape, records)
+
     def add(self, fqn: str, state: str, saved: Sequence[SavedTensor]) -> int:
         """Register a tensor, given the entries of all ranks that saved some of it; returns its number.
 
         Raises:
-            SourceError: `checkpoint.coverage`, `checkpoint.too_large`, `source.unsupported`.
+            SourceError: `checkpoint.coverage`, `checkpoint.too_large`, `source.unsupported`, among others for a tensor
+                that is made of several.
         """
         entry = saved[0].entry
+        if (kind := self.class_of(saved)) is not None:
+            raise SourceError(
+                "source.unsupported",
+                f"{printable(entry.key)} is no plain tensor, but a {printable(kind)}",
+                fix="save it as a plain tensor (dequantized), or leave it out of the state dict",
+            )
         chunks = self._without_copies(fqn, state, self._chunks(saved), entry.shape, saved[0])
         strided = [r for r in chunks.row.tolist() if r in self._places.strides]
         if strided:

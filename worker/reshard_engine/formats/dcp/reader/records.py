@@ -20,8 +20,9 @@ from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.formats.dcp.reader.metadata import Column, Narrow
-from reshard_engine.pickles.nodes import PTensor, kind_of
+from reshard_engine.pickles.nodes import Global, PTensor, kind_of
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.rebuild import MadeOfTensors, made_of_tensors
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import is_packed
 
@@ -70,6 +71,8 @@ class Places:
     """Strides in elements, by row, of the chunks that are not packed in row-major order."""
     scalars: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """The data, by row, of chunks of at most `MAX_SCALAR_BYTES` bytes."""
+    classes: dict[int, Global] = field(default_factory=dict[int, Global])
+    """The classes, by row, of chunks that are no plain tensors, but made of several, such as quantized ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class _Head:
     stride: tuple[int, ...] | None
     """Strides if the tensor is not packed."""
     data_bytes: int
+    kind: Global | None = None
+    """The class of a tensor that is made of others, of which the head has what comes before the first one's data."""
 
 
 def find_places(files: Sequence[SourceFile], records: ChunkRecords, ledger: OpaqueLedger) -> Places:
@@ -125,11 +130,17 @@ class _Finder:
         refuse_other_streams(part)
         parsed = open_torch_file(part, self._ledger)
         tensor = parsed.root
-        if not isinstance(tensor, PTensor):
+        made = made_of_tensors(tensor)
+        if made is None and not isinstance(tensor, PTensor):
             raise _malformed(part, f"holds {kind_of(tensor)} where the metadata has a tensor")
+        if made is not None:
+            tensor = made
         if (tensor.dtype, tensor.shape) != (kind.dtype.name, kind.shape):
             text = f"holds {tensor.dtype} {tensor.shape}, and the metadata has {kind.dtype.name} {kind.shape}"
             raise _malformed(part, text, fix=_UNEVEN if _is_longer(tensor, kind) else _OTHER_SAVES)
+        if made is not None:
+            data_at = min((s.offset for s in parsed.storages.values()), default=part.size_bytes)
+            return _Head(part.read(0, data_at), None, 0, made.kind)
         data_at = parsed.tensor_offset(tensor)
         stride = None if is_packed(tensor.shape, tensor.stride) else tensor.stride
         return _Head(part.read(0, data_at), stride, tensor.numel * kind.dtype.itemsize_bytes)
@@ -172,6 +183,8 @@ class _Finder:
 
     def _take(self, row: int, head: _Head, scalar: bytes | None = None) -> None:
         self._found.offset[row] = int(self._records.offset[row]) + len(head.data)
+        if head.kind is not None:
+            self._found.classes[row] = head.kind
         if head.stride is not None:
             self._found.strides[row] = head.stride
         if size := _scalar_bytes(head):
@@ -190,7 +203,7 @@ def _malformed(part: SourceFile, text: str, *, fix: str = _OTHER_SAVES) -> Sourc
     return SourceError("checkpoint.malformed", f"{_where(part)} {text}", fix=fix)
 
 
-def _is_longer(tensor: PTensor, kind: Kind) -> bool:
+def _is_longer(tensor: PTensor | MadeOfTensors, kind: Kind) -> bool:
     """True if record and metadata differ in the length of one dimension only."""
     if tensor.dtype != kind.dtype.name or len(tensor.shape) != len(kind.shape):
         return False

@@ -13,6 +13,7 @@ from typing import Literal
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
+from reshard_engine.formats.dcp.facts import RecordedTensor
 from reshard_engine.pickles.nodes import (
     Node,
     PDict,
@@ -60,7 +61,15 @@ class ValueEntry:
     value: Node
 
 
-StateEntry = TensorEntry | LiteralEntry | ValueEntry
+@dataclass(frozen=True, slots=True)
+class RecordedEntry:
+    """A tensor whose records are written as they are."""
+
+    path: KeyPath
+    tensor: RecordedTensor
+
+
+StateEntry = TensorEntry | LiteralEntry | ValueEntry | RecordedEntry
 
 
 def key_of(path: KeyPath) -> str:

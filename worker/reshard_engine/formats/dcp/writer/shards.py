@@ -17,12 +17,19 @@ from math import prod
 from reshard.models import OpaquePolicy
 from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.formats.dcp.names import METADATA
-from reshard_engine.formats.dcp.writer.entries import LiteralEntry, StateEntry, TensorEntry, ValueEntry, key_of
+from reshard_engine.formats.dcp.writer.entries import (
+    LiteralEntry,
+    RecordedEntry,
+    StateEntry,
+    TensorEntry,
+    ValueEntry,
+    key_of,
+)
 from reshard_engine.formats.dcp.writer.metadata_pickle import Chunk, Saved, metadata_bytes
 from reshard_engine.formats.torch_archive import output_tensor, tree_template
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Node, PLiteral
-from reshard_engine.tensors.dtypes import BY_NAME, Dtype
+from reshard_engine.tensors.dtypes import BY_NAME, UINT8, Dtype
 from reshard_engine.tensors.layout import (
     Body,
     FileTemplate,
@@ -117,11 +124,13 @@ class Shards:
         saved: dict[int, Saved] = {}
         # torch writes values before tensors. They are small: the first file takes them.
         for number, entry in enumerate(entries):
-            if not isinstance(entry, TensorEntry):
+            if isinstance(entry, LiteralEntry | ValueEntry):
                 saved[number] = self._small(entry, files[0])
         for number, entry in enumerate(entries):
             if isinstance(entry, TensorEntry):
                 saved[number] = self._tensor(entry, files)
+            elif isinstance(entry, RecordedEntry):
+                saved[number] = self._recorded(entry, files)
         prefix = f"{folder}/" if folder else ""
         names = [f"__{rank}_0.distcp" for rank in range(len(files))]
         laid = [file.target(prefix + name) for file, name in zip(files, names, strict=True)]
@@ -130,6 +139,8 @@ class Shards:
 
     def _count(self, entries: Sequence[StateEntry]) -> int:
         size = sum(prod(e.shape) * e.dtype.itemsize_bytes for e in entries if isinstance(e, TensorEntry))
+        recorded = (c.record for e in entries if isinstance(e, RecordedEntry) for c in e.tensor.chunks)
+        size += sum(self._options.shard_map.tensors[number].numel for number in recorded)
         return self._options.files or min(MOST_DEFAULT_FILES, max(1, -(-size // _FILE_BYTES)))
 
     def _small(self, entry: LiteralEntry | ValueEntry, file: _File) -> Saved:
@@ -161,6 +172,17 @@ class Shards:
             offset, length = files[place].add(self._chunk(entry.dtype, sizes), (entry.tensor,), start * row)
             chunks.append(Chunk(offsets, sizes, place, offset, length))
         return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks), entry.kind)
+
+    def _recorded(self, entry: RecordedEntry, files: Sequence[_File]) -> Saved:
+        """The records of a tensor that is not looked into, each as it is."""
+        chunks: list[Chunk] = []
+        for chunk in entry.tensor.chunks:
+            length = self._options.shard_map.tensors[chunk.record].numel
+            template = FileTemplate(length, (), (Body(0, 0, 0, length, UINT8, None),))
+            place = min(range(len(files)), key=lambda i: files[i].at)
+            offset, _ = files[place].add(template, (chunk.record,))
+            chunks.append(Chunk(chunk.offsets, chunk.sizes, place, offset, length))
+        return Saved(entry.path, entry.tensor.dtype, entry.tensor.shape, tuple(chunks), None)
 
     def _chunk(self, dtype: Dtype, shape: tuple[int, ...]) -> FileTemplate:
         key = (dtype.name, shape)

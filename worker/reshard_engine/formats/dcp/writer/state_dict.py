@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from reshard.dcp_options import MissingMoments
 from reshard.errors import listed
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
-from reshard_engine.formats.dcp.facts import facts_of
+from reshard_engine.formats.dcp.facts import DcpFacts, RecordedTensor, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, begins_as_zeros, is_adam, keeps_like
 from reshard_engine.formats.dcp.writer.entries import (
     KeyPath,
     Kind,
     LiteralEntry,
+    RecordedEntry,
     StateEntry,
     TensorEntry,
     ValueEntry,
@@ -55,9 +56,7 @@ class StateDict:
         """Prepare for these keys."""
         self._checkpoint, self._places = checkpoint, places
         self._tensors = checkpoint.shard_map.tensors
-        facts = facts_of(checkpoint)
-        self._odd_states = dict[str, Mapping[str, Node]]() if facts is None else facts.odd_states
-        self._numbered = facts is not None and facts.numbered
+        self._facts = facts_of(checkpoint) or DcpFacts(None)
         self.warnings: list[str] = []
 
     def model(self, *, exclude_frozen: bool) -> Iterator[StateEntry]:
@@ -128,6 +127,7 @@ class StateDict:
                 continue
             scalars = {n: s for p in updated for n, s in p.scalars.items()}
             names = {*scalars, *(n for p in updated for n in p.states), *(n for p in updated for n in self._odd(p))}
+            names |= {n for p in updated for n in self._recorded(p)}
             if not begins_as_zeros(group.hyper_parameters, names - {"fp32"}):
                 continue
             tensors = {n: self._dtype_of(n, updated) for n in sorted(names - scalars.keys() - {"fp32"})}
@@ -168,13 +168,18 @@ class StateDict:
                 yield self._tensor(self._state(parameter, name), number)
         for name, node in self._odd(parameter).items():
             yield from self.values(self._state(parameter, name), node)
+        for name, recorded in self._recorded(parameter).items():
+            yield RecordedEntry(self._state(parameter, name), recorded)
         for name, dtype in () if begin is None else begin.tensors.items():
             if name not in parameter.states:
                 own = dtype or self._tensors[parameter.value()].dtype
                 yield TensorEntry(self._state(parameter, name), ZEROS, own, parameter.shape)
 
     def _odd(self, parameter: Parameter) -> Mapping[str, Node]:
-        return self._odd_states.get(parameter.fqn, {})
+        return self._facts.odd_states.get(parameter.fqn, {})
+
+    def _recorded(self, parameter: Parameter) -> Mapping[str, RecordedTensor]:
+        return self._facts.recorded_states.get(parameter.fqn, {})
 
     def _state(self, parameter: Parameter, state: str) -> KeyPath:
         name, place = str(self._key(parameter)), self._places.optimizer  # torch makes texts of numbers that are keys
@@ -183,4 +188,4 @@ class StateDict:
     def _key(self, parameter: Parameter) -> str | int:
         """The optimizer's key of a parameter: its name, or its number in one that is written as it was."""
         name = parameter.fqn
-        return int(name) if self._numbered else self._places.optimizer_names.get(name, name)
+        return int(name) if self._facts.numbered else self._places.optimizer_names.get(name, name)
