@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from reshard.diffs import DifferenceKind, DiffOptions
-from reshard.errors import RequestError
+from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, NameScheme, OpaquePolicy, SourceSpec, TargetFormat
-from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState
-from reshard_engine.formats.deepspeed.facts import model_states
+from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState, Question, Undecided
+from reshard_engine.formats.deepspeed.facts import facts_of, model_states
 from reshard_engine.formats.deepspeed.relabel import relabelled
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.operations import requested
@@ -112,13 +112,33 @@ def test_two_families_are_compared_by_what_both_know() -> None:
     assert [(d.kind, d.name, d.a, d.b) for d in found] == [(DifferenceKind.STATE, "steps", "3", "4")]
 
 
-def test_more_schedulers_than_deepspeed_keeps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_among_schedulers_that_nobody_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _other_family(_read("zero2_tiny"))
-    source = replace(source, schedulers=source.schedulers * 2)
+    question = Undecided(Question.SCHEDULER, "it has 2 schedulers", "--scheduler-key a|b|none")
+    source = replace(source, schedulers=source.schedulers * 2, scheduler_keys=("a", "b"), undecided=(question,))
     for options in TARGETS:
-        with pytest.raises(RequestError, match="2 learning-rate schedulers, and DeepSpeed keeps one") as caught:
+        with pytest.raises(SourceError, match="it has 2 schedulers") as caught:
             _convert(source, tmp_path / "out" / "step", options, monkeypatch)
-        assert (caught.value.code, caught.value.fix[:5]) == ("request.unsatisfiable", "write")
+        assert (caught.value.code, caught.value.fix) == ("checkpoint.ambiguous", question.fix)
+
+
+@pytest.mark.parametrize("own", [1, None])
+def test_schedulers_that_are_not_the_optimizers_are_named(
+    own: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _other_family(_read("zero2_tiny"))
+    (mine,) = source.schedulers
+    other = mapping_of({"last_epoch": 70})
+    source = replace(source, schedulers=(other, mine), scheduler_keys=("critic", "mine"), own_scheduler=own)
+    for number, options in enumerate(TARGETS):
+        target = tmp_path / str(number) / "step"
+        found = _convert(source, target, options, monkeypatch)
+        left = {n.path for n in found.not_carried if n.path in source.scheduler_keys}
+        assert left == ({"critic"} if own else {"critic", "mine"})
+        written = read_checkpoint(open_location(str(target), None), None, OpaqueLedger(OpaquePolicy.REFUSE))
+        state = plain_value(written.scheduler or facts_of(written).entries["lr_scheduler"], what="lr_scheduler")
+        # None would end the load of a run with a scheduler: a state that goes on by the count of updates stands in.
+        assert state == plain_value(mine, what="mine") if own else state["last_epoch"] == source.counters.steps
 
 
 def test_client_state_does_not_take_the_place_of_deepspeeds_own(

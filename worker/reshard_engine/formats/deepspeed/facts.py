@@ -125,7 +125,8 @@ def _joined(checkpoint: Checkpoint, facts: DeepSpeedFacts) -> dict[str | int, No
     held: dict[str | int, Node] = {SCHEDULER: None} if SCHEDULER in facts.order else {}
     held |= facts.entries
     held |= {k: v for k, name in COUNTERS.items() if (v := getattr(checkpoint.counters, name)) is not None}
-    held |= {SCHEDULER: checkpoint.scheduler} if checkpoint.schedulers else {}
+    # Not None where the source has schedulers and none is this optimizer's: loaders of a run with one take no None.
+    held |= {} if (scheduler := checkpoint.scheduler) is None else {SCHEDULER: scheduler}
     for states in checkpoint.rng[:1]:
         held |= {**states}
     held |= checkpoint.client_state
@@ -200,10 +201,10 @@ def derived_warnings(checkpoint: Checkpoint) -> list[str]:
             "the frozen base model is not in the source, so it has to be there when the run loads: the Trainer does "
             "that; in a script, build the model with its base weights and load_checkpoint(load_module_strict=False)"
         )
-    if not checkpoint.schedulers:
+    if checkpoint.scheduler is None:
         after = "begins anew" if updates is None else f"goes on as after {updates} steps, one for each update"
         found.append(
-            f"the source holds no state of a learning-rate scheduler: the run's scheduler {after}; "
+            f"the source holds no state of this optimizer's learning-rate scheduler: the run's scheduler {after}; "
             "CosineAnnealingWarmRestarts, ReduceLROnPlateau and GreedyLR remember more than a count and begin anew; "
             "SequentialLR and ChainedScheduler do not load it (load_lr_scheduler_states=False)"
         )
