@@ -14,10 +14,12 @@ from reshard.diffs import DifferenceKind, DiffOptions
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, NameScheme, OpaquePolicy, SourceSpec, TargetFormat
-from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState, Question, Undecided
+from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState, ParamGroup, Question, Undecided
 from reshard_engine.formats.deepspeed.facts import facts_of, model_states
 from reshard_engine.formats.deepspeed.relabel import relabelled
 from reshard_engine.formats.sources import read_checkpoint
+from reshard_engine.formats.torch_files.facts import files_of
+from reshard_engine.formats.torch_files.reader import read_torch_files
 from reshard_engine.operations import requested
 from reshard_engine.operations.diff.comparison import diff_checkpoints
 from reshard_engine.pickles.nodes import mapping_items, mapping_of
@@ -195,9 +197,68 @@ def test_steps_that_nothing_counts_are_the_optimizers(tmp_path: Path, monkeypatc
         assert load_engine().inspect(SourceSpec(url=str(target))).step == 3
 
 
-def test_a_loss_scale_that_nothing_says_starts_anew_with_a_warning(
+def test_an_fp16_run_keeps_its_own_loss_scale_where_the_source_says_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {**TARGETS[1], "dtype": "fp16"}
-    result = _convert(_other_family(_read("zero2_tiny")), tmp_path / "out" / "step", options, monkeypatch)
-    assert [w for w in result.warnings if "loss scale: it starts at 65536.0" in w]
+    for number, options in enumerate(TARGETS[:2]):
+        target = tmp_path / str(number) / "step"
+        result = _convert(_other_family(_read("zero2_tiny")), target, {**options, "dtype": "fp16"}, monkeypatch)
+        assert [w for w in result.warnings if "no loss scale: the run's config gives it" in w]
+        written = read_checkpoint(open_location(str(target), None), None, OpaqueLedger(OpaquePolicy.REFUSE))
+        assert facts_of(written).optimizer_entries.keys().isdisjoint({"loss_scaler", "dynamic_loss_scale"})
+    with pytest.raises(RequestError, match="says no loss scale"):
+        _convert(_other_family(_read("zero2_tiny")), tmp_path / "3", {**TARGETS[2], "dtype": "fp16"}, monkeypatch)
+
+
+def _fused(checkpoint: Checkpoint, *more: str) -> Checkpoint:
+    """The same run with FusedAdam, by its hyper-parameters, and more of these."""
+    assert checkpoint.optimizer is not None
+    gone = {"amsgrad", "foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
+    groups = tuple(
+        ParamGroup(
+            {k: v for k, v in g.hyper_parameters.items() if k not in gone}
+            | dict.fromkeys(("bias_correction", *more), True)
+        )
+        for g in checkpoint.optimizer.groups
+    )
+    return replace(checkpoint, optimizer=replace(checkpoint.optimizer, groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("version", "written"), [("0.14.0", 0.0), ("0.19.2", 0.0), ("0.19.3", 1.0), ("0.19.8+cu12", None), (None, None)]
+)
+def test_the_clipping_of_stage_0_is_the_runs_or_refused(
+    version: str | None, written: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = _fused(_read("zero2_tiny"))
+    facts = facts_of(source)
+    config = {k: v for k, v in mapping_items(facts.entries["ds_config"], what="").items() if k != "gradient_clipping"}
+    entries = {**facts.entries, "ds_config": mapping_of(config)}
+    entries = {**entries, "ds_version": version} if version else {k: v for k, v in entries.items() if k != "ds_version"}
+    beside = {k: v for k, v in facts.optimizer_entries.items() if k != "clip_grad"}
+    source = replace(source, facts=replace(facts, entries=entries, optimizer_entries=beside))
+    options = {"to": "zero", "layout": {"dp": 2, "zero_stage": "0"}}
+    if written is None:
+        with pytest.raises(RequestError, match="at which norm its run clipped") as refused:
+            _convert(source, tmp_path / "step", options, monkeypatch)
+        assert refused.value.fix.startswith("--zero-stage 1, 2 or 3")  # type: ignore[union-attr]
+        return
+    _convert(source, tmp_path / "step", options, monkeypatch)
+    assert _optimizer_entry(tmp_path / "step")["clip_grad"] == written
+
+
+def _optimizer_entry(folder: Path) -> Mapping[str | int, Any]:
+    """The `optimizer` of the model states of stage 0."""
+    files = files_of(read_torch_files(open_location(str(folder), None), OpaqueLedger(OpaquePolicy.REFUSE)))
+    return mapping_items(mapping_items(files["mp_rank_00_model_states.pt"], what="file")["optimizer"], what="optimizer")
+
+
+def test_optimizers_that_deepspeed_does_not_fuse_get_the_other_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP16_UnfusedOptimizer, which holds FusedLamb, fails on the form of FusedAdam, and keeps no clipping."""
+    source = _fused(_other_family(_read("zero2_tiny")), "max_coeff", "max_grad_norm")
+    _convert(source, tmp_path / "step", {"to": "zero", "layout": {"dp": 2, "zero_stage": "0"}}, monkeypatch)
+    entry = _optimizer_entry(tmp_path / "step")
+    assert "fp32_groups" in entry
+    assert entry.keys().isdisjoint({"fp32_groups_flat", "clip_grad"})

@@ -13,7 +13,7 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.config import DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
 from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, facts_of
 from reshard_engine.formats.deepspeed.names import CONFIG, VERSION
-from reshard_engine.pickles.nodes import Node
+from reshard_engine.pickles.nodes import Node, is_mapping
 from reshard_engine.tensors.dtypes import BY_NAME, SHORT_NAMES, Dtype
 
 _STAGES = {ZeroStage.STAGE_0: 0, ZeroStage.STAGE_1: 1, ZeroStage.STAGE_2: 2, ZeroStage.STAGE_3: 3, ZeroStage.BF16: 1}
@@ -40,8 +40,10 @@ class Target:
     extras: Mapping[str, Node]
     """Entries of the source's optimizer files beside its states: loss scaler, clipping, flags."""
     version: str
-    from_deepspeed: bool
-    """True if the source's files are DeepSpeed's, which keep a loss scale."""
+    version_said: bool
+    """True if `version` is the source's."""
+    scale_said: bool
+    """True if the source's run scaled its loss, as fp16 runs of DeepSpeed do. The scaler of any other run says 1."""
 
     def expert_place(self, rank: int) -> tuple[int, int]:
         """(expert-parallel rank, place among the ranks that hold the same experts) of a data-parallel rank."""
@@ -53,6 +55,11 @@ class Target:
     def tp_changes(self) -> bool:
         """True if the target has another number of tensor-parallel ranks than the source."""
         return self.layout.tp != self.source_world.get("tp", 1)
+
+    @property
+    def config_said(self) -> bool:
+        """True if the source has the run's config and the version that read it: what the config lacks is a default."""
+        return is_mapping(self.source_config) and self.version_said
 
     @property
     def prefix(self) -> str:
@@ -99,7 +106,15 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         )
     entries = facts_of(checkpoint).entries
     source = RunConfig.of(entries.get(CONFIG))
-    dtype = BY_NAME[SHORT_NAMES[request.dtype.value]] if request.dtype else _model_dtype(checkpoint, source)
+    own = _model_dtype(checkpoint, source)
+    dtype = BY_NAME[SHORT_NAMES[request.dtype.value]] if request.dtype else own
+    if dtype is None:
+        raise RequestError(
+            "request.invalid",
+            "the source does not say in which element type its run kept the model: its files hold masters alone, and "
+            "its ds_config is a path or absent",
+            fix="--dtype bf16|fp16|fp32",
+        )
     stage = layout.zero_stage or _stage_like(checkpoint, source, dtype)
     bf16_optimizer = stage is ZeroStage.BF16
     if bf16_optimizer and dtype.name != "bfloat16":
@@ -124,7 +139,8 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         source_world=checkpoint.world,
         extras=facts_of(checkpoint).optimizer_entries,
         version=version if isinstance(version, str) and version else OLDEST_VERSION,
-        from_deepspeed=bool(facts_of(checkpoint).order),
+        version_said=isinstance(version, str) and bool(version),
+        scale_said=bool(facts_of(checkpoint).order) and own is not None and own.name == "float16",
     )
 
 
@@ -132,11 +148,23 @@ def _first(*choices: bool | None) -> bool:
     return next(c for c in choices if c is not None)
 
 
-def _model_dtype(checkpoint: Checkpoint, source: RunConfig) -> Dtype:
-    for parameter in checkpoint.trained:
-        if parameter.weight is not None:
-            return checkpoint.shard_map.tensors[parameter.weight].dtype
-    return BY_NAME[source.dtype or "float32"]
+def _model_dtype(checkpoint: Checkpoint, source: RunConfig) -> Dtype | None:
+    """The type of the weights; where there are none, that of the config; None if neither says it.
+
+    Raises:
+        RequestError: `request.invalid` if the weights have several types, and the config says none.
+    """
+    tensors = checkpoint.shard_map.tensors
+    held = {tensors[p.weight].dtype for p in checkpoint.trained if p.weight is not None}
+    if len(held) > 1 and source.dtype is None:
+        raise RequestError(
+            "request.invalid",
+            f"the trained weights have the types {', '.join(sorted(d.name for d in held))}, and a run of DeepSpeed one",
+            fix="--dtype bf16|fp16|fp32",
+        )
+    if len(held) == 1:
+        return held.pop()
+    return None if source.dtype is None else BY_NAME[source.dtype]
 
 
 def _stage_like(checkpoint: Checkpoint, source: RunConfig, dtype: Dtype) -> ZeroStage:
