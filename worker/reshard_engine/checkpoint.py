@@ -177,6 +177,8 @@ class Agreement:
     """True if `other` is `first`, rounded to the element type of `other`."""
     advisory: bool = False
     """True if `first` is used in any case, so that a difference is only reported."""
+    fix: str = ""
+    """What helps against a difference; empty where nothing but the rules of tensor parallelism decides it."""
 
 
 class Question(StrEnum):

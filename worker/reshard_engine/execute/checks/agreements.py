@@ -66,7 +66,7 @@ def judge_agreements(checkpoint: Checkpoint, texts: Sequence[str | None], policy
         raise SourceError(
             "checkpoint.disagreement",
             f"{len(fatal)} of {len(found)} tensors that must agree do not, in {len(names)} parameters: {text}",
-            fix="the rules of tensor parallelism or the files are wrong: see --rules"
+            fix=agreement.fix or "the rules of tensor parallelism or the files are wrong: see --rules"
             if agreement.rounded
             else "--replicas first takes the lowest rank's copy; wrong rules of tensor parallelism look like this too",
             details={"parameters": names[:64]},

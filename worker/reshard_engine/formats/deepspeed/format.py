@@ -27,6 +27,7 @@ class DeepSpeed(Format):
     name = "deepspeed"
     readers: ClassVar[tuple[Reader, ...]] = (UniversalReader(), DeepSpeedReader())
     of_training = True
+    takes_choices = True
     files = KnownFiles(
         pointers=POINTERS,
         entries=("zero",),

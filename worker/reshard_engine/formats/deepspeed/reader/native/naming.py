@@ -1,14 +1,16 @@
-"""Names for the optimizer's numbered parameters, given by the only assignment that keeps the model's order."""
+"""Names for the optimizer's numbered parameters: by the user's list, or by the only assignment in the model's order."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
-from reshard.errors import SourceError
+from reshard.errors import RequestError, SourceError, printable
 
 _MANY = 2
+_LIST = "list each parameter of the optimizer once, in its order"
 _MAX_STATES = 20_000
 _Path: TypeAlias = Any  # None, or (path before, choice): shared tails keep it linear
 Named = tuple[str, tuple[int, ...]]
@@ -73,6 +75,38 @@ def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[in
     return names
 
 
+def shapes_prove(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[int, ...] | None]]) -> bool:
+    """True if every number has a shape that no other number and one candidate only has: then no order is assumed."""
+    there = Counter(shape for _, shape in candidates)
+    wanted = Counter(shape for group in groups for shape in group)
+    return None not in wanted and all(count == 1 == there[shape] for shape, count in wanted.items() if shape)
+
+
+def names_as_said(
+    candidates: Sequence[Named], groups: Sequence[Sequence[tuple[int, ...] | None]], names: Sequence[str]
+) -> list[list[str]]:
+    """The names that the user listed in the optimizer's order, by group.
+
+    Raises:
+        RequestError: `request.invalid` if they are not those of parameters with these shapes.
+    """
+    shapes, wanted = dict(candidates), [shape for group in groups for shape in group]
+    if len(names) != len(wanted) or len(set(names)) != len(names):
+        text = f"--param-order has {len(set(names))} names, and the optimizer has {len(wanted)} parameters"
+        raise RequestError("request.invalid", text, fix=_LIST)
+    for number, (name, shape) in enumerate(zip(names, wanted, strict=True)):
+        held = shapes.get(name)
+        if held is None or shape not in (held, None):
+            there = "which the model does not have" if held is None else f"which is {held}"
+            text = f"--param-order gives number {number}, whose states are {shape}, the name {printable(name)}, {there}"
+            raise RequestError("request.invalid", text, fix=_LIST)
+    found, left = list[list[str]](), list(names)
+    for group in groups:
+        found.append(left[: len(group)])
+        left = left[len(group) :]
+    return found
+
+
 def assign_names_flat(candidates: Sequence[Named], totals: Sequence[int]) -> list[list[str]]:
     """The names of the parameters in each group's flat tensor, of which only the numbers of elements are known.
 
@@ -86,3 +120,28 @@ def assign_names_flat(candidates: Sequence[Named], totals: Sequence[int]) -> lis
     if len(totals) == 1 and totals[0] == numel:
         return [[name for name, _ in candidates]]
     raise _refused(0 if len(totals) == 1 else _MANY, sum(totals), len(candidates))
+
+
+def names_by_sizes(candidates: Sequence[Named], totals: Sequence[int], names: Sequence[str]) -> list[list[str]]:
+    """The names that the user listed in the optimizer's order, by flat group: each group is full before the next.
+
+    Raises:
+        RequestError: `request.invalid` if they are not those of parameters, or do not fill the groups.
+    """
+    shapes = dict(candidates)
+    if missing := [n for n in names if n not in shapes]:
+        text = f"--param-order has {printable(missing[0])}, which the model does not have"
+        raise RequestError("request.invalid", text, fix=_LIST)
+    found: list[list[str]] = []
+    left = list(dict.fromkeys(names))
+    for total in totals:
+        held: list[str] = []
+        room = total
+        while left and prod(shapes[left[0]]) <= room:
+            room -= prod(shapes[left[0]])
+            held.append(left.pop(0))
+        found.append(held if room == 0 else [])
+    if left or len(set(names)) != len(names) or not all(found):
+        text = f"the parameters of --param-order do not fill the optimizer's {len(totals)} groups of {list(totals)}"
+        raise RequestError("request.invalid", f"{text} elements", fix=_LIST)
+    return found

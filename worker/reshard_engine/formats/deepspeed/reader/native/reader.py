@@ -22,7 +22,7 @@ from reshard_engine.formats.deepspeed.reader.native.run_config import zero_optio
 from reshard_engine.formats.deepspeed.reader.native.stage0 import assemble_stage0
 from reshard_engine.formats.deepspeed.reader.native.swapped import FOLDER, with_swapped
 from reshard_engine.formats.not_carried import NotCarriedKeys
-from reshard_engine.formats.reader import ReadOptions
+from reshard_engine.formats.reader import ReadOptions, refuse_choices
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
@@ -47,6 +47,7 @@ class DeepSpeedReader:
         files = sort_files(location.store, listing)
         if not files.optim:
             return self._read_stage0(location, files, options)
+        refuse_choices(options.choices, f"{printable(location.url)} holds one model, and names its parameters")
         opener = RankOpener(options.ledger)
         noted = NotCarriedKeys()
         states, models = _read_ranks(files, opener, noted)
@@ -81,6 +82,8 @@ class DeepSpeedReader:
                 "a run without ZeRO under tensor, pipeline or expert parallelism, which this version does not read",
                 fix="save with ZeRO stage 1, 2 or 3",
             )
+        others = options.choices.model_copy(update={"param_order": None})
+        refuse_choices(others, f"{printable(location.url)} holds one model")
         model = parse_model_states(open_torch_file(model_file, options.ledger))
         refuse_by_config(model)
         if model.param_shapes is not None and model.entries.get("optimizer") is None:
@@ -90,7 +93,13 @@ class DeepSpeedReader:
                 fix="copy the optimizer files of the same tag",
             )
         return assemble_stage0(
-            model, files.others, url=location.url, tag=options.tag, ledger=options.ledger, rules=options.rules
+            model,
+            files.others,
+            url=location.url,
+            tag=options.tag,
+            ledger=options.ledger,
+            rules=options.rules,
+            order=options.choices.param_order,
         )
 
 

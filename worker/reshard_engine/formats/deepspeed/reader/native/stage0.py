@@ -3,6 +3,8 @@
 The optimizer numbers its parameters group by group and stores no names. Names follow from `module`
 (which is in the model's order) only if exactly one assignment keeps that order within each group and
 fits every shape; otherwise the reader leaves out the optimizer states with a warning, and never guesses.
+The order itself is proven in 16 bits, where each master must round to the weight of its name, and by shapes that come
+once. In fp32 a warning says that it is assumed, unless the user says it (`--param-order`).
 
 Source: deepspeed 0.19.8 `runtime/engine.py` (`_common_checkpoint_state`: `optimizer` at stage 0),
 `runtime/fp16/fused_optimizer.py` and `unfused_optimizer.py` (`state_dict`), torch 2.13.0 `optim/optimizer.py`.
@@ -15,8 +17,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from reshard.choices import ParamOrder
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter, Question, Scalar, Undecided
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
 from reshard_engine.formats.deepspeed.config import decoupled_weight_decay
@@ -26,7 +29,13 @@ from reshard_engine.formats.deepspeed.reader.native.cutting import rules_of
 from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition, add_flat_group
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates
 from reshard_engine.formats.deepspeed.reader.native.module import ModuleTensors
-from reshard_engine.formats.deepspeed.reader.native.naming import assign_names, assign_names_flat
+from reshard_engine.formats.deepspeed.reader.native.naming import (
+    assign_names,
+    assign_names_flat,
+    names_as_said,
+    names_by_sizes,
+    shapes_prove,
+)
 from reshard_engine.formats.deepspeed.reader.native.optim_states import BASE_KEYS, named_states, read_scalar
 from reshard_engine.formats.deepspeed.reader.native.trees import ModelTrees, module_names
 from reshard_engine.formats.not_carried import UNKNOWN, NotCarriedKeys
@@ -56,10 +65,24 @@ def assemble_stage0(
     tag: str | None,
     ledger: OpaqueLedger,
     rules: Mapping[str, Any] | None = None,
+    order: ParamOrder | tuple[str, ...] | None = None,
 ) -> Checkpoint:
-    """The checkpoint of a run without ZeRO. `others` names files of its directory that DeepSpeed does not write.
+    """The checkpoint of a run without ZeRO.
 
     Optimizer states that cannot be given names are left out with a warning.
+
+    Args:
+        model: The only file.
+        others: Names of files of its directory that DeepSpeed does not write.
+        url: The directory.
+        tag: Its tag.
+        ledger: What happens to objects of classes that are not listed.
+        rules: Rules for cuts, in place of those in the model states.
+        order: The user's word on the order of the optimizer's parameters.
+
+    Raises:
+        SourceError: `checkpoint.*`.
+        RequestError: `request.invalid` for an order that does not fit.
     """
     builder = ShardMapBuilder()
     number = {model.torch_file.file: 0}
@@ -75,7 +98,7 @@ def assemble_stage0(
     parameters = list(candidates.values())
     warnings: list[str] = []
     states = None if node is None else _Stage0Optimizer(node, model.torch_file, builder)
-    owned, unnamed = (None, "") if states is None else _named(states, candidates)
+    owned, unnamed = (None, "") if states is None else _named(states, candidates, order)
     if unnamed:
         warnings.append(f"weights only, as precise as the model's dtype: {unnamed}")
     noted = NotCarriedKeys()
@@ -87,8 +110,8 @@ def assemble_stage0(
         warnings.append("the checkpoint has no optimizer: weights only")
     elif owned is not None:
         parameters = [owned.get(n, p) for n, p in candidates.items()]
-        order = {n: i for i, n in enumerate(owned)}
-        parameters.sort(key=lambda p: (p.fqn not in order, order.get(p.fqn, 0)))
+        place = {n: i for i, n in enumerate(owned)}
+        parameters.sort(key=lambda p: (p.fqn not in place, place.get(p.fqn, 0)))
         groups, params = split_groups(trees.carried(n, model.torch_file) for n in states.group_nodes)
         optimizer = OptimizerState(groups, decoupled_weight_decay(model.entries.get(CONFIG)))
         beside = {k: trees.carried(v, model.torch_file) for k, v in states.extras.items()}
@@ -97,6 +120,11 @@ def assemble_stage0(
             warnings.append("stage 0 keeps its loss scale in another form than stages 1 to 3: it starts anew there")
         if not any(p.states.keys() - {"fp32"} for p in owned.values()) and not model.stepped:
             warnings.append("the checkpoint has no optimizer states: it was saved before the first step")
+    roundings = [
+        Agreement(n, "fp32", p.states["fp32"], p.weight, "the weight of that name", rounded=True, fix=_ANOTHER_ORDER)
+        for n, p in (owned or {}).items()
+        if states is not None and states.has_masters and p.weight is not None
+    ]
     cut_rules, _ = rules_of(model, rules)
     if cut_rules is not None:
         parameters = [replace(p, cut=cut_rules.cut_of(p.fqn, [p.shape])) for p in parameters]
@@ -128,14 +156,27 @@ def assemble_stage0(
         shard_map=builder.build(),
         foreign_globals=tuple(sorted(ledger.foreign)),
         warnings=tuple(warnings),
+        agreements=tuple(roundings),
+        assumed=(_IN_MODELS_ORDER,) if owned and order is None and states is not None and states.unproven else (),
     )
 
 
-def _named(states: _Stage0Optimizer, candidates: Mapping[str, Parameter]) -> tuple[dict[str, Parameter] | None, str]:
+_ANOTHER_ORDER = "say the order of the optimizer's parameters, which its file numbers: --param-order FILE"
+_IN_MODELS_ORDER = Undecided(
+    Question.ORDER,
+    "stage 0 numbers the optimizer's parameters: in each group they are taken in the model's order, which nothing "
+    "proves in fp32",
+    "--param-order FILE gives another one",
+)
+
+
+def _named(
+    states: _Stage0Optimizer, candidates: Mapping[str, Parameter], order: ParamOrder | tuple[str, ...] | None
+) -> tuple[dict[str, Parameter] | None, str]:
     """The parameters that the optimizer owns; None, and the reason, if its states cannot be given names."""
     shapes, weights = {n: p.shape for n, p in candidates.items()}, {n: p.weight for n, p in candidates.items()}
     try:
-        return states.assign(shapes, weights), ""
+        return states.assign(shapes, weights, order), ""
     except SourceError as error:
         if error.code != "source.unsupported":
             raise
@@ -150,6 +191,8 @@ class _Stage0Optimizer:
         outer = mapping_items(node, what="optimizer")
         self._torch_file = torch_file
         self._builder = builder
+        self.unproven = False
+        """True if the order of the model was assumed for its numbers."""
         self._flat = _tensors(outer.get("fp32_groups_flat"))
         self._masters = (
             [_tensors(g) for g in sequence_items(outer["fp32_groups"], what="fp32_groups")]
@@ -182,14 +225,31 @@ class _Stage0Optimizer:
         if len(set(ids)) != len(ids) or (self._masters and lengths != [len(g) for g in self._groups]):
             raise SourceError("checkpoint.malformed", "the optimizer's groups and its masters do not fit together")
 
+    @property
+    def has_masters(self) -> bool:
+        """True if masters lie beside the weights, which are their roundings."""
+        return bool(self._flat or self._masters)
+
     def assign(
-        self, candidates: Mapping[str, tuple[int, ...]], weights: Mapping[str, int | None]
+        self,
+        candidates: Mapping[str, tuple[int, ...]],
+        weights: Mapping[str, int | None],
+        order: ParamOrder | tuple[str, ...] | None,
     ) -> dict[str, Parameter]:
         """The parameters that the optimizer owns, in its order, with their states registered."""
         if self._flat:
-            return self._assign_flat(candidates, weights)
+            return self._assign_flat(candidates, weights, order)
         shapes = [[self._shape(g, p, i) for p, i in enumerate(ids)] for g, ids in enumerate(self._groups)]
-        names = assign_names(list(candidates.items()), shapes)
+        named = list(candidates.items())
+        if isinstance(order, tuple):
+            names = names_as_said(named, shapes, order)
+        elif order is ParamOrder.MODEL:
+            # Over all groups: each of them holds what follows the one before it in the model.
+            (flat,) = assign_names(named, [[s for group in shapes for s in group]])
+            names = names_as_said(named, shapes, flat)
+        else:
+            names = assign_names(named, shapes)
+        self.unproven = not self.has_masters and not shapes_prove(named, shapes)
         owned: dict[str, Parameter] = {}
         for group, (ids, group_names) in enumerate(zip(self._groups, names, strict=True)):
             for place, (index, name) in enumerate(zip(ids, group_names, strict=True)):
@@ -234,9 +294,13 @@ class _Stage0Optimizer:
         return scalars
 
     def _assign_flat(
-        self, candidates: Mapping[str, tuple[int, ...]], weights: Mapping[str, int | None]
+        self,
+        candidates: Mapping[str, tuple[int, ...]],
+        weights: Mapping[str, int | None],
+        order: ParamOrder | tuple[str, ...] | None,
     ) -> dict[str, Parameter]:
-        names = assign_names_flat(list(candidates.items()), [f.numel for f in self._flat])
+        named, totals = list(candidates.items()), [f.numel for f in self._flat]
+        names = names_by_sizes(named, totals, order) if isinstance(order, tuple) else assign_names_flat(named, totals)
         owned: dict[str, Parameter] = {}
         for group, group_names in enumerate(names):
             shapes = tuple((n, candidates[n]) for n in group_names)

@@ -7,7 +7,7 @@ and counters in `optimizer_state.pt` only.
 
 from __future__ import annotations
 
-from reshard.errors import SourceError
+from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
@@ -23,7 +23,7 @@ from reshard_engine.formats.deepspeed.reader.universal.assembly import Assembly
 from reshard_engine.formats.deepspeed.reader.universal.atoms import FOLDER, OPTIMIZER_FILE, list_atoms
 from reshard_engine.formats.deepspeed.reader.universal.optimizer import parse_optimizer_file
 from reshard_engine.formats.not_carried import UNKNOWN, NotCarriedKeys
-from reshard_engine.formats.reader import ReadOptions
+from reshard_engine.formats.reader import ReadOptions, refuse_choices
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
 
@@ -48,6 +48,7 @@ class UniversalReader:
         Raises:
             SourceError: As the modules of this package and of the model states say.
         """
+        refuse_choices(options.choices, f"{printable(location.url)} holds one model, and names its parameters")
         files = sort_files(location.store, listing)
         atoms = list_atoms(location)
         if atoms.optimizer is None:

@@ -1,0 +1,38 @@
+"""Runs whose optimizer has two equally shaped parameters in another order than the model; runs inside the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from oracle import models, train
+from oracle.cases import Case
+
+_GROUPS = models.param_groups
+
+
+def swapped(case: Case, model: nn.Module) -> list[Any]:
+    """The parameters in the model's order, but for the first matrix and the next one of its shape."""
+    found = _GROUPS(case, model)
+    first, second = swapped_places([tuple(p.shape) for p in found])
+    found[first], found[second] = found[second], found[first]
+    return found
+
+
+def swapped_places(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
+    """The places of the first two matrices of one shape."""
+    pairs = ((i, shapes.index(s, i + 1)) for i, s in enumerate(shapes) if len(s) > 1 and s in shapes[i + 1 :])
+    return next(pairs)
+
+
+def train_and_save(**arguments: Any) -> dict[str, Any]:
+    """As ``train.train_and_save``."""
+    train.param_groups = swapped
+    return train.train_and_save(**arguments)
+
+
+def resume_native(**arguments: Any) -> dict[str, Any]:
+    """As ``train.resume_native``."""
+    train.param_groups = swapped
+    return train.resume_native(**arguments)
