@@ -235,7 +235,9 @@ class _Reading:
         self._entries = {path[path[0] == "app" :]: value for path, value in entries.items()}
         self._is_at_root = not any(path[0] == "model" for path in self._entries)
         names = [n for n in map(self._weight, self._entries) if n is not None]
-        self._short = _short_names(dict.fromkeys(names))
+        short = _short_names(dict.fromkeys(names))
+        # torch's optimizers have plain names beside a model with those of wrapping modules.
+        self._short = {name: name for name in short.values()} | short
 
     def _weight(self, path: Path) -> str | None:
         if path[0] == "model":

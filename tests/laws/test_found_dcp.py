@@ -125,7 +125,7 @@ def test_accelerates_directories_of_ranks_that_save_alone(tmp_path: Path) -> Non
     assert [p.fqn for p in _read(tmp_path / "in").trained] == ["w"]
 
 
-# An adapter that the Trainer saved alone: PEFT leaves the adapter's name out of the model's keys, not of the optimizer's.
+# An adapter that the Trainer saved alone: PEFT leaves the adapter's name out of the model's keys alone.
 
 _MODULE = "base_model.model"
 OF_ADAPTER = {

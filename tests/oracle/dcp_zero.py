@@ -52,9 +52,7 @@ def save(case: dict[str, Any], folder: str) -> dict[str, Any]:
     return {"tag": tag, "losses_before": before, "losses_after": train_steps(engine, STEPS, rank, world)}
 
 
-def load(
-    case: dict[str, Any], path: str, out: str, compiled: bool = False, turned: bool = False
-) -> dict[str, Any]:
+def load(case: dict[str, Any], path: str, out: str, compiled: bool = False, turned: bool = False) -> dict[str, Any]:
     """Resumes from a DeepSpeed checkpoint, dumps ``out/resumed.*`` as loaded and trains three steps.
 
     Args:

@@ -91,7 +91,6 @@ class PObject:
     appends: list[Node] = field(default_factory=list[Any])
     depth: int = 1
 
-
     @property
     def known_by(self) -> Node:
         """The class or function that decides whether the object is known: of a tensor, the class that it is of."""

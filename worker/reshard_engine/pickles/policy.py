@@ -5,8 +5,8 @@ write it, and because calling it only builds a value: programs that load *our* o
 is written unchanged is a risk of its own, because it carries the source's names into our output.
 
 Source: names seen in checkpoints written by deepspeed 0.19.8, Megatron-DeepSpeed (July 2025),
-torch 2.13.0, torchao 0.18.0, numpy 2.4 and their older spellings (`numpy.core` before numpy 2); plain values of CPython's
-standard library as 3.8 to 3.13 write them (`tests/data/pickles`).
+torch 2.13.0, torchao 0.18.0, numpy 2.4 and their older spellings (`numpy.core` before numpy 2); plain values of
+CPython's standard library as 3.8 to 3.13 write them (`tests/data/pickles`).
 """
 
 from __future__ import annotations

@@ -179,9 +179,7 @@ def _ways(trial: Trial) -> list[dict[str, Any]]:
     # DeepSpeed's files hold the names of the run, and equal tensors as one.
     deepspeed = trial.options["to"] in (TargetFormat.UNIVERSAL, TargetFormat.ZERO)
     if full and not trial.saved.copies and (deepspeed or not trial.saved.run_names):
-        # Frozen weights of eight bits without their scales are refused in files of ZeRO-3.
-        narrow = any(p.weight is not None and p.weight.dtype in ("uint8", "int8") for p in state.of_group(None))
-        stage, ranks = trial.random.choice(["1", "2"] if narrow else ["1", "2", "3"]), trial.random.randint(1, 4)
+        stage, ranks = trial.random.choice(["1", "2", "3"]), trial.random.randint(1, 4)
         native = {"to": TargetFormat.ZERO, "dtype": wide, "layout": {"dp": ranks, "zero_stage": stage}}
         universal = {"to": TargetFormat.UNIVERSAL, "dtype": None, "layout": None}
         # Weights of another type are cast when a native checkpoint is written: only its own kind comes after it. Before

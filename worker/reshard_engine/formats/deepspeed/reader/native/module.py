@@ -128,7 +128,7 @@ class ModuleTensors:
                 shares.append(
                     Partition(number[model.torch_file.file], model.torch_file.tensor_offset(share), share.numel)
                 )
-            if dtypes <= {"int8", "uint8"} and may_be_quantized(self._model):
+            if dtypes == {"int8"} and may_be_quantized(self._model):
                 raise SourceError(
                     "source.unsupported",
                     f"frozen {printable(name)} was saved in 8 bits without its scales "

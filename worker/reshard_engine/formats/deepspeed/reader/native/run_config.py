@@ -40,9 +40,10 @@ def uses_round_robin(model: ModelStates) -> bool:
 
 
 def may_be_quantized(model: ModelStates) -> bool:
-    """True if `zero_quantized_nontrainable_weights` may have made 8-bit frozen weights, whose scales are not saved.
+    """True if `zero_quantized_nontrainable_weights` may have made int8 frozen weights, whose scales are not saved.
 
-    Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py` (`_partition_param`).
+    Source: deepspeed 0.19.8 `runtime/zero/partition_parameters.py` (`_partition_param`), `ops/csrc/quantization/
+    pt_binding.cpp` (`quantize_kernel`: int8; bytes without a sign are others', such as bitsandbytes' of four bits).
     """
     options = zero_options(model)
     return options is None or options.get("zero_quantized_nontrainable_weights") not in (None, False)
