@@ -47,7 +47,7 @@ def save_as_peft_does(kind: str, adapter: str, tensors: dict[str, Tensor], folde
         kind: Of the model.
         adapter: Of its adapter.
         tensors: Every parameter of the run by ``fp32/<name>`` or ``frozen/<name>``.
-        folder: Gets ``adapter/`` and the model before it, ``base/``, by ``save_pretrained``, and
+        folder: Gets ``adapter/`` and ``base/``, the model before it, by ``save_pretrained``, and
             ``merged.safetensors``, the whole merged model.
     """
     base: Any = base_of(kind)

@@ -284,8 +284,11 @@ def test_the_adapter_is_pefts_own(kind: str, adapter: str, adapted: Adapted, tmp
 @pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
 def test_merged_it_is_pefts_own(kind: str, adapter: str, adapted: Adapted, tmp_path: Path) -> None:
     run = adapted(kind, adapter)
-    files = str(run.folder / "peft" / "adapter")
-    merge: dict[str, Any] = {"to": "safetensors", "merge_adapter": True, "model_files": files}
+    merge: dict[str, Any] = {
+        "to": "safetensors",
+        "merge_adapter": True,
+        "model_files": str(run.folder / "peft/adapter"),
+    }
     with pytest.raises(reshard.ReshardError, match="base model's weights are not in the checkpoint"):
         reshard.convert(run.checkpoint, tmp_path / "no", **merge)
     reshard.convert(run.checkpoint, tmp_path / "merged", base=str(run.folder / "peft" / "base"), **merge)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from reshard.dcp_options import Grammar
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
+from reshard_engine.pickles.rewrite import foreign_paths
 from reshard_engine.tensors.dtypes import Dtype
 
 RANK_STATES = "random_states"
@@ -17,20 +18,19 @@ KeyPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedChunk:
-    """A chunk as its record in the file: a box in global coordinates, in elements, and the record's bytes."""
+class OpaqueChunk:
+    """A chunk of an opaque tensor: a box in global coordinates, in elements, and the object that the file holds."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    record: int
-    """Number, in the shard map, of the record as a tensor of bytes."""
+    value: Node
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedTensor:
-    """A tensor of a class of its own, such as a quantized state of an optimizer: it is kept, and not looked into.
+class OpaqueTensor:
+    """A tensor of a class of its own, such as a quantized state of an optimizer.
 
-    Its parts have blocks that may not fit other boxes, so its chunks stay as they are.
+    It is made of tensors whose blocks may not fit other boxes, so its chunks stay as they are.
     """
 
     kind: str
@@ -38,7 +38,12 @@ class RecordedTensor:
     dtype: Dtype
     """The element type that it stands for."""
     shape: tuple[int, ...]
-    chunks: tuple[RecordedChunk, ...]
+    chunks: tuple[OpaqueChunk, ...]
+
+    @property
+    def is_foreign(self) -> bool:
+        """True if the class is not on the allow-list of pickles."""
+        return any(foreign_paths(chunk.value, "") for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ class DcpFacts(FormatFacts):
     """Places like a model's that no optimizer trains, and that are client state therefore."""
     odd_states: Mapping[str, Mapping[str, Node]] = field(default_factory=dict[str, Mapping[str, Node]])
     """Optimizer states by parameter that are neither a number nor one for each element. Only torch has a place."""
-    recorded_states: Mapping[str, Mapping[str, RecordedTensor]] = field(
-        default_factory=dict[str, Mapping[str, RecordedTensor]]
+    opaque_states: Mapping[str, Mapping[str, OpaqueTensor]] = field(
+        default_factory=dict[str, Mapping[str, OpaqueTensor]]
     )
     """Optimizer states by parameter that are tensors of classes of their own. Only the same optimizer reads them."""
     model_names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -110,6 +115,9 @@ class DcpFacts(FormatFacts):
             yield from other.facts.trees(other)
         for name, states in self.odd_states.items():
             yield mapping_of({**states}), f"optimizer.state.{name}"
+        for name, tensors in self.opaque_states.items():
+            for state, tensor in tensors.items():
+                yield tensor.chunks[0].value if tensor.chunks else None, f"optimizer.state.{name}.{state}"
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The state that every format has, and a trainer's."""
@@ -120,7 +128,7 @@ class DcpFacts(FormatFacts):
         own: dict[str | int, Node] = {place: f"{count} tensors" for place, count in self.places().items()}
         states = Counter(state for held in self.odd_states.values() for state in held)
         own |= {f"optimizer.state.*.{state}": f"of {count} parameters" for state, count in states.items()}
-        kinds = Counter((state, one.kind) for held in self.recorded_states.values() for state, one in held.items())
+        kinds = Counter((state, one.kind) for held in self.opaque_states.values() for state, one in held.items())
         own |= {f"optimizer.state.*.{s}": f"{kind} of {count} parameters" for (s, kind), count in kinds.items()}
         own |= {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
         if self.rank_states:

@@ -236,7 +236,7 @@ class Assembly:
             model_names=read.model_names,
             optimizer_names=read.optimizer_names,
             odd_states=read.odd_states,
-            recorded_states=read.recorded_states,
+            opaque_states=read.opaque_states,
         )
 
     # Everything else.

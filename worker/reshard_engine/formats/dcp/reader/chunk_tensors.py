@@ -16,14 +16,17 @@ import numpy.typing as npt
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Agreement, Scalar
+from reshard_engine.containers.opening import open_all
+from reshard_engine.containers.shared_pickles import SharedPickles
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.formats.dcp.facts import RecordedChunk, RecordedTensor
+from reshard_engine.containers.torch_file import open_torch_file
+from reshard_engine.formats.dcp.facts import OpaqueChunk, OpaqueTensor
 from reshard_engine.formats.dcp.reader.boxes import Boxes, add_boxes
 from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.records import ChunkRecords, Kind, find_places
 from reshard_engine.formats.dcp.reader.saved_state import SavedTensor
+from reshard_engine.formats.dcp.reader.values import CarriedValues
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.tensors.dtypes import UINT8
 from reshard_engine.tensors.shard_map import LogicalTensor, ShardMapBuilder
 
 
@@ -61,6 +64,7 @@ class ChunkTensors:
         self._tensors = list(wanted)
         self._first: dict[int, int] = {}
         self._places = find_places(files, self._records(), ledger)
+        self._pickles, self._carried = SharedPickles(ledger), CarriedValues(builder)
 
     def _records(self) -> ChunkRecords:
         kinds: dict[Kind, int] = {}
@@ -95,21 +99,30 @@ class ChunkTensors:
         rows = (self._first[id(s)] + i for s in saved for i in range(s.entry.count)) if self._places.classes else ()
         return next((self._places.classes[row].dotted for row in rows if row in self._places.classes), None)
 
-    def add_records(self, fqn: str, state: str, saved: Sequence[SavedTensor], kind: str) -> RecordedTensor:
-        """Register the records of a tensor that is made of others, each as the bytes that it is."""
-        entry, held = saved[0].entry, self._chunks(saved)
-        length = np.concatenate([s.part.metadata.length[s.entry.first : s.entry.first + s.entry.count] for s in saved])
-        offset = np.concatenate([s.part.metadata.offset[s.entry.first : s.entry.first + s.entry.count] for s in saved])
-        found: dict[tuple[tuple[int, ...], ...], int] = {}
-        for at in range(len(held.row)):
-            box = (tuple(held.boxes[at, 0].tolist()), tuple(held.boxes[at, 1].tolist()))
-            number = self._builder.tensor(fqn, state, UINT8, (int(length[at]),))
-            self._builder.whole(number, file=int(held.file[at]), offset=int(offset[at]))
-            if (first := found.setdefault(box, number)) != number:
-                where = self._files[int(held.file[at])].name
-                self.agreements.append(Agreement(fqn, state, first, number, where))
-        records = tuple(RecordedChunk(*box, number) for box, number in found.items())
-        return RecordedTensor(kind, entry.dtype, entry.shape, records)
+    def opaque(self, saved: Sequence[SavedTensor], kind: str) -> OpaqueTensor:
+        """A tensor of a class of its own, whose chunks are objects that hold tensors.
+
+        Raises:
+            SourceError: `source.unsupported` for a save without collectives: nothing compares the copies of ranks.
+        """
+        entry = saved[0].entry
+        if len(saved) > 1:
+            raise SourceError(
+                "source.unsupported",
+                f"{printable(entry.key)} is a {printable(kind)}, and each rank saved alone (use_collectives=False)",
+                fix="save with collectives, as dcp.save does by default",
+            )
+        metadata, rows = saved[0].part.metadata, range(entry.first, entry.first + entry.count)
+        files = [int(metadata.file[row]) + saved[0].part.first_file for row in rows]
+        parts = [
+            self._files[file].part(int(metadata.offset[row]), int(metadata.length[row]))
+            for file, row in zip(files, rows, strict=True)
+        ]
+        parsed = open_all(parts, lambda part: open_torch_file(part, self._pickles.ledger, pickles=self._pickles))
+        values = [self._carried.carried(one, file) for one, file in zip(parsed, files, strict=True)]
+        boxes = [(tuple(offsets), tuple(sizes)) for offsets, sizes in entry.boxes.tolist()]
+        chunks = tuple(OpaqueChunk(*box, value) for box, value in zip(boxes, values, strict=True))
+        return OpaqueTensor(kind, entry.dtype, entry.shape, chunks)
 
     def add(self, fqn: str, state: str, saved: Sequence[SavedTensor]) -> int:
         """Register a tensor, given the entries of all ranks that saved some of it; returns its number.

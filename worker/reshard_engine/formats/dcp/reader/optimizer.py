@@ -96,7 +96,7 @@ class NamesOfModel:
 
     shapes: Mapping[str, Shape]
     of_adapter: Mapping[str, str] | None = None
-    """For each name the run's own, if the state dict is that of an adapter alone: PEFT leaves its name out."""
+    """For each name the run's own, if the state dict is that of an adapter alone, without the adapter's name."""
 
     @cached_property
     def plain(self) -> Mapping[str, str]:

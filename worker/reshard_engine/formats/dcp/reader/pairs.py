@@ -32,7 +32,7 @@ from reshard_engine.checkpoint import Agreement, Buffer, OptimizerState, Paramet
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.zip_reader import read_zip_directory
-from reshard_engine.formats.dcp.facts import RecordedTensor
+from reshard_engine.formats.dcp.facts import OpaqueTensor
 from reshard_engine.formats.dcp.reader.chunk_tensors import ChunkTensors
 from reshard_engine.formats.dcp.reader.metadata import Column
 from reshard_engine.formats.dcp.reader.optimizer import NamesOfModel, NodeOf, OptimizerEntries, Order, ReadOptimizer
@@ -149,7 +149,7 @@ class ReadPair:
     """Optimizer states by parameter that are neither a number nor one for each element, with references to tensors.
 
     Integers of the parameter's shape are codes, such as those of 8-bit optimizers, and mean nothing by themselves."""
-    recorded_states: dict[str, dict[str, RecordedTensor]] = field(default_factory=dict[str, dict[str, RecordedTensor]])
+    opaque_states: dict[str, dict[str, OpaqueTensor]] = field(default_factory=dict[str, dict[str, OpaqueTensor]])
     """Optimizer states by parameter that are tensors of classes of their own."""
 
 
@@ -195,7 +195,7 @@ class _PairReader:
         updated = {p.fqn for p in trained if p.states.keys() - {"fp32"} or p.scalars}
         found.parameters = trained
         if found.optimizer is not None:
-            kinds = (f"{s} ({one.kind})" for held in found.recorded_states.values() for s, one in held.items())
+            kinds = (f"{s} ({one.kind})" for held in found.opaque_states.values() for s, one in held.items())
             found.optimizer = replace(found.optimizer, unread=tuple(dict.fromkeys(kinds)))
         ties = {} if not weights else self._tied(members, updated)
         numbers = {name: self._number(plain[name], saved) for name, saved in weights.items()}
@@ -252,8 +252,9 @@ class _PairReader:
             checked_state(state)
             tensors = [i for i in items if isinstance(i, SavedTensor)]
             if (kind := self._reading.tensors.chunks.class_of(tensors)) is not None:
-                made = self._reading.tensors.chunks.add_records(self._label + fqn, state, tensors, kind)
-                self._found.recorded_states.setdefault(fqn, {})[state] = made
+                self._found.opaque_states.setdefault(fqn, {})[state] = self._reading.tensors.chunks.opaque(
+                    tensors, kind
+                )
             elif (scalar := self._scalar(items, shape, state)) is not None:
                 scalars[state] = scalar
             elif tensors and tensors[0].entry.shape == shape and is_trainable(tensors[0].entry.dtype):

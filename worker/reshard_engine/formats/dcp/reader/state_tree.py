@@ -6,8 +6,10 @@ Source: torch 2.13.0 `distributed/checkpoint/format_utils.py` (`dcp_to_torch_sav
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from reshard.errors import SourceError, printable
+from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
@@ -49,11 +51,17 @@ def read_state_tree(location: Location, ledger: OpaqueLedger) -> Checkpoint:
         same: dict[KeyPath, list[SavedTensor]] = {}
         for tensor in state.tensors:
             same.setdefault(tensor.path, []).append(tensor)
+        lost: list[NotCarried] = []
         for path, saved in same.items():
-            entries[path] = PTensorRef(chunks.add(saved[0].entry.key, "value", saved))
+            kind = chunks.class_of(saved)
+            if kind is None:
+                entries[path] = PTensorRef(chunks.add(saved[0].entry.key, "value", saved))
+            else:
+                reason = f"chunks of a {printable(kind)}, which only its own class joins"
+                lost.append(NotCarried(path=printable(saved[0].entry.key), reason=reason))
         order = {path: i for i, path in enumerate(state.order)}
         tree = mapping_of(nested(dict(sorted(entries.items(), key=lambda e: order.get(e[0], len(order))))))
-    return _checkpoint(location, state.files, builder, tree, ledger)
+    return replace(_checkpoint(location, state.files, builder, tree, ledger), not_carried=tuple(lost))
 
 
 def read_torch_tree(location: Location, info: ObjectInfo, ledger: OpaqueLedger) -> Checkpoint:

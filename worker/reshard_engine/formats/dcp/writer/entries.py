@@ -13,7 +13,7 @@ from typing import Literal
 
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Scalar
-from reshard_engine.formats.dcp.facts import RecordedTensor
+from reshard_engine.formats.dcp.facts import OpaqueTensor
 from reshard_engine.pickles.nodes import (
     Node,
     PDict,
@@ -62,14 +62,14 @@ class ValueEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedEntry:
-    """A tensor whose records are written as they are."""
+class OpaqueEntry:
+    """A tensor of a class of its own, whose chunks stay as they are."""
 
     path: KeyPath
-    tensor: RecordedTensor
+    tensor: OpaqueTensor
 
 
-StateEntry = TensorEntry | LiteralEntry | ValueEntry | RecordedEntry
+StateEntry = TensorEntry | LiteralEntry | ValueEntry | OpaqueEntry
 
 
 def key_of(path: KeyPath) -> str:

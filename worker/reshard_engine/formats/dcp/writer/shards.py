@@ -19,7 +19,7 @@ from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.formats.dcp.names import METADATA
 from reshard_engine.formats.dcp.writer.entries import (
     LiteralEntry,
-    RecordedEntry,
+    OpaqueEntry,
     StateEntry,
     TensorEntry,
     ValueEntry,
@@ -29,7 +29,8 @@ from reshard_engine.formats.dcp.writer.metadata_pickle import Chunk, Saved, meta
 from reshard_engine.formats.torch_archive import output_tensor, tree_template
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Node, PLiteral
-from reshard_engine.tensors.dtypes import BY_NAME, UINT8, Dtype
+from reshard_engine.pickles.rebuild import made_of_tensors
+from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 from reshard_engine.tensors.layout import (
     Body,
     FileTemplate,
@@ -129,8 +130,8 @@ class Shards:
         for number, entry in enumerate(entries):
             if isinstance(entry, TensorEntry):
                 saved[number] = self._tensor(entry, files)
-            elif isinstance(entry, RecordedEntry):
-                saved[number] = self._recorded(entry, files)
+            elif isinstance(entry, OpaqueEntry):
+                saved[number] = self._opaque(entry, files)
         prefix = f"{folder}/" if folder else ""
         names = [f"__{rank}_0.distcp" for rank in range(len(files))]
         laid = [file.target(prefix + name) for file, name in zip(files, names, strict=True)]
@@ -139,8 +140,7 @@ class Shards:
 
     def _count(self, entries: Sequence[StateEntry]) -> int:
         size = sum(prod(e.shape) * e.dtype.itemsize_bytes for e in entries if isinstance(e, TensorEntry))
-        recorded = (c.record for e in entries if isinstance(e, RecordedEntry) for c in e.tensor.chunks)
-        size += sum(self._options.shard_map.tensors[number].numel for number in recorded)
+        size += sum(prod(e.tensor.shape) for e in entries if isinstance(e, OpaqueEntry))  # a byte for an element
         return self._options.files or min(MOST_DEFAULT_FILES, max(1, -(-size // _FILE_BYTES)))
 
     def _small(self, entry: LiteralEntry | ValueEntry, file: _File) -> Saved:
@@ -152,6 +152,10 @@ class Shards:
             self._values[key] = (value, *made)
         _, template, slots = self._values[key]
         offset, length = file.add(template, slots)
+        if (made := made_of_tensors(value)) is not None:
+            # A tensor to torch, which saves it as one, with a record of its own.
+            whole = Chunk((0,) * len(made.shape), made.shape, 0, offset, length)
+            return Saved(entry.path, BY_NAME[made.dtype], made.shape, (whole,))
         if isinstance(entry, ValueEntry):
             return Saved(entry.path, None, (), (Chunk((), (), 0, offset, length),))
         shape = entry.literal.shape
@@ -173,14 +177,13 @@ class Shards:
             chunks.append(Chunk(offsets, sizes, place, offset, length))
         return Saved(entry.path, entry.dtype, entry.shape, tuple(chunks), entry.kind)
 
-    def _recorded(self, entry: RecordedEntry, files: Sequence[_File]) -> Saved:
-        """The records of a tensor that is not looked into, each as it is."""
+    def _opaque(self, entry: OpaqueEntry, files: Sequence[_File]) -> Saved:
+        """The chunks of a tensor of a class of its own."""
         chunks: list[Chunk] = []
         for chunk in entry.tensor.chunks:
-            length = self._options.shard_map.tensors[chunk.record].numel
-            template = FileTemplate(length, (), (Body(0, 0, 0, length, UINT8, None),))
+            template, slots = tree_template(_ROOT, chunk.value, self._options.shard_map, opaque=self._options.opaque)
             place = min(range(len(files)), key=lambda i: files[i].at)
-            offset, _ = files[place].add(template, (chunk.record,))
+            offset, length = files[place].add(template, slots)
             chunks.append(Chunk(chunk.offsets, chunk.sizes, place, offset, length))
         return Saved(entry.path, entry.tensor.dtype, entry.tensor.shape, tuple(chunks), None)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from reshard.dcp_options import MissingMoments
 from reshard.errors import listed
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
-from reshard_engine.formats.dcp.facts import DcpFacts, RecordedTensor, facts_of
+from reshard_engine.formats.dcp.facts import DcpFacts, OpaqueTensor, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, begins_as_zeros, is_adam, keeps_like
 from reshard_engine.formats.dcp.writer.entries import (
     KeyPath,
     Kind,
     LiteralEntry,
-    RecordedEntry,
+    OpaqueEntry,
     StateEntry,
     TensorEntry,
     ValueEntry,
@@ -127,7 +127,7 @@ class StateDict:
                 continue
             scalars = {n: s for p in updated for n, s in p.scalars.items()}
             names = {*scalars, *(n for p in updated for n in p.states), *(n for p in updated for n in self._odd(p))}
-            names |= {n for p in updated for n in self._recorded(p)}
+            names |= {n for p in updated for n in self._opaque(p)}
             if not begins_as_zeros(group.hyper_parameters, names - {"fp32"}):
                 continue
             tensors = {n: self._dtype_of(n, updated) for n in sorted(names - scalars.keys() - {"fp32"})}
@@ -168,8 +168,8 @@ class StateDict:
                 yield self._tensor(self._state(parameter, name), number)
         for name, node in self._odd(parameter).items():
             yield from self.values(self._state(parameter, name), node)
-        for name, recorded in self._recorded(parameter).items():
-            yield RecordedEntry(self._state(parameter, name), recorded)
+        for name, tensor in self._opaque(parameter).items():
+            yield OpaqueEntry(self._state(parameter, name), tensor)
         for name, dtype in () if begin is None else begin.tensors.items():
             if name not in parameter.states:
                 own = dtype or self._tensors[parameter.value()].dtype
@@ -178,8 +178,8 @@ class StateDict:
     def _odd(self, parameter: Parameter) -> Mapping[str, Node]:
         return self._facts.odd_states.get(parameter.fqn, {})
 
-    def _recorded(self, parameter: Parameter) -> Mapping[str, RecordedTensor]:
-        return self._facts.recorded_states.get(parameter.fqn, {})
+    def _opaque(self, parameter: Parameter) -> Mapping[str, OpaqueTensor]:
+        return self._facts.opaque_states.get(parameter.fqn, {})
 
     def _state(self, parameter: Parameter, state: str) -> KeyPath:
         name, place = str(self._key(parameter)), self._places.optimizer  # torch makes texts of numbers that are keys

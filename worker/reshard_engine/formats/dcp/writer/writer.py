@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from reshard.choices import OpaquePolicy
 from reshard.dcp_options import DcpOptions, Grammar
 from reshard.errors import RequestError, listed
 from reshard.models import ConvertRequest, NotCarried
@@ -18,7 +19,7 @@ from reshard_engine.formats.dcp.facts import RANK_STATES, DcpFacts, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP
 from reshard_engine.formats.dcp.schedulers import is_scheduler, plain_scheduler
 from reshard_engine.formats.dcp.state_tree import StateTree
-from reshard_engine.formats.dcp.writer.entries import KeyPath, StateEntry, TensorEntry, key_of
+from reshard_engine.formats.dcp.writer.entries import KeyPath, OpaqueEntry, StateEntry, TensorEntry, key_of
 from reshard_engine.formats.dcp.writer.param_groups import groups_to_write
 from reshard_engine.formats.dcp.writer.shards import ShardOptions, Shards
 from reshard_engine.formats.dcp.writer.state_dict import Places, StateDict
@@ -228,6 +229,8 @@ class _LaidOut:
         optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
         if facts is not None and facts.flat and not places.flat:
             self.warnings.append(_JOINED.format(count=len(groups)))
+        if target.request.opaque is OpaquePolicy.DROP:  # named by the request's reader, as all that is dropped
+            optimizer = [e for e in optimizer if not (isinstance(e, OpaqueEntry) and e.tensor.is_foreign)]
         self.warnings += [*warnings, *state_dict.warnings]
         return model, optimizer
 
