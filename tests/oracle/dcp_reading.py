@@ -50,7 +50,9 @@ def _atoms(found: Universal, truth: Truth) -> Iterator[str]:
 
 def _groups(found: Universal, truth: Truth) -> Iterator[str]:
     """Hyper-parameters by parameter; and the order of groups, where there is more than one that a list may follow."""
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in plain(found.optimizer["param_groups"])]
+    # DeepSpeed's own Adam reads `bias_correction`, which torch's does not have.
+    without = ("params", "bias_correction")
+    groups = [{k: v for k, v in group.items() if k not in without} for group in plain(found.optimizer["param_groups"])]
     ours = {fqn: group for group, names in zip(groups, found.model["param_shapes"], strict=True) for fqn in names}
     theirs = truth.hyper_parameters
     for fqn in sorted(ours.keys() | theirs.keys()):

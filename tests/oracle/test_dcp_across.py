@@ -237,7 +237,9 @@ def test_zero_to_dcp_and_back_is_the_same(stage: Any, grammar: str, saved: Saved
     lost = left_out(dcp_convert(there, back, "zero", dp=3, zero_stage=stage))
     reshard.convert(source.path(), direct, to="zero", dp=3, zero_stage=stage)
     assert lost.keys() <= tokens_of("titan" if grammar == "torchtitan" else grammar)
-    assert reshard.diff(direct, back).equal
+    # Groups of torch's Adam get what DeepSpeed's own Adam reads, unless they come from DeepSpeed.
+    found = reshard.diff(direct, back).differences
+    assert {(d.state, d.a, d.b) for d in found} <= {("bias_correction", None, "True")}
 
 
 @pytest.mark.parametrize(

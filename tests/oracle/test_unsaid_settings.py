@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 
 import reshard
 from oracle.cases import CASES, Case
-from oracle.driver import Oracle
+from oracle.conversions import BF16_SPREAD
+from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert
 from oracle.truth import Truth, differences
@@ -92,3 +97,106 @@ def test_stage_0_numbers_parameters_in_the_order_of_its_optimizer(name: str, ora
     assert differences(truth, Truth(out / "resumed.safetensors", out / "resumed.json")) == []
     if name == "z0_fp32":
         assert got["losses"] == pytest.approx(losses, rel=1e-6)
+
+
+class _Kernel:
+    """Stands for DeepSpeed's kernel, which takes minutes to compile: AdamW as its reference computes it."""
+
+    def create_adam(self, *arguments: Any) -> None:
+        """Nothing to keep."""
+
+    def destroy_adam(self, number: int) -> None:
+        """Nothing was kept."""
+
+    def adam_update(self, _: int, step: Any, lr: float, b1: float, b2: float, *rest: Any) -> None:
+        """One step in place. Source: deepspeed 0.19.8 `csrc/adam/cpu_adam_impl.cpp`."""
+        eps, decay, corrected, weight, gradient, mean, square = rest
+        assert corrected is True
+        mean.mul_(b1).add_(gradient, alpha=1 - b1)
+        square.mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
+        denominator = (square / (1 - b2 ** float(step))).sqrt_() + eps
+        weight.mul_(1 - lr * decay).addcdiv_(mean, denominator, value=-lr / (1 - b1 ** float(step)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_deepspeeds_own_adam_goes_on_from_torchs(
+    kind: type[torch.optim.Adam], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A config that names Adam gets FusedAdam or DeepSpeedCPUAdam, whose groups have a key that torch's lack."""
+    builder = SimpleNamespace(load=_Kernel)
+    monkeypatch.setattr("deepspeed.ops.adam.cpu_adam.CPUAdamBuilder", lambda: builder)
+    torch.manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(6, 4))
+    optimizer = kind([weight], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    gradients = torch.randn(3, 6, 4)
+    for gradient in gradients[:2]:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    state = {"model": {"w": weight.detach()}, "optim": {"state": {"w": optimizer.state[weight]}}}
+    state["optim"]["param_groups"] = [{**optimizer.state_dict()["param_groups"][0], "params": ["w"]}]
+    dcp.save(state, checkpoint_id=tmp_path / "source", no_dist=True)
+    reshard.convert(tmp_path / "source", tmp_path / "out/step2", to="zero", dp=1, zero_stage="1")
+    (file,) = (tmp_path / "out/step2").glob("*_optim_states.pt")
+    held = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    master = torch.nn.Parameter(held["single_partition_of_fp32_groups"][0].clone())
+    theirs = DeepSpeedCPUAdam([master], lr=1.0)
+    theirs.load_state_dict(held["base_optimizer_state"])
+    weight.grad, master.grad = gradients[2].clone(), gradients[2].flatten()
+    optimizer.step()
+    theirs.step()
+    torch.testing.assert_close(master.detach(), weight.detach().flatten(), rtol=1e-6, atol=1e-7)
+    # And torch's own goes on as before: it never reads the key.
+    again = kind([master], lr=1.0)
+    again.load_state_dict(held["base_optimizer_state"])
+    again.step()
+
+
+def _by_path(oracle: Oracle, case: Case, folder: Path, world: int) -> Trained:
+    results = oracle.worlds.run(
+        "oracle.unsaid:train_by_path",
+        world=world,
+        case=case.to_json(),
+        save_dir=str(folder / "ckpt"),
+        truth_dir=str(folder),
+        steps_after=3,
+    )
+    got: dict[str, Any] = results[0]
+    return Trained(case, world, folder / "ckpt", got["tag"], tuple(got["losses_before"]), tuple(got["losses_after"]))
+
+
+@pytest.mark.parametrize("name", ["z2_round_robin", "z1_round_robin_two_groups", "z2_fp32"])
+def test_files_show_round_robin_where_the_config_is_a_path(name: str, oracle: Oracle, tmp_path: Path) -> None:
+    run = _by_path(oracle, CASES[name], tmp_path / "source", 2)
+    result = convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=NativeLayout(dp=3))
+    assert result.warnings == ()
+    resumed = oracle.resume_native(run.case, tmp_path / "out", tmp_path / "state", world=3)
+    assert differences(run.truth, resumed.state) == []
+    assert resumed.losses == pytest.approx(run.losses_after, rel=0, abs=BF16_SPREAD)
+
+
+def test_a_universal_form_with_exchanged_values_is_refused(
+    trained: TrainedFactory, oracle: Oracle, tmp_path: Path
+) -> None:
+    """`ds_to_universal` exchanges values under round_robin_gradients; a config that is a path does not say so."""
+    run = trained("z1_round_robin_two_groups")
+    assert oracle.peer_universal(run.tag_dir, tmp_path / "peer/step") is None
+    file = tmp_path / "peer/step/mp_rank_00_model_states.pt"
+    torch.save(torch.load(file, weights_only=False) | {"ds_config": "ds_config.json"}, file)
+    layout = NativeLayout(dp=1, zero_stage="1")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SourceError, match=r"do not, in .* parameters") as refused:
+        convert(tmp_path / "peer/step", tmp_path / "out/step", "zero", layout=layout)
+    assert refused.value.code == "checkpoint.disagreement"
+    assert refused.value.fix == "convert the original checkpoint, which is read correctly"
+
+
+def test_a_type_that_nothing_says_is_asked_for(oracle: Oracle, tmp_path: Path) -> None:
+    """ZeRO-3 stores masters alone. A bf16 run looks for other file names than those of an fp32 run."""
+    run = _by_path(oracle, CASES["z3_bf16"], tmp_path / "source", 2)
+    layout = NativeLayout(dp=3)
+    with pytest.raises(RequestError, match="does not say in which element type") as refused:
+        convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=layout)
+    assert refused.value.fix == "--dtype bf16|fp16|fp32"
+    convert(run.dir, tmp_path / "out" / run.tag, "zero", layout=layout, dtype=WeightDtype.BF16)
+    resumed = oracle.resume_native(run.case, tmp_path / "out", tmp_path / "state", world=3)
+    assert differences(run.truth, resumed.state) == []

@@ -71,10 +71,15 @@ class Truth:
 
     @property
     def hyper_parameters(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's hyper-parameters by fqn, so that group numbering and flat order do not matter."""
+        """The optimizer's hyper-parameters by fqn, so that group numbering and flat order do not matter.
+
+        Without what Reshard adds for DeepSpeed's own Adam to the groups of torch's, which does not read it.
+        """
         found = {}
         for group in self.meta["groups"]:
             values = {key: value for key, value in group.items() if key != "names"}
+            if "amsgrad" in values and values.get("bias_correction") is True:
+                del values["bias_correction"]
             found.update(dict.fromkeys(group["names"], values))
         return found
 

@@ -58,6 +58,8 @@ class DeepSpeedFacts(FormatFacts):
     """Entries of optimizer files beside states and groups: loss scaler, overflow flag, clip_grad, ds_version."""
     params: tuple[Node, ...] = ()
     """The `params` entry of each param group, as in the source; empty where the groups were made anew."""
+    dealt: bool = False
+    """True if `round_robin_gradients` was on, by the config or, where that is a path, by the order of the files."""
 
     def run_state(self, checkpoint: Checkpoint) -> Mapping[str | int, Node]:
         """The model states without the entries that name, shape or hold tensors."""

@@ -10,6 +10,7 @@ from reshard.errors import RequestError, listed, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup, Scalar
 from reshard_engine.formats.deepspeed.configured_groups import configured_groups
+from reshard_engine.formats.deepspeed.facts import facts_of
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 _RMS = "RMS"
@@ -135,6 +136,30 @@ def is_adam(checkpoint: Checkpoint) -> bool:
 
 
 def groups_of(checkpoint: Checkpoint) -> list[ParamGroup]:
-    """The source's param groups, or groups made from its config where its states carry none."""
+    """The source's param groups, or groups made from its config where its states carry none.
+
+    Groups of torch's Adam get the one key that DeepSpeed's own Adam reads and torch's does not have: without it, the
+    first step of FusedAdam or DeepSpeedCPUAdam ends with a KeyError. Torch's Adam always corrects the bias of its
+    moments, so that the value is no assumption. Torch's Adam keeps a key that it does not know and never reads it.
+
+    Source: deepspeed 0.19.8 `ops/adam/fused_adam.py`, `ops/adam/cpu_adam.py` (`step`), torch 2.13.0 `optim/adam.py`.
+    """
     optimizer = checkpoint.optimizer
-    return list(optimizer.groups) if optimizer and optimizer.groups else configured_groups(checkpoint)
+    if optimizer is None or not optimizer.groups:
+        return configured_groups(checkpoint)
+    if facts_of(checkpoint).order:
+        return list(optimizer.groups)
+    return [_with_bias_correction(group) for group in optimizer.groups]
+
+
+_OF_TORCH_ADAM = frozenset({"lr", "betas", "eps", "weight_decay", "amsgrad", "foreach"})
+"""Keys that of torch's optimizers Adam and AdamW alone have together; torch 1.12 to 2.14."""
+_BIAS_CORRECTION = "bias_correction"
+
+
+def _with_bias_correction(group: ParamGroup) -> ParamGroup:
+    """The group as DeepSpeed's Adam reads it, if the two compute the same: neither has `amsgrad` or `maximize`."""
+    values = group.hyper_parameters
+    if not values.keys() >= _OF_TORCH_ADAM or values["amsgrad"] or values.get("maximize") or _BIAS_CORRECTION in values:
+        return group
+    return ParamGroup({**values, _BIAS_CORRECTION: True})

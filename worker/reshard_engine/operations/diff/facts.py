@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from reshard.diffs import Difference, DifferenceKind
+from reshard.errors import listed
 from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState
 from reshard_engine.formats.format import RunFacts
 from reshard_engine.formats.registry import format_of
@@ -73,10 +74,14 @@ class FactComparison:
         if not a.groups or not b.groups:
             self._notes.append("a side carries no hyper-parameters (list-form states): not compared")
             return
+        lone: dict[str, None] = {}
         for (left, right), first, count in self._matching.group_pairs():
             mine, theirs = a.groups[left].hyper_parameters, b.groups[right].hyper_parameters
             for key in dict.fromkeys((*mine, *theirs)):
                 if key == _COUNTER:
+                    continue
+                if self._a.family != self._b.family and not (key in mine and key in theirs):
+                    lone[str(key)] = None
                     continue
                 self._tree(
                     (mine.get(key), theirs.get(key)),
@@ -85,6 +90,8 @@ class FactComparison:
                     state=str(key),
                     parameters=count,
                 )
+        if lone:
+            self._notes.append(f"hyper-parameters that the optimizer of one framework alone has: {listed(list(lone))}")
 
     def _optimizer_facts(self, mine: RunFacts, theirs: RunFacts) -> None:
         """Compare values beside the param groups; optional values only where both sides have them."""

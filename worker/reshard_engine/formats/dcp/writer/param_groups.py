@@ -31,6 +31,7 @@ _DECOUPLED = "decoupled_weight_decay"
 """False for Adam, True for AdamW, which sets it again whatever it loads (torch from 2.7 on; earlier ones have no such
 key and drop it). So False is right for both where nothing says which one it was."""
 _INITIAL = "initial_lr"
+_BIAS_CORRECTION = "bias_correction"
 
 
 def groups_to_write(checkpoint: Checkpoint, *, needs_initial_lr: bool) -> tuple[list[ParamGroup], list[str]]:
@@ -52,6 +53,8 @@ def groups_to_write(checkpoint: Checkpoint, *, needs_initial_lr: bool) -> tuple[
     added: dict[str, None] = {}
     for number, group in enumerate(groups):
         values = dict(group.hyper_parameters)
+        if values.get(_BIAS_CORRECTION) is True and _ADAM.keys() <= values.keys():
+            del values[_BIAS_CORRECTION]  # of DeepSpeed's Adam, and torch's has no such key: it always corrects
         more: dict[str | int, Node] = {}
         if is_adam(values, {s for p in checkpoint.members(number) for s in p.states} - {"fp32"}):
             decoupled = optimizer.decoupled_weight_decay if optimizer is not None else None

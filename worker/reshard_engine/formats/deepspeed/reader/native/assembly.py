@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.errors import SourceError, printable
-from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerState, Parameter
+from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerState, Parameter, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
 from reshard_engine.containers.torch_tensors import add_whole_tensor
@@ -53,6 +53,14 @@ class ParsedRun:
         opened = (f.file for f in (*parsed, *self.layers.values(), *self.experts.values()))
         swapped = (f for group in self.states for s in group for f in s.swapped.values())
         return tuple(dict.fromkeys((*opened, *swapped)))
+
+
+_NO_ORDER = Undecided(
+    Question.ORDER,
+    "its ds_config is a path, and the files do not show whether round_robin_gradients was on, so that the order of the "
+    "optimizer's parameters is unknown",
+    "save once with the config as a dict; or write the weights alone: --to safetensors",
+)
 
 
 def assemble(
@@ -169,7 +177,9 @@ class _Assembly:
                 module_paths=model.paths,
                 optimizer_entries=beside,
                 params=params,
+                dealt=any(s.dealt for s in self._slices),
             ),
+            undecided=(_NO_ORDER,) if any(s.unproven for s in self._slices) else (),
             unexplained=tuple(self._joiner.unexplained),
             frozen_left_out=any(m.leaves_out_frozen(first.stage) for s in self._slices for m in s.models),
         )

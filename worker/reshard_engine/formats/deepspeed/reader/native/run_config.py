@@ -34,9 +34,10 @@ def data_before_experts(model: ModelStates) -> bool:
     return RunConfig.of(model.entries.get(CONFIG)).data_before_experts
 
 
-def uses_round_robin(model: ModelStates) -> bool:
-    """True if gradients were dealt out over the ranks (`round_robin_gradients`)."""
-    return (zero_options(model) or {}).get("round_robin_gradients") is True
+def uses_round_robin(model: ModelStates) -> bool | None:
+    """True if gradients were dealt out over the ranks (`round_robin_gradients`); None where the config is unknown."""
+    options = zero_options(model)
+    return None if options is None else options.get("round_robin_gradients") is True
 
 
 def may_be_quantized(model: ModelStates) -> bool:

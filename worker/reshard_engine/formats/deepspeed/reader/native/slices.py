@@ -14,6 +14,7 @@ from math import prod
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Parameter, Scalar
 from reshard_engine.containers.source_file import SourceFile
+from reshard_engine.formats.deepspeed.names import OPTIMIZER_STATE
 from reshard_engine.formats.deepspeed.reader.native.autoep import FusedExperts, fused_experts
 from reshard_engine.formats.deepspeed.reader.native.experts import (
     ExpertGroup,
@@ -23,12 +24,12 @@ from reshard_engine.formats.deepspeed.reader.native.experts import (
 from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition, add_flat_group
 from reshard_engine.formats.deepspeed.reader.native.model_states import ModelStates, Shapes
 from reshard_engine.formats.deepspeed.reader.native.optim_states import RankStates, read_scalar
-from reshard_engine.formats.deepspeed.reader.native.order import undealt
+from reshard_engine.formats.deepspeed.reader.native.order import shown_order, undealt
 from reshard_engine.formats.deepspeed.reader.native.run_config import data_before_experts, uses_round_robin
 from reshard_engine.formats.deepspeed.reader.native.shapes import shapes_by_group
 from reshard_engine.formats.deepspeed.reader.native.sharded_params import add_sharded_params
 from reshard_engine.formats.deepspeed.reader.native.swapped import swapped_partition
-from reshard_engine.pickles.nodes import Node, PTensor
+from reshard_engine.pickles.nodes import Node, PTensor, is_mapping, mapping_items, sequence_items
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
@@ -45,6 +46,8 @@ class Slice:
     """The number of expert-parallel ranks; 1 if no experts are spread over ranks."""
     dealt: bool
     """True if `round_robin_gradients` made a flat order that is not the optimizer's."""
+    unproven: bool
+    """True if neither the config nor the files say whether the flat order is the optimizer's."""
     fused: FusedExperts
     """Parameters in which AutoEP fused experts."""
     rank_numbers: frozenset[str]
@@ -77,15 +80,23 @@ def add_slice(
         _add_state(builder, key, states, parts, number=number, by_name=by_name)
     trained: list[Parameter] = []
     rank_numbers: set[str] = set()
-    dealt = uses_round_robin(model) and first.stage in (1, 2) and not first.bf16_optimizer and len(states) > 1
+    may_deal = first.stage in (1, 2) and not first.bf16_optimizer and len(states) > 1
+    said = uses_round_robin(model) if may_deal else False
+    dealt, unproven = said is True, False
     for index, same in groupby(parts, key=lambda p: p.index):
         group: list[Parameter] = []
         spread = 1
         for part in same:
             ranks, spread = [states[r] for r in part.ranks], part.ep
             order: Sequence[int] = range(len(part.shapes))
-            if dealt:
-                order = undealt([n for n, _ in part.shapes], len(ranks), list(model.module))
+            names = [n for n, _ in part.shapes]
+            if said:
+                order = undealt(names, len(ranks), list(model.module))
+            elif said is None:
+                shown = shown_order(names, len(ranks), list(model.module), _fragments(ranks, index))
+                unproven |= shown is None
+                dealt |= shown not in (None, [*order])
+                order = order if shown is None else shown
             scalars = _scalars(ranks, index)
             rank_numbers |= scalars.keys() - (common := _common(ranks, index, scalars)).keys()
             members = [part.shapes[i] for i in order]
@@ -96,7 +107,19 @@ def add_slice(
         trained += group
     ep = max((p.ep for p in parts), default=1)
     held = tuple(fused.without(m) for m in models)
-    return Slice(tuple(states), held, tuple(trained), ep, dealt, fused, frozenset(rank_numbers))
+    return Slice(tuple(states), held, tuple(trained), ep, dealt, unproven, fused, frozenset(rank_numbers))
+
+
+def _fragments(ranks: Sequence[RankStates], index: int) -> list[str]:
+    """The names in the `param_slice_mappings` of a group over all ranks, each where it comes first."""
+    found: dict[str, None] = {}
+    for rank in ranks:
+        outer = mapping_items(rank.torch_file.root, what=printable(rank.torch_file.file.name))
+        node = mapping_items(outer[OPTIMIZER_STATE], what=OPTIMIZER_STATE).get("param_slice_mappings")
+        groups = sequence_items(node, what="param_slice_mappings") if node is not None else ()
+        names = groups[index] if index < len(groups) else None
+        found |= dict.fromkeys(map(str, mapping_items(names, what="param_slice_mappings")) if is_mapping(names) else ())
+    return list(found)
 
 
 def _groups_of(first: RankStates, count: int) -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from reshard.errors import SourceError, printable
 from reshard.models import NotCarried
-from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, Scalar
+from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter, Scalar
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.deepspeed.config import decoupled_weight_decay
@@ -82,7 +82,8 @@ class Assembly:
         model, ledger = self._models[0], self._ledger
         wanted = [f for states in self._atoms.values() for f in states.values()]
         parsed = open_all(wanted, lambda f: parse_atom(f, ledger))
-        if any(isinstance(p, Atom) and p.merged for p in parsed) and not self._notes.ours:
+        by_peer = any(isinstance(p, Atom) and p.merged for p in parsed) and not self._notes.ours
+        if by_peer:
             _refuse_permuted(model)
         by_file = dict(zip(wanted, parsed, strict=True))
         if self._parallel:
@@ -132,6 +133,7 @@ class Assembly:
             shard_map=builder.build(),
             foreign_globals=tuple(sorted(ledger.foreign)),
             warnings=tuple(module.warnings),
+            agreements=tuple(_roundings(trained)) if by_peer and uses_round_robin(model) is None else (),
             facts=DeepSpeedFacts(
                 vocab_divisor=self._notes.vocab_divisor or (self._rules.vocab_divisor if self._rules else None),
                 vocab_rows=self._notes.vocab_rows or (self._rules.vocab_rows if self._rules else None),
@@ -216,6 +218,9 @@ class Assembly:
                 )
 
 
+_PERMUTED_FIX = "convert the original checkpoint, which is read correctly"
+
+
 def _refuse_permuted(model: ModelStates) -> None:
     """Refuse runs with `round_robin_gradients` on several ranks: `ds_to_universal` gives values wrong names.
 
@@ -226,8 +231,15 @@ def _refuse_permuted(model: ModelStates) -> None:
         raise SourceError(
             "source.unsupported",
             "the run used round_robin_gradients: ds_to_universal then exchanges values between its parameters",
-            fix="convert the original checkpoint, which is read correctly",
+            fix=_PERMUTED_FIX,
         )
+
+
+def _roundings(trained: Sequence[Parameter]) -> Iterator[Agreement]:
+    """Agreements that find exchanged values, for a run whose config is a path: each weight is its rounded master."""
+    for p in trained:
+        if p.weight is not None and p.weight != p.states[MASTER]:
+            yield Agreement(p.fqn, MASTER, p.states[MASTER], p.weight, "the weight", rounded=True, fix=_PERMUTED_FIX)
 
 
 def _joined(stages: Sequence[tuple[Shapes, ...]]) -> tuple[Shapes, ...]:

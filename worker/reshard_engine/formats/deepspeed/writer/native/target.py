@@ -131,7 +131,7 @@ def resolve(checkpoint: Checkpoint, request: ConvertRequest) -> Target:
         dtype=dtype,
         layout=layout,
         dp=layout.dp,
-        round_robin=flat and _first(layout.round_robin_gradients, source.round_robin),
+        round_robin=flat and _first(layout.round_robin_gradients, source.round_robin or facts_of(checkpoint).dealt),
         aligned=flat and _first(layout.parameter_alignment, source.aligned),
         sub_group_size=layout.sub_group_size or source.sub_group_size or DEFAULT_SUB_GROUP_SIZE,
         source=source,
