@@ -598,6 +598,42 @@ def test_groups_that_were_joined_are_said_to_be(tmp_path: Path) -> None:
     assert result.warnings == ()
 
 
+def test_the_order_of_flattened_groups_is_that_of_initial_rates(tmp_path: Path) -> None:
+    held = optimizer(model(), ["b.weight", "b.bias"], ["a.weight"])
+    held["param_groups"][0]["lr"] = 0.2
+    state = {**model(), "optimizer": flattened(held)}
+
+    def rates(name: str, *initial: float, **choices: Any) -> tuple[list[Any], list[Question], bool]:
+        kept = {"last_epoch": 3, "base_lrs": list(initial), "_last_lr": [0.2, 0.1]}
+        source = tmp_path / name / "in"
+        if not source.exists():
+            saved(tmp_path / name, {**state, **({"lr_scheduler": kept} if initial else {})})
+        found = read(source, **choices)
+        assert found.optimizer is not None
+        warned = any("no order of the groups fits" in text for text in found.warnings)
+        return [g.hyper_parameters["lr"] for g in found.optimizer.groups], [u.question for u in found.undecided], warned
+
+    assert rates("told", 0.2, 0.1) == ([0.2, 0.1], [], False)
+    assert rates("turned", 0.1, 0.2) == ([0.1, 0.2], [], False)
+    assert rates("untold")[1:] == ([Question.GROUPS], False)
+    assert rates("untold", param_order="model") == ([0.1, 0.2], [], False)
+    assert rates("amiss", 0.7, 0.1)[1:] == ([Question.GROUPS], True)
+    assert refused(tmp_path / "untold" / "in", ZERO2).code == "checkpoint.ambiguous"
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_without_paths_the_optimizers_names_tell_the_model(root: bool, tmp_path: Path) -> None:
+    """A planner without flattening keeps keys alone."""
+    weights = model() if root else {f"model.{n}": t for n, t in model().items()}
+    state = {f"optimizer.{key}": value for key, value in flattened(optimizer(model())).items()}
+    source = saved(tmp_path, {**weights, **state}, Save(flatten=False))
+    found = read(source)
+    assert {p.fqn for p in found.trained} == model().keys()
+    assert found.undecided == ()
+    target, _ = converted(source, WEIGHTS)
+    assert load_file(target / "model.safetensors").keys() == model().keys()
+
+
 def test_a_train_state_is_kept_or_named(tmp_path: Path) -> None:
     counted = {"step": torch.tensor(9), "ntokens_seen": torch.tensor(7), "losses": [0.1, 0.2]}
     source = saved(tmp_path, {**model(), "optimizer": flattened(optimizer(model())), "train_state": counted})
