@@ -177,6 +177,8 @@ def test_an_optimizer_of_two_places_needs_no_advice_to_copy_again(tmp_path: Path
     assert loaded(target)["optimizer"]["state"].keys() == joint.keys()
     error = refused(saved(tmp_path / "one", {"model": model(), "optimizer": optimizer(joint)}), ZERO2)
     assert "trains actor.a.weight" in error.message
+    error = refused(saved(tmp_path / "bare", {"model": model()}), ZERO2)
+    assert (error.code, "the files hold weights alone" in error.message) == ("request.unsatisfiable", True)
 
 
 def test_states_without_groups_keep_their_place(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ class DeepSpeed(Format):
         """Buffers and frozen parameters are one to all targets but stage 3, which partitions parameters alone."""
         if request.exclude_frozen:
             return ()
-        if request.to == TargetFormat.ZERO:
+        # Without an optimizer there is no such target, and nothing tells the type that its model would have.
+        if request.to == TargetFormat.ZERO and checkpoint.optimizer is not None:
             from reshard_engine.formats.deepspeed.writer.native.target import resolve
 
             if resolve(checkpoint, request).stage == 3:
