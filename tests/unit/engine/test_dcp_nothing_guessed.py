@@ -365,6 +365,8 @@ def test_what_a_framework_insists_on_is_made_with_a_word(tmp_path: Path) -> None
     state = {"model": model(), "optimizer": optimizer(model())}
     state["optimizer"]["state"]["b.bias"]["step"] = torch.tensor(7.0)
     source = saved(tmp_path, state)
+    _, result = converted(source, {"to": "universal"})
+    assert said(result, "the parameters of group 0 have 3 to 7 steps") != []
     _, result = converted(source, DCP, grammar="lightning")
     assert said(result, "the epoch begins at 0") != []
     target, result = converted(source, DCP, grammar="torchtitan")

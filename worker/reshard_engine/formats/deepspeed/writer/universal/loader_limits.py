@@ -3,7 +3,7 @@
 docs/deepspeed-universal-limits.md has the whole list. A warning names the runs for which the loss is certain.
 
 Source: deepspeed 0.19.8 `runtime/zero/stage3.py` (`load_hp_checkpoint_state_from_checkpoint_dir_stage3`: three states
-by name, `param_groups[0]` for every group), `runtime/base_optimizer.py`
+by name, `param_groups[0]` and one step for every group), `runtime/base_optimizer.py`
 (`load_hp_checkpoint_state_from_checkpoint_dir`: `steps[0]` of the parameters that the rank holds),
 `runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py` (partitions: equal, of a multiple of two elements);
 verified by running.
@@ -51,6 +51,19 @@ def _differs(groups: Sequence[ParamGroup], key: str | int) -> bool:
     if key in _NAMES:
         return False
     return len(held) < len(groups) or any(next(compare_trees(held[0], h, ""), None) is not None for h in held)
+
+
+def step_warnings(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield that the parameters of a group have different step counters, of which the loader takes one."""
+    for group in dict.fromkeys(p.group for p in checkpoint.trained):
+        counts = {p.scalars["step"].value if "step" in p.scalars else 0 for p in checkpoint.trained if p.group == group}
+        if len(counts) > 1:
+            yield (
+                f"the parameters of group {group} have {min(counts):g} to {max(counts):g} steps, and DeepSpeed's "
+                "universal loader fails at ZeRO-1, 2 and BF16 (Steps are not equal) and takes one of them at ZeRO-3: convert "
+                "--to zero --zero-stage 0 --dtype fp32, which keeps each parameter's own"
+            )
+            return
 
 
 def empty_rank_warnings(checkpoint: Checkpoint) -> list[str]:

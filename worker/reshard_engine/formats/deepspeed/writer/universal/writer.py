@@ -63,7 +63,11 @@ from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
 from reshard_engine.formats.deepspeed.writer.native.model import LocalParameter
 from reshard_engine.formats.deepspeed.writer.native.regrouping import trainers_scheduler, without_empty_groups
 from reshard_engine.formats.deepspeed.writer.universal.cut_entries import cut_keys
-from reshard_engine.formats.deepspeed.writer.universal.loader_limits import empty_rank_warnings, stage_3_warnings
+from reshard_engine.formats.deepspeed.writer.universal.loader_limits import (
+    empty_rank_warnings,
+    stage_3_warnings,
+    step_warnings,
+)
 from reshard_engine.formats.torch_archive import scalar_node, single_tensor_template, tree_template
 from reshard_engine.pickles.nodes import (
     Global,
@@ -121,7 +125,7 @@ class UniversalWriter:
         files += trainers_scheduler(before, checkpoint, request.opaque)
         files += _commit_files(checkpoint, request, by_stage=by_stage)
         warnings = [*never_updated, *derived_warnings(checkpoint), *warnings]
-        warnings += [*configured_warnings(checkpoint), *empty_rank_warnings(checkpoint)]
+        warnings += [*configured_warnings(checkpoint), *empty_rank_warnings(checkpoint), *step_warnings(checkpoint)]
         warnings += stage_3_warnings(states, sharded_groups(checkpoint) or groups_of(checkpoint))
         frozen = not_written.frozen_parameters(checkpoint) if request.exclude_frozen else ()
         return TargetLayout(
