@@ -6,7 +6,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from laws.dcp_source import DCP_SOURCES
+from laws.dcp_source import DCP_SOURCES, DcpSource
 from laws.dcp_target import DcpTarget
 from laws.deepspeed_source import STAGES
 from laws.native_target import NativeTarget
@@ -48,4 +48,8 @@ def trials(draw: st.DrawFn, source: SourceFormat, targets: tuple[TargetOracle, .
         # Each hyper-parameter of each parameter may be an archive, which takes some kilobytes to plan.
         execution["memory_limit_bytes"] = max(execution["memory_limit_bytes"], 1 << 23)
         cases = cases.filter(oracle.takes)
-    return Trial(source, draw(cases), oracle, options, execution, random)
+    case = draw(cases)
+    scaled = case.state.dtype == "float16" and not isinstance(source, DcpSource)
+    if options.get("dtype") == "fp16" and options["layout"]["zero_stage"] == "3" and not scaled:
+        options["dtype"] = "bf16"  # DeepSpeed's loader takes a loss scale of the file, and there is none: refused
+    return Trial(source, case, oracle, options, execution, random)

@@ -185,7 +185,9 @@ def _ways(trial: Trial) -> list[dict[str, Any]]:
         # Weights of another type are cast when a native checkpoint is written: only its own kind comes after it. Before
         # the first step the universal form holds the zeros that Adam starts from, and says so. For parameters without
         # gradients it holds zeros and the counter of others.
-        native_too = resumable and typed
+        # Without a loss scale there is no way to fp16 at ZeRO-3, and fp32 has none.
+        scaled = trial.options.get("dtype") == "fp16" and resumable and trial.options["layout"]["zero_stage"] == "3"
+        native_too = resumable and typed and not scaled
         as_they_are = native_too or not (typed or resumable)
         made = as_they_are and (not state.state_names or trial.saved.never_updated)
         chosen = ([] if made else [universal]) + ([native] if native_too else [])

@@ -60,8 +60,8 @@ def step_warnings(checkpoint: Checkpoint) -> Iterator[str]:
         if len(counts) > 1:
             yield (
                 f"the parameters of group {group} have {min(counts):g} to {max(counts):g} steps, and DeepSpeed's "
-                "universal loader fails at ZeRO-1, 2 and BF16 (Steps are not equal) and takes one of them at ZeRO-3: convert "
-                "--to zero --zero-stage 0 --dtype fp32, which keeps each parameter's own"
+                "universal loader fails at ZeRO-1, 2 and BF16 (Steps are not equal) and takes one of them at ZeRO-3: "
+                "convert --to zero --zero-stage 0 --dtype fp32, which keeps each parameter's own"
             )
             return
 
