@@ -59,7 +59,7 @@ _NO_ORDER = Undecided(
     Question.ORDER,
     "its ds_config is a path, and the files do not show whether round_robin_gradients was on, so that the order of the "
     "optimizer's parameters is unknown",
-    "save once with the config as a dict; or write the weights alone: --to safetensors",
+    "load it once on as many ranks, with the config as a dict, and save it again",
 )
 
 
