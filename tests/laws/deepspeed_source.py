@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from laws.deepspeed_files import Layout, Stage, flat_groups, sub_groups, write_checkpoint
+from laws.targets import rounded
 from laws.torch_values import SCALER_MODULE
 from reshard_engine.testing.formats import Case, Saved
 from reshard_engine.testing.logical import MASTER, Instance, LogicalState
@@ -83,7 +84,8 @@ class DeepSpeedSource:
 
     def cases(self) -> st.SearchStrategy[Case]:
         """Any run that this stage can save."""
-        return cases_of(self.stage, rules_of(self.stage))
+        cases = cases_of(self.stage, rules_of(self.stage))
+        return cases.map(_with_rounded_weights) if self.stage == 0 else cases
 
     def write(self, case: Case, directory: Path) -> Saved:
         """`latest` and the tag directory."""
@@ -97,6 +99,13 @@ class DeepSpeedSource:
     def checks_metadata(self, case: Case) -> bool:
         """Archives have CRCs; legacy streams have none."""
         return bool(case.layout.zip_files)
+
+
+def _with_rounded_weights(case: Case) -> Case:
+    """A run whose weights are its masters, rounded: they prove the order of stage 0's numbers."""
+    state = case.state
+    settled = [p if p.group is None else replace(p, weight=rounded(p.value, state.dtype)) for p in state.parameters]
+    return replace(case, state=replace(state, parameters=tuple(settled)))
 
 
 def kept(state: LogicalState, layout: Layout) -> LogicalState:

@@ -198,12 +198,12 @@ def _ways(trial: Trial) -> list[dict[str, Any]]:
 def _torch_says_all(trial: Trial) -> bool:
     """True if a distributed checkpoint loses nothing that weights hold: it does not say which tensors are tied.
 
-    Ties of trained matrices are found again; names are taken for those of a wrapping module if all have its prefix.
+    Equal matrices are written as tensors of their own; names are taken for those of a wrapping module if all have its
+    prefix.
     """
     state = trial.saved.state
-    matrices = {p.fqn for p in state.trained if len(p.shape) > 1 and trial.source.full}
     wrapped = all(name.startswith("module.") for name in state.order)
-    return state.groups is not None and matrices.issuperset(state.aliases.values()) and not wrapped
+    return state.groups is not None and not state.aliases and not wrapped
 
 
 def _without_stored_weights(trial: Trial, content: Content) -> Content:

@@ -53,8 +53,8 @@ def groups_to_write(checkpoint: Checkpoint, *, needs_initial_lr: bool) -> tuple[
     added: dict[str, None] = {}
     for number, group in enumerate(groups):
         values = dict(group.hyper_parameters)
-        if values.get(_BIAS_CORRECTION) is True and _ADAM.keys() <= values.keys():
-            del values[_BIAS_CORRECTION]  # of DeepSpeed's Adam, and torch's has no such key: it always corrects
+        if facts_of(checkpoint) is None and values.get(_BIAS_CORRECTION) is True and _ADAM.keys() <= values.keys():
+            del values[_BIAS_CORRECTION]  # added for DeepSpeed's Adam; torch's has no such key: it always corrects
         more: dict[str | int, Node] = {}
         if is_adam(values, {s for p in checkpoint.members(number) for s in p.states} - {"fp32"}):
             decoupled = optimizer.decoupled_weight_decay if optimizer is not None else None
