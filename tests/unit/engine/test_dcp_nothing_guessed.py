@@ -455,6 +455,17 @@ def test_equal_tensors_are_written_as_tensors_of_their_own(tmp_path: Path) -> No
         assert fragment.reshape(4, 3).equal(held["target.weight"])
 
 
+def test_without_checksums_nothing_is_tied(tmp_path: Path) -> None:
+    held = {**model(), "target.weight": model()["a.weight"].clone()}
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        source = saved(tmp_path, {"model": held, "optimizer": optimizer(model())})
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    found = read(source)
+    assert (found.shared, found.copies, found.unproven) == ({}, {}, {"target.weight"})
+
+
 def test_marks_prove_parameters_and_nothing_else(tmp_path: Path) -> None:
     held: State = {**{n: torch.nn.Parameter(t) for n, t in model().items()}, "plain": torch.rand(3, 3)}
     trained = {"a.weight": held["a.weight"]}
