@@ -32,9 +32,9 @@ TORCH = (
 BEGIN_ANEW = ("CosineAnnealingWarmRestarts", "ReduceLROnPlateau", "GreedyLR")
 REFUSE = ("SequentialLR", "ChainedScheduler")
 WARNING = (
-    "the source holds no state of a learning-rate scheduler: the run's scheduler goes on as after 4 steps, one for "
-    "each update; CosineAnnealingWarmRestarts, ReduceLROnPlateau and GreedyLR remember more than a count and begin "
-    "anew; SequentialLR and ChainedScheduler do not load it (load_lr_scheduler_states=False)"
+    "the source holds no state of this optimizer's learning-rate scheduler: the run's scheduler goes on as after 4 "
+    "steps, one for each update; CosineAnnealingWarmRestarts, ReduceLROnPlateau and GreedyLR remember more than a "
+    "count and begin anew; SequentialLR and ChainedScheduler do not load it (load_lr_scheduler_states=False)"
 )
 
 
