@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from oracle.cases import Case
@@ -145,6 +146,12 @@ RUNS: dict[str, FsdpRun] = _runs()
 def titan_is_here() -> bool:
     """True if torchtitan can be imported."""
     return TITAN_FOLDER in os.environ or importlib.util.find_spec("torchtitan") is not None
+
+
+def torchao_is_here() -> bool:
+    """True if torchao can be imported, from the same folder."""
+    there = Path(os.environ.get(TITAN_FOLDER, os.devnull), "torchao").is_dir()
+    return there or importlib.util.find_spec("torchao") is not None
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,11 @@ from oracle.launcher import WorldError, Worlds
 from oracle.outputs import raw, read_safetensors, tensor_of
 from oracle.truth import RawTensor, Truth
 
-# What PEFT 0.21 asks transformers 5.23.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    # What PEFT 0.21 asks transformers 5.23, and what it says of GPT-2 where a configuration was made: it sets the option.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
+]
 KINDS = [(kind, adapter) for kind in ("llama", "gpt2") for adapter in OPTIONS if (kind, adapter) != ("gpt2", "head")]
 TAG = "global_step3"
 ALWAYS = (("llama", "dora"), ("llama", "head"))
@@ -281,8 +284,9 @@ def test_the_adapter_is_pefts_own(kind: str, adapter: str, adapted: Adapted, tmp
         assert {k: raw(v) for k, v in found.items()} == {k: raw(v) for k, v in wanted.items()}
 
 
-@pytest.mark.parametrize(("kind", "adapter"), rest_full(KINDS, *ALWAYS))
+@pytest.mark.parametrize(("kind", "adapter"), rest_full([case for case in KINDS if case != ("gpt2", "dora")], *ALWAYS))
 def test_merged_it_is_pefts_own(kind: str, adapter: str, adapted: Adapted, tmp_path: Path) -> None:
+    """But for DoRA of GPT-2's Conv1D, which is refused for every source."""
     run = adapted(kind, adapter)
     merge: dict[str, Any] = {
         "to": "safetensors",

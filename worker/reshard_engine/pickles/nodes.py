@@ -94,9 +94,8 @@ class PObject:
     @property
     def known_by(self) -> Node:
         """The class or function that decides whether the object is known: of a tensor, the class that it is of."""
-        args = self.args.items
-        of_type = isinstance(self.cls, Global) and self.cls.dotted == FROM_TYPE and len(args) > 1
-        return args[1] if of_type else self.cls
+        of_type = isinstance(self.cls, Global) and self.cls.dotted == FROM_TYPE
+        return next(iter(self.args.items[1:]), self.cls) if of_type else self.cls
 
 
 @dataclass(slots=True, eq=False, repr=False)

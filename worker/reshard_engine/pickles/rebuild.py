@@ -197,15 +197,15 @@ def made_of_tensors(node: Node) -> MadeOfTensors | None:
     """
     if not isinstance(node, PObject) or not isinstance(node.cls, Global) or node.cls.dotted != FROM_TYPE:
         return None
-    match node.args.items:
-        case (Global() as func, Global() as kind, PTuple(items=(same, Global() as dtype, size, *_)), PDict()) if (
-            func.dotted == "torch._utils._rebuild_wrapper_subclass"
-            and same == kind
-            and dtype.module == "torch"
-            and dtype.name in BY_NAME
-        ):
-            return MadeOfTensors(kind, dtype.name, _counts(size, "a tensor's size", DEFAULT_LIMITS))
-    return None
+    func, kind, inner, state = node.args.items if len(node.args.items) == 4 else (None,) * 4
+    if not isinstance(func, Global) or func.dotted != "torch._utils._rebuild_wrapper_subclass":
+        return None
+    same, dtype, size = inner.items[:3] if isinstance(inner, PTuple) and len(inner.items) > 2 else (None,) * 3
+    if not isinstance(dtype, Global) or dtype.module != "torch" or dtype.name not in BY_NAME:
+        return None
+    if not isinstance(kind, Global) or same != kind or not isinstance(state, PDict):
+        return None
+    return MadeOfTensors(kind, dtype.name, _counts(size, "a tensor's size", DEFAULT_LIMITS))
 
 
 def _texts(state: Node) -> tuple[tuple[str, str], ...]:

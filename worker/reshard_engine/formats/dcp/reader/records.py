@@ -129,18 +129,15 @@ class _Finder:
         kind = self._records.kinds[int(self._records.kind[row])]
         refuse_other_streams(part)
         parsed = open_torch_file(part, self._ledger)
-        tensor = parsed.root
-        made = made_of_tensors(tensor)
-        if made is None and not isinstance(tensor, PTensor):
+        tensor = made_of_tensors(parsed.root) or parsed.root
+        if not isinstance(tensor, PTensor | MadeOfTensors):
             raise _malformed(part, f"holds {kind_of(tensor)} where the metadata has a tensor")
-        if made is not None:
-            tensor = made
         if (tensor.dtype, tensor.shape) != (kind.dtype.name, kind.shape):
             text = f"holds {tensor.dtype} {tensor.shape}, and the metadata has {kind.dtype.name} {kind.shape}"
             raise _malformed(part, text, fix=_UNEVEN if _is_longer(tensor, kind) else _OTHER_SAVES)
-        if made is not None:
+        if isinstance(tensor, MadeOfTensors):
             data_at = min((s.offset for s in parsed.storages.values()), default=part.size_bytes)
-            return _Head(part.read(0, data_at), None, 0, made.kind)
+            return _Head(part.read(0, data_at), None, 0, tensor.kind)
         data_at = parsed.tensor_offset(tensor)
         stride = None if is_packed(tensor.shape, tensor.stride) else tensor.stride
         return _Head(part.read(0, data_at), stride, tensor.numel * kind.dtype.itemsize_bytes)
