@@ -36,7 +36,7 @@ from oracle.outputs import raw, read_safetensors, tensor_of
 from oracle.truth import RawTensor, Truth
 
 pytestmark = [
-    # What PEFT 0.21 asks transformers 5.23, and what it says of GPT-2 where a configuration was made: it sets the option.
+    # What PEFT 0.21 asks transformers 5.23, and says of GPT-2 where a configuration was made: it sets the option.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
 ]

@@ -55,6 +55,16 @@ _GETATTR = op.call(
     ),
     COMMAND,
 )
+_WRAPPER = op.name("torch._utils", "_rebuild_wrapper_subclass")
+_QUANTIZED = op.name("torchao.optim.subclass_8bit", "OptimState8bit")
+
+
+def _made_of(kind: op.Code, *, other: op.Code | None = None, dtype: op.Code | None = None, **state: object) -> bytes:
+    """A tensor that is made of others, by a class of its own."""
+    inner = (other or kind, dtype or op.name("torch", "float32"), (2, 2), (2, 1), 0, None, None, False)
+    return op.call(op.name("torch._tensor", "_rebuild_from_type_v2"), _WRAPPER, kind, inner, state)
+
+
 _STAGE = op.name("deepspeed.runtime.zero.config", "ZeroStageEnum")
 
 
@@ -177,6 +187,12 @@ ENTRIES = (
     _value(21, "namespace-that-mentions", op.name("argparse", "Namespace") + b")\x81" + op.push({"hook": SYSTEM}) + b"b", GLOBAL, runs=False),
     _refused(22, "from-type-foreign-func", op.call(op.name("torch._tensor", "_rebuild_from_type_v2"), SYSTEM, op.name("torch", "Tensor"), (COMMAND,), {})),
     _refused(22, "from-type-foreign-type", op.call(op.name("torch._tensor", "_rebuild_from_type_v2"), op.name("torch._utils", "_rebuild_tensor_v2"), op.name("os", "_Environ"), (), {})),
+    _value(22, "wrapper-of-a-function", _made_of(SYSTEM), "pickle.forbidden_global", runs=False),
+    _refused(22, "wrapper-of-two-classes", _made_of(_QUANTIZED, other=op.name("torch", "Tensor"))),
+    _refused(22, "wrapper-that-sets-its-class", _made_of(_QUANTIZED, __class__=op.name("argparse", "Namespace")), BUILD),
+    _refused(22, "wrapper-of-no-type", _made_of(_QUANTIZED, dtype=op.name("torch", "device"))),
+    _refused(22, "wrapper-called-alone", op.call(_WRAPPER, _QUANTIZED)),
+    _refused(22, "layout-of-a-command", op.call(op.name("torch.serialization", "_get_layout"), COMMAND)),
     _refused(23, "rebuild-tensor-two-args", op.call(op.name("torch._utils", "_rebuild_tensor_v2"), 1, 2), "pickle.type_confusion"),
     _refused(23, "rebuild-tensor-nine-args", op.call(op.name("torch._utils", "_rebuild_tensor_v2"), *range(9)), "pickle.type_confusion"),
     _refused(23, "rebuild-tensor-of-a-list", op.call(op.name("torch._utils", "_rebuild_tensor_v2"), [1], 0, (1,), (1,), False, {}), "pickle.type_confusion"),
