@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from laws.dcp_files import Save, Sharded, StridedShard, nested, read_metadata, save
-from reshard.errors import SourceError
+from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, ConvertResult, OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
@@ -204,3 +205,45 @@ def test_deepspeed_gets_no_group_without_members(tmp_path: Path) -> None:
         held = torch.load(tmp_path / "run" / "step" / name, weights_only=False)
         held = held if name == "scheduler.bin" else held["lr_scheduler"]
         assert held == {"base_lrs": [0.1], "last_epoch": 3, "lr_lambdas": [{}]}
+
+
+# Tensors of classes of their own.
+
+
+def _of_a_class(directory: Path, *, weight: bool = False) -> Path:
+    made: Any = TwoTensor(HEAD.clone(), HEAD + 1)
+    states = {"a": {"exp_avg": EMBED, "step": torch.tensor(3.0)}, "b": {"exp_avg": made, "step": torch.tensor(3.0)}}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": ["a", "b"]}]}
+    save({"model": {"a": EMBED, "b": made if weight else HEAD}, "optimizer": optimizer}, directory, Save())
+    return directory
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_state_of_an_unlisted_class_is_kept_or_dropped_as_asked(tmp_path: Path) -> None:
+    """In the place of torchao's classes, which are listed."""
+    source, key = _of_a_class(tmp_path / "in"), "optimizer.state.b.exp_avg"
+    with pytest.raises(SourceError, match=r"two_tensor\.TwoTensor, which is not on the allow-list") as refused:
+        _convert(source, tmp_path / "no")
+    assert (refused.value.code, "--opaque keep" in str(refused.value.fix)) == ("pickle.forbidden_global", True)
+    kept = _convert(source, tmp_path / "kept", opaque="keep")
+    assert kept.not_carried == ()
+    state = {"optimizer": {"state": {"b": {"exp_avg": TwoTensor(torch.zeros(6, 4), torch.zeros(6, 4))}}}}
+    with torch.serialization.safe_globals([TwoTensor]):
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "kept", no_dist=True)
+    found: Any = state["optimizer"]["state"]["b"]["exp_avg"]
+    assert torch.equal(found.a, HEAD)
+    assert torch.equal(found.b, HEAD + 1)
+    dropped = _convert(source, tmp_path / "dropped", opaque="drop")
+    assert [entry.path for entry in dropped.not_carried] == [key]
+    assert key not in read_metadata(tmp_path / "dropped" / ".metadata").state_dict_metadata
+    with pytest.raises(RequestError, match=r"exp_avg \(.*TwoTensor\)"):
+        _convert(source, tmp_path / "run" / "step", "zero", opaque="keep", layout={"dp": 1, "zero_stage": "1"})
+    weights = _convert(source, tmp_path / "weights", "safetensors", opaque="keep")
+    assert "optimizer.state.*.exp_avg" in [entry.path for entry in weights.not_carried]
+
+
+def test_a_weight_of_such_a_class_is_refused(tmp_path: Path) -> None:
+    for to in ("dcp", "safetensors"):
+        with pytest.raises(SourceError, match=r"model\.b is no plain tensor, but a .*TwoTensor") as refused:
+            _convert(_of_a_class(tmp_path / to, weight=True), tmp_path / f"{to}-out", to, opaque="keep")
+        assert refused.value.code == "source.unsupported"
