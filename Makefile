@@ -22,7 +22,7 @@ SPREAD ?= -n 2 --dist loadfile --max-worker-restart=0
 COMPILE = python -m compileall -q client worker service tests bench
 # The quick tier needs neither torch nor DeepSpeed, which take gigabytes where there is no build for the CPU alone.
 QUICK  := $(VENV)-quick
-# Some parts of torchtitan, and torchao (7 MB, no dependencies), beside the environment: what torchtitan depends on is for
+# Some parts of torchtitan, and torchao (3.4 MB, no dependencies), beside the environment: what torchtitan depends on is for
 # other parts, and some of it for other torches; and where torchao is installed, PEFT and transformers import it.
 TITAN  := $(CURDIR)/$(VENV)/torchtitan
 TITANS := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.0 torchao==0.18.0

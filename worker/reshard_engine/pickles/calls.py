@@ -9,6 +9,7 @@ protocol 3), torch 2.13.0 `torch/_utils.py`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from reshard.errors import SourceError, printable
@@ -16,6 +17,7 @@ from reshard_engine.pickles import arrays, stdlib
 from reshard_engine.pickles.nodes import Global, Node, PBytearray, PList, PObject, PTuple
 
 _ENCODINGS = ("latin1", "latin-1", "ascii", "utf-8")
+_LAYOUT = re.compile(r"torch\.[a-z_]{1,32}")
 
 
 def _bytes_like(items: tuple[Node, ...]) -> bool:
@@ -43,8 +45,8 @@ def _one_sequence(items: tuple[Node, ...]) -> bool:
     return not items or (len(items) == 1 and isinstance(items[0], PTuple | PList))
 
 
-def _strided(items: tuple[Node, ...]) -> bool:
-    return items == ("torch.strided",)
+def _layout(items: tuple[Node, ...]) -> bool:
+    return len(items) == 1 and isinstance(items[0], str) and _LAYOUT.fullmatch(items[0]) is not None
 
 
 _CHECKS: dict[str, Callable[[tuple[Node, ...]], bool]] = {
@@ -53,7 +55,7 @@ _CHECKS: dict[str, Callable[[tuple[Node, ...]], bool]] = {
     "numpy.dtype": arrays.is_dtype_call,
     "torch.Size": _one_sequence,
     "torch._utils._rebuild_wrapper_subclass": _never,  # an argument of `_rebuild_from_type_v2` alone
-    "torch.serialization._get_layout": _strided,
+    "torch.serialization._get_layout": _layout,
     "datetime.timedelta": _numbers,
     **stdlib.CHECKS,
     **{f"{b}.{n}": _bytes_like for b in ("builtins", "__builtin__") for n in ("bytes", "bytearray")},
