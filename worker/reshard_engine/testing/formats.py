@@ -49,7 +49,7 @@ class Saved:
     choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def in_the_run(self) -> Saved:
-        """The same under the names by which DeepSpeed finds tensors again."""
+        """The saved state under the names by which DeepSpeed finds tensors again."""
         names = self.run_names
         late, never, copies = (
             frozenset(names.get(n, n) for n in found) for found in (self.frozen_late, self.never_updated, self.copies)

@@ -102,7 +102,7 @@ class NamedBuffers:
             raise RequestError(
                 "request.invalid",
                 f"--buffers: {listed(unused)} fits no tensor but those that the optimizer trains",
-                fix="leave it out, or give the name as it is in the source: reshard inspect lists them",
+                fix="leave it out, or give the name as the source has it",
             )
 
 

@@ -98,8 +98,7 @@ def _refuse_unsaid(target: Target) -> None:
         "request.unsatisfiable",
         f"the source's run was not in fp16, so that it says no loss scale, and DeepSpeed's loader of stage "
         f"{target.stage} takes the scale of the file in place of the run's own",
-        fix="--to universal, or --zero-stage 1 or 2: their loaders keep the scale that the run's config gives; or "
-        "--dtype bf16",
+        fix="--zero-stage 1, or 2: their loaders keep the scale that the run's config gives; or --dtype bf16",
     )
 
 
