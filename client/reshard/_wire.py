@@ -189,9 +189,9 @@ def invalid(error: ValidationError, flags: Mapping[str, str] | None = None, *, k
 
 def submit_call(request: ConvertRequest, settings: Mapping[str, Any], key: str, job_id: str | None = None) -> Call:
     """Submit a conversion with the job's own settings (see `SubmitRequest`), as the job `job_id` if one is given."""
-    # A service of an earlier release knows fewer choices and options: those that nobody made are left out.
-    said = {n: getattr(request, n).model_dump(mode="json", exclude_defaults=True) for n in ("source", "options")}
-    body = {**request.model_dump(mode="json"), **said, **settings}
+    # A service of an earlier release knows fewer options: those that nobody gave are left out.
+    options = request.options.model_dump(mode="json", exclude_defaults=True)
+    body = {**request.model_dump(mode="json"), "options": options, **settings}
     if job_id is not None:
         return Call("PUT", _job_path(job_id), body=body)
     return Call("POST", "/v1/jobs", headers={"Idempotency-Key": key}, body=body)

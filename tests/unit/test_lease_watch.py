@@ -82,8 +82,8 @@ def test_beats_and_looks_are_paced(edge: Edge) -> None:
 
 
 def test_progress_is_throttled_but_a_new_phase_is_not(edge: Edge) -> None:
-    watch = watch_of(edge)
     began = time.monotonic()
+    watch = watch_of(edge)
     for done in range(40):
         watch.note(Progress(phase="running", bytes_done=done))
         watch.tick()
