@@ -105,9 +105,9 @@ def _refuse_unsaid(target: Target) -> None:
 def scaler_attributes_left(target: Target) -> list[str]:
     """Attributes of the source's loss scaler that are lost, because the target's scaler has no such attributes."""
     scaler = target.extras.get("loss_scaler")
-    if not target.scale_said or not isinstance(scaler, PObject) or not is_mapping(scaler.state):
-        return []  # a run that was not in fp16 scales by 1, which is no scale
-    if target.stage > 0 and not target.bf16_optimizer and scaler_entries(target)["loss_scaler"] is scaler:
+    if not isinstance(scaler, PObject) or not is_mapping(scaler.state):
+        return []
+    if target.stage > 0 and not target.bf16_optimizer and scaler_entries(target).get("loss_scaler") is scaler:
         return []
     known = _facts({}, target.source)
     return [f"loss_scaler.{k}" for k in mapping_items(scaler.state, what="loss_scaler") if k not in known]
