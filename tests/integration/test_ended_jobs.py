@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 
 import pytest
 from sqlalchemy import func, select, update
 
+from house.database_time import let_pass
 from reshard.errors import JobError, ReshardError, StorageError
 from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
@@ -21,7 +21,7 @@ from reshard_jobs.retention import Retention
 from reshard_jobs.store import JobStore
 from reshard_jobs.tables import EventRow, IdempotencyRow, JobRow
 
-LEASE_S = 1.2
+LEASE_S = 60.0
 REQUEST = ConvertRequest(source=SourceSpec(url="/in"), target="/out", to=TargetFormat.UNIVERSAL)
 RESULT = ConvertResult(
     target="/out", to=TargetFormat.UNIVERSAL, files=(), read_bytes=1, write_bytes=2, seconds={}, plan_digest="d"
@@ -156,7 +156,7 @@ def test_a_discard_that_fails_is_tried_again_with_pauses(jobs: Jobs) -> None:
     assert jobs.discards.pending(due=True) == [job_id]
     again = jobs.discards.claim_next()
     assert again is not None
-    time.sleep(LEASE_S * 1.3)
+    let_pass(jobs.database, LEASE_S * 1.3)
     third = jobs.discards.claim_next()
     assert third is not None, "whoever had it died"
     assert not jobs.discards.done(again)
@@ -237,7 +237,7 @@ def test_a_job_does_not_wait_for_a_worker_that_has_gone(jobs: Jobs) -> None:
     jobs.nodes.leave("b")
     reaper = Reaper(jobs.database, lease_s=LEASE_S)
     assert reaper.sweep().failed == (), "it may come back"
-    time.sleep(2 * LEASE_S + 0.1)
+    let_pass(jobs.database, 3 * LEASE_S + 0.1)
     assert reaper.sweep().failed == (), "no worker lives: they all restart"
     jobs.nodes.seen("a")
     assert reaper.sweep().failed == (claim.job_id,)

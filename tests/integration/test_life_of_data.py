@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
+from house.database_time import let_pass
 from reshard.errors import JobError, ReshardError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
@@ -185,12 +186,10 @@ def test_a_target_beside_it_with_the_same_plan_does_not_keep_the_files_of_a_fail
 
 
 def test_the_files_of_a_failed_job_go_when_their_time_is_over(place: Place, sources: tuple[Path, Path]) -> None:
-    place.keep_failed_s = 1.0
-    place.__post_init__()
     job = place.failed(sources[0])
     reaper = Reaper(place.database, lease_s=2.0)
     assert not reaper.sweep().work_waits
-    time.sleep(1.2)
+    let_pass(place.database, KEEP_S + 1)
     assert reaper.sweep().work_waits, "the reaper wakes a worker"
     assert place.worker.run_next() is Outcome.DISCARDED
     assert place.look() == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from house.database_time import let_pass
 from reshard.errors import JobError, RequestError, StorageError
 from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
@@ -20,8 +21,7 @@ from reshard_jobs.reaper import Reaper, Sweep
 from reshard_jobs.store import JobStore
 from reshard_jobs.tables import MAX_ID_CHARS
 
-LEASE_S = 1.2
-"""Long beside a commit that a busy disk delays, short beside a test's time."""
+LEASE_S = 60.0
 REQUEST = ConvertRequest(source=SourceSpec(url="/in"), target="/out", to=TargetFormat.UNIVERSAL)
 RESULT = ConvertResult(
     target="/out", to=TargetFormat.UNIVERSAL, files=(), read_bytes=1, write_bytes=2, seconds={}, plan_digest="d"
@@ -44,25 +44,10 @@ class Jobs:
         return claim
 
     def lapse(self, leases: float = 1.5) -> Sweep:
-        """Let time pass while the reaper sweeps; all that it did, and if work waits at the end.
-
-        A busy machine may keep the sweeps waiting. The reaper takes that for an outage and renews leases: time begins
-        anew.
-        """
-        found = [self.reaper.sweep()]
-        last = time.monotonic()
-        until = last + leases * LEASE_S
-        while last < until:
-            time.sleep(LEASE_S / 6)
-            found.append(self.reaper.sweep())
-            now = time.monotonic()
-            if now - last > LEASE_S / 3:
-                until = now + leases * LEASE_S
-            last = now
-        requeued = tuple(job for sweep in found for job in sweep.requeued)
-        failed = tuple(job for sweep in found for job in sweep.failed)
-        cancelled = tuple(job for sweep in found for job in sweep.cancelled)
-        return Sweep(requeued, failed, cancelled, found[-1].work_waits)
+        """Let time pass while the reaper sweeps; what its last sweep did."""
+        self.reaper.sweep()
+        let_pass(self.database, leases * LEASE_S)
+        return self.reaper.sweep()
 
     def log(self, job_id: str) -> list[tuple[str, str]]:
         events = self.events.after(job_id, 0).events
@@ -149,7 +134,7 @@ def test_a_zombie_is_fenced_and_its_successor_is_not(jobs: Jobs) -> None:
 def test_heartbeats_keep_a_lease(jobs: Jobs) -> None:
     claim = jobs.claimed()
     for _ in range(6):
-        time.sleep(LEASE_S / 3)
+        let_pass(jobs.database, LEASE_S / 3)
         assert jobs.leases.heartbeat(claim).held
         assert jobs.reaper.sweep().requeued == ()
     assert jobs.store.get(claim.job_id).state is JobState.PLANNING
@@ -159,7 +144,7 @@ def test_leases_that_ended_while_nobody_could_renew_them_are_renewed(jobs: Jobs)
     claim = jobs.claimed(max_attempts=1)
     jobs.reaper.sweep()
     # Nobody reaches the database for this long, as the reaper sees it.
-    time.sleep(LEASE_S * 1.5)
+    let_pass(jobs.database, LEASE_S * 1.5, swept=False)
     if jobs.database.is_sqlite:
         assert jobs.reaper.sweep().failed == (claim.job_id,), "a file is never away"
         return
@@ -190,13 +175,13 @@ def test_reaper_requeues_until_attempts_are_exhausted(jobs: Jobs) -> None:
 def test_a_passing_failure_is_retried_later(jobs: Jobs) -> None:
     claim = jobs.claimed(max_attempts=2)
     problem = StorageError("storage.unavailable", "503")
-    assert jobs.leases.retry(claim, problem, delay_s=1.0)
+    assert jobs.leases.retry(claim, problem, delay_s=30.0)
     job = jobs.store.get(claim.job_id)
     assert job.state is JobState.QUEUED
     assert job.error is None
     assert jobs.leases.claim_next(worker="w") is None
     assert not jobs.reaper.sweep().work_waits
-    time.sleep(1.1)
+    let_pass(jobs.database, 31)
     assert jobs.reaper.sweep().work_waits
     again = jobs.leases.claim_next(worker="w")
     assert again is not None

@@ -6,9 +6,11 @@ import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from reshard_jobs.leases import Leases
 from reshard_jobs.roots import Roots
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.store import JobStore
+from reshard_worker import supervisor as supervisor_module
 from reshard_worker.commands import engine_command
 from reshard_worker.memory_limit import engine_memory_bytes
 from reshard_worker.protocol import Command, Result, parse_message
@@ -135,9 +138,16 @@ def test_planning_has_a_deadline(place: Workplace, kind: JobKind, script: dict[s
     assert ended.attempt == 1
 
 
-def test_a_conversion_may_take_longer_than_its_plan(place: Workplace) -> None:
-    place.create(scripted(units=6, unit_s=0.5), f"{place.directory}/out")
-    supervisor = Supervisor(place.leases, SCRIPTED.model_copy(update={"planning_limit_s": 2.0}), name="test")
+def test_a_conversion_may_take_longer_than_its_plan(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = place.create(scripted(units=6, unit_s=0.5), f"{place.directory}/out")
+
+    def monotonic() -> float:
+        """An hour passes when the plan is made."""
+        running = place.store.get(job.id).state is JobState.RUNNING
+        return time.monotonic() + (3600.0 if running else 0.0)
+
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=monotonic))
+    supervisor = Supervisor(place.leases, SCRIPTED.model_copy(update={"planning_limit_s": 60.0}), name="test")
     assert supervisor.run_next() is Outcome.SUCCEEDED
 
 

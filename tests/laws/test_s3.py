@@ -41,7 +41,9 @@ def test_s3_gives_the_same_bytes(bucket: S3Server, data: st.DataObject) -> None:
         client.put_object(Bucket=_BUCKET, Key=f"{place}/{SOURCE}/{name}", Body=content)
     source, target = f"s3://{_BUCKET}/{place}/{SOURCE}", f"s3://{_BUCKET}/{place}/out/{TARGET_NAME}"
     engine = LocalEngine()
-    engine.convert(trial.request("s3", source={"url": source}, target=target, memory_limit_bytes=1 << 30))
+    engine.convert(
+        trial.request("s3", source={"url": source, **trial.saved.choices}, target=target, memory_limit_bytes=1 << 30)
+    )
     found = bucket.read_all(_BUCKET, f"{place}/out/{TARGET_NAME}")
     assert found.pop(MANIFEST_NAME)
     assert_same_files(trial.reference.files, found)
