@@ -19,7 +19,8 @@ from checkpoints import write_zero_checkpoint
 from distributed.test_workers import contents, numbered, plain, result, strays
 from house.measured import say
 from reshard.local import load_engine
-from reshard_engine.distributed.segments import from_segment
+from reshard_engine.distributed.file_coordination import FileCoordination
+from reshard_engine.distributed.former_work import FormerWork
 
 HERE = Path(__file__).parent
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(16)] + [("embed.weight", (2048, 256))]
@@ -81,13 +82,13 @@ def convert(source: Path, target: Path, *more: str) -> list[str]:
 def wait_for_segments(target: Path) -> None:
     """Wait until a worker has recorded units, as the other hosts see it."""
     until = time.monotonic() + 60
-    while not any(recorded(p) for p in target.parent.glob(f".{target.name}.reshard-*.workers/*/segment-[01].*")):
+    while not any(map(recorded, target.parent.glob(f".{target.name}.reshard-*.workers"))):
         assert time.monotonic() < until, "no worker wrote a record"
         time.sleep(0.01)
 
 
-def recorded(segment: Path) -> bool:
-    return any(True for _ in from_segment(segment.read_bytes()))
+def recorded(workers: Path) -> bool:
+    return bool(FormerWork(FileCoordination(str(workers))).records())
 
 
 @pytest.mark.parametrize("skewed", [False, True], ids=["without shared locks", "clocks two hours wrong"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Float, select, update
 
 from reshard_jobs.database import Database
+from reshard_jobs.reaper import _SWEPT_AT
 from reshard_jobs.tables import Base, MetaRow
 
 
@@ -21,6 +22,6 @@ def let_pass(database: Database, seconds: float, *, swept: bool = True) -> None:
             # 0 is no time: "never" or "at once".
             for column in (c for c in table.columns if isinstance(c.type, Float)):
                 session.execute(update(table).where(column > 0).values({column.name: column - seconds}))
-        row = session.scalars(select(MetaRow).where(MetaRow.name == "swept_at")).one_or_none()
+        row = session.scalars(select(MetaRow).where(MetaRow.name == _SWEPT_AT)).one_or_none()
         if row is not None and not swept:
             row.value = repr(float(row.value) - seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import func, select
 
 from house.database_time import let_pass
 from reshard.errors import JobError, ReshardError, StorageError
@@ -37,7 +37,7 @@ class Jobs:
         self.log = EventLog(database)
         self.leases = Leases(database, lease_s=LEASE_S, keep_failed_s=100.0)
         self.discards = Discards(database, lease_s=LEASE_S)
-        self.nodes = Nodes(database, lease_s=30.0)
+        self.nodes = Nodes(database, lease_s=LEASE_S)
         self.keys = IdempotencyKeys(database)
 
     def claimed(self, worker: str = "w", target: str = "/out", *, plan: str = "d") -> JobClaim:
@@ -200,8 +200,7 @@ def test_old_keys_are_forgotten(jobs: Jobs) -> None:
     chosen = jobs.keys.begin_job("my-id", "body")
     assert isinstance(chosen, Hold)
     jobs.store.create(REQUEST, hold=chosen, job_id="my-id")
-    with jobs.database.write() as session:
-        session.execute(update(IdempotencyRow).values(held_until=IdempotencyRow.held_until - 500))
+    let_pass(jobs.database, 500)
     assert isinstance(jobs.keys.begin("young", "body"), Hold)
     Reaper(jobs.database, lease_s=LEASE_S, retention=Retention(keep_keys_s=400)).sweep()
     assert jobs.count(IdempotencyRow) == 2
@@ -237,7 +236,7 @@ def test_a_job_does_not_wait_for_a_worker_that_has_gone(jobs: Jobs) -> None:
     jobs.nodes.leave("b")
     reaper = Reaper(jobs.database, lease_s=LEASE_S)
     assert reaper.sweep().failed == (), "it may come back"
-    let_pass(jobs.database, 3 * LEASE_S + 0.1)
+    let_pass(jobs.database, 2 * LEASE_S + 0.1)
     assert reaper.sweep().failed == (), "no worker lives: they all restart"
     jobs.nodes.seen("a")
     assert reaper.sweep().failed == (claim.job_id,)

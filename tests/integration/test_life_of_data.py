@@ -304,9 +304,8 @@ def test_a_cancel_that_no_worker_could_clean_up_is_cleaned_up_later(place: Place
         )
     assert place.strays()
     place.store.cancel(job.id)
-    time.sleep(0.1)
     reaper = Reaper(place.database, lease_s=0.01)
-    time.sleep(2.1)
+    let_pass(place.database, 2.2)
     assert reaper.sweep().cancelled == (job.id,)
     assert place.store.get(job.id).leftovers_until is not None
     assert place.worker.run_next() is Outcome.DISCARDED
@@ -324,7 +323,7 @@ def test_a_record_that_came_after_the_end_is_removed(
     assert lost is not None
     digest = load_engine().plan(lost.request).digest
     assert place.leases.record_plan(lost, digest)
-    time.sleep(2.2)
+    let_pass(place.database, 2.2)
     assert Reaper(place.database, lease_s=2.0).sweep().requeued == (job.id,)
     assert place.worker.run_next() is Outcome.SUCCEEDED
     assert not place.strays()
