@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from reshard.errors import RequestError
+from reshard.install import install_line
 
 if TYPE_CHECKING:
     from reshard.checkups import Finding
@@ -195,12 +196,17 @@ def load_engine() -> Engine:
     from importlib.metadata import entry_points
 
     found = tuple(entry_points(group=ENTRY_POINT_GROUP))
-    fix = "pip install 'reshard[worker]', or use a service: export RESHARD_URL=http://host:8000 and `reshard submit`"
     if not found:
-        raise RequestError("request.engine_missing", "the conversion engine is not installed", fix=fix)
+        raise RequestError("request.engine_missing", "the conversion engine is not installed", fix=_without_engine())
     try:
         return cast("Engine", found[0].load())
     except ModuleNotFoundError as error:
         raise RequestError(
-            "request.engine_missing", f"the conversion engine needs {error.name!r}, which is not installed", fix=fix
-        ) from error
+            "request.engine_missing",
+            f"the conversion engine needs {error.name!r}, which is not installed",
+            fix=_without_engine(),
+        ) from None
+
+
+def _without_engine() -> str:
+    return f"{install_line('worker')}; or use a service: export RESHARD_URL=http://host:8000 and `reshard submit`"

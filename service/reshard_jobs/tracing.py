@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Literal
 
+from reshard.install import install_line
+
 if TYPE_CHECKING:
     from types import TracebackType
 
@@ -187,7 +189,7 @@ class _Process:
         try:
             self._provider = _provider_for(service, env)
         except ImportError as error:
-            self._complain("no traces are sent: %s is not installed; pip install 'reshard[otel]'", error.name)
+            self._complain("no traces are sent: %s", f"{error.name} is not installed; {install_line('otel')}")
             return False
         except ValueError as error:
             self._complain("no traces are sent: a variable OTEL_* is wrong: %s", error)

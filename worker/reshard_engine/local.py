@@ -12,6 +12,7 @@ from reshard._wire import ConvertOptions, convert_request
 from reshard.checkups import Finding
 from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, SourceError, printable
+from reshard.install import install_line
 from reshard.local import StateDicts
 from reshard.models import (
     CleanReport,
@@ -164,8 +165,8 @@ class LocalEngine:
             raise RequestError(
                 "request.engine_missing",
                 f"tensors need {error.name!r}, which is not installed",
-                fix="pip install torch",
-            ) from error
+                fix=install_line("worker"),
+            ) from None
         return state_dicts
 
     def verify(self, target: str, *, profile: str | None = None, sample: float | None = None) -> VerifyReport:

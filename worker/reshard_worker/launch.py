@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from reshard.errors import RequestError
+from reshard.install import install_line
 from reshard_jobs.doorbell import DOORBELL_QUEUE
 from reshard_jobs.logs import LEVEL_VARIABLE, as_json
 from reshard_worker.alive import VARIABLE as ALIVE_VARIABLE, prepare
@@ -37,7 +38,7 @@ def worker(*, gpu: str | None = None, name: str | None = None, log_level: str = 
         raise RequestError(
             "request.engine_missing",
             "a worker needs 'celery', which is not installed",
-            fix="pip install 'reshard[worker]'",
+            fix=install_line("worker"),
         )
     # Report a wrong setting here once, not in each process that reads it.
     WorkerSettings.from_env()

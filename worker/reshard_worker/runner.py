@@ -17,6 +17,7 @@ import time
 from typing import BinaryIO
 
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, printable
+from reshard.install import install_line
 from reshard.local import Engine, load_engine
 from reshard.models import Problem, Progress
 from reshard_engine.lifetime import die_with_parent
@@ -178,7 +179,7 @@ def _outcome(line: bytes, reporter: Reporter, stop: list[int]) -> Result | Failu
         problem = RequestError(
             "request.engine_missing",
             f"the engine of this worker needs {printable(error.name or error.msg)!r}, which is not installed",
-            fix="on the worker's host: pip install 'reshard[worker]'",
+            fix=f"on the worker's host: {install_line('worker')}",
         )
     except Exception:
         # The worker's log gets the traceback. The job's record does not, because users of the API read it.

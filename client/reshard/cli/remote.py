@@ -22,6 +22,7 @@ from reshard.cli.local import JsonFlag, QuietFlag, show_plan
 from reshard.cli.next_steps import next_steps
 from reshard.cli.watching import follow, log_line
 from reshard.errors import RequestError, printable
+from reshard.install import install_line
 
 if TYPE_CHECKING:
     from reshard.client import Client
@@ -307,15 +308,14 @@ def load_command(name: str, *, extra: str) -> Callable[..., None]:
     # Imported here, because reading the metadata of packages takes longer than the start of a plain command.
     from importlib.metadata import entry_points
 
-    fix = f"pip install 'reshard[{extra}]'"
     found = tuple(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not found:
-        raise RequestError("request.engine_missing", f"`reshard {name}` is not installed", fix=fix)
+        raise RequestError("request.engine_missing", f"`reshard {name}` is not installed", fix=install_line(extra))
     try:
         return found[0].load()
     except ModuleNotFoundError as error:
         message = f"`reshard {name}` needs {error.name!r}, which is not installed"
-        raise RequestError("request.engine_missing", message, fix=fix) from error
+        raise RequestError("request.engine_missing", message, fix=install_line(extra)) from None
 
 
 def parse_labels(texts: list[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.checkups import LEAST_FREE_BYTES, Finding, Health
 from reshard.errors import ReshardError, format_size, printable
+from reshard.install import install_line
 from reshard_engine.execute.casts.kernels import DEVICE_VARIABLE, default_kernel
 from reshard_engine.execute.sinks.free_space import room_at
 from reshard_engine.storage.locations import open_location
@@ -55,7 +56,7 @@ def _gpu() -> Finding:
         facts = device_facts()
     except ModuleNotFoundError:
         text = "there is one, but torch is not installed: casts run on the processor"
-        return Finding("gpu", Health.WARN, text, "pip install torch")
+        return Finding("gpu", Health.WARN, text, install_line("worker"))
     if facts is None:
         text = f"there is one, but torch {_version('torch')} cannot use it: casts run on the processor"
         return Finding("gpu", Health.WARN, text, "install a torch that fits the driver: nvidia-smi shows its CUDA")
@@ -77,7 +78,7 @@ def _credentials(*, needed: bool) -> Iterator[Finding]:
         import botocore.session
         from botocore.exceptions import BotoCoreError
     except ModuleNotFoundError:
-        yield Finding("credentials", Health.WARN, "s3:// needs botocore", "pip install 'reshard[worker]'")
+        yield Finding("credentials", Health.WARN, "s3:// needs botocore", install_line("worker"))
         return
     # The address of a cloud machine's own credentials would be asked for seconds where there is none.
     session: Any = botocore.session.Session()

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError
+from reshard.install import install_line
 from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
 
 DEVICE_VARIABLE = "RESHARD_DEVICE"
@@ -37,7 +38,7 @@ def default_kernel() -> CastKernel:
         kernel.start()
     except ImportError:
         raise RequestError(
-            "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix="pip install torch"
+            "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix=install_line("worker")
         ) from None
     except RuntimeError as error:
         raise RequestError("request.invalid", f"{DEVICE_VARIABLE}={wanted}: {error}") from None
