@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from house.repository import ROOT
+from house.repository import ROOT, code_blocks
 from servers.process import free_port
 
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -170,3 +170,17 @@ def test_the_same_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     }
     check(tmp_path, run(tmp_path, replaced, 1400))
     shutil.rmtree(tmp_path / "reshard" / ".venv-tutorial", ignore_errors=True)
+
+
+def test_the_home_page_shows_a_first_result(tmp_path: Path) -> None:
+    home = ROOT / "docs" / "index.md"
+    (commands,) = [code for code in code_blocks(home, "sh") if "tests/data" in code]
+    (shown,) = code_blocks(home, "text")
+    (tmp_path / "tests").mkdir()
+    shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny", tmp_path / "tests" / "data" / "zero2_tiny")
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    argv = ["bash", "-euo", "pipefail", "-c", commands]
+    done = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert as_lines_show(tuple(shown.splitlines()), done.stdout) == []
+    assert INSTALLS.partition("'")[0] in home.read_text("utf-8")

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from oracle.fixtures import oracle, trained, worlds
+from servers.fixtures import make_stack
 
-__all__ = ["oracle", "trained", "worlds"]
+__all__ = ["make_stack", "oracle", "trained", "worlds"]

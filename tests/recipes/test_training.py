@@ -22,6 +22,7 @@ from uuid import uuid4
 
 import psutil
 import pytest
+import yaml
 
 from house.repository import ROOT
 from oracle.conversions import agree
@@ -51,7 +52,8 @@ class LaunchError(RuntimeError):
 
 def launch(launcher: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Said:
     """Runs a launcher to its end; none of its processes is left behind."""
-    command = (str(Path(sys.executable).with_name(launcher)), *arguments)
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = (shutil.which(launcher, path=programs) or launcher, *arguments)
     mark = uuid4().hex
     variables = {
         **os.environ,
@@ -60,6 +62,7 @@ def launch(launcher: str, *arguments: str, environment: Mapping[str, str] | None
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "PATH": programs,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_HERE / "cpu"), os.environ.get("PYTHONPATH")))),
     }
     with subprocess.Popen(
@@ -197,6 +200,57 @@ def test_no_process_trains_from_nothing_when_the_checkpoint_is_spoilt(
     (save / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(LaunchError) as caught:
         torchrun("train_torchrun.py", save, 2)
+    assert "checkpoint.incomplete" in caught.value.said.err
+    assert records(caught.value.said) == {}
+
+
+@pytest.fixture(scope="module")
+def task() -> dict[str, Any]:
+    """The job file of docs/recipes/skypilot.md."""
+    return yaml.safe_load((ROOT / "deploy" / "skypilot" / "train.yaml").read_text())
+
+
+def skypilot(task: Mapping[str, Any], save: Path, processes: int) -> Said:
+    """The `run` block on a node of SkyPilot: bash in a home with the clone that `setup` makes; one address a line."""
+    home = save.parent / "home"
+    home.mkdir()
+    (home / "reshard").symlink_to(ROOT)
+    told = {
+        "HOME": str(home),
+        "RUN": str(save),
+        "MASTER_PORT": str(free_port()),
+        "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+        "SKYPILOT_NODE_RANK": "0",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": str(processes),
+    }
+    return launch("bash", "-c", task["run"], environment=told)
+
+
+def test_the_job_of_skypilot_has_its_run_on_the_volume_and_installs_what_is_tested(task: Mapping[str, Any]) -> None:
+    """The fields are those of https://docs.skypilot.co/en/latest/reference/yaml-spec.html in November 2026."""
+    assert set(task) == {"name", "num_nodes", "resources", "volumes", "envs", "setup", "run"}
+    assert "-c ~/reshard/constraints.txt" in task["setup"]
+    (mounted,) = task["volumes"]
+    assert task["envs"]["RUN"].startswith(f"{mounted}/")
+
+
+def test_a_preempted_job_of_skypilot_goes_on_with_another_number_of_gpus(
+    task: Mapping[str, Any], through: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    found = records(skypilot(task, save_of(through[0], 4, tmp_path / "run"), 3))
+    assert list(found) == [5, 6]
+    assert {line["world"] for line in found.values()} == {3}
+    assert agree(losses(found, 5, 6), losses(through[1], 5, 6), significant=6)
+
+
+def test_a_spoilt_checkpoint_ends_the_job_of_skypilot(
+    task: Mapping[str, Any], through: tuple[Path, dict[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    save = save_of(through[0], 4, tmp_path / "run")
+    (save / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(LaunchError) as caught:
+        skypilot(task, save, 1)
     assert "checkpoint.incomplete" in caught.value.said.err
     assert records(caught.value.said) == {}
 
