@@ -22,6 +22,7 @@ SPREAD ?= -n 2 --dist loadfile --max-worker-restart=0
 COMPILE = python -m compileall -q client worker service tests bench
 # The quick tier needs neither torch nor DeepSpeed, which take gigabytes where there is no build for the CPU alone.
 QUICK  := $(VENV)-quick
+DOCS   := $(VENV)-docs
 # Some parts of torchtitan, and torchao (3.4 MB, no dependencies), beside the environment: what torchtitan depends on is for
 # other parts, and some of it for other torches; and where torchao is installed, PEFT and transformers import it.
 TITAN  := $(CURDIR)/$(VENV)/torchtitan
@@ -129,9 +130,13 @@ docs-check: $(READY) ## generated pages are current
 docs: $(READY) ## write the generated pages and pictures of docs/ again
 	@$(BIN)/python scripts/make_docs.py
 
-site: $(READY) ## the documents as a site in site/, offline and strict
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "site/index.html; to read it in a browser: $(BIN)/python -m http.server --directory site 8080"
+$(DOCS)/.ready: pyproject.toml constraints.txt
+	$(call install,$(DOCS),docs)
+	@touch $@
+
+site: $(DOCS)/.ready ## the documents as a site in site/, strict, in an environment with the docs extra alone
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+	@echo "site/index.html; to read it in a browser: python3 -m http.server --directory site 8080"
 
 golden: $(READY) ## accept the command line's help and all fixes as they are now
 	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py tests/packaging/test_fixes.py tests/packaging/test_help.py

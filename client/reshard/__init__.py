@@ -1,4 +1,4 @@
-"""Reshard: any sharding of a training checkpoint into any other, bit for bit."""
+"""Reshard rewrites training checkpoints for another number of GPUs or another framework, bit for bit."""
 
 from __future__ import annotations
 

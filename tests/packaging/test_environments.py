@@ -33,6 +33,13 @@ def test_an_interpreter_that_is_named_gets_its_own_environment() -> None:
     ]
 
 
+def test_the_site_needs_the_extra_docs_alone() -> None:
+    """All of them are gigabytes, for pages that a writer wants to look at."""
+    commands = _commands("site")
+    assert re.findall(r"install[.]py (\S+) '(\S+)'", commands) == [(".venv-docs", ".[docs]")]
+    assert ".venv-docs/bin/python -m mkdocs build --strict" in commands
+
+
 def test_the_demo_takes_arguments() -> None:
     assert "deploy/demo/run.py --stay\n" in _commands("demo", "ARGS=--stay")
 

@@ -23,15 +23,16 @@ _COMMAND = re.compile(r"pip install [^\n`#]+")
 
 def commands(page: Path) -> list[list[str]]:
     """The words behind `pip install` of each such command on a page."""
-    # errors.md lists the fixes of those who have the package already: pip takes the one that is installed.
-    text = "" if page.name == "errors.md" else page.read_text(encoding="utf-8")
-    return [shlex.split(found)[2:] for found in _COMMAND.findall(text)]
+    return [shlex.split(found)[2:] for found in _COMMAND.findall(page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_no_page_installs_what_is_not_published(page: Path) -> None:
     for words in commands(page):
-        assert not [w for w in words if re.match(r"reshard(\W|$)", w)], words
+        assert not [w for w in words if re.match(r"reshard(?!.* @ git\+)(\W|$)", w)], words
+        if any("[" in w for w in words):
+            # A newer torch is untested, and brings gigabytes of CUDA.
+            assert words[0] == "-c", words
 
 
 def test_the_readme_names_extras_that_there_are() -> None:
@@ -39,7 +40,6 @@ def test_the_readme_names_extras_that_there_are() -> None:
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     installed = [w for words in commands(ROOT / "README.md") for w in words]
     named = {e for w in installed if "[" in w for e in re.sub(r".*\[|\]", "", w).split(",")}
-    assert "." in installed
     assert named
     assert named <= extras
     text = (ROOT / "README.md").read_text(encoding="utf-8")

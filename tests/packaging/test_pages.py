@@ -30,6 +30,8 @@ def desk(tmp_path: Path) -> Path:
     """A directory with `ckpts/run1`, as the pages have it: a save of real DeepSpeed at step 100."""
     shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny" / "global_step3", tmp_path / "ckpts/run1/global_step100")
     (tmp_path / "ckpts/run1/latest").write_text("global_step100")
+    # The home page names a checkpoint of the clone.
+    shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny", tmp_path / "tests/data/zero2_tiny")
     return tmp_path
 
 

@@ -33,7 +33,7 @@ from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardEr
 
 app = Commands(
     name="reshard",
-    help="Any sharding of a training checkpoint into any other, bit for bit.",
+    help="Rewrite training checkpoints for another number of GPUs or another framework, bit for bit.",
     no_args_is_help=False,
     add_completion=True,
     pretty_exceptions_enable=False,
