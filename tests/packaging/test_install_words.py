@@ -23,7 +23,8 @@ _COMMAND = re.compile(r"pip install [^\n`#]+")
 
 def commands(page: Path) -> list[list[str]]:
     """The words behind `pip install` of each such command on a page."""
-    return [shlex.split(found)[2:] for found in _COMMAND.findall(page.read_text(encoding="utf-8"))]
+    text = page.read_text(encoding="utf-8").replace("\\\n", "")
+    return [shlex.split(found)[2:] for found in _COMMAND.findall(text)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
