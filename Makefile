@@ -34,7 +34,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages sbom docs site test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages locks sbom docs site test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -60,6 +60,9 @@ packages: $(READY) ## wheel and sdist into dist/, checked as PyPI does
 	@rm -rf dist
 	@$(BIN)/python -m build --outdir dist . >/dev/null
 	@$(BIN)/twine check --strict dist/*
+
+locks: ## what the images install, with the digests of PyPI, into deploy/images/*.txt (network)
+	@scripts/locks.sh $(PYTHON)
 
 sbom: $(READY) ## the software bill of materials of the service's image into sbom/ (CycloneDX)
 	@scripts/sbom.sh $(PYTHON)
