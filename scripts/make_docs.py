@@ -15,6 +15,7 @@ from pathlib import Path
 from layout_pictures import pictures
 from llms_page import LLMS, llms_page
 from reference_pages import REST, commands_pages, rest_page
+from settings_page import SETTINGS, settings_page
 
 from reshard.errors import CODES, ExitCode, class_of
 
@@ -204,6 +205,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield from errors_pages().items()
     yield from modules_pages().items()
     yield REST, rest_page()
+    yield SETTINGS, settings_page()
     yield from commands_pages().items()
     yield from pictures()
     yield LLMS, llms_page()

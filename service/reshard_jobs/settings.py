@@ -81,20 +81,28 @@ class JobSettings(EnvironmentSettings):
     """Settings of the job database, the broker, the storage roots, and the times of leases.
 
     Attributes:
-        database_url: The job database.
-        broker_url: URL of the broker (Redis); empty for the embedded executor, which polls the job database.
-        roots: Roots of the storage that jobs may name.
-        lease_s: Seconds for which a silent worker keeps its job.
-        heartbeat_s: Seconds between two renewals of a lease by its worker.
-        reaper_s: Seconds between two searches for lost leases, and for queued jobs whose message was lost.
-        keep_failed_s: Seconds for which the files of a failed job are kept for a retry.
-        keep_jobs_s: Seconds for which the record of an ended job is kept.
-        keep_events_s: Seconds for which the progress of an ended job is kept in its event log.
-        keep_keys_s: Seconds for which an idempotency key finds its job.
-        keep_audit_s: Seconds for which an entry of the audit log is kept.
-        max_memory_bytes: Largest memory limit that a request may name; None for the memory of the worker's machine.
-        log_format: Format of the log lines of the API, the workers and their engine processes.
-        max_threads: Most threads that a request may name; None for a number by the worker's machine.
+        database_url: `sqlite:///path` for one host, `postgresql://...` for more. `reshard serve` without it has one
+            in `--data-dir`. Parameters of libpq may follow: `?tcp_user_timeout=60000&connect_timeout=20` instead of
+            30,000 ms and 10 s.
+        broker_url: `redis://host:6379/0`; without it, `reshard serve` runs the jobs.
+        roots: URL prefixes that jobs may name, separated by commas; a target lies below one, not at it. None:
+            everything. They are needed to serve on more than a loopback address.
+        lease_s: How long a silent worker keeps its job.
+        heartbeat_s: How often it renews its lease; at most half of that.
+        reaper_s: How often the reaper looks for lost leases and for jobs whose message was lost; at most a quarter
+            of the lease, or an outage of the database that is little longer than the lease can cost an attempt.
+        keep_failed_s: How long the files of a failed job are kept for a retry.
+        keep_jobs_s: How long the record of an ended job is kept.
+        keep_events_s: How long the progress of an ended job is kept in its event log.
+        keep_keys_s: How long an idempotency key finds its job.
+        keep_audit_s: How long an entry of the audit log is kept.
+        max_memory_bytes: Largest `memory_limit_bytes` of a request, such as `8GiB`. Not set: the memory of the machine
+            that runs the jobs. More is refused (`request.above_maximum`); a request that names none gets 1 GiB, or
+            this if it is less.
+        log_format: `json`: each line of a log is a JSON object, as in the images.
+        max_threads: Most `threads` of a request. Not set: 4 for each core, at least 64. An API with a broker knows
+            nothing of its workers' machines: without these two settings it takes any number, and the worker fails
+            the job.
     """
 
     database_url: str = Field(default="sqlite:///reshard-jobs.db", validation_alias="RESHARD_DATABASE_URL")

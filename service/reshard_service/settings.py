@@ -50,28 +50,31 @@ class ServiceSettings(EnvironmentSettings):
 
     Attributes:
         jobs: What is shared with the workers.
-        token: Bearer token that every call must carry; empty for none.
-        allowed_hosts: Names and addresses that requests may name in `Host`; empty for any.
-        anonymous: True to serve without a token.
-        oidc_issuer: URL of the OIDC issuer whose tokens are taken; empty for none.
-        oidc_audience: The audience that such a token must name.
-        oidc_jwks_url: URL of the issuer's keys; empty to ask the issuer.
+        token: The operator's bearer token. It is needed to serve on more than a loopback address; on one, `reshard
+            serve` makes a new one without it.
+        allowed_hosts: Names and addresses that requests may name in `Host`, separated by commas. Not set: loopback
+            names on a loopback address, and any name elsewhere.
+        anonymous: `true`: no token is needed, and none is made.
+        oidc_issuer: URL of an OIDC issuer whose tokens are taken; `https`, or `http` on loopback.
+        oidc_audience: The audience that they must name; needed with the issuer.
+        oidc_jwks_url: Where the issuer's keys are. Not set: where the issuer says.
         oidc_tenant_claim: The claim that names the tenant.
-        oidc_scope_claim: The claim that names the scopes, as `reshard:read`.
+        oidc_scope_claim: The claim that names the scopes.
         probe_command: Command line of the limited process that looks at checkpoints.
-        admission_s: How long a submission may look at its source before it is accepted unseen.
-        inspection_s: How long `POST /v1/inspections` may take.
+        admission_s: How long a submission may be planned before it is accepted unseen.
+        inspection_s: How long an inspection may take.
         probe_memory_bytes: Address space of a probe.
         probes: How many probes may run at once.
         poll_s: Seconds between two looks at all jobs that requests wait for.
         ping_s: Pause between two pings of an event stream.
         max_body_bytes: Largest request body.
-        head_s: Seconds in which the head of a request must arrive (`reshard serve` only).
-        body_s: Seconds in which a request body must arrive.
-        webhook_networks: Networks that webhooks may be sent to though they are not public.
-        webhook_http: True if webhooks may be sent without TLS.
-        webhook_keys: Keys that seal the secrets of webhooks, the newest first; empty to seal nothing.
-        keep_deliveries_s: Seconds for which ended deliveries of webhooks are kept.
+        head_s: How long a client of `reshard serve` may take to send the head of a request.
+        body_s: How long a client may take to send the body of a request.
+        webhook_networks: Networks to which webhooks are sent though they are not public: `10.0.0.0/8,fd00::/8`.
+        webhook_http: `true`: webhooks may be sent without TLS.
+        webhook_keys: Keys that encrypt the secrets of webhooks in the job database, the newest first, separated by
+            commas: `openssl rand -base64 32 | tr +/ -_`.
+        keep_deliveries_s: How long an ended delivery of a webhook is kept.
     """
 
     jobs: JobSettings = JobSettings()

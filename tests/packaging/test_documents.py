@@ -60,7 +60,7 @@ def test_every_setting_is_documented_and_exists() -> None:
     for root in SOURCE_ROOTS:
         for path in (ROOT / root).rglob("*.py"):
             read |= set(re.findall(r'"(RESHARD_[A-Z_]+)"', path.read_text(encoding="utf-8")))
-    text = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     rows = set(re.findall(r"^\| `(RESHARD_[A-Z_]+)` \|", text, re.MULTILINE))
     assert rows == read
     used = {name for path in deployment() for name in VARIABLE.findall(path.read_text(encoding="utf-8"))}

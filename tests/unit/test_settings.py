@@ -1,4 +1,4 @@
-"""Settings from the environment: names, defaults and errors are those of docs/service.md."""
+"""Settings from the environment: names, defaults and errors are those of the documents."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ UNUSUAL = {
 }
 """Values of variables that may not be 7."""
 ALL = (JobSettings, WorkerSettings, ServiceSettings)
-PAGE = Path(__file__).parents[2] / "docs" / "service.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 
 
 def _documented() -> dict[str, str]:
-    rows = re.findall(r"^\| `(RESHARD_\w+)` \| [^|]+ \|([^|]*)\|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| `(RESHARD_\w+)` \|([^|]*)\|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return {name: default.strip().strip("`") for name, default in rows}
 
 

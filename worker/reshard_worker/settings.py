@@ -27,21 +27,24 @@ class WorkerSettings(EnvironmentSettings):
 
     Attributes:
         jobs: Settings that are shared with the API.
-        runner_command: Command line of the engine process. Operators may wrap it (`nice`, `systemd-run`).
-        warm_engine: True to keep an engine process that has imported everything and forks one for each job.
+        runner_command: Command line of the engine process, to wrap it: `nice -n 10 python -m
+            reshard_worker.runner`.
+        warm_engine: The engine process imports once, stays, and forks a process for each job; `0`: each job starts
+            the command line anew, for a wrapper that limits time or memory of its whole life.
         cancel_poll_s: Seconds between two reads of a running job's cancel flag.
         term_grace_s: Seconds that an engine may take to stop after it is asked to.
         discard_limit_s: Seconds that a clean-up may take.
-        planning_limit_s: Seconds that an engine may read and plan before it moves the first byte.
-        engine_memory_bytes: Memory limit of an engine process; 0 is no limit, None one that depends on the request.
-        verify: Least level of checking of every conversion, also if its request asks for less.
+        planning_limit_s: How long a job may be planned before it fails (`source.too_slow`).
+        engine_memory_bytes: Memory that an engine process may take, such as `8GiB`; 0 for no limit. Not set: the job's
+            memory limit and 3 GiB. It is not applied where a GPU may be used.
+        verify: `full`: every conversion is checked as `--verify full` does, whatever its request says.
         progress_s: Least seconds between two recorded progress entries; a new phase is recorded at once.
-        retry_delay_s: Seconds before the second attempt after a transient failure; the pause doubles with each attempt.
-        quarantine_s: Seconds for which a worker claims nothing after several jobs in a row met what may be a fault of
-            its host; each quarantine that follows takes twice as long.
-        shutdown_grace_s: Seconds that a Celery worker may take to stop.
-        max_workers: Workers that may run a job at once, for jobs that name no number; 1 is no helpers.
-        share_bytes: Least size of the output of a conversion that several workers run.
+        retry_delay_s: Pause before the second attempt; doubles with each.
+        quarantine_s: How long a worker claims nothing on which three jobs in a row failed as they do on a bad host;
+            doubles each time.
+        shutdown_grace_s: How long a stopped Celery worker may take.
+        max_workers: How many workers may run a job at once, if it names no number; 1 for no helpers.
+        share_bytes: Least output of a job that several workers run.
     """
 
     jobs: JobSettings = JobSettings()
