@@ -103,7 +103,7 @@ def service(image: Image, redis: str) -> Generator[tuple[Image, dict[str, str]]]
             log = image.data.parent / f"{name}.log"
             process = ServerProcess(image.argv(*command, **settings), env=os.environ, log=log)
             stack.callback(end_tree, process)
-            word = "Uvicorn running" if name == "api" else " ready."
+            word = "startup complete" if name == "api" else " ready."
             process.wait_until(lambda log=log, word=word: word in log.read_text(errors="replace"), timeout_s=120)
         yield image, at
 
