@@ -8,9 +8,13 @@ of one of these jobs open. Each poster sends one job after another, of a real Ze
 plans before it accepts it. Half of the slow clients send the head of a request a byte a second, the others a body.
 One client asks for a job again and again: in an idle service, and under load.
 
-Prints p50 and p99 in milliseconds, the most memory that the API's processes had (proportional set size), the seconds
-after which slow clients were cut, the statements in a second that the database ran, and the delay from the report of
-progress to its arrival at a watcher. Exits 1 if one of `LIMITS` is missed.
+Before the load, pages of 200 jobs are listed, and jobs are posted while every inspector waits for an object store that
+never answers.
+
+Prints p50 and p99 in milliseconds, the processor time of the API for a page of jobs, the most memory that the API's
+processes had (proportional set size) in all, in the first minute and in the last one, the seconds after which slow
+clients were cut, the statements in a second that the database ran, and the delay from the report of progress to its
+arrival at a watcher. Exits 1 if one of `LIMITS` is missed.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import socket
 import statistics
 import sys
@@ -56,6 +61,9 @@ LIMITS = {
     "memory of the API in MiB": 300.0,
     "slow clients that were never cut": 0.0,
     "posts refused": 0.0,
+    "processor of the API for a page of 200 jobs in ms": 20.0,
+    "p99 of POST in ms while all inspectors are busy": 300.0,
+    "growth of the API's memory from the first minute to the last in MiB": 24.0,
 }
 """At most, under load."""
 
@@ -209,7 +217,9 @@ class _Gauge(threading.Thread):
         super().__init__(daemon=True)
         self._pid = pid
         self._done = threading.Event()
-        self.most_mib = self.most_of_api_mib = 0.0
+        self.most_mib = 0.0
+        self.api_mib: list[float] = []
+        """Of the API's own process, each second."""
 
     def run(self) -> None:
         while not self._done.wait(1.0):
@@ -217,7 +227,7 @@ class _Gauge(threading.Thread):
             for process in tree_of(self._pid):
                 with suppress(psutil.Error):
                     found.append(process.memory_full_info().pss / (1 << 20))
-            self.most_of_api_mib = max(self.most_of_api_mib, found[0] if found else 0.0)
+            self.api_mib += found[:1]
             self.most_mib = max(self.most_mib, sum(found))
 
     def end(self) -> None:
@@ -235,6 +245,73 @@ def _ask(url: str, job_id: str, seconds: float) -> list[float]:
             client.get(f"/v1/jobs/{job_id}").raise_for_status()
             found.append((time.perf_counter() - began) * 1000)
             time.sleep(0.02)
+    return found
+
+
+class _Silence:
+    """An object store that takes connections and never answers."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._taken: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._take, daemon=True)
+        self._thread.start()
+
+    def _take(self) -> None:
+        with suppress(OSError):
+            while True:
+                self._taken.append(self._socket.accept()[0])
+
+    @property
+    def waiting(self) -> int:
+        """Connections that wait for an answer."""
+        return len(self._taken)
+
+    def close(self) -> None:
+        """End all waits."""
+        self._socket.close()
+        for taken in self._taken:
+            taken.close()
+
+
+def _list_ms(url: str, pid: int, pages: int = 50) -> float:
+    """Processor time of the API's process for a page of 200 jobs."""
+    process = psutil.Process(pid)
+    with httpx.Client(base_url=url, timeout=60) as client:
+        assert len(client.get("/v1/jobs?page_size=200").json()["jobs"]) == 200
+        before = process.cpu_times()
+        for _ in range(pages):
+            client.get("/v1/jobs?page_size=200").raise_for_status()
+        after = process.cpu_times()
+    return (after.user + after.system - before.user - before.system) * 1000 / pages
+
+
+def _post_while_inspectors_wait(url: str, silence: _Silence, source: Path, targets: Path) -> list[float]:
+    """Milliseconds of posts, one after another and at most 60, while all inspections that there can be wait."""
+    inspectors = max(2, os.cpu_count() or 2)
+
+    def inspect(number: int) -> None:
+        with suppress(httpx.HTTPError):
+            httpx.post(f"{url}/v1/inspections", json={"url": f"s3://silent/run{number}"}, timeout=60)
+
+    threads = [threading.Thread(target=inspect, args=(number,), daemon=True) for number in range(inspectors)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 30
+    while silence.waiting < inspectors and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert silence.waiting >= inspectors, "the inspectors are not busy"
+    found: list[float] = []
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while len(found) < 60 and all(thread.is_alive() for thread in threads):
+            body = {"source": {"url": str(source)}, "target": str(targets / str(len(found))), "to": "universal"}
+            began = time.perf_counter()
+            client.post("/v1/jobs", json=body).raise_for_status()
+            found.append((time.perf_counter() - began) * 1000)
+    silence.close()
+    for thread in threads:
+        thread.join()
     return found
 
 
@@ -291,7 +368,10 @@ def measure(directory: Path, *, queued: int, watchers: int, posters: int, slow: 
     with ExitStack() as servers:
         postgres = servers.enter_context(postgres_server(directory / "pg"))
         broker = servers.enter_context(redis_server(directory / "redis"))
-        stack = Stack(directory / "logs", postgres.new_database(), broker, scripted=False, extra=dict(UNHURRIED))
+        silence = _Silence()
+        there = {"AWS_ENDPOINT_URL": silence.url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+        extra = {**UNHURRIED, **there, "AWS_DEFAULT_REGION": "us-east-1"}
+        stack = Stack(directory / "logs", postgres.new_database(), broker, scripted=False, extra=extra)
         stack.directory.mkdir(exist_ok=True)
         database = servers.enter_context(closing(Database(stack.database_url)))
         store, leases = JobStore(database), Leases(database, lease_s=3600)
@@ -307,6 +387,8 @@ def measure(directory: Path, *, queued: int, watchers: int, posters: int, slow: 
         idle_posts.end()
         for number in range(queued):
             store.create(_request(f"/queued{number}"))
+        list_ms = _list_ms(url, pid) if queued >= 200 else 0.0
+        busy = _post_while_inspectors_wait(url, silence, directory / "source", directory / "busy")
         gauge, streams = _Gauge(pid), _Watchers(url, [claim.job_id for claim in claims], watchers)
         gauge.start()
         streams.start()
@@ -336,8 +418,14 @@ def measure(directory: Path, *, queued: int, watchers: int, posters: int, slow: 
         "GET, loaded": _quantiles(loaded),
         "POST, one poster in an idle service": _quantiles(idle_posts.answers_ms),
         "POST, loaded": _quantiles(posts.answers_ms),
+        "POST, all inspectors busy": _quantiles(busy),
+        "processor of the API for a page of 200 jobs, ms": round(list_ms, 1),
         "posts refused": posts.refused + idle_posts.refused,
-        "memory of the API, MiB": round(gauge.most_of_api_mib, 1),
+        "memory of the API, MiB": round(max(gauge.api_mib), 1),
+        "memory of the API in the first and the last minute, MiB": [
+            round(max(gauge.api_mib[:60]), 1),
+            round(max(gauge.api_mib[-60:]), 1),
+        ],
         "memory of the API and its probes, MiB": round(gauge.most_mib, 1),
         "slow clients": cut,
         "slow clients that were never cut": len(slow_clients.open),
@@ -351,6 +439,9 @@ def judged(found: dict[str, Any]) -> dict[str, float]:
     """The numbers that have limits."""
     values = (found["GET, loaded"]["p99_ms"], found["POST, loaded"]["p99_ms"])
     values += (found["memory of the API, MiB"], found["slow clients that were never cut"], found["posts refused"])
+    first, last = found["memory of the API in the first and the last minute, MiB"]
+    values += (found["processor of the API for a page of 200 jobs, ms"], found["POST, all inspectors busy"]["p99_ms"])
+    values += (last - first,)
     return dict(zip(LIMITS, values, strict=True))
 
 
