@@ -278,10 +278,7 @@ def passing(answer: Answer) -> bool:
     """True if the same request may succeed later."""
     if answer.status < 400:
         return False
-    error = error_of(answer)
-    # The key is in flight: either our own first try, whose answer was lost, or another client's request with the same
-    # key. Both end in the same job.
-    return error.retryable or error.code == "request.idempotency_conflict"
+    return error_of(answer).retryable
 
 
 def pause_s(tries: int, jitter: float, answer: Answer | None) -> float:

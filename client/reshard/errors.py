@@ -70,7 +70,7 @@ CODES: Mapping[str, CodeEntry] = {
     "request.root_forbidden": CodeEntry(403, ExitCode.AUTH, "The URL is outside the service's roots."),
     "request.unknown_profile": CodeEntry(422, ExitCode.USAGE, "No storage profile has this name."),
     "request.idempotency_conflict": CodeEntry(
-        409, ExitCode.CONFLICT, "Another request with this idempotency key is running."
+        409, ExitCode.RETRYABLE, "The first request with this idempotency key, or job id, is still looked at.", True
     ),
     "request.idempotency_mismatch": CodeEntry(
         422, ExitCode.CONFLICT, "The idempotency key was used for another request."

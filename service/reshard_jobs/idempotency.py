@@ -103,7 +103,7 @@ class IdempotencyKeys:
             raise RequestError(
                 "request.idempotency_mismatch",
                 "the idempotency key was used for another request",
-                fix="use a new key for a new request",
+                fix="use another key for this request, or send the first request again",
             )
         if row is not None and row.job_id is not None:
             return session.scalars(select(PUBLIC_ID).where(JobRow.id == row.job_id)).one()
@@ -163,6 +163,6 @@ def conflict() -> RequestError:
     """The error for a key whose first request is still being handled."""
     return RequestError(
         "request.idempotency_conflict",
-        "a request with this idempotency key is in flight",
-        fix="send the same request again in a second",
+        "the first request with this idempotency key, or job id, is still looked at",
+        fix="send the same request again in a second; it finds the job of the first one",
     )

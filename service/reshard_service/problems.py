@@ -29,7 +29,7 @@ def problem_response(error: ReshardError, *, status: int | None = None) -> JSONR
     if status is not None:
         problem["status"] = status
     headers: dict[str, str] = {}
-    if error.retryable or error.code == "request.idempotency_conflict":
+    if error.retryable:
         headers["Retry-After"] = "1"
     if isinstance(wait_s := error.details.get("retry_after_s"), int):
         headers["Retry-After"] = str(wait_s)

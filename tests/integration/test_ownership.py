@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from house.database_time import let_pass
-from reshard.errors import JobError, RequestError, StorageError
+from reshard.errors import ExitCode, JobError, RequestError, StorageError
 from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.event_log import EventLog
@@ -406,8 +406,15 @@ def test_the_longest_id_of_a_caller_is_stored_whole(jobs: Jobs) -> None:
 def test_a_refused_request_frees_its_key(jobs: Jobs) -> None:
     held = jobs.keys.begin("key", "body")
     assert isinstance(held, Hold)
-    with pytest.raises(RequestError, match="idempotency_conflict"):
+    with pytest.raises(RequestError, match="idempotency_conflict") as under_way:
         jobs.keys.begin("key", "body")
+    assert under_way.value.retryable
+    assert under_way.value.exit_code is ExitCode.RETRYABLE
+    assert "the same request again" in under_way.value.fix
+    with pytest.raises(RequestError, match="idempotency_mismatch") as used:
+        jobs.keys.begin("key", "another body")
+    assert not used.value.retryable
+    assert "another key" in used.value.fix
     jobs.keys.abandon(held)
     with pytest.raises(RequestError, match="idempotency_conflict"):
         jobs.store.create(REQUEST, hold=held)
