@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reshard.errors import JobError, RequestError, printable
-from reshard_service.identity import Identity, address_of
+from reshard_service.identity import Identity, address_of, believe_proxies
 from reshard_service.page_paths import LOGIN, STATIC, is_page
 from reshard_service.problems import problem_of_database, problem_response
 from reshard_service.settings import ServiceSettings
@@ -61,12 +61,14 @@ class AccessControl:
     def __init__(self, app: ASGIApp, *, settings: ServiceSettings, identity: Identity, wrong: WrongTokens) -> None:
         self._app = app
         self._hosts = {host.lower() for host in settings.allowed_hosts}
+        self._proxies = settings.trusted_proxies
         self._identity = identity
         self._wrong = wrong
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] == "http":
+            believe_proxies(scope, self._proxies)
             try:
                 refused = await self._refusal(scope)
             except (DBAPIError, PoolTimeout) as error:

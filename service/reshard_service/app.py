@@ -1,4 +1,4 @@
-"""The application: `uvicorn reshard_service.app:create_app --factory`."""
+"""The application: `uvicorn reshard_service.app:create_app --factory --no-proxy-headers`."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from http.cookies import CookieError, SimpleCookie
 
@@ -16,6 +18,7 @@ from reshard_jobs.tokens import Tokens, cookie_of, looks_like_token, session_of
 from reshard_service.oidc import OidcTokens
 from reshard_service.page_paths import is_page
 from reshard_service.settings import ServiceSettings
+from reshard_service.webhook_address import Address, Network
 
 COOKIE = "reshard_session"
 _SAFE_METHODS = {"GET", "HEAD"}
@@ -88,8 +91,51 @@ class Identity:
 
 
 def address_of(scope: Scope) -> str:
-    """The address that a request comes from."""
+    """The address that a request comes from, as far as trusted proxies tell it (`believe_proxies`)."""
     return (scope.get("client") or ("",))[0]
+
+
+def believe_proxies(scope: Scope, trusted: Sequence[Network]) -> None:
+    """Give a request from a trusted proxy the client and the scheme that the proxy names.
+
+    Each proxy appends the address that called it to `X-Forwarded-For`, so the list is read from its end: the client is
+    the first address that is no trusted proxy. What stands before it is the client's own claim. A hop that is no
+    address ends the walk, too; the client is then the last trusted proxy.
+    """
+    client = _address_in(address_of(scope))
+    if client is None or not _is_in(client, trusted):
+        return
+    headers = Headers(scope=scope)
+    for hop in reversed(",".join(headers.getlist("x-forwarded-for")).split(",")):
+        found = _address_in(hop)
+        if found is None:
+            break
+        client = found
+        if not _is_in(client, trusted):
+            break
+    scope["client"] = (str(client), 0)
+    # A list is the work of several proxies: the last one's word is the one that is known to be a trusted proxy's.
+    scheme = ",".join(headers.getlist("x-forwarded-proto")).rpartition(",")[2].strip().lower()
+    if scheme in ("http", "https"):
+        scope["scheme"] = scheme
+
+
+def _address_in(hop: str) -> Address | None:
+    """The address in `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1` or `[2001:db8::1]:80`; None if it is no address."""
+    text = hop.strip()
+    if text.startswith("["):
+        text = text[1:].partition("]")[0]
+    elif text.count(":") == 1:
+        text = text.partition(":")[0]
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return found.ipv4_mapped or found if isinstance(found, ipaddress.IPv6Address) else found
+
+
+def _is_in(address: Address, networks: Sequence[Network]) -> bool:
+    return any(address in network for network in networks)
 
 
 def _session_in(headers: Headers) -> str:

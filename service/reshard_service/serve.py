@@ -79,6 +79,8 @@ def _serve(
         host=host,
         port=port,
         http=impatient(settings.head_s),
+        # It would believe the headers of whoever calls from a loopback address. `trusted_proxies` says whom we believe.
+        proxy_headers=False,
         log_level=log_level,
         log_config=None,
         # Event streams and long polls end with the service and do not delay its stop.

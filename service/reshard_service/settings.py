@@ -54,6 +54,8 @@ class ServiceSettings(EnvironmentSettings):
             serve` makes a new one without it.
         allowed_hosts: Names and addresses that requests may name in `Host`, separated by commas. Not set: loopback
             names on a loopback address, and any name elsewhere.
+        trusted_proxies: Proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, as addresses and networks:
+            `10.0.0.7,fd00::/8`.
         anonymous: `true`: no token is needed, and none is made.
         oidc_issuer: URL of an OIDC issuer whose tokens are taken; `https`, or `http` on loopback.
         oidc_audience: The audience that they must name; needed with the issuer.
@@ -81,6 +83,9 @@ class ServiceSettings(EnvironmentSettings):
     token: str = Field(default="", repr=False, validation_alias="RESHARD_TOKEN")
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_hosts)] = Field(
         default=(), validation_alias="RESHARD_ALLOWED_HOSTS"
+    )
+    trusted_proxies: Annotated[tuple[Network, ...], NoDecode, BeforeValidator(_networks)] = Field(
+        default=(), validation_alias="RESHARD_TRUSTED_PROXIES", title="addresses and networks such as 10.0.0.7,fd00::/8"
     )
     anonymous: bool = Field(default=False, validation_alias="RESHARD_ANONYMOUS", title="true or false")
     oidc_issuer: str = Field(default="", validation_alias="RESHARD_OIDC_ISSUER", pattern=_SAFE_URL, title=_HTTPS)

@@ -16,10 +16,13 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from starlette.types import Scope
 
 from reshard.client import Client
 from reshard.errors import RequestError
 from reshard.service_token import token_for, token_path
+from reshard_service.identity import address_of, believe_proxies
+from reshard_service.settings import ServiceSettings
 from servers.process import ServerProcess, running
 from servers.stack import Stack
 
@@ -171,6 +174,59 @@ def test_wrong_tokens_are_counted_and_the_right_one_passes(closed: str) -> None:
     assert found[-1].json()["code"] == "request.too_many_tokens"
     assert httpx.get(f"{closed}/v1/jobs", headers=HEADER).status_code == 200
     assert httpx.get(f"{closed}/v1/jobs").status_code == 401
+
+
+def test_an_address_that_a_stranger_claims_does_not_lift_the_limit(tmp_path: Path) -> None:
+    with serving(tmp_path, RESHARD_TOKEN=TOKEN) as (_, url, _log), httpx.Client(base_url=url) as client:
+        found = [client.get("/v1/jobs", headers=_claim(f"198.51.100.{n}")).status_code for n in range(40)]
+        assert set(found) == {401, 429}, found
+        login = client.post("/login", data={"token": "wrong"}, headers={"X-Forwarded-For": "203.0.113.1"})
+        assert login.status_code == 429
+    trusting = {"RESHARD_TOKEN": TOKEN, "RESHARD_TRUSTED_PROXIES": "127.0.0.1, 192.0.2.0/24"}
+    with serving(tmp_path, **trusting) as (_, url, _log), httpx.Client(base_url=url) as client:
+        found = [client.get("/v1/jobs", headers=_claim(f"198.51.100.{n}")).status_code for n in range(40)]
+        assert set(found) == {401}, "each address has a count of its own"
+        forged = [client.get("/v1/jobs", headers=_claim(f"9.9.9.{n}, 203.0.113.7, 192.0.2.9")) for n in range(40)]
+        assert {answer.status_code for answer in forged} == {401, 429}, "only what trusted proxies added counts"
+        headers = {**HEADER, "X-Forwarded-For": b"9.9.9.9, 203.0.113.8"}
+        assert client.post("/v1/tokens", json={"name": "one", "scopes": ["read"]}, headers=headers).is_success
+        audit = client.get("/v1/audit", headers=HEADER).text
+        assert "203.0.113.8" in audit
+        assert "9.9.9.9" not in audit
+
+
+def _claim(client: str) -> dict[str, str]:
+    return {"Authorization": "Bearer wrong", "X-Forwarded-For": client}
+
+
+@pytest.mark.parametrize("given", ["proxy.example", "10.0.0.1/8", "*", "1.2.3.4:80"])
+def test_trusted_proxies_are_addresses(given: str) -> None:
+    with pytest.raises(RequestError, match=r"request\.invalid: RESHARD_TRUSTED_PROXIES is") as refused:
+        ServiceSettings.from_env({"RESHARD_TRUSTED_PROXIES": given})
+    assert refused.value.fix == "set RESHARD_TRUSTED_PROXIES to addresses and networks such as 10.0.0.7,fd00::/8"
+
+
+@pytest.mark.parametrize(
+    ("peer", "hops", "client"),
+    [
+        ("127.0.0.1", "", "127.0.0.1"),
+        ("127.0.0.1", "203.0.113.7", "203.0.113.7"),
+        ("::ffff:127.0.0.1", "203.0.113.7", "203.0.113.7"),
+        ("127.0.0.1", "1.1.1.1, 203.0.113.7, 10.0.0.2", "203.0.113.7"),
+        ("127.0.0.1", "10.0.0.3, 10.0.0.2", "10.0.0.3"),
+        ("127.0.0.1", "1.1.1.1, unknown, 10.0.0.2", "10.0.0.2"),
+        ("127.0.0.1", "1.1.1.1, [2001:db8::7]:443", "2001:db8::7"),
+        ("127.0.0.1", "203.0.113.7:443", "203.0.113.7"),
+        ("203.0.113.9", "1.1.1.1", "203.0.113.9"),
+    ],
+)
+def test_forwarded_addresses_are_read_from_the_nearest_hop(peer: str, hops: str, client: str) -> None:
+    proxies = ServiceSettings.from_env({"RESHARD_TRUSTED_PROXIES": "127.0.0.1,10.0.0.0/8"}).trusted_proxies
+    headers = [(b"x-forwarded-for", hops.encode()), (b"x-forwarded-proto", b"https")] if hops else []
+    scope: Scope = {"type": "http", "client": (peer, 1), "scheme": "http", "headers": headers}
+    believe_proxies(scope, proxies)
+    assert address_of(scope) == client
+    assert scope["scheme"] == ("https" if client != peer and hops else "http")
 
 
 def test_slow_heads_and_bodies_are_cut(closed: str) -> None:

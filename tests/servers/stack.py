@@ -66,7 +66,7 @@ class Stack:
         factory = "servers.scripted:create_app" if self.scripted else "reshard_service.app:create_app"
         argv = [
             *(sys.executable, "-m", "uvicorn", factory, "--factory", "--app-dir", str(Path(__file__).parent.parent)),
-            *("--host", "127.0.0.1", "--port", str(port), "--timeout-graceful-shutdown", "2"),
+            *("--host", "127.0.0.1", "--port", str(port), "--timeout-graceful-shutdown", "2", "--no-proxy-headers"),
         ]
         url = f"http://127.0.0.1:{port}"
         with running(argv, env=self.env(more), log=self.directory / "api.log") as process:

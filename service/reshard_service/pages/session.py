@@ -7,7 +7,7 @@ from fastapi.responses import RedirectResponse, Response
 
 from reshard.errors import RequestError
 from reshard_service.context import Context
-from reshard_service.identity import COOKIE
+from reshard_service.identity import COOKIE, address_of
 from reshard_service.page_paths import LOGIN, place_after_login
 from reshard_service.pages.forms import form_of, is_from_elsewhere
 from reshard_service.pages.rendering import render
@@ -39,7 +39,7 @@ async def log_in(request: Request, context: Context) -> Response:
         )
     cookie = await context.identity.cookie_for(form.get("token"))
     if cookie is None:
-        refused = context.wrong_tokens.refusal(request.client.host if request.client else "")
+        refused = context.wrong_tokens.refusal(address_of(request.scope))
         text = "The token is not valid." if refused.code == "request.unauthorized" else refused.message
         return render(request, "login.html", status=refused.to_problem()["status"], problem=text, next=place)
     answer = RedirectResponse(place, status_code=303)
