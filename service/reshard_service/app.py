@@ -12,7 +12,6 @@ from fastapi import Depends, FastAPI
 from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.concurrency import run_in_threadpool
 
-from reshard.errors import RequestError
 from reshard_jobs.audit import AuditLog
 from reshard_jobs.database import Database
 from reshard_jobs.deliveries import Deliveries
@@ -78,12 +77,9 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     warnings.filterwarnings("ignore", category=UnsupportedFieldAttributeWarning)
     if settings is None:
         settings = ServiceSettings.from_env()
-        if settings.unprotected and not settings.anonymous:
-            raise RequestError(
-                "request.invalid",
-                f"others may reach this service, and {' and '.join(settings.unprotected)} is not set",
-                fix="export RESHARD_TOKEN=$(openssl rand -hex 32) RESHARD_ROOTS=s3://bucket/prefix,/data "
-                "first; RESHARD_ANONYMOUS=true serves everybody who can connect",
+        if not settings.anonymous:
+            settings.require_protection(
+                "others may reach this service", otherwise="RESHARD_ANONYMOUS=true serves everybody who can connect"
             )
         # `uvicorn` has configured its own lines, as text.
         if as_json():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from reshard.errors import RequestError, printable
 from reshard.service_token import token_path
+from reshard_service.settings import NEW_TOKEN
 
 
 @contextmanager
@@ -33,7 +34,7 @@ def local_token(port: int) -> Generator[tuple[str, Path]]:
         raise RequestError(
             "request.invalid",
             f"the service's token cannot be written to {printable(str(path))}: {error.strerror}",
-            fix="export RESHARD_TOKEN=$(openssl rand -hex 32), or set XDG_STATE_HOME to a directory of your own",
+            fix=f"export {NEW_TOKEN}; or set XDG_STATE_HOME to a directory of your own",
         ) from None
     try:
         yield token, path

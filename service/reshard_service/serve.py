@@ -32,8 +32,8 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
     """Serve until SIGTERM or SIGINT.
 
     Args:
-        host: Address to listen on; other than a loopback address it needs a token and roots. On a loopback address
-            without a token, one is made and written to a file that only this user can read.
+        host: Address to listen on; other than a loopback address it needs roots and a token that nobody guesses. On a
+            loopback address without a token, one is made and written to a file that only this user can read.
         port: Port to listen on; 0 chooses a free one.
         data_dir: Directory of the job database, unless `RESHARD_DATABASE_URL` names another database.
         log_level: Log level of the service and of uvicorn.
@@ -55,7 +55,9 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
     os.environ.setdefault("RESHARD_DATABASE_URL", f"sqlite:///{data_dir.absolute() / 'jobs.db'}")
     settings = ServiceSettings.from_env()
     if not is_loopback(host):
-        _require_protection(host, settings)
+        settings.require_protection(
+            f"other machines can reach {printable(host)}", otherwise="or: reshard serve --host 127.0.0.1"
+        )
     os.environ[LEVEL_VARIABLE] = log_level
     configure_logs(log_level)
     # The port is bound first, so that a refused start has not opened a database.
@@ -127,16 +129,6 @@ def listening(host: str, port: int) -> socket.socket:
         ) from None
     listener.set_inheritable(True)
     return listener
-
-
-def _require_protection(host: str, settings: ServiceSettings) -> None:
-    if settings.unprotected:
-        raise RequestError(
-            "request.invalid",
-            f"other machines can reach {host}, and {' and '.join(settings.unprotected)} is not set",
-            fix="export RESHARD_TOKEN=$(openssl rand -hex 32) RESHARD_ROOTS=s3://bucket/prefix,/data "
-            "first, or: reshard serve --host 127.0.0.1",
-        )
 
 
 def _announce(settings: ServiceSettings, host: str, port: int, token_file: Path | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import Annotated
@@ -37,6 +38,27 @@ _SAFE_URL = r"^$|^https://\S+$|^http://(?:localhost|127\.0\.0\.1|\[::1\])[:/]\S*
 _HTTPS = "a URL with https"
 
 
+NEW_TOKEN = "RESHARD_TOKEN=$(python3 -c 'import secrets; print(secrets.token_urlsafe(32))')"  # noqa: S105 - words that make one
+"""Shell words that make a token which nobody guesses."""
+_LEAST_TOKEN_CHARS, _LEAST_DISTINCT_CHARS = 16, 6
+_PLACEHOLDER = re.compile(r"change-?_?me|replace-?_?me|your-?_?token|\$\(|\$\{|<.*>|\.\.\.", re.IGNORECASE)
+"""What stands in examples for a token. Files of settings run no command, so that one in them is the token itself."""
+
+
+def _weakness(token: str) -> str:
+    """Why a token can be guessed, as an end of a sentence about it; empty if it cannot.
+
+    A token of 16 random hexadecimal digits has fewer than 6 different ones once in 4,000.
+    """
+    if len(token) < _LEAST_TOKEN_CHARS:
+        return f"has {len(token)} characters; {_LEAST_TOKEN_CHARS} are the least"
+    if len(set(token)) < _LEAST_DISTINCT_CHARS:
+        return f"has {len(set(token))} different characters; {_LEAST_DISTINCT_CHARS} are the least"
+    if token in (token + token)[1:-1]:
+        return "repeats a shorter text"
+    return "is a placeholder" if _PLACEHOLDER.search(token) else ""
+
+
 def _hosts(value: object) -> object:
     return _listed(value) if isinstance(value, str) else value
 
@@ -50,8 +72,8 @@ class ServiceSettings(EnvironmentSettings):
 
     Attributes:
         jobs: What is shared with the workers.
-        token: The operator's bearer token. It is needed to serve on more than a loopback address; on one, `reshard
-            serve` makes a new one without it.
+        token: The operator's bearer token. It needs 16 characters or more to serve on more than a loopback
+            address; on one, `reshard serve` makes a new one without it.
         allowed_hosts: Names and addresses that requests may name in `Host`, separated by commas. Not set: loopback
             names on a loopback address, and any name elsewhere.
         trusted_proxies: Proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, as addresses and networks:
@@ -120,11 +142,25 @@ class ServiceSettings(EnvironmentSettings):
         """The memory and threads that a request may ask for. Without a broker, jobs run on this machine."""
         return self.jobs.maxima(runs_jobs=not self.jobs.broker_url)
 
-    @property
-    def unprotected(self) -> tuple[str, ...]:
-        """The variables that a service needs where strangers can reach it, and that are not set."""
+    def require_protection(self, reached: str, *, otherwise: str) -> None:
+        """Refuse to serve where strangers can reach the service, unless it has roots and a token or an OIDC issuer.
+
+        Args:
+            reached: Says that strangers can reach it, for the error.
+            otherwise: What else the operator of a service without these settings may do, for the fix.
+
+        Raises:
+            RequestError: `request.invalid`: a variable is not set, or the token can be guessed.
+        """
         needed = (("RESHARD_TOKEN", self.token or self.oidc_issuer), ("RESHARD_ROOTS", self.jobs.roots.urls))
-        return tuple(name for name, value in needed if not value)
+        if missing := [name for name, value in needed if not value]:
+            raise RequestError(
+                "request.invalid",
+                f"{reached}, and {' and '.join(missing)} is not set",
+                fix=f"export {NEW_TOKEN} RESHARD_ROOTS=s3://bucket/prefix,/data; {otherwise}",
+            )
+        if self.token and (weakness := _weakness(self.token)):
+            raise RequestError("request.invalid", f"{reached}, and RESHARD_TOKEN {weakness}", fix=f"export {NEW_TOKEN}")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ServiceSettings:

@@ -24,7 +24,7 @@ from servers.postgres import PostgresServer
 from servers.stack import Stack
 
 HOOKS = Path(__file__).with_name("schemathesis_hooks.py")
-TOKEN = "operators-token"
+TOKEN = "the-token-of-the-operator"
 FULL_SECONDS = int(os.environ.get("RESHARD_CONTRACT_S", "600"))
 SEED = 18
 _LEAST_CASES = 40

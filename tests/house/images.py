@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -83,9 +84,10 @@ def compose(settings: Mapping[str, str]) -> dict[str, Any]:
 
 
 def example_settings() -> dict[str, str]:
-    """`.env.example` as compose reads it."""
+    """`.env.example` as compose reads it, with a secret in each place that it leaves empty."""
     text = (ROOT / ".env.example").read_text()
-    return dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+    found = re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE)
+    return {name: value or secrets.token_hex(16) for name, value in found}
 
 
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::([-?])((?:[^${}]|\$\{[^{}]*\})*))?\})")

@@ -287,7 +287,7 @@ def test_the_schema_says_that_a_token_is_needed(closed: str) -> None:
 
 @pytest.mark.parametrize("missing", ["RESHARD_TOKEN", "RESHARD_ROOTS"])
 def test_the_factory_alone_is_as_careful_as_serve(tmp_path: Path, missing: str) -> None:
-    given = {"RESHARD_TOKEN": "secret-secret", "RESHARD_ROOTS": str(tmp_path), "RESHARD_ANONYMOUS": ""}
+    given = {"RESHARD_TOKEN": "a-secret-of-this-test", "RESHARD_ROOTS": str(tmp_path), "RESHARD_ANONYMOUS": ""}
     env = {**Stack(tmp_path, f"sqlite:///{tmp_path}/jobs.db").env(), **given}
     env.pop(missing)
     argv = [sys.executable, "-m", "uvicorn", "reshard_service.app:create_app", "--factory", "--port", "0"]

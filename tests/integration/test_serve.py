@@ -15,8 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reshard.errors import RequestError
 from reshard.models import JobState
-from servers.process import ServerProcess
+from reshard_service.app import create_app
+from reshard_service.settings import ServiceSettings
+from servers.process import ServerProcess, running
 from servers.scripted import scripted, units_done
 from servers.stack import Stack, client_of, end_tree, tree_of
 
@@ -109,6 +112,42 @@ def test_strangers_are_not_let_in_by_default(tmp_path: Path, host: str) -> None:
     ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode != 0
     assert "RESHARD_TOKEN and RESHARD_ROOTS is not set" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [
+        ("x", "has 1 characters"),
+        ("change-me", "has 9 characters"),
+        ("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "has 1 different"),
+        ("passwordpassword", "repeats a shorter text"),
+        ("change-me-before-use", "is a placeholder"),
+        ("$(openssl rand -hex 32)", "is a placeholder"),
+    ],
+)
+def test_a_token_that_can_be_guessed_is_refused_where_strangers_knock(tmp_path: Path, token: str, why: str) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
+    env |= {"RESHARD_TOKEN": token, "RESHARD_ROOTS": str(tmp_path)}
+    argv = cli("serve", "--port", "0", "--host", "0.0.0.0", "--data-dir", str(tmp_path / "data"))
+    ended = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode != 0
+    assert f"RESHARD_TOKEN {why}" in ended.stderr
+    fix = ended.stderr.partition("fix: ")[2].strip()
+    made = subprocess.run(["sh", "-c", f"{fix} && printenv RESHARD_TOKEN"], capture_output=True, text=True, check=True)
+    settings = ServiceSettings.from_env({**env, "RESHARD_TOKEN": made.stdout.strip()})
+    settings.require_protection("others can reach it", otherwise="")
+
+
+def test_loopback_takes_any_token_and_uvicorn_a_strong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {**os.environ, "RESHARD_TOKEN": "x"}
+    argv = cli("serve", "--port", "0", "--data-dir", str(tmp_path / "data"))
+    with running(argv, env=env, log=tmp_path / "log") as process:
+        process.wait_until(lambda: "startup complete" in (tmp_path / "log").read_text())
+    monkeypatch.setenv("RESHARD_TOKEN", "x")
+    monkeypatch.setenv("RESHARD_ROOTS", str(tmp_path))
+    monkeypatch.delenv("RESHARD_ANONYMOUS", raising=False)
+    with pytest.raises(RequestError, match="RESHARD_TOKEN has 1 characters"):
+        create_app()
 
 
 def test_a_worker_without_a_broker_says_so(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ TWIN = 10_000
 SECRETS = {
     "POSTGRES_PASSWORD": "planted-password-1",
     "REDIS_PASSWORD": "planted-password-2",
-    "RESHARD_TOKEN": "planted-token",
+    "RESHARD_TOKEN": "planted-token-of-these-tests",
     "AWS_SECRET_ACCESS_KEY": "planted-secret-key",
 }
 

@@ -21,6 +21,7 @@ from servers.stack import end_tree
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 CHECKPOINT = ROOT / "tests" / "data" / "zero2_tiny"
+TOKEN = "token-of-the-image-tests"
 
 
 @dataclass
@@ -93,9 +94,9 @@ def service(image: Image, redis: str) -> Generator[tuple[Image, dict[str, str]]]
         "RESHARD_DATABASE_URL": "sqlite:////data/jobs.db",
         "RESHARD_BROKER_URL": f"{redis[:-2]}/9",
         "RESHARD_ROOTS": "/data",
-        "RESHARD_TOKEN": "secret",
+        "RESHARD_TOKEN": TOKEN,
     }
-    at = {"RESHARD_URL": f"http://127.0.0.1:{port}", "RESHARD_TOKEN": "secret"}
+    at = {"RESHARD_URL": f"http://127.0.0.1:{port}", "RESHARD_TOKEN": TOKEN}
     commands = {"api": list(services["api"]["command"]), "worker": list(services["worker"]["command"])}
     commands["api"][commands["api"].index("--port") + 1] = str(port)
     with ExitStack() as stack:
