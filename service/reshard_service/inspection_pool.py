@@ -131,16 +131,12 @@ class Prober:
         """A probe that waits for a request."""
         while self._kept:
             probe = self._kept.pop()
-            try:
-                # After its answer: the child that gave it has ended.
-                if await _pipes(probe)[1].readline() == b"\n" and probe.returncode is None:
-                    return probe
-            except asyncio.CancelledError:
-                await asyncio.shield(_end(probe))
-                raise
+            # After its answer: the child that gave it has ended.
+            if await _says_idle(probe) and probe.returncode is None:
+                return probe
             await _end(probe)
         probe = await self._start()
-        await _pipes(probe)[1].readline()
+        await _says_idle(probe)
         return probe
 
     async def _start(self) -> Process:
@@ -160,6 +156,15 @@ def _pipes(probe: Process) -> tuple[asyncio.StreamWriter, asyncio.StreamReader]:
     assert probe.stdin is not None
     assert probe.stdout is not None
     return probe.stdin, probe.stdout
+
+
+async def _says_idle(probe: Process) -> bool:
+    """True when a probe says that it waits. One for which nobody waits any more is ended: it may never say it."""
+    try:
+        return await _pipes(probe)[1].readline() == b"\n"
+    except asyncio.CancelledError:
+        await asyncio.shield(_end(probe))
+        raise
 
 
 async def _end(probe: Process) -> None:
