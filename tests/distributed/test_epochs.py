@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 
 from reshard.errors import StorageError
+from reshard_engine.distributed import file_coordination
 from reshard_engine.distributed.crc_parts import CrcParts
 from reshard_engine.distributed.epoch import RunClaim
 from reshard_engine.distributed.epoch_member import EpochLostError
+from reshard_engine.distributed.file_coordination import FileCoordination
 from reshard_engine.distributed.members import Members, Timing
 from reshard_engine.distributed.object_coordination import ObjectCoordination
 from reshard_engine.distributed.runs import Run, Waves
@@ -50,6 +55,64 @@ def begin(store: ObjectCoordination, name: str, ended: str = "") -> DistributedW
     unit = next(worker.units(WAVES, {}, lambda _: None))
     assert unit in UNITS
     return worker
+
+
+class ShortClock(HandClock):
+    """A clock that ends before a second lease does: whoever still waits then would wait for ever."""
+
+    def sleep(self, seconds: float) -> None:
+        super().sleep(seconds)
+        assert self.now < 2 * TIMING.lease_s, "waits for ever"
+
+
+@pytest.mark.parametrize("fence", [1, 2])
+def test_a_claim_that_its_worker_never_wrote_ends_after_a_lease(tmp_path: Path, fence: int) -> None:
+    """A file system without hard links: the worker was killed between the creation of the file and its text."""
+    store, clock = FileCoordination(str(tmp_path / "workers")), ShortClock()
+    worker = DistributedWorker(store, clock, Members(store, clock, TIMING), "abc-1-000000000001", timing=TIMING)
+    assert worker.enter()
+    worker.make_ready({}, {}, ())
+    if fence == 2:
+        former = RunClaim("abc-9-000000000009")
+        store.put("000001/claim-0.0-0001", former.to_text())
+        store.put("000001/split-0.0-0001-1", b"")
+    (tmp_path / "workers" / "000001" / f"claim-0.0-{fence:04}").touch()
+    units = worker.units(WAVES, {}, lambda _: None)
+    found = [next(units).index for _ in range(4)]
+    assert sorted(found) == [0, 1, 2, 3], "each unit once"
+    assert clock.now > TIMING.lease_s, "not before its lease: it may only be slow"
+    assert store.read(f"000001/claim-0.0-{fence + 1:04}") is not None
+
+
+def test_a_commit_claim_that_its_worker_never_wrote_ends_after_a_lease(tmp_path: Path) -> None:
+    store, clock = FileCoordination(str(tmp_path / "workers")), HandClock()
+    worker = DistributedWorker(store, clock, Members(store, clock, TIMING), "abc-1-000000000001", timing=TIMING)
+    assert worker.enter()
+    worker.make_ready({}, {}, ())
+    (tmp_path / "workers" / "000001" / "claim-commit-0001").touch()
+    assert not worker.elect()
+    clock.sleep(TIMING.lease_s + 1)
+    assert worker.elect()
+
+
+def test_a_text_that_cannot_be_written_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    store = FileCoordination(str(tmp_path))
+    monkeypatch.setattr("os.link", no_links)
+    writers = [file_coordination.write_all, full]
+
+    def write(descriptor: int, text: bytes) -> None:
+        writers.pop(0)(descriptor, text)
+
+    monkeypatch.setattr(file_coordination, "write_all", write)
+    with pytest.raises(StorageError):
+        store.create("claim", b"text")
+    assert store.names() == {}
 
 
 def test_an_epoch_takes_no_number_of_which_texts_are_left() -> None:

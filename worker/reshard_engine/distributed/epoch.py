@@ -200,10 +200,10 @@ class Epoch:
     def splits_of(self, run: str, view: EpochView) -> tuple[int, ...]:
         """The units at which a run is split: as its owner found it, and by this owner."""
         fence = view.fences.get(run, 0)
-        # The first owner finds no splits, so its claim need not be read.
-        claim = self.claim_on(run, fence) if fence > 1 else RunClaim("")
-        if claim is None:
-            return ()
+        # The first owner finds no splits, so its claim need not be read. One that has not written its claim has split
+        # nothing, so the run is as the owner before it left it.
+        while (claim := self.claim_on(run, fence) if fence > 1 else RunClaim("")) is None:
+            fence -= 1
         return tuple(sorted({*claim.splits, *(at for of, at in view.splits.get(run, ()) if of == fence)}))
 
     def runs(self, planned: Sequence[Run], view: EpochView) -> list[Run]:

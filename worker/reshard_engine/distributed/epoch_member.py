@@ -15,6 +15,7 @@ from reshard_engine.distributed.epoch import (
     Epoch,
     EpochView,
     RunClaim,
+    claim_name,
     dead_names,
     epoch_name,
     last_number,
@@ -254,6 +255,15 @@ class EpochMember(ABC):
             return from_problem(json.loads(text or b""))
         except (ValueError, TypeError, KeyError, AttributeError):
             return StorageError("storage.unavailable", "another worker of this conversion failed")
+
+    def _owner(self, run: str, fence: int) -> str:
+        """The worker that claimed a run, or the commit.
+
+        A claim that is not written yet has a name in its place that no worker has: like a worker that has not begun to
+        beat, it counts as alive for one lease. Its worker may have ended between the creation of a file and its text.
+        """
+        claim = self.epoch.claim_on(run, fence)
+        return claim.worker if claim is not None else f"not written: {self.epoch.name(claim_name(run, fence))}"
 
     @property
     def store(self) -> CoordinationStore:

@@ -41,7 +41,8 @@ class FileCoordination:
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
-                # A file system without hard links: readers ignore a file that is still empty.
+                # A file system without hard links: for readers a file that is still empty has no text, and a claim
+                # that stays so ends after a lease (`EpochMember._owner`).
                 return self._create_in_place(path, text)
             finally:
                 with suppress(FileNotFoundError):
@@ -56,6 +57,10 @@ class FileCoordination:
             return False
         try:
             write_all(descriptor, text)
+        except OSError:
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            raise
         finally:
             os.close(descriptor)
         return True

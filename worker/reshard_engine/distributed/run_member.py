@@ -195,9 +195,9 @@ class RunMember(EpochMember):
         fence = view.fences.get(run.name, 0)
         if fence == 0 or (run.name, fence) in self._held or view.is_done(run.name):
             return fence == 0
-        claim = self.epoch.claim_on(run.name, fence)
+        owner = self._owner(run.name, fence)
         # A claim of this worker that it does not hold is one whose acknowledgement was lost.
-        return claim is not None and (claim.worker == self._name or not self._members.is_alive(claim.worker))
+        return owner == self._name or not self._members.is_alive(owner)
 
     def _ordered(self, wanted: Wanted[Any]) -> list[Run]:
         """The free runs, the best one first."""

@@ -199,7 +199,8 @@ class DistributedWorker(RunMember):
             ReshardError: The conversion cannot succeed, or the store failed.
         """
         fence = self.look().fences.get(COMMIT, 0)
-        claim = self.epoch.claim_on(COMMIT, fence)
-        if fence:
-            self._know(COMMIT, fence)
-        return bool(fence) and (claim is None or (claim.worker != self._name and self._members.is_alive(claim.worker)))
+        if not fence:
+            return False
+        self._know(COMMIT, fence)
+        owner = self._owner(COMMIT, fence)
+        return owner != self._name and self._members.is_alive(owner)
