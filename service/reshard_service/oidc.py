@@ -44,7 +44,7 @@ class IssuerKeys:
     def __init__(self, issuer: str, jwks_url: str) -> None:
         self._issuer = issuer
         self._jwks_url = jwks_url
-        self._lock = threading.Lock()
+        self._fetching = threading.Lock()
         self._keys: dict[str, jwt.PyJWK] = {}
         self._fetched_at = self._tried_at = -_KEYS_S
 
@@ -54,20 +54,31 @@ class IssuerKeys:
         Raises:
             JobError: `service.unavailable`: the issuer does not answer, and the key is not known.
         """
-        with self._lock:
-            now = time.monotonic()
-            old = now - self._fetched_at > _KEYS_S
-            if (old or kid not in self._keys) and now - self._tried_at > _REFRESH_S:
-                self._tried_at = now
+        if not self._is_current(kid):
+            # One thread at a time waits for the issuer: otherwise tokens with made-up keys would take all threads. The
+            # others go on with the keys that are known; without any, they can only wait.
+            if self._fetching.acquire(blocking=not self._keys):
                 try:
-                    self._keys = self._fetch()
-                    self._fetched_at = now
-                except (httpx.HTTPError, jwt.PyJWTError, ValueError, KeyError, TypeError) as error:
-                    logger.warning("the keys of the OIDC issuer could not be read: %s", printable(error))
-            found = self._keys.get(kid)
-            if found is None and self._fetched_at < 0:
-                raise JobError("service.unavailable", "the issuer of this token does not answer", fix="try again")
-            return found
+                    if not self._is_current(kid) and time.monotonic() - self._tried_at > _REFRESH_S:
+                        self._refresh()
+                finally:
+                    self._fetching.release()
+            elif kid not in self._keys:
+                raise JobError("service.unavailable", "the key of this token is being asked for", fix="try again")
+        found = self._keys.get(kid)
+        if found is None and self._fetched_at < 0:
+            raise JobError("service.unavailable", "the issuer of this token does not answer", fix="try again")
+        return found
+
+    def _is_current(self, kid: str) -> bool:
+        return kid in self._keys and time.monotonic() - self._fetched_at <= _KEYS_S
+
+    def _refresh(self) -> None:
+        now = self._tried_at = time.monotonic()
+        try:
+            self._keys, self._fetched_at = self._fetch(), now
+        except (httpx.HTTPError, jwt.PyJWTError, ValueError, KeyError, TypeError) as error:
+            logger.warning("the keys of the OIDC issuer could not be read: %s", printable(error))
 
     def _fetch(self) -> dict[str, jwt.PyJWK]:
         url = self._jwks_url

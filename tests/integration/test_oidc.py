@@ -9,9 +9,11 @@ import json
 import threading
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,7 +22,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from reshard.errors import RequestError
+from reshard.errors import JobError, RequestError
+from reshard_service import oidc
+from reshard_service.oidc import IssuerKeys
 from reshard_service.settings import ServiceSettings
 from servers.stack import Stack
 
@@ -214,6 +218,47 @@ def test_made_up_keys_do_not_make_the_service_call_its_issuer(api: str, issuer: 
         token = jwt.encode(issuer.claims(), other, algorithm="ES256", headers={"kid": f"made-up-{number}"})
         assert ask(api, "GET", "/v1/jobs", token).status_code == 401
     assert issuer.fetched - before <= 2
+
+
+class SlowIssuerKeys(IssuerKeys):
+    """Keys whose second fetch, and each after it, waits until the test lets it go."""
+
+    def __init__(self) -> None:
+        super().__init__("https://issuer.example", "")
+        self.fetches = 0
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def _fetch(self) -> dict[str, jwt.PyJWK]:
+        self.fetches += 1
+        names = ["first"]
+        if self.fetches > 1:
+            self.began.set()
+            assert self.may_end.wait(60)
+            names.append("second")
+        key = ec.generate_private_key(ec.SECP256R1())
+        return {name: jwt.PyJWK(_public(name, "ES256", key)) for name in names}
+
+
+def test_callers_with_known_keys_do_not_wait_for_the_fetch_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(oidc, "time", SimpleNamespace(monotonic=lambda: now))
+    keys = SlowIssuerKeys()
+    with ThreadPoolExecutor(3) as pool:
+        assert keys.key("first") is not None
+        now += 60  # a new key may be asked for again
+        fetching = pool.submit(keys.key, "second")
+        assert keys.began.wait(60)
+        try:
+            assert pool.submit(keys.key, "first").result(20) is not None
+            with pytest.raises(JobError, match=r"service\.unavailable") as refused:
+                pool.submit(keys.key, "made up").result(20)
+            assert refused.value.retryable, "it may be the key that is on its way"
+            now += 3600  # old keys are used until there are new ones
+            assert pool.submit(keys.key, "first").result(20) is not None
+        finally:
+            keys.may_end.set()
+        assert fetching.result(60) is not None
+    assert keys.fetches == 2
 
 
 def test_an_issuer_that_is_away_is_no_wrong_token(issuer: Issuer, tmp_path: Path) -> None:
