@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -30,8 +31,11 @@ from reshard_engine.storage.protocol import Listing, ObjectInfo, join, parent_an
 from reshard_engine.storage.urls import canonical_url, is_within
 
 _POINTER_LIMIT_BYTES = 1_024
-_LOOKED_INTO = 64
-"""So many directories of one that is no checkpoint are looked into: each costs a call to an object store."""
+_LOOKED_INTO = 98
+"""So many directories at each of two levels below one that is no checkpoint are looked into: with the place itself and
+a tag there are fewer than 200 listings, each of which costs a call to an object store."""
+_LISTED_AT_ONCE = 16
+"""Listings of an object store that run at once. A local directory is listed within microseconds."""
 _WITHOUT_TAGS = (
     "copy the checkpoint again from where it was written: no tag is here",
     "leave --tag out, or name the directory that holds the tags",
@@ -62,6 +66,37 @@ def _recognise(
                 if reader.recognises(listing):
                     return Found(location, listing, tag, known, reader)
     return None
+
+
+class _Below:
+    """The directories below a place that is no checkpoint: each is listed once, several at once, and not all."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._known: dict[str, Listing] = {}
+        self._passed: set[str] = set()
+
+    def look(self, paths: Sequence[str]) -> dict[str, tuple[Location, Listing]]:
+        """List directories, given by their paths from the place: of many those with the highest numbers."""
+        ordered = sorted(paths, key=_by_number, reverse=True)
+        places = {path: self._location.child(*path.split("/")) for path in ordered[:_LOOKED_INTO]}
+        new = [path for path in places if path not in self._known][: 2 * _LOOKED_INTO - len(self._known)]
+        if self._location.store.scheme == "file" or len(new) < 2:
+            self._known.update((path, self._list(places[path])) for path in new)
+        else:
+            with ThreadPoolExecutor(_LISTED_AT_ONCE) as pool:
+                self._known.update(zip(new, pool.map(self._list, map(places.__getitem__, new)), strict=True))
+        self._passed.update(path for path in ordered if path not in self._known)
+        return {path: (place, self._known[path]) for path, place in places.items() if path in self._known}
+
+    @staticmethod
+    def _list(place: Location) -> Listing:
+        return place.store.list_directory(place.path)
+
+    @property
+    def passed(self) -> str:
+        """An end of a message that says how many directories nobody looked into; empty if there are none."""
+        return f"; {len(self._passed):,} directories below it were not looked into" if self._passed else ""
 
 
 def _recognise_child(location: Location, tag: str) -> Found | None:
@@ -96,11 +131,12 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
         return here
     if (other := unsupported_kind(location, listing)) is not None:
         raise other
-    known = _tag_fix(location, listing) or _below_fix(location, listing)
+    below = _Below(location)
+    known = _tag_fix(below, listing) or _below_fix(location, below, listing)
     raise SourceError(
         "source.unknown_kind",
         f"{printable(location.url)} holds no checkpoint of a known kind ({len(listing.files)} files, "
-        f"directories: {_some(listing.directories)})",
+        f"directories: {_some(listing.directories)}){below.passed}",
         fix=known or "name the directory that holds `latest`, the rank files or the weights",
     )
 
@@ -127,19 +163,20 @@ def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: st
 
 
 def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_by: str) -> Found:
-    parts = tag.split("/")
+    parts, below = tag.split("/"), _Below(location)
     if not tag or len(tag) > 512 or not tag.isprintable() or any(p in ("", ".", "..") for p in parts) or "\\" in tag:
         raise SourceError(
             "source.not_found" if said_by == "--tag" else code,
             f"{said_by} says {printable(tag)!r}, which is no directory name",
-            fix=_tag_fix(location, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"],
+            fix=_tag_fix(below, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"],
         )
     found = _recognise_child(location, tag)
     if found is None:
+        fix = _tag_fix(below, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"]
         raise SourceError(
             code,
-            f"{said_by} names {printable(tag)!r}, where no checkpoint of a known kind is",
-            fix=_tag_fix(location, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"],
+            f"{said_by} names {printable(tag)!r}, where no checkpoint of a known kind is{below.passed}",
+            fix=fix,
             details={"tag": printable(tag)},
         )
     return found
@@ -165,9 +202,10 @@ def nothing_at(location: Location) -> SourceError:
     return SourceError("source.not_found", f"nothing exists at {where}", fix=fix)
 
 
-def _tag_fix(location: Location, listing: Listing, asked: str = "") -> str:
+def _tag_fix(below: _Below, listing: Listing, asked: str = "") -> str:
     """A sentence that names the tag that is most like the one that was asked for; empty if there are no tags."""
-    found = {d: _recognise_child(location, d) for d in listing.directories}
+    looked = below.look(listing.directories)
+    found = {d: _recognise(*looked[d], d) for d in listing.directories if d in looked}
     tags = [name for name, child in found.items() if child is not None and child.format.of_training]
     if not tags:
         return ""
@@ -175,7 +213,7 @@ def _tag_fix(location: Location, listing: Listing, asked: str = "") -> str:
     return f"name an existing tag: --tag {shlex.quote(nearest)} (there are: {_some(tags)})"
 
 
-def _below_fix(location: Location, listing: Listing) -> str:
+def _below_fix(location: Location, below: _Below, listing: Listing) -> str:
     """A sentence with the command for a checkpoint one or two levels down; empty if there is none.
 
     Raises:
@@ -184,22 +222,19 @@ def _below_fix(location: Location, listing: Listing) -> str:
     level = [name for name in listing.directories if not name.startswith(".")]
     for _ in range(2):
         found: dict[str, bool] = {}
-        others: list[SourceError] = []
         deeper: list[str] = []
-        for path in sorted(level, key=_by_number, reverse=True)[:_LOOKED_INTO]:
-            child = location.child(*path.split("/"))
-            below = child.store.list_directory(child.path)
-            known = _recognise(child, below, None)
-            pointed = not names_of(below).isdisjoint(known_files().pointers)
+        looked = below.look(level)
+        for path, (child, inside) in looked.items():
+            known = _recognise(child, inside, None)
+            pointed = not names_of(inside).isdisjoint(known_files().pointers)
             if known is not None or pointed:
                 found[path] = pointed or (known is not None and known.format.of_training)
-            elif (other := unsupported_kind(child, below)) is not None:
-                others.append(other)
-            deeper += [f"{path}/{name}" for name in below.directories if not name.startswith(".")]
+            deeper += [f"{path}/{name}" for name in inside.directories if not name.startswith(".")]
         if found:
             return _named_below(location, sorted(found, key=lambda path: not found[path]))
-        if others:
-            raise others[0]
+        for child, inside in looked.values():
+            if (other := unsupported_kind(child, inside)) is not None:
+                raise other
         level = deeper
     return ""
 
