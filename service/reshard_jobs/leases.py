@@ -64,6 +64,9 @@ class JobClaim:
     """The span of the request that made the job."""
     given_id: str | None = None
     """The id that the caller chose, if he did: the tenant knows the job by it."""
+    own_attempts: int = 1
+    """Attempts that count against `max_attempts`, this one included: not those that ended by a graceful stop, by a
+    fault of their worker's host, or before a user's retry."""
     waited_s: float | None = None
     """Seconds in the queue before this attempt, by the database's clock; None if they are not known or not wanted."""
 
@@ -131,6 +134,7 @@ class Leases:
                 tenant=tenant_of(row),
                 traceparent=row.traceparent,
                 given_id=row.given_id,
+                own_attempts=row.attempt - row.releases,
                 waited_s=_waited_s(session, row) if row.traceparent is not None else None,
             )
 
@@ -257,7 +261,7 @@ class Leases:
                     claim.job_id,
                     JobState.FAILED,
                     *_fence(claim),
-                    error=problem_json(exhausted(claim.attempt, problem)),
+                    error=problem_json(exhausted(claim.own_attempts, problem)),
                     finished_at=db_now(),
                     lease_until=None,
                     discard_at=case((_CONVERTS, db_now() + self._keep_failed_s)),

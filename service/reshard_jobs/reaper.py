@@ -123,7 +123,7 @@ class Reaper:
                     requeued.append(row.id)
                 continue
             last = from_problem(Problem.model_validate_json(row.error).model_dump()) if row.error else _silent()
-            error = problem_json(exhausted(row.attempt, last))
+            error = problem_json(exhausted(row.attempt - row.releases, last))
             if self._fail(session, row.id, error, *seen):
                 owners_left(session, row.id)
                 failed.append(row.id)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from house.database_time import let_pass
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, ConvertResult, FileEntry, Job, JobKind, JobState, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
@@ -39,6 +40,7 @@ SCRIPTED = WorkerSettings(runner_command=tuple(shlex.split(scripted_runner()["RE
 class Workplace:
     """Jobs straight in their database, without an API that could have judged them."""
 
+    database: Database
     store: JobStore
     leases: Leases
     directory: Path
@@ -63,7 +65,7 @@ class Workplace:
 @pytest.fixture
 def place(tmp_path: Path) -> Generator[Workplace]:
     database = Database(f"sqlite:///{tmp_path}/jobs.db")
-    yield Workplace(JobStore(database), Leases(database, lease_s=30), tmp_path)
+    yield Workplace(database, JobStore(database), Leases(database, lease_s=30), tmp_path)
     database.close()
 
 
@@ -136,6 +138,23 @@ def test_planning_has_a_deadline(place: Workplace, kind: JobKind, script: dict[s
     assert ended.error is not None
     assert ended.error.code == "source.too_slow"
     assert ended.attempt == 1
+
+
+def test_pauses_between_attempts_grow_by_failures_alone(place: Workplace) -> None:
+    settings = SCRIPTED.model_copy(update={"retry_delay_s": 100.0})
+    job = place.create(scripted(units=1, fail="storage.unavailable"), f"{place.directory}/out")
+    for _ in range(6):  # graceful stops of workers, as in a rolling restart
+        claim = place.leases.claim(job.id, worker="leaves")
+        assert claim is not None
+        assert place.leases.release(claim)
+    for pause_s in (100, 200):
+        place.see_through(job, settings)
+        let_pass(place.database, pause_s - 50)
+        assert place.leases.claim(job.id, worker="early") is None
+        let_pass(place.database, 51)
+    failed = place.see_through(job, settings)
+    assert failed.error is not None
+    assert (failed.error.code, failed.error.details["attempts"]) == ("job.attempts_exhausted", 3)
 
 
 def test_a_conversion_may_take_longer_than_its_plan(place: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:

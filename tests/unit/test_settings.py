@@ -16,6 +16,7 @@ from reshard_worker.settings import WorkerSettings
 UNUSUAL = {
     "RESHARD_ROOTS": "/data",
     "RESHARD_WEBHOOK_NETWORKS": "10.0.0.0/8",
+    "RESHARD_TRUSTED_PROXIES": "10.0.0.7",
     "RESHARD_OIDC_ISSUER": "https://issuer.example",
     "RESHARD_OIDC_JWKS_URL": "https://issuer.example/keys",
     "RESHARD_WEBHOOK_HTTP": "true",

@@ -34,6 +34,7 @@ _TICK_S = 0.1
 _PASSING = frozenset({"storage.unavailable", "job.lost"})
 """Errors after which the same job may succeed. The next attempt keeps the work that this one finished."""
 _MAX_RETRY_DELAY_S = 300.0
+"""The longest pause between two attempts. The pause doubles with each attempt that failed by itself."""
 
 
 class Outcome(StrEnum):
@@ -352,7 +353,7 @@ class Supervisor:
             problem = JobError("job.lost", "the engine process was stopped from outside")
         current().fail(problem.code)
         if problem.code in _PASSING:
-            delay_s = min(self._settings.retry_delay_s * 2 ** (claim.attempt - 1), _MAX_RETRY_DELAY_S)
+            delay_s = min(self._settings.retry_delay_s * 2 ** (claim.own_attempts - 1), _MAX_RETRY_DELAY_S)
             done = watch.persist(lambda: self._leases.retry(claim, problem, delay_s=delay_s))
             return Outcome.RETRIED if done else Outcome.FENCED
         if may_be_the_hosts(problem):
