@@ -33,5 +33,5 @@ def small_root() -> Generator[Path]:
 @pytest.fixture
 def memory(small_root: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     """A store with both checkpoints. Sleepers of these tests sleep for milliseconds: every look counts."""
-    monkeypatch.setattr(ObjectSink, "fence_s", 0.0)
+    monkeypatch.setattr(ObjectSink, "deleted_at_once", 1)
     return memory_trials.loaded_store(small_root / "run", small_root / "other")

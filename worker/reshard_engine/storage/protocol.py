@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+DELETED_AT_ONCE = 1000
+"""Most objects that one request removes (Amazon S3, `DeleteObjects`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -91,8 +94,12 @@ class ObjectStore(Store, Protocol):
         """
         ...
 
-    def delete(self, paths: Sequence[str]) -> None:
-        """Remove objects. A missing object is no error."""
+    def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
+        """Remove objects, in this order or in any. A missing object is no error.
+
+        Without an order, many go in one request of at most `DELETED_AT_ONCE`, of which a part may have happened after
+        an error.
+        """
         ...
 
     def metadata(self, path: str) -> Mapping[str, str] | None:

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from itertools import groupby
 from typing import Any
 
 import botocore.exceptions
@@ -25,7 +27,7 @@ from reshard.errors import SourceError, StorageError, printable
 from reshard_engine.storage.checksums import crc32
 from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import S3Profile
-from reshard_engine.storage.protocol import Listing, ObjectInfo, PartInfo, Store
+from reshard_engine.storage.protocol import DELETED_AT_ONCE, Listing, ObjectInfo, PartInfo, Store, join
 from reshard_engine.storage.s3_errors import translated
 from reshard_engine.storage.s3_listings import pages
 
@@ -34,6 +36,11 @@ _RETRIES = {"max_attempts": 4, "mode": "adaptive"}
 """After `SlowDown` the client sends fewer requests a second until the store keeps up (botocore's token bucket)."""
 _NO_COPY = {"NotImplemented", "MethodNotAllowed", "501", "405"}
 """Codes by which stores report that they have no `UploadPartCopy`."""
+
+
+_DELETING_THREADS = 8
+_NO_DELETE_MANY = {"NotImplemented", "MethodNotAllowed", "MalformedXML", "MissingContentMD5", "501", "405"}
+"""Codes by which stores report that they have no `DeleteObjects`, or none as botocore sends it."""
 
 
 def _split(path: str) -> tuple[str, str]:
@@ -50,6 +57,7 @@ class S3Store:
     def __init__(self, profile: S3Profile, *, connections: int = 64) -> None:
         """Make the client; nothing is sent until the first call."""
         self.profile = profile
+        self._deletes_many = True
         options: dict[str, Any] = {"endpoint_url": profile.endpoint_url}
         if profile.access_key_id:
             options["aws_access_key_id"] = profile.access_key_id
@@ -168,12 +176,49 @@ class S3Store:
             )
         return ObjectInfo(path, len(data), "etag:" + answer["ETag"].strip('"'))
 
-    def delete(self, paths: Sequence[str]) -> None:
+    def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
         """Remove objects. A missing object is no error."""
-        for path in paths:
-            bucket, key = _split(path)
-            with translated(path):
-                self._client.delete_object(Bucket=bucket, Key=key)
+        # XML has no form for control characters in keys.
+        many = [] if in_order or len(paths) < 2 else [path for path in paths if path.isprintable()]
+        left = list(paths) if not many else [path for path in paths if not path.isprintable()]
+        for bucket, group in groupby(many, key=lambda path: _split(path)[0]):
+            keys = [_split(path)[1] for path in group]
+            for first in range(0, len(keys), DELETED_AT_ONCE):
+                refused = self._delete_many(bucket, keys[first : first + DELETED_AT_ONCE])
+                left += [join(bucket, key) for key in refused]
+        if in_order or len(left) < 2:
+            for path in left:
+                self._delete_one(path)
+        else:
+            with ThreadPoolExecutor(_DELETING_THREADS) as pool:
+                list(pool.map(self._delete_one, left))
+
+    def _delete_one(self, path: str) -> None:
+        bucket, key = _split(path)
+        with translated(path):
+            self._client.delete_object(Bucket=bucket, Key=key)
+
+    def _delete_many(self, bucket: str, keys: Sequence[str]) -> Sequence[str]:
+        """Remove objects with one request; returns the keys of those that are still there.
+
+        They are removed one by one: a second request may succeed after `SlowDown`, and its error is that of the key. A
+        store without this call removes all objects so.
+        """
+        if not self._deletes_many:
+            return keys
+        objects = [{"Key": key} for key in keys]
+        with translated(bucket):
+            try:
+                answer = self._client.delete_objects(Bucket=bucket, Delete={"Objects": objects, "Quiet": True})
+            except botocore.exceptions.ClientError as error:
+                facts = error.response
+                status = facts.get("ResponseMetadata", {}).get("HTTPStatusCode")
+                if facts.get("Error", {}).get("Code") not in _NO_DELETE_MANY and status not in (405, 501):
+                    raise
+                self._deletes_many = False
+                return keys
+        asked = set(keys)
+        return [key for failed in answer.get("Errors", ()) if (key := str(failed.get("Key", ""))) in asked]
 
     # -- multipart ------------------------------------------------------------------------------------
 

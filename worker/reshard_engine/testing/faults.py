@@ -166,7 +166,7 @@ class FaultyStore:
             "put", path, lambda: self._store.put(path, data, metadata=metadata, if_absent=if_absent, crc32=crc32)
         )
 
-    def delete(self, paths: Sequence[str]) -> None:
+    def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
         """See `ObjectStore`. Each object is an operation of its own."""
         for path in paths:
             self._step("delete", path, lambda path=path: self._store.delete([path]))

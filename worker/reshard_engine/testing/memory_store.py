@@ -123,7 +123,7 @@ class MemoryStore:
             self._objects[path] = made
         return _info(path, made)
 
-    def delete(self, paths: Sequence[str]) -> None:
+    def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
         """Remove objects; absent ones are no error."""
         with self._lock:
             for path in paths:

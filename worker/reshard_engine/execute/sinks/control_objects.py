@@ -310,8 +310,7 @@ class ControlObjects:
             if not there:
                 return
             for paths in _in_order(there):
-                with ThreadPoolExecutor(_THREADS) as pool:
-                    list(pool.map(self._store.delete, ([path] for path in paths)))
+                self._store.delete(paths, in_order=False)
 
     def objects(self) -> list[ObjectInfo]:
         """The claim, all objects of all journals, and all packs beside the target."""

@@ -50,11 +50,13 @@ class Leftovers:
                 found.append(path)
         return found
 
-    def delete_written(self, paths: Sequence[str], digest: str) -> None:
-        """Remove, in the given order, those of the objects that the plan with this digest wrote."""
+    def delete_written(self, paths: Sequence[str], digest: str, *, first: Set[str] = frozenset()) -> None:
+        """Remove those of the objects that the plan with this digest wrote, and of these some before the others."""
         with ThreadPoolExecutor(_THREADS) as pool:
             mine = list(pool.map(partial(self.is_written_by, digest=digest), paths))
-        self._store.delete([path for path, yes in zip(paths, mine, strict=True) if yes])
+        doomed = [path for path, yes in zip(paths, mine, strict=True) if yes]
+        self._store.delete([path for path in doomed if path in first])
+        self._store.delete([path for path in doomed if path not in first], in_order=False)
 
     def uploads_of(self, paths: Set[str]) -> list[tuple[str, str]]:
         """(path, upload id) of all unfinished uploads of these objects."""
@@ -172,7 +174,7 @@ class Leftovers:
         if not self._is_finished(plan, claim.plan):
             commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]} | {last}
             there = [i.path for i in self._store.list_tree(self._target) if i.path in paths | {last}]
-            self.delete_written(sorted(there, key=lambda p: p not in commit), claim.plan)
+            self.delete_written(there, claim.plan, first=commit)
         self.release(claim.plan, paths)
 
     def release(self, digest: str, paths: Iterable[str]) -> None:

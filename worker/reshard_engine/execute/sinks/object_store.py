@@ -8,9 +8,7 @@ journal is one small object per unit beside the target.
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,7 +24,7 @@ from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.plan.server_copy import part_numbers
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, PartInfo, join
+from reshard_engine.storage.protocol import DELETED_AT_ONCE, ObjectInfo, ObjectStore, PartInfo, join
 from reshard_engine.tensors.layout import KnownFiles, Pointer
 
 CRC_KEY = "reshard-crc32"
@@ -38,8 +36,8 @@ _DOUBTFUL = frozenset({"storage.conflict", "storage.protocol", "request.target_b
 class ObjectSink:
     """The sink that writes one prefix of an object store."""
 
-    fence_s = 0.5
-    """Seconds after which the claim is checked again while old objects are removed."""
+    deleted_at_once = DELETED_AT_ONCE
+    """Old objects that are removed after each check of the claim."""
 
     def __init__(self, store: ObjectStore, target: str, *, known: KnownFiles) -> None:
         """`target` is `bucket/key...` without a trailing slash."""
@@ -158,13 +156,11 @@ class ObjectSink:
         # The files without which no loader reads the old target are deleted first.
         first = [p for p in paths if p.endswith(self._known.needed)]
         last = set(paths).difference(first)
-        checked_at = -math.inf
-        for path in (*self._leftovers.pointers(self._plan.source.get("tag")), *first, *sorted(last)):
-            if time.monotonic() - checked_at > self.fence_s:
+        for group in (self._leftovers.pointers(self._plan.source.get("tag")), first, sorted(last)):
+            for at in range(0, len(group), self.deleted_at_once):
                 # If this process was paused since the last check, another attempt may have written objects meanwhile.
                 self._control.require_clearing(self._plan)
-                checked_at = time.monotonic()
-            self._store.delete([path])
+                self._store.delete(group[at : at + self.deleted_at_once], in_order=False)
 
     def _still_valid(self, there: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
         """The records of units whose parts and objects the store still holds, with the same ETags."""
@@ -307,10 +303,10 @@ class ObjectSink:
     def withdraw(self, paths: Sequence[str]) -> None:
         """Delete the commit files that exist, then the damaged files. A later attempt writes them anew."""
         commit = {f.path for f in self._plan.files if f.commit}
-        doomed = [join(self._target, p) for p in sorted(commit | set(paths), key=lambda p: p not in commit)]
+        doomed = [join(self._target, p) for p in sorted(commit | set(paths))]
         with self._doubting():
             self._control.require_claim(self._plan)  # another conversion may have written what looks damaged
-            self._leftovers.delete_written(doomed, self._plan.digest)
+            self._leftovers.delete_written(doomed, self._plan.digest, first={join(self._target, p) for p in commit})
 
     def commit(self, manifest: bytes, pointer: Pointer | None) -> None:
         """Write the manifest, then the pointer, then remove the journal."""
