@@ -18,7 +18,8 @@ from reshard_jobs.tables import db_now
 from reshard_jobs.webhook_tables import DeliveryRow, WebhookRow
 
 PAUSES_S = (5.0, 60.0, 300.0, 1200.0, 3600.0, 7200.0, 14_400.0, 21_600.0, 28_800.0)
-"""Pauses after the tries: 21 hours together. A delivery is dead when the try after the last of them has failed."""
+"""Pauses after the tries: 21 hours together. A delivery is dead when the try after the last of them has failed, or at
+once if the endpoint is gone or forbidden."""
 _JITTER = 0.2
 _CANDIDATES = 16
 _BATCH = 500
@@ -48,6 +49,8 @@ class Outcome:
     """None if the endpoint has taken it."""
     gone: bool = False
     """True if the endpoint wants no more."""
+    forbidden: bool = False
+    """True if nothing may be sent to the endpoint: other tries would end in the same way."""
     retry_after_s: float = 0.0
 
 
@@ -99,7 +102,7 @@ class Deliveries:
         values |= {"last_status": outcome.status, "last_error": outcome.error}
         if outcome.error is None:
             values |= {"state": DeliveryState.DELIVERED.value, "ended_at": db_now()}
-        elif outcome.gone or claim.tries >= len(PAUSES_S):
+        elif outcome.gone or outcome.forbidden or claim.tries >= len(PAUSES_S):
             values |= {"state": DeliveryState.DEAD.value, "ended_at": db_now()}
         else:
             pause_s = PAUSES_S[claim.tries] * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - not a secret

@@ -32,17 +32,30 @@ _REFUSED: tuple[Network, ...] = tuple(
 )
 
 
+_LOOPBACK = (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1"))
+_METADATA = (ipaddress.ip_address("169.254.169.254"), ipaddress.ip_address("fd00:ec2::254"))
+_LOCAL_NAME = re.compile(r"(?:.+\.)?localhost|(?:.+\.)?localdomain|localhost[46]|ip6-(?:localhost|loopback)")
+_METADATA_NAME = re.compile(r"metadata|metadata\..*\.?internal|instance-data(?:\.ec2\.internal)?")
+"""Names of Google's, Azure's and Amazon's servers of metadata within their networks."""
+_OTHER_PORTS = frozenset((
+    7, 9, 19, 20, 21, 22, 23, 25, 53, 69, 79, 110, 111, 119, 123, 135, 137, 139, 143, 161, 389, 445, 465, 513, 514, 515,
+    587, 636, 873, 993, 995, 1433, 1521, 2049, 2181, 2375, 2376, 2379, 2380, 3306, 3389, 4369, 5060, 5061, 5432, 5672,
+    5900, 6000, 6379, 6380, 6443, 6667, 9042, 9092, 9200, 9300, 10250, 11211, 26379, 27017, 27018, 27019,
+))  # fmt: skip
+"""Ports of other servers than those of the web: shells, mail, files, databases, brokers, the control of clusters."""
+
+
 class ForbiddenAddressError(Exception):
     """No address of the name may be connected to."""
 
 
-def may_be_called(address: Address, allowed: Sequence[Network]) -> bool:
-    """True for public addresses, and for those in the operator's networks."""
+def may_be_called(address: Address, allowed: Sequence[Network], *, port: int = 443) -> bool:
+    """True for public addresses at ports of the web, and for every port in the operator's networks."""
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
         address = address.ipv4_mapped
     if any(address in network for network in allowed):
         return True
-    if not address.is_global or address.is_multicast or address.is_reserved:
+    if port in _OTHER_PORTS or not address.is_global or address.is_multicast or address.is_reserved:
         return False
     if isinstance(address, ipaddress.IPv6Address) and address not in _UNICAST:
         return False
@@ -67,17 +80,31 @@ def accepted_url(url: str, *, http: bool, allowed: Sequence[Network]) -> str:
         raise _no_endpoint(url)
     if port is not None and not 0 < port < 1 << 16:
         raise _no_endpoint(url)
-    try:
-        literal = ipaddress.ip_address(parsed.host)
-    except ValueError:
-        return str(parsed)
-    if not may_be_called(literal, allowed):
-        raise RequestError(
-            "request.address_forbidden",
-            f"{literal} is not a public address",
-            fix="name a public endpoint; the operator may allow networks in RESHARD_WEBHOOK_NETWORKS",
-        )
+    known = _addresses_of(parsed.host)
+    if known and not any(may_be_called(address, allowed) for address in known):
+        raise _forbidden(f"{printable(host, max_chars=100)} is not a public address")
+    in_own_network = any(address in network for address in known for network in allowed) if known else bool(allowed)
+    if port in _OTHER_PORTS and not in_own_network:
+        raise _forbidden(f"port {port} is not that of a web server")
     return str(parsed)
+
+
+def _addresses_of(host: str) -> tuple[Address, ...]:
+    """The address that a host is in whatever form, or those that its name always leads to; none for other names."""
+    name = host.rstrip(".").lower()
+    if _LOCAL_NAME.fullmatch(name):
+        return _LOOPBACK
+    if _METADATA_NAME.fullmatch(name):
+        return _METADATA
+    try:
+        return (ipaddress.ip_address(name),)
+    except ValueError:
+        pass
+    try:
+        # Resolvers take 0x7f.1, 0177.0.0.1 and 2130706433 for addresses, too.
+        return (ipaddress.IPv4Address(socket.inet_aton(name)),)
+    except OSError:
+        return ()
 
 
 class JudgedConnections(httpcore.NetworkBackend):
@@ -108,7 +135,7 @@ class JudgedConnections(httpcore.NetworkBackend):
             raise httpcore.ConnectError("the name cannot be resolved") from error
         # Link-local addresses come with a zone: fe80::1%eth0.
         addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
-        judged = [address for address in addresses if may_be_called(address, self._allowed)]
+        judged = [address for address in addresses if may_be_called(address, self._allowed, port=port)]
         if not judged:
             raise ForbiddenAddressError
         stream = self._backend.connect_tcp(str(judged[0]), port, _left(self._deadline), local_address, socket_options)
@@ -145,6 +172,15 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise httpcore.ReadTimeout("the time is over")
     return left
+
+
+def _forbidden(why: str) -> RequestError:
+    return RequestError(
+        "request.address_forbidden",
+        why,
+        fix="name a public endpoint, at port 443 or another one of a web server; the operator may allow networks in "
+        "RESHARD_WEBHOOK_NETWORKS",
+    )
 
 
 def _no_endpoint(url: str) -> RequestError:

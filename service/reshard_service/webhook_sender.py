@@ -51,7 +51,8 @@ class WebhookSender:
         try:
             return self._post(claim.url, headers, payload)
         except ForbiddenAddressError:
-            return Outcome(error="the name of the endpoint leads to an address to which nothing is sent")
+            text = "the name of the endpoint leads to an address, or it is at a port, to which nothing is sent"
+            return Outcome(error=text, forbidden=True)
         except httpcore.TimeoutException:
             return Outcome(error=f"no answer within {LIMIT_S:g} s")
         except (httpcore.NetworkError, httpcore.ProtocolError) as error:
@@ -61,7 +62,7 @@ class WebhookSender:
         settings = self._settings
         # The operator may have changed what is allowed since the endpoint was made.
         if not settings.webhook_http and not url.startswith("https:"):
-            return Outcome(error="RESHARD_WEBHOOK_HTTP is not set any more")
+            return Outcome(error="RESHARD_WEBHOOK_HTTP is not set any more", forbidden=True)
         parsed = httpx.URL(url)
         # No proxy: it would connect to addresses that nobody has judged.
         connections = JudgedConnections(settings.webhook_networks, limit_s=LIMIT_S)

@@ -360,7 +360,12 @@ def test_nothing_is_sent_where_the_operator_does_not_allow_it(local: Hooked, rec
     for settings in (ServiceSettings(webhook_http=True), ServiceSettings(webhook_networks=ALLOWED.webhook_networks)):
         outcomes = [WebhookSender(settings, Sealer(())).send(claim) for claim in claims]
         assert all(outcome.error is not None and outcome.status is None for outcome in outcomes)
+        assert all(outcome.forbidden for outcome in outcomes)
     assert receiver.got() == []
+    # It ends at once, and the operator may send it again after a change of the settings.
+    assert all(local.outbox.record(claim, outcome) for claim, outcome in zip(claims, outcomes, strict=True))
+    assert [found.state for found in local.outbox.list(hook)] == [DeliveryState.DEAD]
+    assert local.outbox.redeliver(hook) == 1
     # An endpoint that refuses connections, and a name that does not exist.
     for url in ("http://127.0.0.1:1/", "http://nowhere.invalid/"):
         sent = WebhookSender(ALLOWED, Sealer(())).send(

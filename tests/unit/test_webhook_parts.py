@@ -53,6 +53,7 @@ def test_the_operator_allows_networks() -> None:
         "http://hooks.example.org/x", "ftp://hooks.example.org", "//hooks.example.org", "hooks.example.org", "https://",
         "https://user:secret@hooks.example.org/", "https://hooks.example.org/#x", "https://hooks.example.org:0/",
         "https://hooks.example.org:99999/", "https://hooks example.org/", "file:///etc/passwd", "https://[::1/",
+        "https://0177.0.0.1/",
     ],
 )  # fmt: skip
 def test_other_urls_are_refused(url: str) -> None:
@@ -67,6 +68,55 @@ def test_addresses_in_urls_are_refused_at_once(address: str) -> None:
     with pytest.raises(RequestError) as caught:
         accepted_url(f"https://{host}/hook", http=False, allowed=())
     assert caught.value.code == "request.address_forbidden"
+
+
+NEVER = (
+    "localhost", "LOCALHOST.", "api.localhost", "localhost.localdomain", "ip6-localhost", "0x7f.1", "127.1",
+    "2130706433", "0x7f000001", "0xA9FEA9FE", "2852039166", "metadata.google.internal", "metadata", "instance-data",
+    "instance-data.ec2.internal", "0", "[::ffff:7f00:1]", "[0:0:0:0:0:ffff:127.0.0.1]",
+)  # fmt: skip
+"""Hosts that lead to this machine or to a cloud's metadata, whatever a name server says."""
+
+
+@pytest.mark.parametrize("host", NEVER)
+def test_hosts_that_can_never_be_called_are_refused_at_once(host: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        accepted_url(f"https://{host}/hook", http=False, allowed=())
+    assert caught.value.code == "request.address_forbidden"
+    assert "RESHARD_WEBHOOK_NETWORKS" in caught.value.fix
+
+
+@pytest.mark.parametrize("host", ["hooks.example.org", "8.8.8.8", "[2606:4700:4700::1111]", "134744072"])
+@pytest.mark.parametrize("port", [22, 25, 6379, 5432, 2375, 10250])
+def test_ports_of_other_servers_are_refused_at_once(host: str, port: int) -> None:
+    with pytest.raises(RequestError, match=f"port {port} is not that of a web server") as caught:
+        accepted_url(f"https://{host}:{port}/hook", http=False, allowed=())
+    assert caught.value.code == "request.address_forbidden"
+    assert accepted_url(f"https://{host}:8443/hook", http=False, allowed=())
+
+
+def test_the_operators_networks_have_all_names_and_ports() -> None:
+    loopback, private = ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("10.0.0.0/8")
+    for host in ("localhost", "0x7f.1", "[::ffff:127.0.0.1]", "127.0.0.1:6379", "localhost:22"):
+        assert accepted_url(f"https://{host}/", http=False, allowed=(loopback,))
+        with pytest.raises(RequestError, match="address_forbidden"):
+            accepted_url(f"https://{host}/", http=False, allowed=(private,))
+    # Where a name leads is known when it is called.
+    assert accepted_url("https://hooks.corp.example:6379/", http=False, allowed=(private,))
+    assert accepted_url("https://[::1]/", http=False, allowed=(ipaddress.ip_network("::1"),))
+    assert accepted_url("https://localhost/", http=False, allowed=(ipaddress.ip_network("::1"),))
+
+
+def test_a_public_address_is_not_dialled_at_the_port_of_another_server(
+    monkeypatch: pytest.MonkeyPatch, dialled: list[str]
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", Names(["8.8.8.8"], ["8.8.8.8", "10.0.0.1"]))
+    private = (ipaddress.ip_network("10.0.0.0/8"),)
+    with pytest.raises(ForbiddenAddressError):
+        JudgedConnections(private, limit_s=5).connect_tcp("hooks.example.org", 6379)
+    with pytest.raises(DialledError):
+        JudgedConnections(private, limit_s=5).connect_tcp("hooks.example.org", 6379)
+    assert dialled == ["10.0.0.1"]
 
 
 def test_urls_are_normalised() -> None:
