@@ -59,6 +59,19 @@ def result(process: subprocess.Popen[str]) -> dict[str, object]:
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_stays_beside_a_target_that_was_refused(source: Path, tmp_path: Path, count: int) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "notes.txt").write_text("not a checkpoint")
+    workers = [start(str(source), str(target), TARGETS["universal"], {}, *numbered(n, count)) for n in range(count)]
+    for worker in workers:
+        out, _ = worker.communicate(timeout=120)
+        assert worker.returncode == 5, out
+        assert json.loads(out)["error"]["code"] == "request.target_exists"
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "notes.txt"]
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file but the manifest, which holds times."""
     files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}

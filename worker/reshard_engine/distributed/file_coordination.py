@@ -17,6 +17,7 @@ from reshard_engine.execute.sinks.local_files import write_all, writing
 
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _TEMPORARY = ".new-"
+_TRIES = 8
 
 
 class FileCoordination:
@@ -52,7 +53,7 @@ class FileCoordination:
     @staticmethod
     def _create_in_place(path: str, text: bytes) -> bool:
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            descriptor = _new_file(path)
         except FileExistsError:
             return False
         try:
@@ -74,13 +75,16 @@ class FileCoordination:
     def _written(self, name: str, text: bytes) -> str:
         """The path of a new file with this text, in the directory of the name."""
         path = self._path(f"{name}{_TEMPORARY}{uuid.uuid4().hex[:12]}")
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:
+        for _ in range(_TRIES):
+            with suppress(FileNotFoundError):
+                descriptor = _new_file(path)
+                break
             # One level only: a worker that goes on after the conversion ended must not make the directory anew.
+            # Another worker may remove it before the file is there, because it is still empty.
             with suppress(FileExistsError):
                 os.mkdir(os.path.dirname(path))
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        else:
+            descriptor = _new_file(path)
         try:
             write_all(descriptor, text)
         finally:
@@ -117,8 +121,15 @@ class FileCoordination:
         return found
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove files. A directory that becomes empty stays until the conversion ends."""
+        """Remove files, and the directories that become empty: of a conversion that was refused nothing stays."""
         with writing(self._root):
             for name in names:
                 with suppress(FileNotFoundError):
                     os.unlink(self._path(name))
+            for directory in sorted({os.path.dirname(self._path(name)) for name in names} | {self._root}, reverse=True):
+                with suppress(OSError):  # it is not empty, or gone
+                    os.rmdir(directory)
+
+
+def _new_file(path: str) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
