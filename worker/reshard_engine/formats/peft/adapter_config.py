@@ -6,7 +6,7 @@ Source: peft 0.21.2 `config.py` (`PeftConfigMixin`), `tuners/lora/config.py` (`L
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,6 +34,11 @@ _UNDERSTOOD = frozenset(
     }
 )
 """Keys of peft 0.21.2's `LoraConfig` under which a merge is what `reshard_engine.formats.peft.adapters` computes."""
+
+_MOST_RANK = (1 << 31) - 1
+"""A rank is the length of a tensor's dimension."""
+_MOST_NUMBER = 3.4e38
+"""Numbers become factors of fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +73,7 @@ def adapter_config(checkpoint: Checkpoint, request: ConvertRequest) -> AdapterCo
                 fix=f"--model-files DIR (with {CONFIG}, as PEFT's save_pretrained wrote it), or --lora-alpha N",
             )
         return None
-    try:
-        found: Any = json.loads(data)
-    except (ValueError, RecursionError):
-        raise not_lora("no JSON") from None
-    facts = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    facts = _facts_in(data)
     kind = facts.get("peft_type")
     if isinstance(kind, str) and kind != "LORA":
         raise RequestError(
@@ -81,8 +82,68 @@ def adapter_config(checkpoint: Checkpoint, request: ConvertRequest) -> AdapterCo
             fix="merge with PEFT itself (merge_and_unload); --to safetensors writes all weights as they are",
         )
     if kind != "LORA":
-        raise not_lora("`peft_type` is not LORA")
+        raise _wrong("peft_type", kind, "LORA")
+    _refuse_wrong_values(facts)
     return AdapterConfig(data, facts)
+
+
+def _facts_in(data: bytes) -> dict[str, Any]:
+    def no_number(name: str) -> float:
+        raise ValueError(f"it holds {name}, which JSON has not")
+
+    try:
+        found: Any = json.loads(data, parse_constant=no_number)
+    except (ValueError, RecursionError) as error:
+        raise not_lora(f"it is no JSON ({printable(str(error), max_chars=100)})") from None
+    if not isinstance(found, dict):
+        raise not_lora(f"it holds no object but {printable(repr(found), max_chars=100)}")
+    return cast("dict[str, Any]", found)
+
+
+def _refuse_wrong_values(facts: Mapping[str, Any]) -> None:
+    """Refuse values with which PEFT's `LoraConfig` makes no adapter. True is no number, and 1 is not True.
+
+    Raises:
+        SourceError: `checkpoint.malformed` with the field and its value.
+    """
+    for field, patterns, is_right, meant in _CHECKS:
+        if (value := facts.get(field)) is not None and not is_right(value):
+            raise _wrong(field, value, meant)
+        by_module: Any = (facts.get(patterns) if patterns else None) or {}
+        if not isinstance(by_module, dict):
+            raise _wrong(patterns, by_module, "an object")
+        for module, value in cast("dict[str, Any]", by_module).items():
+            if not is_right(value):
+                raise _wrong(f"{patterns}.{module}", value, meant)
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_RANK
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST_NUMBER
+
+
+def _is_share(value: object) -> bool:
+    return _is_number(value) and 0 <= cast("float", value) <= 1
+
+
+def _is_switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_CHECKS: tuple[tuple[str, str, Callable[[object], bool], str], ...] = (
+    ("r", "rank_pattern", _is_rank, f"a whole number from 1 to {_MOST_RANK}"),
+    ("lora_alpha", "alpha_pattern", _is_number, f"a number of at most {_MOST_NUMBER:g}"),
+    ("lora_dropout", "", _is_share, "a number from 0 to 1"),
+    *((name, "", _is_switch, "true or false") for name in ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias")),
+)
+"""Fields, each with the field of its exceptions by module, which of their values are right, and what those are."""
+
+
+def _wrong(field: str, value: object, meant: str) -> SourceError:
+    return not_lora(f"`{printable(field, max_chars=200)}` is {printable(repr(value), max_chars=100)}, and not {meant}")
 
 
 def refuse_other_rules(config: AdapterConfig) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite, sqrt
-from typing import Any
+from math import sqrt
+from typing import Any, cast
 
 import re2
 
@@ -59,18 +59,18 @@ def scaling_of(config: AdapterConfig | None, alpha: float | None, seen: Iterable
     if config is None:
         # Layers of transformers are nn.Linear or, as in GPT-2, all Conv1D.
         return Scaling(alpha or 0.0, {}, by_root=False, transposed=True in known if len(known) < 2 else None)
-    try:
-        facts = config.facts
-        by_module = {str(k): float(v) for k, v in dict(facts.get("alpha_pattern") or {}).items()}
-        for pattern in by_module:
+    facts = config.facts
+    patterns = cast("dict[str, float]", facts.get("alpha_pattern") or {})
+    by_module = {pattern: float(value) for pattern, value in patterns.items()}
+    for pattern in by_module:
+        try:
             _RE2.compile(pattern)
-        said = float(facts["lora_alpha"])
-    except (ValueError, KeyError, TypeError, _RE2.error) as error:
-        raise not_lora(f"`lora_alpha` or `alpha_pattern` ({type(error).__name__})") from None
-    if not all(map(isfinite, (said, *by_module.values()))):
-        raise not_lora("`lora_alpha` or `alpha_pattern` (not finite)")
+        except _RE2.error:
+            raise not_lora(f"`alpha_pattern` has {printable(pattern)!r}, which is no regular expression") from None
+    if (said := facts.get("lora_alpha")) is None:
+        raise not_lora("it has no `lora_alpha`")
     by_root, transposed = (bool(facts.get(k)) for k in ("use_rslora", "fan_in_fan_out"))
-    return Scaling(said, by_module, by_root=by_root, transposed=transposed if known <= {transposed} else None)
+    return Scaling(float(said), by_module, by_root=by_root, transposed=transposed if known <= {transposed} else None)
 
 
 def transposed_by_shape(shape: tuple[int, ...], factors: Factors) -> bool | None:
