@@ -76,8 +76,8 @@ class ServiceSettings(EnvironmentSettings):
             address; on one, `reshard serve` makes a new one without it.
         allowed_hosts: Names and addresses that requests may name in `Host`, separated by commas. Not set: loopback
             names on a loopback address, and any name elsewhere.
-        trusted_proxies: Proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, as addresses and networks:
-            `10.0.0.7,fd00::/8`.
+        trusted_proxies: Proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, as addresses and
+            networks: `10.0.0.7,fd00::/8`.
         anonymous: `true`: no token is needed, and none is made.
         oidc_issuer: URL of an OIDC issuer whose tokens are taken; `https`, or `http` on loopback.
         oidc_audience: The audience that they must name; needed with the issuer.
