@@ -84,6 +84,7 @@ class ConvertOptions(TypedDict, total=False):
     opaque: OpaquePolicy | str
     verify: VerifyLevel | str
     overwrite: bool
+    pointer: bool | None
     memory_limit_bytes: int
     part_bytes: int
     threads: int | None

@@ -78,6 +78,7 @@ def plan(
     on_overflow: OverflowPolicy | str = OverflowPolicy.INF,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     overwrite: bool = False,
+    pointer: bool | None = None,
     verify: VerifyLevel | str = VerifyLevel.DEFAULT,
     memory_limit: int | str | None = None,
     part_size: int | str | None = None,
@@ -140,6 +141,7 @@ def plan(
         on_overflow: Elements too large for `dtype`: `inf`, `saturate`, `error`.
         opaque: Policy for objects of classes that are not on the allow-list: `refuse`, `keep`, `drop`.
         overwrite: True to replace the target. Its old contents are lost, even if the run fails.
+        pointer: True to write `latest` beside the target, False not to; by default if its parent is a save directory.
         verify: `full` also reads all of the source and of the output.
         memory_limit: Memory for buffers and metadata: bytes, or a text such as `"1GiB"` (the default).
         part_size: Size of a unit of work and of a multipart part; by default 64 MiB.
@@ -219,6 +221,7 @@ def convert(
     on_overflow: OverflowPolicy | str = OverflowPolicy.INF,
     opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
     overwrite: bool = False,
+    pointer: bool | None = None,
     verify: VerifyLevel | str = VerifyLevel.DEFAULT,
     memory_limit: int | str | None = None,
     part_size: int | str | None = None,
@@ -286,6 +289,7 @@ def convert(
         on_overflow: Elements too large for `dtype`: `inf`, `saturate`, `error`.
         opaque: Objects of classes that are not on the allow-list: `refuse`, `keep`, `drop`.
         overwrite: True to replace the target. Its old contents are lost, even if the run fails.
+        pointer: True to write `latest` beside the target, False not to; by default if its parent is a save directory.
         verify: `full` also reads all of the source and of the output.
         memory_limit: Memory for buffers and metadata.
         part_size: Size of a unit of work.

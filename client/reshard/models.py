@@ -96,6 +96,10 @@ class ConvertRequest(RequestModel):
     one beside the source. It is read with the source's storage profile."""
     opaque: OpaquePolicy = OpaquePolicy.REFUSE
     overwrite: bool = False
+    pointer: bool | None = Field(default=None, exclude_if=_is_none)
+    """`zero` and `universal`: whether `latest` (or `latest_universal`) is written beside the target. By default it is
+    where the target's parent is a save directory: it has such a file, holds another tag directory, or holds nothing but
+    the target and is not the working directory. None is left out of the JSON, as in `SourceChoices`."""
     on_overflow: OverflowPolicy = OverflowPolicy.INF
     """Policy for finite elements that a narrower type cannot hold. Losses are counted under every policy."""
     verify: VerifyLevel = VerifyLevel.DEFAULT

@@ -47,11 +47,12 @@ SAMPLES: dict[str, Any] = {
     "lora_alpha": 3.5,
     "threads": 3,
     "param_order": "model",
+    "pointer": True,
 }
 """Values of flags whose kind does not say one."""
 BYTES_KEPT = {
     "tag", "profile", "target_profile", "overwrite", "verify", "memory_limit_bytes", "part_bytes", "threads",
-    "server_copy",
+    "server_copy", "pointer",
 }  # fmt: skip
 """Options that change how the bytes of a target are made, or nothing at all, and never which they are."""
 IN_FILES = {"model_files", "base", "trainer_files"}

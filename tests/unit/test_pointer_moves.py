@@ -10,6 +10,8 @@ import pytest
 
 from house.promises import command
 from house.saves import DATA, make_save
+from reshard_engine.storage.local import LocalStore
+from reshard_engine.storage.protocol import Listing
 
 
 @pytest.fixture
@@ -113,22 +115,83 @@ def test_a_universal_target_in_the_run_has_its_own_pointer(run: Path) -> None:
     assert (code, "warning: latest_universal: global_step3_universal -> other_universal" in said) == (0, True)
 
 
-def test_a_target_that_looks_like_a_save_directory_says_where_its_pointer_lands(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(run.parent)
-    words = ("--to", "zero", "--dp", "3")
-    said_so = "run7 is the tag directory, and `latest` is written beside it: load_checkpoint("
-    code, _, said = command("plan", "run", "run7", *words)
-    assert (code, said_so in said) == (0, True)
-    code, _, said = command("convert", "run", "run7", *words, "-q")
-    assert (code, said_so in said) == (0, True)
-    for usual in ("run8/global_step3", "run9/any", "global_step3_dp3"):
-        code, _, said = command("convert", "run", usual, *words, "-q")
-        assert (code, "tag directory" in said) == (0, False)
-
-
 def test_weights_have_no_pointer(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     code, _, said = command("convert", str(DATA / "zero2_tiny"), str(tmp_path / "w"), "--to", "safetensors", "-q")
     assert (code, "warning" in said) == (0, False)
+
+
+@pytest.fixture
+def desk(run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: it holds a run and a note."""
+    (run.parent / "note.txt").write_text("")
+    monkeypatch.chdir(run.parent)
+    return run.parent
+
+
+@pytest.mark.parametrize(("to", "pointer"), [("zero", "latest"), ("universal", "latest_universal")])
+def test_a_directory_of_other_things_gets_no_pointer(desk: Path, to: str, pointer: str) -> None:
+    words = ("convert", "run", "o3", "--to", to, *(("--dp", "3") if to == "zero" else ()))
+    code, _, said = command(*words)
+    assert (code, pointer in {p.name for p in desk.iterdir()}) == (0, False)
+    assert "tag='o3')" in said  # it loads without a pointer
+    assert json.loads((desk / "o3" / "reshard.json").read_text())["pointer"] is None
+    assert command("verify", "o3")[0] == 0
+    assert "already done" in command(*words)[2]
+    assert pointer not in {p.name for p in desk.iterdir()}
+    code, _, said = command(*words, "--pointer")
+    assert (code, "already done" in said, (desk / pointer).read_text()) == (0, True, "o3")
+
+
+def test_an_empty_working_directory_gets_none_and_another_one_does(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("here", "there"):
+        (run.parent / name).mkdir()
+    monkeypatch.chdir(run.parent / "here")
+    for target in ("dp3", "../there/dp3", "../new/dp3"):
+        assert command("convert", str(run), target, "--to", "zero", "--dp", "3", "-q")[0] == 0
+    found = {p.parent.name for p in run.parent.glob("*/latest")}
+    assert found == {"run", "there", "new"}
+
+
+def test_other_tag_directories_make_a_save_directory(run: Path) -> None:
+    (run / "latest").unlink()
+    assert _to_zero(run, "dp3", "--tag", "global_step3")[0] == 0
+    assert (run / "latest").read_text() == "dp3"
+
+
+@pytest.mark.parametrize("name", ["o2", "checkpoint-5"])
+def test_neither_earlier_outputs_nor_trainers_directories_are_tags(desk: Path, name: str) -> None:
+    made = desk / name / "global_step5" if name.endswith("5") else desk / name
+    for target in (made, desk / "o3"):
+        assert command("convert", "run", str(target), "--to", "zero", "--dp", "3", "-q")[0] == 0
+    assert not (desk / "latest").exists()
+
+
+def test_a_pointer_is_written_or_left_out_when_asked(desk: Path) -> None:
+    for flag, name in (("--pointer", "o3"), ("--no-pointer", "o4")):
+        assert command("convert", "run", name, "--to", "zero", "--dp", "3", "-q", flag)[0] == 0
+        assert (desk / "latest").read_text() == "o3"
+    (desk / "run" / "latest").write_text("global_step3")
+    assert _to_zero(desk / "run", "global_step9", "--no-pointer")[0] == 0
+    assert (desk / "run" / "latest").read_text() == "global_step3"
+
+
+def test_the_names_beside_a_target_are_listed_up_to_a_bound(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    listed = LocalStore.list_directory
+
+    def counted(store: LocalStore, path: str, *, most: int | None = None) -> Listing:
+        found = listed(store, path, most=most)
+        if path == str(desk):
+            asked.append(most)
+            assert len(found.files) + len(found.directories) <= (most or 0)
+        return found
+
+    for number in range(1_100):
+        (desk / f"n{number}").touch()
+    monkeypatch.setattr(LocalStore, "list_directory", counted)
+    assert command("convert", "run", "o3", "--to", "zero", "--dp", "3", "-q")[0] == 0
+    assert asked
+    (desk / "latest").write_text("o3")
+    assert command("convert", "run", "o4", "--to", "zero", "--dp", "3", "-q")[0] == 0
+    assert (desk / "latest").read_text() == "o4"

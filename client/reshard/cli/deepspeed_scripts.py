@@ -135,4 +135,8 @@ def ds_to_universal(
 
     called = {"url": "--input_folder", "target": "--output_folder"}
 
-    run_conversion(convert_request(input_folder, output_folder, "universal", {"overwrite": overwrite}, flags=called))
+    run_conversion(
+        convert_request(
+            input_folder, output_folder, "universal", {"overwrite": overwrite, "pointer": True}, flags=called
+        )
+    )

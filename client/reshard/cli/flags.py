@@ -229,6 +229,14 @@ class ConversionFlags(SourceFlags):
             rich_help_panel=TARGET,
         ),
     ] = False
+    pointer: Annotated[
+        bool | None,
+        typer.Option(
+            "--pointer/--no-pointer",
+            help="Write `latest` beside DST; default: where its parent is a save directory.",
+            rich_help_panel=TARGET,
+        ),
+    ] = None
     target_profile: Annotated[
         str | None, typer.Option(metavar="NAME", help="Storage profile for DST.", rich_help_panel=TARGET)
     ] = None

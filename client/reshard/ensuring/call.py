@@ -210,6 +210,7 @@ class _Task:
             to=TargetFormat.ZERO,
             dtype=self.wanted.dtype,
             opaque=self.wanted.opaque,
+            pointer=True,
             options=Options(
                 deepspeed=DeepSpeedOptions(**dict(layout), rules=self.wanted.rules, family=self.wanted.family)
             ),

@@ -38,7 +38,7 @@ from reshard_engine.formats.registry import check_request, known_files, writer_o
 from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.operations.finished import finished_manifest
 from reshard_engine.operations.ownership import Ownership
-from reshard_engine.operations.pointer_moves import PointerMove, pointer_move, pointer_warnings, refuse_earlier
+from reshard_engine.operations.pointer_moves import PointerMove, has_save_directory, pointer_move, refuse_earlier
 from reshard_engine.operations.requested import requested_checkpoint
 from reshard_engine.operations.shared_metadata import SharedMetadata, coordination_at
 from reshard_engine.operations.verification import verify_target
@@ -51,7 +51,7 @@ from reshard_engine.storage.confinement import refuse_writing_outside
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name, save_directory
 from reshard_engine.storage.urls import is_within, scheme_of
-from reshard_engine.tensors.layout import TargetLayout
+from reshard_engine.tensors.layout import Pointer, TargetLayout
 
 REMOTE_THREADS = 8
 """Units in flight if they wait for latency and not for the processor."""
@@ -120,6 +120,8 @@ class Conversion:
     planning: Mapping[str, float]
     """Seconds of `plan` and, if workers share the source's metadata, those of `publish` or `pack`."""
     ownership: Ownership = field(default_factory=Ownership)
+    _decided: list[Pointer | None] = field(default_factory=list[Pointer | None], init=False)
+    """The pointer to write, once that is decided."""
 
     @classmethod
     @collector_paused()
@@ -145,7 +147,7 @@ class Conversion:
         checkpoint = requested_checkpoint(request, source) if shared is None else shared.read(request, source, sink)
         _refuse_overlap(target, checkpoint, wanted=request.to)
         layout = writer_of(request.to).lay_out(checkpoint, request, name=save_directory(target.path, checkpoint.tag)[1])
-        if layout.pointer is not None:
+        if layout.pointer is not None and request.pointer is not False:
             refuse_writing_outside(layout.pointer.directory(target.url))
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
         least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
@@ -154,6 +156,20 @@ class Conversion:
         seconds = {} if shared is None else shared.seconds
         planning = {"plan": time.monotonic() - started - sum(seconds.values()), **seconds}
         return cls(request, checkpoint, layout, plan, target, sink, planning, ownership or Ownership())
+
+    @property
+    def pointer(self) -> Pointer | None:
+        """The pointer to write after the commit: if the request asks for it, or the target has a save directory.
+
+        It is decided once, before anything is written. It is no part of the plan: the same target may be finished, or
+        resumed, when other things lie beside it.
+        """
+        # No `cached_property`: under Python 3.11 all conversions of a process would share its lock.
+        if not self._decided:
+            found, asked = self.layout.pointer, self.request.pointer
+            wanted = found is not None and (has_save_directory(self.target, found) if asked is None else asked)
+            self._decided.append(found if wanted else None)
+        return self._decided[0]
 
     @property
     def wanted_threads(self) -> int:
@@ -225,12 +241,13 @@ class Conversion:
         Whoever plans need not be allowed to read the target: then there are none.
         """
         try:
-            return tuple(pointer_warnings(self.target, self.layout.pointer, self.checkpoint, self._pointer_move()))
+            move = self._pointer_move()
         except StorageError:
             return ()
+        return () if move is None else (str(move),)
 
     def _pointer_move(self) -> PointerMove | None:
-        return pointer_move(self.target, self.layout.pointer, self.checkpoint)
+        return pointer_move(self.target, self.pointer, self.checkpoint)
 
     def finished_before(
         self, on_progress: Callable[[Progress], None] | None, should_stop: Callable[[], bool] | None
@@ -343,7 +360,7 @@ class Conversion:
         if full is not None:
             manifest = full.after_publishing(manifest, threads)
         beside = self.pointer_warnings()
-        self.sink.commit(manifest.to_bytes(), self.layout.pointer)
+        self.sink.commit(manifest.to_bytes(), self.pointer)
         _lap(seconds, "commit", clock)
         executor.progress.report("done", force=True)
         return ConvertResult(
@@ -381,6 +398,7 @@ class Conversion:
             self.plan,
             self.layout.files,
             executor.records,
+            pointer=None if self.pointer is None else self.pointer.name,
             created_at=datetime.now(UTC).isoformat(timespec="seconds"),
             warnings=(*self.plan.warnings, *disagreements, *self._overflows(executor)),
         )
@@ -418,7 +436,8 @@ class Conversion:
 
     def _already_done(self, manifest: Manifest, *, tidy: bool = True) -> ConvertResult:
         if tidy:
-            self.sink.finish_after_crash(self.plan, self.layout.pointer)
+            wanted = manifest.pointer is not None or self.request.pointer
+            self.sink.finish_after_crash(self.plan, self.layout.pointer if wanted else None)
         return ConvertResult(
             target=self.target.url,
             to=self.request.to,

@@ -98,11 +98,12 @@ class PlannedStore:
         self._path = path
         self._files: dict[str, TargetFile] = {join(path, f.path): f for f in layout.files}
 
-    def list_directory(self, path: str) -> Listing:
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """The immediate children of a directory of the target."""
         below = [(i, i.path[len(path.rstrip("/")) + 1 :]) for i in self.list_tree(path)]
         files = tuple(info for info, name in below if "/" not in name)
-        return Listing(files, tuple(sorted({name.partition("/")[0] for _, name in below if "/" in name})))
+        directories = sorted({name.partition("/")[0] for _, name in below if "/" in name})
+        return Listing(files[:most], tuple(directories[:most]))
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every file below a directory, sorted by path."""

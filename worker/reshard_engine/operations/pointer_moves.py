@@ -1,25 +1,32 @@
-"""Tells where a conversion moves the pointer beside its target, such as `latest`, from another checkpoint to its own.
+"""The pointer beside a target, such as `latest`: whether a conversion writes it, and what it named before.
 
 Runs resume from what the pointer names. So a target in the directory of a run changes the checkpoint that the run
-resumes from; the user hears of it, and a move to an earlier step needs `--overwrite`.
+resumes from; the user hears of it, and a move to an earlier step needs `--overwrite`. In a directory that is no run's,
+such as the user's own, a pointer is a stray file, and would make the directory look like a run.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
+from reshard.ensuring.local_checkpoints import RECORDS
 from reshard.errors import RequestError, printable
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import known_files
 from reshard_engine.formats.sources import pointed_tag
 from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import join
 from reshard_engine.tensors.layout import Pointer
 
 _NUMBERED = re.compile(r"(\D*(?:step|iter|epoch|ckpt|checkpoint)\D*)(\d+)", re.IGNORECASE)
 """A tag that begins with a word for progress and a number: `global_step100`, `step-100`, `checkpoint-100`."""
-_LIKE_A_TAG = re.compile(r"step|iter|epoch|ckpt|checkpoint|pytorch_model", re.IGNORECASE)
+_MOST_NEIGHBOURS = 1_000
+"""Names that are listed beside a target; an object store gives as many with one request."""
+_MOST_TAGS = 16
+"""Directories beside a target that are looked into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,41 @@ class PointerMove:
             f"{self.pointer}: {printable(self.before)} -> {printable(self.after)}{step} "
             f"(without a tag, runs that load {printable(self.directory)} take the new one)"
         )
+
+
+def has_save_directory(target: Location, pointer: Pointer) -> bool:
+    """True if the directory around a target is a save directory, in which a pointer belongs.
+
+    It is one if any of this holds:
+
+    - It has a pointer: `latest` or `latest_universal`.
+    - It holds nothing but the target, and is not the working directory. It may not exist yet.
+    - It holds another tag directory: its name has a word for progress and a number (`global_step100`), and it is a
+      checkpoint itself. Of a large directory any 1,000 names are considered, and 16 of those directories.
+
+    What unfinished conversions leave there does not count.
+    """
+    save, tag = _save_directory(target, pointer)
+    store, own, known = save.store, tag.partition("/")[0], known_files()
+    if any(store.stat(join(save.path, name)) is not None for name in known.pointers):
+        return True
+    there = store.list_directory(save.path, most=_MOST_NEIGHBOURS)
+    names = (*(f.path.rpartition("/")[2] for f in there.files), *there.directories)
+    if all(name == own or (name.startswith(".") and RECORDS in name) for name in names):
+        return store.scheme != "file" or not _is_working_directory(save.path)
+    tags = [name for name in there.directories if name != own and _NUMBERED.match(name)][:_MOST_TAGS]
+    return any(known.holds_checkpoint(_names_in(save, name)) for name in tags)
+
+
+def _names_in(save: Location, name: str) -> list[str]:
+    there = save.store.list_directory(join(save.path, name), most=_MOST_NEIGHBOURS)
+    return [*(f.path.rpartition("/")[2] for f in there.files), *there.directories]
+
+
+def _is_working_directory(path: str) -> bool:
+    with suppress(FileNotFoundError):
+        return os.path.samefile(path, os.curdir)
+    return False
 
 
 def pointer_move(target: Location, pointer: Pointer | None, checkpoint: Checkpoint) -> PointerMove | None:
@@ -72,20 +114,6 @@ def refuse_earlier(move: PointerMove | None, *, overwrite: bool) -> None:
     )
 
 
-def pointer_warnings(
-    target: Location, pointer: Pointer | None, checkpoint: Checkpoint, move: PointerMove | None
-) -> Iterator[str]:
-    """Yield what the user may not expect of the file beside the target."""
-    if move is not None:
-        yield str(move)
-    if pointer is not None and _is_taken_for_a_save_directory(target, pointer, checkpoint):
-        save, tag = _save_directory(target, pointer)
-        yield (
-            f"{printable(target.url)} is the tag directory, and `{pointer.name}` is written beside it: "
-            f"load_checkpoint({printable(save.url)!r}, tag={printable(tag)!r})"
-        )
-
-
 def _save_directory(target: Location, pointer: Pointer) -> tuple[Location, str]:
     place = Location(target.store, pointer.directory(target.path), pointer.directory(target.url))
     return place, pointer.content.decode()
@@ -102,14 +130,3 @@ def _is_earlier(before: str, after: str, tag: str | None) -> bool:
         if there and here and here[1] == there[1]:
             return int(here[2]) < int(there[2])
     return False
-
-
-def _is_taken_for_a_save_directory(target: Location, pointer: Pointer, checkpoint: Checkpoint) -> bool:
-    """True if the name is no tag's, and the directory around it holds other things, but no checkpoints."""
-    parent, name = _save_directory(target, pointer)
-    if target.store.scheme != "file" or name == checkpoint.tag or _LIKE_A_TAG.search(name):
-        return False
-    listing = parent.store.list_directory(parent.path)
-    files = {f.path.rpartition("/")[2] for f in listing.files}
-    others = {n for n in (*files, *listing.directories) if n != name and not n.startswith(".")}
-    return bool(others) and files.isdisjoint(known_files().pointers)

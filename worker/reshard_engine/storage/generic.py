@@ -29,14 +29,15 @@ class FsspecStore:
         size = int(entry.get("size") or 0)
         return ObjectInfo(str(entry["name"]), size, f"info:{size}:{':'.join(marks)}")
 
-    def list_directory(self, path: str) -> Listing:
-        """The immediate children of a directory; empty if there is none."""
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
+        """The immediate children of a directory, any `most` of them at the most; empty if there is none."""
         try:
             entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return Listing((), ())
         except _RAISED as error:
             raise self._typed(error, path) from error
+        entries = entries[:most]
         files = [self._info(e) for e in entries if e["type"] == "file" and e["name"].rstrip("/") != path.rstrip("/")]
         names = [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
         return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(names)))

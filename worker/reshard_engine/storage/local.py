@@ -8,6 +8,7 @@ import stat as stat_module
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from itertools import islice
 from types import TracebackType
 
 from reshard.errors import RequestError, SourceError, StorageError, printable
@@ -121,14 +122,14 @@ class LocalStore:
 
     scheme = "file"
 
-    def list_directory(self, path: str) -> Listing:
-        """The immediate children of a directory; empty if there is none."""
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
+        """The immediate children of a directory, any `most` of them at the most; empty if there is none."""
         refuse_outside(path)
         files: list[ObjectInfo] = []
         directories: list[str] = []
         try:
             with translated(path), os.scandir(path) as entries:
-                for entry in entries:
+                for entry in islice(entries, most):
                     found = _status(entry.path)
                     if found is None:
                         continue

@@ -81,9 +81,9 @@ class PackedStore:
         """From now on, pass everything on to the store."""
         self._pack = self._recorder = None
 
-    def list_directory(self, path: str) -> Listing:
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """See `Store`; never from a pack."""
-        return self.inner.list_directory(path)
+        return self.inner.list_directory(path, most=most)
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """See `Store`; never from a pack."""

@@ -50,8 +50,8 @@ class Store(Protocol):
 
     scheme: str
 
-    def list_directory(self, path: str) -> Listing:
-        """The immediate children of a directory; empty if there is none."""
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
+        """The immediate children of a directory, any `most` of them at the most; empty if there is none."""
         ...
 
     def list_tree(self, path: str) -> list[ObjectInfo]:

@@ -83,8 +83,8 @@ class S3Store:
 
     # -- names and listings -----------------------------------------------------------------------
 
-    def list_directory(self, path: str) -> Listing:
-        """The immediate children of a prefix; empty if there is none."""
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
+        """The immediate children of a prefix, any `most` of them at the most; empty if there is none."""
         files: list[ObjectInfo] = []
         directories: list[str] = []
         bucket, prefix = _below(path)
@@ -93,6 +93,10 @@ class S3Store:
                 # An object with the name of the directory itself is a placeholder that a web console made.
                 files += [_info(bucket, entry) for entry in page.get("Contents", ()) if entry["Key"] != prefix]
                 directories += [entry["Prefix"][len(prefix) : -1] for entry in page.get("CommonPrefixes", ())]
+                if most is not None and len(files) + len(directories) >= most:
+                    files = files[:most]
+                    directories = directories[: most - len(files)]
+                    break
         return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(directories)))
 
     def list_tree(self, path: str) -> list[ObjectInfo]:

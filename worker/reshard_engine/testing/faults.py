@@ -131,9 +131,9 @@ class FaultyStore:
         self.scheme = store.scheme
         self.min_part_bytes = store.min_part_bytes
 
-    def list_directory(self, path: str) -> Listing:
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """See `Store`."""
-        return self._step("list_directory", path, lambda: self._store.list_directory(path))
+        return self._step("list_directory", path, lambda: self._store.list_directory(path, most=most))
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """See `Store`."""

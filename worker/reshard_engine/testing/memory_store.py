@@ -69,11 +69,12 @@ class MemoryStore:
 
     # -- names and listings -------------------------------------------------------------------------
 
-    def list_directory(self, path: str) -> Listing:
-        """The immediate children of a prefix; empty if there is none."""
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
+        """The immediate children of a prefix, any `most` of them at the most; empty if there is none."""
         below = [(i, i.path[len(path.rstrip("/")) + 1 :]) for i in self.list_tree(path)]
-        files = tuple(info for info, name in below if "/" not in name)
-        return Listing(files, tuple(sorted({name.partition("/")[0] for _, name in below if "/" in name})))
+        files = tuple(info for info, name in below if "/" not in name)[:most]
+        directories = sorted({name.partition("/")[0] for _, name in below if "/" in name})
+        return Listing(files, tuple(directories if most is None else directories[: most - len(files)]))
 
     def list_tree(self, path: str) -> list[ObjectInfo]:
         """Every object below a prefix, sorted by path; empty if there is none."""

@@ -64,9 +64,9 @@ class ShuffledStore(MemoryStore):
         super().__init__()
         self._random = random
 
-    def list_directory(self, path: str) -> Listing:
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """The immediate children of a prefix, in any order."""
-        found = super().list_directory(path)
+        found = super().list_directory(path, most=most)
         files, directories = list(found.files), list(found.directories)
         self._random.shuffle(files)
         self._random.shuffle(directories)

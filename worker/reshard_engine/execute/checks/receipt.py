@@ -36,6 +36,7 @@ def build_manifest(
     files: Sequence[TargetFile],
     records: Mapping[int, UnitRecord],
     *,
+    pointer: str | None,
     created_at: str,
     warnings: tuple[str, ...],
 ) -> Manifest:
@@ -62,7 +63,7 @@ def build_manifest(
         source={name: plan.source[name] for name in ("url", "tag", "format")},
         sources=_sources(checkpoint),
         target=plan.target,
-        pointer=plan.pointer,
+        pointer=pointer,
         files=written,
         uncovered=tuple(gap for file in written for gap in _gaps(file)),
         tensors=tensors,

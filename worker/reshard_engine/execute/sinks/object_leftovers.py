@@ -194,8 +194,11 @@ class Leftovers:
         # A pointer alone proves nothing: the same plan may have written it for another target in the same directory.
         if not self.is_written_by(self._manifest, digest):
             return False
+        # The plan names the pointer of the format; the manifest tells whether this conversion writes it.
+        info = self._store.stat(self._manifest)
+        pointer = None if info is None else parse_manifest(read_bytes(self._store, info)).pointer
         # Attempts at one plan may name the source by its tag directory, which tells no tag, or by its save directory.
-        pointer, tag = plan.get("pointer"), plan.get("source", {}).get("tag")
+        tag = plan.get("source", {}).get("tag")
         places = sorted({save_directory(self._target, t)[0] for t in (None, tag)})
         return pointer is None or any(self.is_written_by(join(place, pointer), digest) for place in places)
 

@@ -71,7 +71,7 @@ class SpoolStore:
         self._info = ObjectInfo(name, self.size_bytes, pin)
         return self._info
 
-    def list_directory(self, path: str) -> Listing:
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
         """No files: the one file has no name."""
         return Listing((), ())
 
