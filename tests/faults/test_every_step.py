@@ -26,7 +26,7 @@ from reshard.errors import SourceError, StorageError
 from reshard.models import SourceSpec, TargetFormat
 from reshard_engine.local import LocalEngine
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.testing.faults import Fault, Operation
+from reshard_engine.testing.faults import Fault, FaultyStore, Operation, Steps
 from reshard_engine.testing.memory_store import MemoryStore
 
 END_MODES = (Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.KILL_BEFORE, Fault.KILL_AFTER)
@@ -117,6 +117,20 @@ def _at(operation: Operation, trial: tuple[str, list[str]]) -> tuple[str, str, l
 )
 def test_object_store(memory: MemoryStore, make: MemoryCases, to: str, request: pytest.FixtureRequest) -> None:
     run_memory(make(memory, to), f"{make.__name__} {to}", request)
+
+
+def test_a_target_without_a_pointer_is_finished_with_its_manifest(memory: MemoryStore) -> None:
+    """Its plan names the pointer of the format, which nobody will write in a directory of other things."""
+    memory.put("out/jobs/note", b"", metadata={}, if_absent=True)
+    case = memory_trials.fresh_case(memory, TargetFormat.UNIVERSAL)
+    ends = [o.number for o in case.operations() if o.name == "put" and o.path.endswith("/reshard.json")]
+    end, problems = memory_trials.disturbed(case, ends[-1], Fault.KILL_AFTER)
+    assert (end, problems) == ("killed", [])
+    store = memory_trials.clone(memory)
+    assert memory_trials.attempt(FaultyStore(store, Steps({ends[-1]: Fault.KILL_AFTER})), case.request) == "killed"
+    memory_trials.discard(store, case.request)
+    assert "tag/reshard.json" in memory_trials.tree(store)
+    assert "latest_universal" not in memory_trials.tree(store)
 
 
 @pytest.mark.timeout(3600)
