@@ -134,7 +134,7 @@ def convert_request(
     try:
         return ConvertRequest.model_validate({"source": spec, "target": target, "to": to, **nested(fields)})
     except ValidationError as error:
-        raise invalid(error, flags) from error
+        raise invalid(error, flags) from None
 
 
 _LIMITS = {

@@ -297,8 +297,8 @@ class ReshardError(Exception):
         return as_text(problem)
 
     def __str__(self) -> str:
-        """The code and the message, on one line."""
-        return f"{self.code}: {self.message}"
+        """The code, the message and the fix, on one line."""
+        return f"{self.code}: {self.message}; fix: {self.fix}"
 
 
 def _again(kind: type[ReshardError], code: str, message: str, fix: str, details: dict[str, Any]) -> ReshardError:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from pathlib import Path
+from traceback import format_exception
+from types import SimpleNamespace
 
 import pytest
 
 import reshard
+from reshard.cli.main import run
+from reshard.cli.remote import load_command
 from reshard.errors import (
     CODES,
     ExitCode,
@@ -20,6 +25,7 @@ from reshard.errors import (
     from_problem,
     printable,
 )
+from reshard.local import load_engine
 from reshard_engine.execute.executor import StoppedError
 
 ROOTS = [Path(reshard.__file__).parent, *(Path(__file__).parents[2] / d for d in ("worker", "service"))]
@@ -89,3 +95,35 @@ def test_errors_go_to_other_processes_whole(error: ReshardError) -> None:
     assert type(again) is type(error)
     assert again.to_problem() == error.to_problem()
     assert str(again) == str(error)
+
+
+def test_the_text_of_an_error_has_its_fix() -> None:
+    error = RequestError("request.invalid", "no ranks", fix="add --dp N")
+    assert str(error) == "request.invalid: no ranks; fix: add --dp N"
+    assert str(error).isprintable()
+
+
+def test_the_command_line_says_the_fix_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(tmp_path / "gone")]) == 3
+    assert capsys.readouterr().err.count("fix:") == 1
+
+
+def test_a_missing_library_shows_one_error_and_not_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> object:
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    entry = SimpleNamespace(load=load)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: (entry,))
+    load_engine.cache_clear()
+    for call in (load_engine, lambda: load_command("serve", extra="service")):
+        with pytest.raises(RequestError) as caught:
+            call()
+        said = "".join(format_exception(caught.value))
+        assert "'numpy', which is not installed" in said
+        assert "ModuleNotFoundError" not in said
+    load_engine.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "reshard_engine.operations.state_dicts", None)
+    with pytest.raises(RequestError) as caught:
+        load_engine().state_dicts()
+    assert "ModuleNotFoundError" not in "".join(format_exception(caught.value))

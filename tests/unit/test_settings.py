@@ -80,7 +80,7 @@ def test_what_a_variable_may_not_be(name: str, text: str, fix: str) -> None:
     with pytest.raises(RequestError) as caught:
         WorkerSettings.from_env({name: text})
     assert caught.value.code == "request.invalid"
-    assert str(caught.value) == f"request.invalid: {name} is {text!r}"
+    assert caught.value.message == f"{name} is {text!r}"
     assert caught.value.fix == fix
 
 

@@ -224,7 +224,7 @@ def _settings(
     try:
         return TenantSettings.model_validate(values)
     except ValidationError as error:
-        raise invalid(error, {}) from error
+        raise invalid(error, {}) from None
 
 
 def _number(name: str, text: str) -> int | None:

@@ -110,7 +110,7 @@ def _generic(scheme: str) -> Store:
     try:
         filesystem: Any = fsspec.filesystem(scheme)  # pyright: ignore[reportUnknownMemberType]
     except (ValueError, ImportError) as error:
-        raise _unserved(scheme, str(error)) from error
+        raise _unserved(scheme, str(error)) from None
     return FsspecStore(filesystem, scheme)
 
 

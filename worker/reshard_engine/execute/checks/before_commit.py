@@ -100,7 +100,7 @@ def prove_structure(
                 return _header_problem(there, file)
             return _archive_problem(there, file, [sums[number, r] for r in range(len(file.template.records))])
         except SourceError as error:
-            return str(error)
+            return f"{error.code}: {error.message}"
 
     chosen = candidates[::step]
     with ThreadPoolExecutor(_THREADS) as pool:
