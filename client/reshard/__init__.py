@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from reshard.async_client import AsyncClient
     from reshard.client import Client
     from reshard.converting import convert, plan
     from reshard.diffs import DiffOptions, DiffReport
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CODES",
+    "AsyncClient",
     "Client",
     "ConvertRequest",
     "ConvertResult",
@@ -92,6 +94,7 @@ _HOME = {
         ),
         "reshard.errors",
     ),
+    "AsyncClient": "reshard.async_client",
     "Client": "reshard.client",
     "ensure": "reshard.ensuring",
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 
@@ -15,23 +14,27 @@ class ServerEvent:
     data: str
 
 
-def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
-    """The events of a stream, without comments (pings) and without an event that the end of the stream cuts off.
+class EventLines:
+    """Makes the events of a stream of its lines, without comments (pings) and without an event that the end cuts off.
 
     Source: WHATWG HTML, 9.2.6 "Interpreting an event stream"; `retry` is not used.
     """
-    last_id, kind, data = "", "", list[str]()
-    for line in lines:
+
+    def __init__(self) -> None:
+        self._last_id, self._kind, self._data = "", "", list[str]()
+
+    def feed(self, line: str) -> ServerEvent | None:
+        """The event that this line completes, if it completes one."""
         if not line:
-            if data:
-                yield ServerEvent(last_id, kind or "message", "\n".join(data))
-            kind, data = "", []
-            continue
+            found = ServerEvent(self._last_id, self._kind or "message", "\n".join(self._data)) if self._data else None
+            self._kind, self._data = "", []
+            return found
         field, _, value = line.partition(":")
         value = value.removeprefix(" ")
         if field == "data":
-            data.append(value)
+            self._data.append(value)
         elif field == "event":
-            kind = value
+            self._kind = value
         elif field == "id":
-            last_id = value
+            self._last_id = value
+        return None

@@ -114,6 +114,11 @@ class Answer:
     headers: Mapping[str, str]
     body: bytes
 
+    @property
+    def is_stream(self) -> bool:
+        """True if events follow."""
+        return self.status == 200 and self.headers.get("content-type", "").startswith("text/event-stream")
+
 
 def convert_request(
     source: str | SourceSpec,
@@ -222,6 +227,11 @@ def cancel_call(job_id: str) -> Call:
 def retry_call(job_id: str) -> Call:
     """Send a job that FAILED back to the queue."""
     return Call("POST", f"{_job_path(job_id)}/retry")
+
+
+def result_call(job_id: str) -> Call:
+    """Get the result of a job that SUCCEEDED."""
+    return Call("GET", f"{_job_path(job_id)}/result")
 
 
 def events_call(job_id: str, after_seq: int) -> Call:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from reshard import _wire
-from reshard._wire import Answer, Call
+from reshard._exchange import Exchange, Run
+from reshard._wire import Call, invalid
 from reshard.choices import TokenScope
 from reshard.identity_models import (
     DEFAULT_TOKEN_S,
@@ -27,8 +27,8 @@ from reshard.identity_models import (
 class AdminClient:
     """The calls of administrators; `Client.admin` makes it. They need a token with the scope `admin`."""
 
-    def __init__(self, send: Callable[[Call], Answer]) -> None:
-        self._send = send
+    def __init__(self, run: Run, exchange: Exchange) -> None:
+        self._run, self._exchange = run, exchange
 
     def create_token(
         self,
@@ -57,8 +57,10 @@ class AdminClient:
                 name=name, scopes=tuple(TokenScope(s) for s in scopes), tenant=tenant, expires_in_s=expires_in_s
             )
         except ValidationError as error:
-            raise _wire.invalid(error) from error
-        return _wire.parse(self._send(Call("POST", "/v1/tokens", body=asked.model_dump(mode="json"))), CreatedToken)
+            raise invalid(error) from None
+        return self._run(
+            self._exchange.ask(Call("POST", "/v1/tokens", body=asked.model_dump(mode="json")), CreatedToken)
+        )
 
     def tokens(self, tenant: str | None = None) -> tuple[Token, ...]:
         """The tokens of a tenant, newest first, also those that have expired or were revoked.
@@ -72,7 +74,9 @@ class AdminClient:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return _wire.parse(self._send(Call("GET", "/v1/tokens", _of(tenant))), TokenList).tokens
+        return self._run(
+            self._exchange.pick(Call("GET", "/v1/tokens", _of(tenant)), TokenList, lambda found: found.tokens)
+        )
 
     def revoke_token(self, token_id: str) -> Token:
         """Revoke a token; to revoke it twice is harmless.
@@ -86,7 +90,7 @@ class AdminClient:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return _wire.parse(self._send(Call("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")), Token)
+        return self._run(self._exchange.ask(Call("DELETE", f"/v1/tokens/{quote(token_id, safe='')}"), Token))
 
     def tenants(self) -> tuple[Tenant, ...]:
         """All tenants, by name. For the operator only, as are the other calls for tenants.
@@ -97,7 +101,7 @@ class AdminClient:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return _wire.parse(self._send(Call("GET", "/v1/tenants")), TenantList).tenants
+        return self._run(self._exchange.pick(Call("GET", "/v1/tenants"), TenantList, lambda found: found.tenants))
 
     def create_tenant(self, name: str, settings: TenantSettings | None = None) -> Tenant:
         """Make a tenant.
@@ -115,8 +119,8 @@ class AdminClient:
         try:
             asked = NewTenant(name=name, **(settings or TenantSettings()).model_dump())
         except ValidationError as error:
-            raise _wire.invalid(error) from error
-        return _wire.parse(self._send(Call("POST", "/v1/tenants", body=asked.model_dump(mode="json"))), Tenant)
+            raise invalid(error) from None
+        return self._run(self._exchange.ask(Call("POST", "/v1/tenants", body=asked.model_dump(mode="json")), Tenant))
 
     def set_tenant(self, name: str, settings: TenantSettings) -> Tenant:
         """Replace all settings of a tenant.
@@ -132,7 +136,7 @@ class AdminClient:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         call = Call("PUT", f"/v1/tenants/{quote(name, safe='')}", body=settings.model_dump(mode="json"))
-        return _wire.parse(self._send(call), Tenant)
+        return self._run(self._exchange.ask(call, Tenant))
 
     def remove_tenant(self, name: str) -> Tenant:
         """Remove a tenant with its tokens and the records of its jobs, if all of them have ended.
@@ -146,7 +150,7 @@ class AdminClient:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return _wire.parse(self._send(Call("DELETE", f"/v1/tenants/{quote(name, safe='')}")), Tenant)
+        return self._run(self._exchange.ask(Call("DELETE", f"/v1/tenants/{quote(name, safe='')}"), Tenant))
 
     def audit(self, tenant: str | None = None, *, before: int | None = None, limit: int = 100) -> AuditPage:
         """One page of the audit log, newest first; `next_before` of a page leads to the next.
@@ -163,7 +167,7 @@ class AdminClient:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         params = (*_of(tenant), *((("before", str(before)),) if before is not None else ()), ("limit", str(limit)))
-        return _wire.parse(self._send(Call("GET", "/v1/audit", params)), AuditPage)
+        return self._run(self._exchange.ask(Call("GET", "/v1/audit", params), AuditPage))
 
 
 def _of(tenant: str | None) -> tuple[tuple[str, str], ...]:

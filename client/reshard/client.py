@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
-import random
 import time
 import uuid
 from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack
 
 import httpx
-from pydantic import BaseModel, ValidationError
 
 from reshard import _wire
-from reshard._sse import ServerEvent, parse_events
+from reshard._exchange import Exchange, Flow, Listen, NextLine, Pause, Talk
 from reshard._wire import Answer, Call, ConvertOptions, ModelT
 from reshard.admin import AdminClient
-from reshard.errors import JobError, RequestError, ReshardError, from_problem
+from reshard.errors import RequestError
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
     Inspection,
     Job,
     JobEvent,
-    JobEventPage,
-    JobKind,
     JobList,
     JobState,
     PlanSummary,
@@ -37,10 +35,7 @@ from reshard.models import (
 from reshard.service_token import ServiceAuth
 from reshard.webhooks import Webhooks
 
-_LONG_POLL_S = 25.0
-_SILENCE_S = 45.0
-"""Seconds of silence after which a stream counts as dead; the service sends a ping every 15 s."""
-_POLL_S = 1.0
+T = TypeVar("T")
 
 
 class Client:
@@ -60,18 +55,9 @@ class Client:
     def __init__(
         self, url: str | None = None, token: str | None = None, *, timeout_s: float = 30.0, retries: int = 5
     ) -> None:
-        base = url or os.environ.get("RESHARD_URL", "")
-        if not base.startswith(("http://", "https://")):
-            raise RequestError(
-                "request.invalid",
-                f"the service's URL is {base!r}" if base else "no service is configured",
-                fix="export RESHARD_URL=http://host:8000 (start one with `reshard serve`)",
-            )
-        key = token if token is not None else os.environ.get("RESHARD_TOKEN") or None
-        self.url = base.rstrip("/")
-        self._timeout_s = timeout_s
-        self._retries = retries
-        self._http = httpx.Client(base_url=self.url, auth=ServiceAuth(self.url, key), timeout=timeout_s)
+        self.url, auth = service_at(url, token)
+        self._exchange = Exchange(self.url, retries)
+        self._http = httpx.Client(base_url=self.url, auth=auth, timeout=timeout_s)
 
     def __enter__(self) -> Self:
         """Return the client itself."""
@@ -94,7 +80,7 @@ class Client:
         Returns:
             An object with a method for each call. The calls need a token with the scope `admin`.
         """
-        return AdminClient(self._send)
+        return AdminClient(self._run, self._exchange)
 
     def inspect(self, url: str | SourceSpec, *, tag: str | None = None, profile: str | None = None) -> Inspection:
         """Describe a checkpoint that the service can read, from its metadata.
@@ -113,8 +99,7 @@ class Client:
             JobError: `job.wait_timeout`: reading takes longer than the service allows; `service.unavailable`.
         """
         spec = url if isinstance(url, SourceSpec) else SourceSpec(url=url, tag=tag, profile=profile)
-        body = _dump(spec)
-        return self._ask(Call("POST", "/v1/inspections", body=body), Inspection)
+        return self._ask(Call("POST", "/v1/inspections", body=spec.model_dump(mode="json")), Inspection)
 
     def plan(
         self, source: str | SourceSpec, target: str, *, to: TargetFormat | str, **options: Unpack[ConvertOptions]
@@ -147,14 +132,7 @@ class Client:
         Raises:
             ReshardError: As `plan`.
         """
-        answer = self._send(Call("POST", "/v1/plans", body=_dump(request)))
-        if answer.status != 202:
-            return _wire.parse(answer, PlanSummary)
-        job = self.wait(_wire.parse(answer, Job).id)
-        outcome = self.result(job.id)
-        if not isinstance(outcome, PlanSummary):
-            raise JobError("service.protocol", "a planning job has no plan")
-        return outcome
+        return self._run(self._exchange.plan(request))
 
     def submit(  # noqa: PLR0913 - the fields of a submission
         self,
@@ -291,12 +269,7 @@ class Client:
             JobError: `job.wait_timeout`; the job goes on. `service.unavailable`.
             RequestError: `request.not_found`.
         """
-        deadline = _Deadline(job_id, timeout_s)
-        while True:
-            job = self._ask(_wire.job_call(job_id, wait_s=deadline.limit(_LONG_POLL_S)), Job)
-            if job.done:
-                return job
-            deadline.check()
+        return self._run(self._exchange.wait(job_id, timeout_s))
 
     def watch(self, job_id: str, *, after_seq: int = 0, timeout_s: float | None = None) -> Generator[JobEvent]:
         """Yield the events of a job until its end, each exactly once, across broken connections and restarts.
@@ -313,35 +286,7 @@ class Client:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last;
                 `job.wait_timeout` when the job did not end in time (it goes on).
         """
-        deadline = _Deadline(job_id, timeout_s)
-        failures = 0
-        streaming = True
-        while True:
-            seen, failed = after_seq, False
-            try:
-                source = (self._stream if streaming else self._poll)(job_id, after_seq, deadline)
-                for event in source:
-                    after_seq, failures = event.seq, 0
-                    yield event
-                    failed = event.kind == "state" and event.state is JobState.FAILED
-                    if event.kind == "state" and event.state.terminal and not failed:
-                        return
-                # A job that FAILED may have been sent back to the queue. Then the log goes on.
-                if failed and (not streaming or self._ended_before(job_id, after_seq)):
-                    return
-            except _NotAStreamError:
-                # A proxy on the way does not pass streams through, so the client polls from now on.
-                streaming = False
-                continue
-            except httpx.TransportError as error:
-                deadline.check()
-                if failures >= self._retries:
-                    raise _away(self.url, error) from error
-            if after_seq == seen:
-                failures += 1
-                if self._ended_before(job_id, after_seq):
-                    return
-            time.sleep(_wire.pause_s(failures, random.random(), None))  # noqa: S311 - jitter
+        return self._told(self._exchange.watch(job_id, after_seq, timeout_s))
 
     def events(self, job_id: str, *, after_seq: int = 0) -> Generator[JobEvent]:
         """Yield the events that a job has until now; `watch` goes on until its end.
@@ -356,12 +301,7 @@ class Client:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        while True:
-            page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)
-            yield from page.events
-            if page.done or not page.events:
-                return
-            after_seq = page.events[-1].seq
+        return self._told(self._exchange.events(job_id, after_seq))
 
     def cancel(self, job_id: str) -> Job:
         """Cancel a job, or give up the files of a job that FAILED. Cancelling it twice is harmless.
@@ -399,7 +339,7 @@ class Client:
         Returns:
             An object with a method for each call.
         """
-        return Webhooks(self._send)
+        return Webhooks(self._run, self._exchange)
 
     def workers(self) -> tuple[WorkerNode, ...]:
         """The live workers of the service, by name.
@@ -410,7 +350,7 @@ class Client:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return self._ask(Call("GET", "/v1/workers"), WorkerNodeList).workers
+        return self._run(self._exchange.pick(Call("GET", "/v1/workers"), WorkerNodeList, lambda found: found.workers))
 
     def result(self, job_id: str) -> ConvertResult | PlanSummary:
         """The result of a job that SUCCEEDED.
@@ -424,126 +364,75 @@ class Client:
         Raises:
             ReshardError: The job's own error, `job.cancelled`, or `job.not_finished`.
         """
-        job = self.get(job_id)
-        if job.error is not None:
-            raise from_problem(job.error.model_dump())
-        model = PlanSummary if job.kind is JobKind.PLAN else ConvertResult
-        try:
-            return self._ask(Call("GET", f"/v1/jobs/{job.id}/result"), model)
-        except ReshardError as error:
-            # It failed between the two calls.
-            if error.code == "job.failed" and isinstance(own := error.details.get("error"), dict):
-                raise from_problem(cast("dict[str, Any]", own)) from None
-            raise
-
-    def _ended_before(self, job_id: str, after_seq: int) -> bool:
-        page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)
-        return page.done and not page.events
-
-    def _stream(self, job_id: str, after_seq: int, deadline: _Deadline) -> Generator[JobEvent]:
-        call = _wire.stream_call(job_id, after_seq)
-        timeout = httpx.Timeout(self._timeout_s, read=deadline.limit(_SILENCE_S))
-        with self._http.stream(call.method, call.path, headers=dict(call.headers), timeout=timeout) as response:
-            if response.status_code >= 400:
-                answer = _answer(response, response.read())
-                if _wire.passing(answer):
-                    raise httpx.ReadError(f"HTTP {response.status_code}")
-                raise _wire.error_of(answer)
-            if response.status_code == 204:
-                return
-            if not response.headers.get("content-type", "").startswith("text/event-stream"):
-                raise _NotAStreamError
-            for event in parse_events(deadline.checked(response.iter_lines())):
-                yield _job_event(event)
-
-    def _poll(self, job_id: str, after_seq: int, deadline: _Deadline) -> Generator[JobEvent]:
-        while True:
-            page = self._ask(_wire.events_call(job_id, after_seq), JobEventPage)
-            for event in page.events:
-                after_seq = event.seq
-                yield event
-            if page.done:
-                return
-            deadline.check()
-            time.sleep(deadline.limit(_POLL_S))
+        return self._run(self._exchange.result(job_id))
 
     def _ask(self, call: Call, model: type[ModelT]) -> ModelT:
-        return _wire.parse(self._send(call), model)
+        return self._run(self._exchange.ask(call, model))
 
-    def _send(self, call: Call) -> Answer:
-        retries = 0 if call.once else self._retries
-        for tries in range(retries + 1):
-            answer = None
-            try:
-                response = self._http.request(
-                    call.method,
-                    call.path,
-                    params=call.params,
-                    headers=dict(call.headers),
-                    json=call.body,
-                    timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + call.wait_s),
-                )
-                answer = _answer(response, response.content)
-                if not _wire.passing(answer) or tries == retries:
-                    return answer
-            except httpx.TransportError as error:
-                if tries == retries:
-                    raise _away(self.url, error) from error
-            time.sleep(_wire.pause_s(tries, random.random(), answer))  # noqa: S311 - jitter
-        raise AssertionError("the last try returns or raises")
+    def _run(self, flow: Flow[T]) -> T:
+        talk = Talk(flow)
+        for _ in self._steps(talk):
+            raise AssertionError("an event of an exchange that has none")
+        return talk.value
 
+    def _told(self, flow: Flow[None]) -> Generator[JobEvent]:
+        yield from self._steps(Talk(flow))
 
-class _Deadline:
-    """The time limit of a wait for a job; None waits for ever."""
-
-    def __init__(self, job_id: str, timeout_s: float | None) -> None:
-        self._job_id = job_id
-        self._timeout_s = timeout_s
-        self._at = None if timeout_s is None else time.monotonic() + timeout_s
-
-    def limit(self, wait_s: float) -> float:
-        """`wait_s`, shortened so that the wait ends shortly after the deadline at the latest."""
-        return wait_s if self._at is None else max(0.05, min(wait_s, self._at - time.monotonic()))
-
-    def checked(self, lines: Iterator[str]) -> Iterator[str]:
-        """Yield lines until the deadline passes; pings are lines, too."""
-        for line in lines:
-            yield line
-            self.check()
-
-    def check(self) -> None:
-        """Raise `job.wait_timeout` after the deadline."""
-        if self._at is not None and time.monotonic() >= self._at:
-            raise JobError(
-                "job.wait_timeout",
-                f"job {self._job_id} has not ended after {self._timeout_s:g} s",
-                fix=f"it goes on; re-attach: reshard jobs watch {self._job_id}",
-                details={"job_id": self._job_id},
-            )
+    def _steps(self, talk: Talk[Any]) -> Generator[JobEvent]:
+        """Take the steps of an exchange; yields its events."""
+        with ExitStack() as opened:
+            lines: Iterator[str] = iter(())
+            while (step := talk.step) is not None:
+                result: object = None
+                try:
+                    if isinstance(step, JobEvent):
+                        yield step
+                    elif isinstance(step, NextLine):
+                        result = next(lines, None)
+                    elif isinstance(step, Pause):
+                        opened.close()
+                        time.sleep(step.seconds)
+                    else:
+                        opened.close()
+                        response = opened.enter_context(self._http.stream(**sent(step, self._http.timeout)))
+                        result = answer = Answer(response.status_code, response.headers, b"")
+                        if isinstance(step, Listen) and answer.is_stream:
+                            lines = response.iter_lines()
+                        else:
+                            result = replace(answer, body=response.read())
+                except httpx.TransportError as error:
+                    talk.fail(error)
+                else:
+                    talk.take(result)
 
 
-class _NotAStreamError(Exception):
-    """The answer to a stream request is not a stream."""
+def service_at(url: str | None, token: str | None) -> tuple[str, ServiceAuth]:
+    """The URL of a service, and what sends its token, from the arguments of a client.
+
+    Raises:
+        RequestError: `request.invalid`: no URL is known.
+    """
+    base = url or os.environ.get("RESHARD_URL", "")
+    if not base.startswith(("http://", "https://")):
+        raise RequestError(
+            "request.invalid",
+            f"the service's URL is {base!r}" if base else "no service is configured",
+            fix="export RESHARD_URL=http://host:8000 (start one with `reshard serve`)",
+        )
+    base = base.rstrip("/")
+    return base, ServiceAuth(base, token if token is not None else os.environ.get("RESHARD_TOKEN") or None)
 
 
-def _dump(model: BaseModel) -> object:
-    return model.model_dump(mode="json")
-
-
-def _answer(response: httpx.Response, body: bytes) -> Answer:
-    return Answer(response.status_code, response.headers, body)
-
-
-def _job_event(event: ServerEvent) -> JobEvent:
-    try:
-        return JobEvent.model_validate_json(event.data)
-    except ValidationError as error:
-        raise JobError("service.protocol", "the service sent an event of another kind") from error
-
-
-def _away(url: str, error: httpx.TransportError) -> ReshardError:
-    return JobError(
-        "service.unavailable",
-        f"{url} does not answer ({type(error).__name__})",
-        fix=f"check RESHARD_URL: curl {url}/healthz",
-    )
+def sent(step: Call | Listen, timeout: httpx.Timeout) -> dict[str, Any]:
+    """The arguments of httpx's `stream` for a call."""
+    call = step if isinstance(step, Call) else step.call
+    read_s = step.silence_s if isinstance(step, Listen) else (timeout.read or 0.0) + call.wait_s
+    limits = httpx.Timeout(timeout.connect, read=read_s)
+    return {
+        "method": call.method,
+        "url": call.path,
+        "params": call.params,
+        "headers": dict(call.headers),
+        "json": call.body,
+        "timeout": limits,
+    }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
-from reshard._wire import Answer, Call, error_of, invalid, parse
+from reshard._exchange import Exchange, Run
+from reshard._wire import Call, invalid
 from reshard.webhook_models import (
     ENDINGS,
     Delivery,
@@ -29,11 +30,12 @@ class Webhooks:
     """Endpoints that the service calls when jobs end.
 
     Args:
-        send: Sends one call.
+        run: Takes the steps of an exchange.
+        exchange: The exchanges with the service.
     """
 
-    def __init__(self, send: Callable[[Call], Answer]) -> None:
-        self._send = send
+    def __init__(self, run: Run, exchange: Exchange) -> None:
+        self._run, self._exchange = run, exchange
 
     def create(self, url: str, *, events: Sequence[str] = ENDINGS, description: str = "") -> Webhook:
         """Add an endpoint. Its `secret` is in the answer, and is not shown again.
@@ -52,9 +54,9 @@ class Webhooks:
         try:
             body = WebhookRequest.model_validate({"url": url, "events": events, "description": description})
         except ValidationError as error:
-            raise invalid(error) from error
+            raise invalid(error) from None
         # A lost answer has a secret that nobody knows: the caller sees it, and removes the endpoint.
-        return parse(self._send(Call("POST", _PATH, body=_dump(body), once=True)), Webhook)
+        return self._run(self._exchange.ask(Call("POST", _PATH, body=_dump(body), once=True), Webhook))
 
     def list(self) -> tuple[Webhook, ...]:
         """List the endpoints, the oldest first.
@@ -65,7 +67,7 @@ class Webhooks:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return parse(self._send(Call("GET", _PATH)), WebhookList).webhooks
+        return self._run(self._exchange.pick(Call("GET", _PATH), WebhookList, lambda found: found.webhooks))
 
     def get(self, webhook_id: str) -> Webhook:
         """Get an endpoint.
@@ -79,7 +81,7 @@ class Webhooks:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return parse(self._send(Call("GET", _path(webhook_id))), Webhook)
+        return self._run(self._exchange.ask(Call("GET", _path(webhook_id)), Webhook))
 
     def remove(self, webhook_id: str) -> None:
         """Remove an endpoint and its deliveries.
@@ -90,9 +92,7 @@ class Webhooks:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        answer = self._send(Call("DELETE", _path(webhook_id)))
-        if answer.status >= 400:
-            raise error_of(answer)
+        self._run(self._exchange.tell(Call("DELETE", _path(webhook_id))))
 
     def rotate(self, webhook_id: str, *, keep_s: float = 86_400.0) -> Webhook:
         """Make a new secret; for `keep_s` seconds calls are signed with the one before, too.
@@ -108,7 +108,9 @@ class Webhooks:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         body = RotateRequest(keep_s=keep_s)
-        return parse(self._send(Call("POST", f"{_path(webhook_id)}/rotate", body=_dump(body), once=True)), Webhook)
+        return self._run(
+            self._exchange.ask(Call("POST", f"{_path(webhook_id)}/rotate", body=_dump(body), once=True), Webhook)
+        )
 
     def enable(self, webhook_id: str) -> Webhook:
         """Send to an endpoint again that has answered 410.
@@ -122,7 +124,7 @@ class Webhooks:
         Raises:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
-        return parse(self._send(Call("POST", f"{_path(webhook_id)}/enable")), Webhook)
+        return self._run(self._exchange.ask(Call("POST", f"{_path(webhook_id)}/enable"), Webhook))
 
     def deliveries(
         self, webhook_id: str, *, state: DeliveryState | None = None, limit: int = 50
@@ -141,8 +143,8 @@ class Webhooks:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         params = [("limit", str(limit)), *([("state", state.value)] if state is not None else [])]
-        answer = self._send(Call("GET", f"{_path(webhook_id)}/deliveries", tuple(params)))
-        return parse(answer, DeliveryList).deliveries
+        call = Call("GET", f"{_path(webhook_id)}/deliveries", tuple(params))
+        return self._run(self._exchange.pick(call, DeliveryList, lambda found: found.deliveries))
 
     def redeliver(self, webhook_id: str, delivery_id: str | None = None) -> int:
         """Send a delivery again, or all dead ones.
@@ -158,7 +160,8 @@ class Webhooks:
             ReshardError: The service refuses, or cannot be reached for longer than the retries last.
         """
         body = RedeliverRequest(delivery=delivery_id)
-        return parse(self._send(Call("POST", f"{_path(webhook_id)}/redeliver", body=_dump(body))), Redelivered).count
+        call = Call("POST", f"{_path(webhook_id)}/redeliver", body=_dump(body))
+        return self._run(self._exchange.pick(call, Redelivered, lambda found: found.count))
 
 
 def _path(webhook_id: str) -> str:

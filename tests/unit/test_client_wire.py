@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from reshard import _wire
-from reshard._sse import ServerEvent, parse_events
+from reshard._sse import EventLines, ServerEvent
 from reshard._wire import Answer
 from reshard.client import Client
 from reshard.errors import JobError, RequestError, SourceError
@@ -28,7 +28,11 @@ def answer(status: int, body: object, **headers: str) -> Answer:
 
 def test_server_events() -> None:
     lines = [": ping", "id: 1", "event: state", "data: {}", "", "data:a", "data: b", "", "", "id: 9", "data: cut off"]
-    assert list(parse_events(lines)) == [ServerEvent("1", "state", "{}"), ServerEvent("1", "message", "a\nb")]
+    reader = EventLines()
+    assert [found for line in lines if (found := reader.feed(line))] == [
+        ServerEvent("1", "state", "{}"),
+        ServerEvent("1", "message", "a\nb"),
+    ]
 
 
 def test_problems_become_typed_errors() -> None:
@@ -118,7 +122,7 @@ def test_the_client_is_light() -> None:
 def test_public_names_exist() -> None:
     import reshard
 
-    assert list(reshard.__all__) == sorted(reshard.__all__)
+    assert dir(reshard) == sorted(set(reshard.__all__))
     for name in reshard.__all__:
         assert getattr(reshard, name) is not None
     with pytest.raises(AttributeError):

@@ -112,8 +112,10 @@ def test_a_missing_library_shows_one_error_and_not_two(monkeypatch: pytest.Monke
     def load() -> object:
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
 
-    entry = SimpleNamespace(load=load)
-    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: (entry,))
+    def entries(**_: str) -> tuple[SimpleNamespace]:
+        return (SimpleNamespace(load=load),)
+
+    monkeypatch.setattr("importlib.metadata.entry_points", entries)
     load_engine.cache_clear()
     for call in (load_engine, lambda: load_command("serve", extra="service")):
         with pytest.raises(RequestError) as caught:
