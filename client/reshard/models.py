@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AliasChoices, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
 
 from reshard.choices import (
     JobKind as JobKind,
@@ -78,10 +78,20 @@ class SourceSpec(SourceChoices):
     """Name of a storage profile that the operator configured. Requests never contain credentials."""
 
 
+def _place(source: object) -> object:
+    """A source that is only a place, as a text, is that place without a tag or choices."""
+    return {"url": source} if isinstance(source, str) else source
+
+
+Place = Annotated[str, Field(min_length=1, max_length=4096)]
+"""A directory or a URL."""
+
+
 class ConvertRequest(RequestModel):
     """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
 
-    source: SourceSpec
+    source: Annotated[SourceSpec, BeforeValidator(_place, json_schema_input_type=SourceSpec | Place)]
+    """The checkpoint to read. A text is short for a source that has nothing but this `url`."""
     target: str = Field(min_length=1, max_length=4096)
     to: TargetName
     target_profile: str | None = Field(default=None, max_length=128)

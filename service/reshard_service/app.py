@@ -127,7 +127,15 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         await run_in_threadpool(stop_tracing)
 
     # FastAPI's own pages load scripts from other hosts; `pages.reference_page` has ours.
-    app = FastAPI(title="Reshard", version=version("reshard"), docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="Reshard",
+        version=version("reshard"),
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        # A request may say its source as a text, and no answer does. Two schemas would have other names than the one.
+        separate_input_output_schemas=False,
+    )
     app.state.context = context
     app.include_router(health_api.probes, responses=OF_ALL)
     identity_api = (tokens_api, tenants_api, audit_api)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import reshard
@@ -22,6 +23,7 @@ from reshard.admin import AdminClient
 from reshard.async_client import AsyncAdminClient, AsyncWebhooks
 from reshard.client import Client
 from reshard.models import ConvertRequest, Job, JobEvent, JobState
+from reshard.service_token import ServiceAuth
 from reshard.webhooks import Webhooks
 from reshard_jobs.database import Database
 from reshard_jobs.store import JobStore
@@ -138,6 +140,18 @@ def test_calls_without_a_job(real: Service) -> None:
             await client.submit(source, planned, to="zero", dp=0)
 
     within(real, look)
+
+
+def test_a_text_is_a_source(real: Service) -> None:
+    body = {"source": str(real.directory / "source"), "target": str(real.directory / "text"), "to": "universal"}
+    with (
+        httpx.Client(base_url=real.url, auth=ServiceAuth(real.url, None), timeout=60) as raw,
+        Client(real.url) as client,
+    ):
+        answer = raw.post("/v1/jobs", json=body)
+        assert answer.status_code in (201, 202), answer.text
+        assert answer.json()["request"]["source"]["url"] == body["source"]
+        assert client.wait(answer.json()["id"], timeout_s=60).state is JobState.SUCCEEDED
 
 
 def test_a_job_is_cancelled(slow: Service) -> None:

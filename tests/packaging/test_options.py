@@ -12,10 +12,11 @@ import annotated_types
 import pytest
 import typer
 from fastapi.testclient import TestClient
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from house.repository import ROOT
-from reshard._wire import ConvertOptions, convert_request
+from reshard._wire import ConvertOptions, convert_request, invalid
 from reshard.cli import format_flags
 from reshard.cli.flags import CALLED, ConversionFlags
 from reshard.errors import RequestError
@@ -206,6 +207,25 @@ def test_the_api_takes_every_option(tmp_path: Path) -> None:
         schemas = api.get("/openapi.json").json()["components"]["schemas"]
     for model in (SubmitRequest, DeepSpeedOptions, WeightsOptions, PeftOptions, SourceSpec):
         assert set(schemas[model.__name__]["properties"]) == set(model.model_fields)
+        if "source" in model.model_fields:
+            object_schema, text = schemas[model.__name__]["properties"]["source"]["anyOf"]
+            assert object_schema == {"$ref": "#/components/schemas/SourceSpec"}
+            assert (text["type"], text["minLength"], text["maxLength"]) == ("string", 1, 4096)
+
+
+def test_a_text_is_a_source() -> None:
+    fields = {"target": "b", "to": "zero", "dp": 3}
+    short = ConvertRequest.model_validate({"source": "s3://bucket/run", **fields})
+    assert short == ConvertRequest.model_validate({"source": {"url": "s3://bucket/run"}, **fields})
+    assert ConvertRequest.model_validate_json(short.model_dump_json()) == short
+    for place, says in (
+        ("", "source.url is empty"),
+        ("a" * 4097, "source.url is longer than 4096"),
+        (5, "source is no"),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            ConvertRequest.model_validate({"source": place, **fields})
+        assert invalid(caught.value).message.startswith(says)
 
 
 @pytest.mark.parametrize("field", FIELDS)
