@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import reshard
 from house.promises import command
-from house.saves import LAUNCHERS, make_save, wanted
+from house.saves import DATA, LAUNCHERS, make_save, wanted
 from reshard.errors import RequestError
 
 
@@ -31,6 +32,34 @@ def test_the_origin_of_the_number_of_ranks_is_said(variable: str, save: Path, mo
     for more in (("--dp", "2"), ("-q",)):
         code, _, said = command("ensure", str(save), *more)
         assert (code, "overrides" in said) == (0, False)
+
+
+def test_a_memory_limit_is_kept(save: Path) -> None:
+    words = ("ensure", str(save), "--dp", "3", "-q")
+    code, told, said = command(*words, "--memory-limit", "1KB")
+    assert (code, told, "request.budget_too_small" in said, "--memory-limit" in said) == (8, "", True, True)
+    with pytest.raises(RequestError) as caught:
+        reshard.ensure(save, dp=3, memory_limit=1000)
+    assert caught.value.code == "request.budget_too_small"
+    code, told, _ = command(*words, "--memory-limit", "64MiB")
+    assert code == 0
+    assert reshard.ensure(save, dp=3, memory_limit="2GiB") == told.strip()  # the same result
+
+
+def test_what_fits_already_says_that_nothing_was_converted(save: Path) -> None:
+    _, _, said = command("ensure", str(save), "--dp", "2")
+    assert "nothing was converted: the source has this layout already" in said
+
+
+def test_a_distributed_checkpoint_says_that_it_loads_anywhere(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    assert command("convert", str(DATA / "zero2_tiny"), str(made), "--to", "dcp", "-q")[0] == 0
+    code, told, said = command("ensure", str(made))
+    assert (code, told) == (0, f"{made}\n")
+    assert "nothing was converted: a distributed checkpoint (DCP) loads on any number of ranks as it is" in said
+    line = said.partition("for a copy: reshard ")[2].strip().replace("DST", str(tmp_path / "copy"))
+    assert command(*line.split(), "-q")[0] == 0
+    assert command("diff", str(made), str(tmp_path / "copy"))[0] == 0
 
 
 ONE_A_NODE = {"SLURM_NTASKS": "4", "SLURM_NNODES": "4"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from reshard.cli.choosing import DTYPE_NAMES, choice
 from reshard.cli.flags import CheckpointFlags, read_rules, takes_checkpoint
 from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
 from reshard.cli.local import JsonFlag, QuietFlag
-from reshard.cli.next_steps import followed
+from reshard.cli.next_steps import DISTRIBUTED, followed
 from reshard.cli.progress import progress_shown
+from reshard.cli.sizes import parse_size
 
 
 def register(app: typer.Typer) -> None:
@@ -104,6 +106,14 @@ def ensure(
             rich_help_panel=RESOURCES,
         ),
     ] = EnsureWorkers.AUTO,
+    memory_limit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for buffers and metadata, such as 1GiB (the default).",
+            rich_help_panel=RESOURCES,
+        ),
+    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -117,11 +127,16 @@ def ensure(
     from reshard.ensuring.world import Wanted, world_size
 
     said = {
-        Outcome.SOURCE: "the source has this layout already",
+        Outcome.SOURCE: "nothing was converted: the source has this layout already",
         Outcome.EARLIER: "converted earlier",
         Outcome.CONVERTED: "converted and verified",
     }
     framework = framework_of(source, flags.tag, to=to, grammar=grammar)
+    if framework.distributed:
+        said[Outcome.SOURCE] = (
+            "nothing was converted: a distributed checkpoint (DCP) loads on any number of ranks as it is; "
+            f"for a copy: reshard convert {shlex.quote(source)} DST --to {DISTRIBUTED}{flags.words()}"
+        )
     wanted = Wanted.of(
         {"dp": dp, "tp": tp, "pp": pp, "ep": ep},
         zero_stage=zero_stage,
@@ -133,6 +148,8 @@ def ensure(
         framework=framework,
     )
     wanted = replace(wanted, choices=spec.given())
+    if memory_limit is not None:
+        wanted = replace(wanted, memory_limit_bytes=parse_size(memory_limit))
     if dp is None and not framework.distributed and not quiet and (told := world_size(os.environ)) is not None:
         sys.stderr.write(f"{told[0]} ranks, from {told[1]}; --dp N overrides\n")
     with progress_shown(quiet=quiet) as show:

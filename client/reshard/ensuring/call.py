@@ -20,6 +20,7 @@ from enum import StrEnum
 
 from reshard.arguments import Order, source_of
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
+from reshard.cli.sizes import size_of
 from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election
 from reshard.ensuring.helping import Helper
@@ -86,6 +87,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     url: str | None = None,
     timeout_s: float | None = None,
     workers: EnsureWorkers | str = EnsureWorkers.AUTO,
+    memory_limit: int | str | None = None,
 ) -> str:
     """Return the path of a checkpoint in the wanted layout. Every process of a run may call this; one converts.
 
@@ -120,6 +122,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         timeout_s: Seconds to wait for other processes or for the conversion; by default there is no limit.
         workers: `auto`: one process of each node converts if the launcher tells of several nodes and the checkpoint has
             4 GiB or more, else one process; `1`: one process; `nodes`: one of each node, whatever the size.
+        memory_limit: Memory for buffers and metadata of a process that converts: bytes, or a text such as `"1GiB"` (the
+            default).
 
     Returns:
         `src` if it has the wanted layout; else the path of a finished conversion, an earlier one if it exists.
@@ -143,6 +147,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         framework=framework_of(src, name, to=to, grammar=grammar),
     )
     wanted = replace(found, choices=source_of(src, name, None, **keys, param_order=param_order).given())
+    if memory_limit is not None:
+        wanted = replace(wanted, memory_limit_bytes=size_of(memory_limit))
     return ensured(src, wanted, tag=name, out=out, url=url, timeout_s=timeout_s, workers=workers).path
 
 
@@ -199,7 +205,7 @@ class _Task:
             options = {"grammar": layout.grammar, "trainer_files": beside}
             return ConvertRequest.model_validate({
                 "source": source, "target": target, "to": DISTRIBUTED, "dtype": self.wanted.dtype,
-                "opaque": self.wanted.opaque,
+                "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
                 "options": {
                     "deepspeed": {"rules": self.wanted.rules, "family": self.wanted.family}, DISTRIBUTED: options,
                 },
@@ -211,6 +217,7 @@ class _Task:
             dtype=self.wanted.dtype,
             opaque=self.wanted.opaque,
             pointer=True,
+            memory_limit_bytes=self.wanted.memory_limit_bytes,
             options=Options(
                 deepspeed=DeepSpeedOptions(**dict(layout), rules=self.wanted.rules, family=self.wanted.family)
             ),

@@ -76,6 +76,7 @@ OPTIONS = frozenset(
             "buffers",
             "url",
             "timeout",
+            "memory-limit",
             "workers",
             "json",
             "quiet",

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
 from reshard.errors import RequestError, printable
-from reshard.models import Inspection
+from reshard.models import DEFAULT_MEMORY_LIMIT_BYTES, Inspection
 from reshard.options import FormatOptions, NativeLayout
 
 DISTRIBUTED = "dcp"
@@ -149,6 +149,8 @@ class Wanted:
     framework: Framework = Framework()
     choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The user's choices where the source's files leave several ways to read them (`SourceChoices`)."""
+    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
+    """For each process that converts. The result is the same, so that it is no part of the key."""
 
     @classmethod
     def of(
@@ -212,7 +214,7 @@ class Wanted:
 
     def key(self) -> str:
         """A text that is the same for equal arguments."""
-        return repr(sorted(asdict(self).items()))
+        return repr(sorted((name, value) for name, value in asdict(self).items() if name != "memory_limit_bytes"))
 
     def layout(self, found: Inspection) -> Layout:
         """The wanted layout, completed from a source.
