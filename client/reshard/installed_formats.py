@@ -110,7 +110,7 @@ _REQUEST_FIELDS = frozenset({
     "exclude_frozen", "model_files", "opaque", "overwrite", "on_overflow", "verify", "memory_limit", "part_size",
     "memory_limit_bytes", "part_bytes", "threads", "server_copy", "offload", "label", "max_attempts", "wait",
     "idempotency_key", "id", "job_id", "wait_timeout", "max_workers", "priority", "workers",
-    "worker", "dry_run", "json", "as_json", "quiet", "url", "help", "max_shard_size",
+    "worker", "pointer", "dry_run", "json", "as_json", "quiet", "url", "help", "max_shard_size",
 })  # fmt: skip
 """Names that requests and commands have taken."""
 

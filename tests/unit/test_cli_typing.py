@@ -52,6 +52,29 @@ def test_a_value_that_is_almost_right_is_suggested(words: tuple[str, ...], meant
     assert f"did you mean {meant}?" in said
 
 
+@pytest.mark.parametrize("name", ["safetensor", "zeroo", "universl"])
+def test_a_misspelt_target_is_asked_back_and_nothing_written(name: str, tmp_path: Path) -> None:
+    code, told, said = command("convert", SOURCE, str(tmp_path / "out"), "--to", name, "--dp", "2")
+    assert (code, told, list(tmp_path.iterdir())) == (2, "", [])
+    assert "did you mean " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("gguf", "--to safetensors --model-files DIR, then llama.cpp's convert_hf_to_gguf.py"),
+        ("torchtitan", "--to dcp --grammar torchtitan"),
+        ("Accelerate", "--to dcp --grammar accelerate (FSDP), or --to zero --dp N (DeepSpeed)"),
+        ("zero3", "--to zero --zero-stage 3 --dp N"),
+        ("megatron", "--to zero --dp N, or --to universal (Megatron-DeepSpeed)"),
+    ],
+)
+def test_a_name_with_several_words_for_it_is_answered_with_them(name: str, fix: str, tmp_path: Path) -> None:
+    code, told, said = command("convert", SOURCE, str(tmp_path / "out"), "--to", name)
+    assert (code, told, list(tmp_path.iterdir())) == (2, "", [])
+    assert f"fix: {fix}" in said
+
+
 def test_a_value_like_no_other_lists_all() -> None:
     code, _, said = command("convert", "SRC", "DST", "--to", "cake")
     assert code == 2

@@ -90,7 +90,10 @@ def test_drawings_are_named_and_both_tables_shown(place: Path) -> None:
 
 
 def test_another_name_of_a_target_is_said(place: Path) -> None:
-    assert "--to safetensor: taken as safetensors\n" in command("plan", "run1", "w", "--to", "safetensor")[2]
+    for typed, meant in (("hf", "safetensors"), ("fsdp", "dcp"), ("DCP", "dcp"), ("deepspeed", "zero")):
+        said = command("plan", "run1", "w", "--to", typed, *(("--dp", "2") if meant == "zero" else ()))[2]
+        assert (f"--to {typed}: taken as {meant}\n" in said) is (typed.lower() != meant), said
+    assert "--to fsdp: taken as dcp\n" in command("ensure", "run1", "--to", "fsdp")[2]
     for exact in ("safetensors", "Safetensors"):
         assert "taken as" not in command("plan", "run1", "w", "--to", exact)[2]
 

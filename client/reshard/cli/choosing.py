@@ -21,11 +21,25 @@ DTYPE_NAMES: Mapping[str, str] = {
 """Other names of element types, and ours."""
 TARGET_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("ucp", "deepspeed-universal"), "universal"),
-    **dict.fromkeys(("safetensor", "hf"), "safetensors"),
+    **dict.fromkeys(("hf", "huggingface", "transformers"), "safetensors"),
     **dict.fromkeys(("pytorch", "pt"), "torch"),
     **dict.fromkeys(("deepspeed", "native"), "zero"),
+    **dict.fromkeys(("fsdp", "fsdp2", "distcp"), "dcp"),
+    "lora": "peft",
 }
-"""Other names of targets, and ours."""
+"""Other names of targets that mean one of ours and no other. A misspelling is none: it is asked back."""
+_WITH_FRAMEWORKS = {
+    name: f"--to dcp --grammar {name} (FSDP), or --to zero --dp N (DeepSpeed)"
+    for name in ("accelerate", "trainer", "lightning")
+}
+TARGET_FIXES: Mapping[str, str] = {
+    **_WITH_FRAMEWORKS,
+    **{f"zero{stage}": f"--to zero --zero-stage {stage} --dp N" for stage in range(4)},
+    "gguf": "--to safetensors --model-files DIR, then llama.cpp's convert_hf_to_gguf.py (DIR: config and tokenizer)",
+    "torchtitan": "--to dcp --grammar torchtitan",
+    "megatron": "--to zero --dp N, or --to universal (Megatron-DeepSpeed); files of Megatron Core are not written",
+}
+"""Names that people type for a target and that need more words, and these words."""
 
 
 def choice(kind: type[ChoiceT], *names: str, also: Mapping[str, str] | None = None, **settings: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from reshard.choices import EnsureWorkers, OpaquePolicy, WeightDtype, ZeroStage
+from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.cli.choosing import DTYPE_NAMES, choice
-from reshard.cli.flags import CheckpointFlags, read_rules, takes_checkpoint
+from reshard.cli.flags import CheckpointFlags, read_rules, takes_checkpoint, target_among
 from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.next_steps import DISTRIBUTED, followed
@@ -131,6 +131,7 @@ def ensure(
         Outcome.EARLIER: "converted earlier",
         Outcome.CONVERTED: "converted and verified",
     }
+    to = None if to is None else target_among((TargetFormat.ZERO, DISTRIBUTED), to)
     framework = framework_of(source, flags.tag, to=to, grammar=grammar)
     if framework.distributed:
         said[Outcome.SOURCE] = (

@@ -10,7 +10,7 @@ import inspect
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -32,7 +32,7 @@ from reshard.choices import (
     WeightDtype,
     ZeroStage,
 )
-from reshard.cli.choosing import DTYPE_NAMES, TARGET_NAMES, choice, chosen
+from reshard.cli.choosing import DTYPE_NAMES, TARGET_FIXES, TARGET_NAMES, choice, chosen
 from reshard.cli.help_pages import ADAPTERS, CHECKING, LAYOUT, RESOURCES, SOURCE, TARGET
 from reshard.cli.sizes import SIZE_FIELDS, parse_size
 from reshard.errors import RequestError, printable
@@ -59,12 +59,26 @@ def target_name(text: str) -> str:
 
     Raises:
         BadParameter: No installed format writes this target.
+        RequestError: `request.invalid`: several words are needed to name it, which the fix says.
     """
     if text in tuple(TargetFormat):
         return text
     from reshard.installed_formats import target_names
 
-    value = chosen(text, target_names(), TARGET_NAMES)
+    return target_among(target_names(), text)
+
+
+def target_among(names: Sequence[str], text: str) -> str:
+    """The one of these targets that a text names; says so if the text is another name of it.
+
+    Raises:
+        BadParameter: It names none of them.
+        RequestError: `request.invalid`: several words are needed to name it, which the fix says.
+    """
+    word = text.strip().lower()
+    if word not in names and (fix := TARGET_FIXES.get(word)) is not None:
+        raise RequestError("request.invalid", f"--to {word} is no target", fix=fix)
+    value = chosen(text, names, TARGET_NAMES)
     if value != text.strip().lower():
         sys.stderr.write(f"--to {printable(text, max_chars=64)}: taken as {value}\n")
     return value
