@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from reshard.errors import counted
 from reshard.models import SCHEMA_VERSION, WireModel
 from reshard.nested_options import OfInstalledFormats
 from reshard.options import Options
@@ -66,9 +67,9 @@ class Difference(WireModel):
     compared_as: str | None = None
     """Element type that the more precise side was rounded to before comparing; None if neither was."""
     elements: int | None = None
-    """Number of elements that were compared."""
+    """Number of elements that were compared: all, or those of a sample."""
     differing: int | None = None
-    """Number of compared elements whose bits differ."""
+    """Number of compared elements whose bits differ, counted exactly: NaNs of equal bits are equal, -0.0 is not 0.0."""
     nonfinite: int = 0
     """Number of differing elements that are infinite or NaN on a side."""
     max_abs: float | None = None
@@ -88,6 +89,20 @@ class DiffSide(WireModel):
     step: int | None
     zero_stage: int | None
     world: dict[str, int]
+
+
+_NOUNS = {
+    DifferenceKind.SHAPE: ("shape", ""),
+    DifferenceKind.MISSING: ("thing on one side only", "things on one side only"),
+    DifferenceKind.UNEXPLAINED: ("tensor that cannot be compared", "tensors that cannot be compared"),
+    DifferenceKind.DTYPE: ("element type", ""),
+    DifferenceKind.ROLE: ("role", ""),
+    DifferenceKind.TIED: ("tie", ""),
+    DifferenceKind.SCALAR: ("number of a parameter", "numbers of parameters"),
+    DifferenceKind.HYPER_PARAMETER: ("hyper-parameter", ""),
+    DifferenceKind.STATE: ("counter or other value", "counters and other values"),
+}
+"""What differs by the kind of a difference, one and several. Differences of elements are counted in elements."""
 
 
 class DiffReport(ShownModel):
@@ -111,3 +126,21 @@ class DiffReport(ShownModel):
     notes: tuple[str, ...] = ()
     """Notes on the comparison: conventions that were used, and findings that neither prove nor disprove equality."""
     seconds: float
+
+    def verdict(self) -> str:
+        """The outcome in words: whether the sides are equal, or how many of what differ."""
+        if self.equal:
+            some = self.sampled is not None
+            return f"no difference in a sample of {self.sampled:.3%}; the rest was not read" if some else "equal"
+        kinds: dict[DifferenceKind, list[Difference]] = {}
+        for found in self.differences:
+            kinds.setdefault(found.kind, []).append(found)
+        counts: list[str] = []
+        for kind, those in kinds.items():
+            if kind is not DifferenceKind.ELEMENTS:
+                counts.append(counted(len(those), *_NOUNS[kind]))
+                continue
+            differing, elements = (sum(getattr(d, name) or 0 for d in those) for name in ("differing", "elements"))
+            tensors = f"{counted(len(those), 'tensor')} {'differs' if len(those) == 1 else 'differ'}"
+            counts.append(f"{tensors} bit by bit, in {differing:,} of {counted(elements, 'element')}")
+        return f"different: {', '.join(counts)}"

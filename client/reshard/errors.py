@@ -234,6 +234,11 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(printable(n) for n in names[:most]) + (", ..." if len(names) > most else "")
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """A number with its noun: `1 file`, `4,096 elements`, `2 entries` (whose plural is not the noun and an s)."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def format_size(size_bytes: float) -> str:
     """A size in binary units, with three digits."""
     size = float(size_bytes)

@@ -126,11 +126,8 @@ def _verification(report: VerifyReport) -> str:
 
 
 def _difference_report(report: DiffReport) -> str:
-    verdict = "equal" if report.equal else f"{len(report.differences):,} differences"
-    if report.equal and report.sampled is not None:
-        verdict = f"no difference in a sample of {report.sampled:.3%}"
     facts = [
-        ("compared", verdict),
+        ("compared", report.verdict()),
         ("A", _side(report.a)),
         ("B", _side(report.b)),
         ("equal bit for bit", f"{report.identical:,} of {report.tensors:,} tensors"),

@@ -355,6 +355,30 @@ def test_blocks_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     sampled = diff(a, b, sample=0.5)
     assert sampled.sampled == 0.5
     assert 0 < sampled.elements < report.elements
+    assert report.verdict() == "different: 1 tensor differs bit by bit, in 2 of 21 elements"
+
+
+def test_the_verdict_counts_what_it_names(tmp_path: Path) -> None:
+    a = saved(tmp_path / "a", small_state(), Layout(2, 2))
+    other = with_parameter("up.weight", lambda p: replace(p, states={**p.states, "exp_avg": p.states["exp_avg_sq"]}))
+    report = diff(a, saved(tmp_path / "b", other, Layout(2, 2)))
+    (found,) = report.differences
+    before, after = (np.frombuffer(bits_of("up.weight", name), "u4") for name in ("exp_avg", "exp_avg_sq"))
+    counted = int((before != after).sum())
+    assert (found.differing, found.elements) == (counted, 20)
+    assert report.verdict() == f"different: 1 tensor differs bit by bit, in {counted} of 20 elements"
+
+
+def bits_of(fqn: str, state: str) -> bytes:
+    return next(p for p in small_state().parameters if p.fqn == fqn).states[state].data
+
+
+def test_a_sample_counts_only_what_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "BLOCK_BYTES", 8)
+    sides = DATA / "zero2_tiny", DATA / "zero3_tiny"
+    report = diff(*sides, sample=0.5)
+    assert sum(d.elements or 0 for d in report.differences) <= report.elements
+    assert f"of {sum(d.elements or 0 for d in report.differences):,} elements" in report.verdict()
 
 
 # -- the command ----------------------------------------------------------------------------------------
@@ -372,7 +396,8 @@ def test_the_command_lists_the_worst_and_ends_with_7(capsys: pytest.CaptureFixtu
     arguments = ["diff", str(DATA / "zero2_tiny"), str(DATA / "zero3_tiny"), "-q"]
     assert run(arguments) == 7
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "different: 23 elements"
+    assert lines[0] == "different: 23 tensors differ bit by bit, in 656 of 1,029 elements"
+    assert "embed.weight/weight: 1 of 174 elements, max |a-b| 0.000977" in lines[5]
     assert lines[-1] == "  ... and 3 more: --all"
     assert run([*arguments, "--all"]) == 7
     assert len(capsys.readouterr().out.splitlines()) == len(lines) + 2

@@ -15,12 +15,12 @@ from reshard.cli.flags import SourceFlags, read_rules, takes_two_sources
 from reshard.cli.help_pages import COMPARISON, GENERAL, HERE, SOURCE
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.progress import progress_shown
-from reshard.cli.sizes import format_size, parse_percent
+from reshard.cli.sizes import counted, format_size, parse_percent
 from reshard.errors import ExitCode, printable
 from reshard.local import load_engine
 
 if TYPE_CHECKING:
-    from reshard.diffs import Difference, DifferenceKind, DiffReport, DiffSide
+    from reshard.diffs import Difference, DiffReport, DiffSide
 
 _SHOWN = 20
 _NAME_CHARS = 64
@@ -119,15 +119,13 @@ def diff(
 
 def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
     """A comparison as lines of text: the verdict first, then the largest differences."""
-    verdict = "equal" if report.equal else f"different: {_counts(report)}"
-    if report.equal and report.sampled is not None:
-        verdict = f"no difference in a sample of {report.sampled:.3%}; the rest was not read"
-    yield verdict
+    yield report.verdict()
     yield f"  A  {_side(report.a)}"
     yield f"  B  {_side(report.b)}"
     yield (
-        f"  {report.identical} of {report.tensors} tensors equal bit for bit, {report.elements:,} elements, "
-        f"{report.values} values; read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
+        f"  {report.identical:,} of {counted(report.tensors, 'tensor')} equal bit for bit, "
+        f"{counted(report.elements, 'element')}, {counted(report.values, 'value')}; "
+        f"read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
     )
     for note in report.notes:
         yield f"  note: {printable(note)}"
@@ -138,13 +136,6 @@ def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
         yield "  only one side holds a training state: --weights-only compares the rest"
     if len(shown) < len(report.differences):
         yield f"  ... and {len(report.differences) - len(shown)} more: --all"
-
-
-def _counts(report: DiffReport) -> str:
-    counts: dict[DifferenceKind, int] = {}
-    for difference in report.differences:
-        counts[difference.kind] = counts.get(difference.kind, 0) + 1
-    return ", ".join(f"{count} {kind.value}" for kind, count in counts.items())
 
 
 def _side(side: DiffSide) -> str:
@@ -167,12 +158,12 @@ def _difference(found: Difference) -> str:
         text = f"only in {side}: {printable(value)}"
     else:
         text = f"{printable(found.a)} | {printable(found.b)}"
-    shared = f" (and {found.parameters - 1} more parameters)" if found.parameters > 1 else ""
+    shared = f" (and {counted(found.parameters - 1, 'more parameter')})" if found.parameters > 1 else ""
     return f"{name}: {found.kind.value}: {text}{shared}"
 
 
 def _elements(found: Difference) -> str:
-    parts = [f"{found.differing:,} of {found.elements:,} elements"]
+    parts = [f"{found.differing or 0:,} of {counted(found.elements or 0, 'element')}"]
     if found.max_abs is not None and found.max_rel is not None:
         parts.append(f"max |a-b| {found.max_abs:.3g}, relative {found.max_rel:.3g}")
     if found.nonfinite:

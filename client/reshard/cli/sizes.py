@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from reshard.errors import RequestError, format_size, printable
+from reshard.errors import RequestError, counted, format_size, printable
 
 __all__ = ["SIZE_FIELDS", "counted", "format_duration", "format_size", "parse_percent", "parse_size", "size_of"]
 SIZE_FIELDS = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
@@ -17,11 +17,6 @@ _UNITS = {
 }
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%")
 _SIZE = re.compile(r"(\d{1,15})(?:\.(\d{1,6}))?\s*([a-z]{0,3})")
-
-
-def counted(count: int, noun: str) -> str:
-    """A number with its noun, in the singular where there is one: `1 file`, `3 files`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def parse_size(text: str) -> int:

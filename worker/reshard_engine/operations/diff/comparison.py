@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from reshard.diffs import Difference, DifferenceKind, DiffOptions, DiffReport, DiffSide
-from reshard.errors import JobError
+from reshard.errors import JobError, counted
 from reshard.models import Progress
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.execute.casts.cast import CastKernel
@@ -74,14 +74,14 @@ def diff_checkpoints(
     reading = _Reading(a, b, pairs, sample=options.sample, on_progress=on_progress, should_stop=should_stop)
     reading.run()
     found = [d for d in (*matching.differences, *facts.differences) if _counts(d, options)]
-    found += [_of_elements(pairs[i], d) for i, d in reading.differences.items()]
+    found += [_of_elements(pairs[i], d, reading.compared[i]) for i, d in reading.differences.items()]
     return DiffReport(
         a=_side(a),
         b=_side(b),
         equal=not found,
         tensors=len(pairs),
         identical=len(pairs) - len(reading.differences),
-        elements=reading.elements,
+        elements=sum(reading.compared),
         values=matching.values + facts.values,
         read_bytes=reading.read_bytes,
         sampled=options.sample,
@@ -93,7 +93,7 @@ def diff_checkpoints(
 
 def _padding_notes(matching: Matching) -> list[str]:
     return [
-        f"rows of padding behind {count} vocabularies are not compared: A has {a}, B has {b}"
+        f"rows of padding behind {counted(count, 'vocabulary', 'vocabularies')} are not compared: A has {a}, B has {b}"
         for (a, b), count in matching.padded.items()
     ]
 
@@ -131,10 +131,11 @@ def _severity(difference: Difference) -> tuple[int, float, float, str, str]:
 def _rounding_notes(matching: Matching) -> Iterator[str]:
     for (side, dtype), count in sorted(matching.rounded.items()):
         other = "B" if side == "A" else "A"
-        yield f"{count} tensors of {side} were rounded to {dtype} before comparing: {other} stores them in {dtype}"
+        were = "was" if count == 1 else "were"
+        yield f"{counted(count, 'tensor')} of {side} {were} rounded to {dtype} before comparing: {other} stores {dtype}"
 
 
-def _of_elements(pair: TensorPair, found: ValueDifference) -> Difference:
+def _of_elements(pair: TensorPair, found: ValueDifference, compared_elems: int) -> Difference:
     return Difference(
         kind=DifferenceKind.ELEMENTS,
         name=pair.name,
@@ -142,7 +143,7 @@ def _of_elements(pair: TensorPair, found: ValueDifference) -> Difference:
         a=found.first_a,
         b=found.first_b,
         compared_as=pair.dtype.name if pair.rounded else None,
-        elements=prod(pair.shape),
+        elements=compared_elems,
         differing=found.count,
         nonfinite=found.nonfinite,
         max_abs=found.max_abs,
@@ -174,7 +175,8 @@ class _Reading:
     ) -> None:
         self.differences: dict[int, ValueDifference] = {}
         self.read_bytes = 0
-        self.elements = 0
+        self.compared = [0] * len(pairs)
+        """Elements that were compared, by the number of the pair."""
         self._a, self._b, self._pairs = a, b, pairs
         self._sample = sample
         self._on_progress, self._should_stop = on_progress, should_stop
@@ -219,7 +221,7 @@ class _Reading:
     def _take(self, outcome: _Outcome) -> None:
         pair, count = self._pairs[outcome.block.pair], outcome.block.end - outcome.block.begin
         self.read_bytes += outcome.read_bytes
-        self.elements += count
+        self.compared[outcome.block.pair] += count
         self._bytes_done += count * pair.dtype.itemsize_bytes
         if outcome.difference is not None:
             known = self.differences.get(outcome.block.pair)
