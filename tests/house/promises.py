@@ -41,8 +41,8 @@ def broken_promises(
     named = ("--tag", tag) if tag else ()
     code, out, err = command("inspect", str(source), "--json", *named)
     assert code == 0, err
-    _, _, said = command("inspect", str(source), *named)
-    lines = [line.removeprefix("next: ") for line in said.splitlines() if line.startswith("next: ")]
+    _, told, _ = command("inspect", str(source), *named)
+    lines = re.findall(r"^  [A-Z][^:]*: +(reshard .+)$", told, re.MULTILINE)
     targets = json.loads(out)["targets"]
     wanted = dict.fromkeys(lines, True)
     base = f"reshard convert {shlex.quote(str(source))} DST"
@@ -51,7 +51,7 @@ def broken_promises(
         for flags in _flags_of(target):
             wanted[f"{base} {flags}{end}"] = bool(target["possible"])
     if not lines and any(t["possible"] for t in targets):
-        return [f"inspect says what {source} can become and no next command"]
+        return [f"inspect says what {source} can become and no command"]
     return [line for line, works in wanted.items() if _works(line, place, known or {}) is not works]
 
 

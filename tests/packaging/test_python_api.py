@@ -33,7 +33,7 @@ SCREEN = {"json", "quiet", "help"}
 """Flags about what a command prints."""
 FLAGS: dict[str, tuple[set[str], set[str]]] = {
     # `picture` has the flags that draw; lists are fields of what is returned.
-    "inspect": ({"tensors", "tensor", "files", "svg", "html", "beside"}, {"url", "token"}),
+    "inspect": ({"tensors", "tensor", "files", "svg", "html", "beside", "all"}, {"url", "token"}),
     "plan": (set(), {"options", "url", "token"}),
     "convert": ({"dry_run"}, {"options", "wait_timeout", *HERE}),  # a dry run is `plan`
     "verify": (set(), set()),

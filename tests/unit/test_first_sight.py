@@ -49,11 +49,13 @@ def test_a_tag_that_is_not_there_is_answered_with_the_one_most_like_it(place: Pa
     assert "zweights" not in fix
 
 
-def test_the_next_command_of_inspect_is_ensure(place: Path) -> None:
-    code, _, said = command("inspect", "run1")
-    assert (code, "next: reshard ensure run1 --dp N\n" in said) == (0, True)
-    code, _, said = command("inspect", "run1", "--tag", "global_step3")
-    assert "next: reshard ensure run1 --dp N --tag global_step3\n" in said
+def test_inspect_begins_with_what_can_be_done(place: Path) -> None:
+    code, told, _ = command("inspect", "run1")
+    lines = told.splitlines()
+    assert (code, lines[1]) == (0, "  Resume on N GPUs:    reshard ensure run1 --dp N")
+    assert "  Weights:             reshard convert run1 DST --to safetensors" in lines[:6]
+    _, told, _ = command("inspect", "run1", "--tag", "global_step3")
+    assert told.splitlines()[1].endswith("reshard ensure run1 --dp N --tag global_step3")
     for page in ((), ("--help",), ("convert", "--help")):
         code, told, _ = command(*page)
         assert told.find("reshard ensure ") != -1, told
@@ -74,8 +76,13 @@ def test_the_pointer_that_was_followed_is_named_if_it_is_not_latest(place: Path)
 def test_inspect_lists_the_state_weight_and_says_what_cannot_be(place: Path) -> None:
     _, told, _ = command("inspect", "run1")
     assert re.search(r"embed\.weight +\[29, 6\] +bfloat16 +weight, fp32, exp_avg, exp_avg_sq\n", told)
-    assert "  cannot become zero: --tp above 1: unknown how 10 parameters are split; give --family " in told
-    assert "  cannot become zero: --pp above 1: the run was no pipeline; " in told
+    assert "cannot become" not in told
+    assert "  2 targets not possible: --all says why\n" in told
+    _, every, _ = command("inspect", "run1", "--all")
+    assert "  cannot become zero: --tp above 1: unknown how 10 parameters are split; give --family " in every
+    assert "  cannot become zero: --pp above 1: the run was no pipeline; " in every
+    reasons = [line.partition(": ")[2] for line in every.splitlines() if " become " in line]
+    assert len(reasons) == len(set(reasons))
     assert ", 1 param group\n" in told
 
 

@@ -21,7 +21,7 @@ from reshard.cli.colours import complain, warn
 from reshard.cli.flags import ConversionFlags, SourceFlags, takes_conversion, takes_source
 from reshard.cli.format_flags import ConversionCommand
 from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, TARGET
-from reshard.cli.next_steps import DISTRIBUTED, ensurable, followed, next_steps, remote
+from reshard.cli.next_steps import followed, next_steps, possible_commands
 from reshard.cli.picture import html_of, picture_lines
 from reshard.cli.progress import progress_shown
 from reshard.cli.sizes import counted, format_size, parse_percent
@@ -31,7 +31,7 @@ from reshard.layout_svg import render
 from reshard.local import load_engine
 
 if TYPE_CHECKING:
-    from reshard.models import ConvertRequest, ConvertResult, Inspection, PlanSummary, VerifyReport
+    from reshard.models import ConvertRequest, ConvertResult, PlanSummary, VerifyReport
     from reshard.pictures import Picture
     from reshard.shared_work import SharedWork
 
@@ -84,6 +84,10 @@ def inspect(
         str | None,
         typer.Option(metavar="DST", help="Draw SRC and the checkpoint DST side by side.", rich_help_panel=PICTURE),
     ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help="Also say what SRC cannot become, and why.", rich_help_panel=GENERAL),
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Describe a checkpoint from its metadata; nothing in it is executed. `reshard SRC` is short for this."""
@@ -104,7 +108,8 @@ def inspect(
     if as_json:
         _say(found.model_dump_json())
         return
-    for line in inspection_lines(found, every_tensor=tensors):
+    commands = possible_commands(source, found, flags.words())
+    for line in inspection_lines(found, commands, every_tensor=tensors, every_target=every):
         _say(line)
     for warning in found.warnings:
         warn(warning)
@@ -112,33 +117,6 @@ def inspect(
         _hint(line)
     if (said := followed(source, flags.tag)) is not None:
         _hint(said)
-    _next(source, found, flags.words())
-
-
-def _next(source: str, found: Inspection, said: str) -> None:
-    """Say the next command: `ensure` for a checkpoint on this machine that it can take, else a conversion.
-
-    Args:
-        source: The source as the user named it.
-        found: What was found in it.
-        said: The flags that say which checkpoint of the source it is.
-    """
-    if not remote(source) and ensurable(found):
-        _hint(f"next: reshard ensure {shlex.quote(source)} --dp N{said}")
-    elif not remote(source) and found.format.startswith(f"{DISTRIBUTED}-") and _can_train(found):
-        _hint(f"next: reshard ensure {shlex.quote(source)} --to zero --dp N --zero-stage 2{said}")
-    elif (flags := onward(found)) is not None:
-        _hint(f"next: reshard convert {shlex.quote(source)} DST {flags}{said}")
-
-
-def _can_train(found: Inspection) -> bool:
-    return any(target.name == "zero --dp" and target.possible for target in found.targets)
-
-
-def onward(found: Inspection) -> str | None:
-    """The flags of the most common conversion that is possible for a checkpoint; None if none is."""
-    examples = {t.name: t.example for t in found.targets if t.possible}
-    return next((examples[n] for n in ("universal", "zero --dp", "safetensors", "torch") if n in examples), None)
 
 
 def _table_of(drawn: Picture) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ DISTRIBUTED = "dcp"
 """The target of distributed checkpoints (`reshard.dcp_options`)."""
 _STAGES = re.compile(r"; stages ([\w, ]+)")
 """The stages that `inspect` lists for the target `zero --dp`."""
+_RESUME = "Resume on N GPUs"
+_NUMBER_OF_RANKS = re.compile(r"--dp \d+")
 _POINTERS = ("latest", "latest_universal")
 
 
@@ -37,6 +40,54 @@ def ensurable(found: Inspection) -> bool:
         return False
     stages = _STAGES.search(zero.detail)
     return stages is not None and stage.value in stages[1].strip().split(", ")
+
+
+_MORE_RANKS = {
+    "zero --tp": "Tensor parallelism",
+    "zero --pp": "Pipeline parallelism",
+    "zero --ep": "Expert parallelism",
+}
+_LABELS = {
+    "universal": "DeepSpeed universal",
+    DISTRIBUTED: "FSDP (DCP)",
+    TargetFormat.SAFETENSORS: "Weights",
+    TargetFormat.TORCH: "Weights",
+    TargetFormat.PEFT: "LoRA adapter",
+}
+"""What a target is for, in the order in which targets are shown."""
+
+
+def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[str, str]]:
+    """What can be done with a checkpoint: a label and the command of each, the most common first.
+
+    Words in upper case (`N`, `DST`) are for the user to fill in.
+
+    Args:
+        source: The source as the user named it.
+        found: What was found in it.
+        said: The flags that say which checkpoint of the source it is.
+    """
+    place, here = shlex.quote(source), not remote(source)
+    examples = {t.name: t.example for t in found.targets if t.possible and t.example}
+    commands: list[tuple[str, str]] = []
+    distributed = found.format.startswith(f"{DISTRIBUTED}-")
+    if here and distributed and found.optimizer_states:
+        commands.append(("Resume on N GPUs (FSDP)", f"ensure {place}"))
+    if here and ensurable(found):
+        commands.append((_RESUME, f"ensure {place} --dp N"))
+    elif here and distributed and "zero --dp" in examples:
+        commands.append(("Resume on N GPUs (DeepSpeed)", f"ensure {place} --to zero --dp N --zero-stage 2"))
+    elif "zero --dp" in examples:
+        flags = "--to zero --dp N" if ensurable(found) else _NUMBER_OF_RANKS.sub("--dp N", examples["zero --dp"])
+        commands.append((_RESUME, f"convert {place} DST {flags}"))
+    if TargetFormat.SAFETENSORS in examples:
+        examples.pop(TargetFormat.TORCH, None)
+    labels = _MORE_RANKS | _LABELS
+    others = {name: name for name in examples if name not in labels and not name.startswith("zero")}
+    for name, label in (labels | others).items():
+        if name in examples:
+            commands.append((label, f"convert {place} DST {examples[name]}"))
+    return [(label, f"reshard {command}{said}") for label, command in commands]
 
 
 def followed(source: str, tag: str | None) -> str | None:

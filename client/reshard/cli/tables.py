@@ -10,31 +10,53 @@ from reshard.cli.sizes import counted, format_size
 from reshard.errors import printable
 
 if TYPE_CHECKING:
-    from reshard.models import CastLoss, Inspection, NotCarried, PlanSummary, TensorInfo
+    from reshard.models import CastLoss, Inspection, NotCarried, PlanSummary, PossibleTarget, TensorInfo
 
 _SHOWN_ENTRIES = 6
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 
 
-def inspection_lines(found: Inspection, *, every_tensor: bool) -> Iterator[str]:
-    """A checkpoint in a few lines; tensors that differ only in layer numbers share one line."""
+def inspection_lines(
+    found: Inspection, commands: Sequence[tuple[str, str]], *, every_tensor: bool, every_target: bool
+) -> Iterator[str]:
+    """A checkpoint in a few lines; tensors that differ only in layer numbers share one line.
+
+    Args:
+        found: The checkpoint.
+        commands: What can be done with it: labels and commands.
+        every_tensor: True to list each tensor.
+        every_target: True to list each target with a note, or with the reason why it is not possible.
+    """
     world = " ".join(f"{axis}={size}" for axis, size in found.world.items())
     step = f"step {found.step}" if found.step is not None else ""
     version = f"deepspeed {found.framework_version}" if found.framework_version else ""
     yield ", ".join(filter(None, (found.format, step, world, version)))
+    width = max((len(label) for label, _ in commands), default=0) + 1
+    yield from (f"  {label + ':':<{width}} {command}" for label, command in commands)
     yield f"  {printable(found.url)}"
     groups = counted(found.param_groups, "param group")
     yield f"  {counted(found.parameters, 'parameter')}, {found.parameter_elems:,} elements, {groups}"
     states = ", ".join(map(printable, found.optimizer_states)) or "none"
     yield f"  optimizer states: {states}; types: {', '.join(found.dtypes)}"
     yield f"  {counted(found.files, 'file')}, {format_size(found.total_bytes)}"
-    for target in found.targets:
-        # `zero --tp` is the name of a target, and a reason may begin with the same words.
-        name = target.name.partition(" ")[0] if target.detail.startswith("--") else target.name
-        yield f"  {'can' if target.possible else 'cannot'} become {name}: {printable(target.detail)}"
+    yield from _target_lines(found.targets, every=every_target or not commands)
     if found.foreign_globals:
         yield f"  foreign names, never executed: {', '.join(found.foreign_globals)}"
     yield from (_tensor_line(t, 1) for t in found.tensors) if every_tensor else _digest_lines(found.tensors)
+
+
+def _target_lines(targets: Sequence[PossibleTarget], *, every: bool) -> Iterator[str]:
+    """Each target with its note; those that are not possible for one reason share a line. Or only their number."""
+    by_reason: dict[tuple[bool, str], list[str]] = {}
+    for target in targets:
+        # `zero --tp` is the name of a target, and a reason may begin with the same words.
+        name = target.name.partition(" ")[0] if target.detail.startswith("--") else target.name
+        by_reason.setdefault((target.possible, target.detail), []).append(name)
+    if every:
+        for (possible, detail), names in by_reason.items():
+            yield f"  {'can' if possible else 'cannot'} become {', '.join(names)}: {printable(detail)}"
+    elif count := sum(not target.possible for target in targets):
+        yield f"  {counted(count, 'target')} not possible: --all says why"
 
 
 def cast_line(casts: Sequence[CastLoss]) -> str:
