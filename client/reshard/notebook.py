@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard.diffs import Difference, DiffReport, DiffSide
 from reshard.drawing.marks import markup
-from reshard.errors import format_size
+from reshard.errors import counted, format_size
 from reshard.models import (
     ConvertResult,
     FileEntry,
@@ -56,7 +56,7 @@ def _inspection(found: Inspection) -> str:
         ("written by", found.framework_version),
         ("step", found.step),
         ("ranks", world or None),
-        ("parameters", f"{found.parameters:,} ({found.parameter_elems:,} elements)"),
+        ("parameters", f"{found.parameters:,} ({counted(found.parameter_elems, 'element')})"),
         ("optimizer states", ", ".join(found.optimizer_states) or None),
         ("types", ", ".join(found.dtypes) or None),
         ("files", f"{found.files:,} ({format_size(found.total_bytes)})"),
@@ -82,7 +82,7 @@ def _plan(summary: PlanSummary) -> str:
         ("source", summary.source_url),
         ("target", summary.target),
         ("reads", format_size(summary.read_bytes)),
-        ("writes", f"{format_size(summary.write_bytes)} in {len(summary.files):,} files"),
+        ("writes", f"{format_size(summary.write_bytes)} in {counted(len(summary.files), 'file')}"),
         ("memory", format_size(summary.peak_memory_bytes)),
         ("units of work", f"{summary.units:,}"),
     ]
@@ -91,7 +91,7 @@ def _plan(summary: PlanSummary) -> str:
 
 def _result(result: ConvertResult) -> str:
     took = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in result.seconds.items())
-    wrote = f"{format_size(result.write_bytes)} in {len(result.files):,} files"
+    wrote = f"{format_size(result.write_bytes)} in {counted(len(result.files), 'file')}"
     facts = [
         ("target", result.target),
         ("format", str(result.to)),
@@ -116,9 +116,9 @@ def _verification(report: VerifyReport) -> str:
     read = format_size(report.read_bytes)
     part = "" if report.sampled is None else f" (a sample of {report.sampled:.3%})"
     facts = [
-        ("verified", "everything matches" if report.ok else f"{len(report.problems):,} problems"),
+        ("verified", "everything matches" if report.ok else counted(len(report.problems), "problem")),
         ("target", report.target),
-        ("compared", f"{report.files:,} files, {report.tensors:,} tensors, {read}{part}"),
+        ("compared", f"{counted(report.files, 'file')}, {counted(report.tensors, 'tensor')}, {read}{part}"),
         ("time", f"{report.seconds:.2f} s"),
     ]
     problems = [(p.path, "" if p.offset is None else str(p.offset), p.tensor or "", p.problem) for p in report.problems]
@@ -130,7 +130,7 @@ def _difference_report(report: DiffReport) -> str:
         ("compared", report.verdict()),
         ("A", _side(report.a)),
         ("B", _side(report.b)),
-        ("equal bit for bit", f"{report.identical:,} of {report.tensors:,} tensors"),
+        ("equal bit for bit", f"{report.identical:,} of {counted(report.tensors, 'tensor')}"),
         ("values", f"{report.values:,}"),
         ("read", f"{format_size(report.read_bytes)} in {report.seconds:.2f} s"),
     ]

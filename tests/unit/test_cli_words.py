@@ -8,9 +8,11 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 
 from house.promises import command
 from house.saves import DATA
+from reshard.errors import counted
 
 SOURCE = str(DATA / "zero2_tiny")
 
@@ -186,3 +188,41 @@ def test_other_frameworks_are_recognised(files: list[str], kind: str, tmp_path: 
         assert "source.unsupported" in said
         assert kind in said
         assert "recognised, not supported yet" in said
+
+
+@pytest.mark.parametrize(
+    ("count", "words", "said"),
+    [
+        (0, ("file",), "0 files"),
+        (1, ("file",), "1 file"),
+        (4096, ("element",), "4,096 elements"),
+        (1, ("entry", "entries"), "1 entry"),
+        (2, ("entry", "entries"), "2 entries"),
+    ],
+)
+def test_a_number_has_its_noun(count: int, words: tuple[str, ...], said: str) -> None:
+    assert counted(count, *words) == said
+
+
+def test_one_is_never_many(tmp_path: Path) -> None:
+    """A checkpoint of one file with one tensor of one element, through every command that counts."""
+    said = ""
+    for name, value in (("a", 1.0), ("b", 1e30)):
+        (tmp_path / name).mkdir()
+        torch.save({"bias": torch.full((1,), value)}, tmp_path / name / "pytorch_model.bin")
+    a, b, out = (str(tmp_path / name) for name in ("a", "b", "out"))
+    for words in (
+        ("inspect", a, "--all"),
+        ("plan", b, out, "--to", "safetensors"),
+        ("convert", b, out, "--to", "safetensors", "--dtype", "fp16"),
+        ("verify", out),
+        ("verify", out, "--sample", "100%"),
+        ("diff", a, b),
+        ("inspect", a, "--files"),
+        ("inspect", str(tmp_path)),
+    ):
+        said += "".join(command(*words)[1:])
+    assert "1 file" in said
+    assert "1 element" in said
+    assert "1 tensor differs" in said
+    assert re.findall(r"(?<![\d.,/-])1 [a-z-]{2,}s\b", said) == []

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 
-from reshard.errors import ExitCode, ReshardError
+from reshard.errors import ExitCode, ReshardError, counted
 from reshard_jobs.database import Database
 from reshard_jobs.discards import Discards
 from reshard_jobs.reaper import Reaper
@@ -65,4 +65,6 @@ def _report(jobs: dict[str, ReshardError | None], forgotten: int, *, done: str, 
         sys.stdout.write(
             f"{job_id}: " + (f"its files stay: {problem}" if problem else f"its files {done} removed") + "\n"
         )
-    sys.stdout.write(f"{len(jobs)} jobs had files to remove, {forgotten} old jobs {done} forgotten\n")
+    sys.stdout.write(
+        f"{counted(len(jobs), 'job')} had files to remove, {counted(forgotten, 'old job')} {done} forgotten\n"
+    )

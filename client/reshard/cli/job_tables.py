@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard.choices import JobKind, JobState
 from reshard.cli.colours import Style, painted_on_stdout
-from reshard.cli.sizes import format_size
+from reshard.cli.sizes import counted, format_size
 from reshard.errors import printable
 
 if TYPE_CHECKING:
@@ -50,12 +50,12 @@ def outcome(job: Job) -> str:
     """The result of a job that SUCCEEDED, in one line; empty for any other job."""
     if job.plan is not None:
         reads, writes = format_size(job.plan.read_bytes), format_size(job.plan.write_bytes)
-        return f"planned, nothing written: {job.plan.units} units would read {reads} and write {writes}"
+        return f"planned, nothing written: {counted(job.plan.units, 'unit')} would read {reads} and write {writes}"
     if job.result is None:
         return ""
-    files = f"{len(job.result.files)} files"
+    files = counted(len(job.result.files), "file")
     if job.result.already_done:
-        return f"already done: the target's {files} are this conversion's result, unchanged since its commit"
+        return f"already done: the target ({files}) is this conversion's result, unchanged since its commit"
     return f"wrote {format_size(job.result.write_bytes)} in {files}, verified"
 
 
@@ -131,7 +131,9 @@ def _worker(worker: JobWorker) -> str:
         return line
     share = worker.share
     taken = f" ({share.takeovers} taken over)" if share.takeovers else ""
-    return f"{line}: {share.runs} runs{taken}, {share.units} units, {format_size(share.write_bytes)}"
+    return (
+        f"{line}: {counted(share.runs, 'run')}{taken}, {counted(share.units, 'unit')}, {format_size(share.write_bytes)}"
+    )
 
 
 def _progress(progress: Progress) -> str:
@@ -139,7 +141,7 @@ def _progress(progress: Progress) -> str:
         return progress.phase
     share = 100 * progress.bytes_done / progress.bytes_total
     size = f"{format_size(progress.bytes_done)} of {format_size(progress.bytes_total)}"
-    units = f", {progress.units_done} of {progress.units_total} units" if progress.units_total else ""
+    units = f", {progress.units_done} of {counted(progress.units_total, 'unit')}" if progress.units_total else ""
     return f"{progress.phase}, {share:.0f}%: {size}{units}"
 
 

@@ -308,7 +308,7 @@ def verify(
         count = len(report.problems)
         complain(
             "integrity.mismatch",
-            f"{count} {'problem' if count == 1 else 'problems'} in {printable(target)}",
+            f"{counted(count, 'problem')} in {printable(target)}",
             "convert again with --overwrite, or restore the files",
         )
         raise typer.Exit(int(ExitCode.MISMATCH))
@@ -318,8 +318,8 @@ def _verified(report: VerifyReport) -> str:
     size = format_size(report.read_bytes)
     if report.sampled is not None:
         return (
-            f"sampled: {size} ({report.sampled:.3%} was asked for) of {report.files} files match their checksums "
-            f"({report.seconds:.1f} s); the rest was not read"
+            f"sampled: {size} ({report.sampled:.3%} was asked for) of {counted(report.files, 'file')} match "
+            f"their checksums ({report.seconds:.1f} s); the rest was not read"
         )
     files, tensors = counted(report.files, "file"), counted(report.tensors, "tensor")
     return f"ok: {files}, {tensors}, {size} match their checksums ({report.seconds:.1f} s)"

@@ -35,7 +35,7 @@ def inspection_lines(
     yield from (f"  {label + ':':<{width}} {command}" for label, command in commands)
     yield f"  {printable(found.url)}"
     groups = counted(found.param_groups, "param group")
-    yield f"  {counted(found.parameters, 'parameter')}, {found.parameter_elems:,} elements, {groups}"
+    yield f"  {counted(found.parameters, 'parameter')}, {counted(found.parameter_elems, 'element')}, {groups}"
     states = ", ".join(map(printable, found.optimizer_states)) or "none"
     yield f"  optimizer states: {states}; types: {', '.join(found.dtypes)}"
     yield f"  {counted(found.files, 'file')}, {format_size(found.total_bytes)}"
@@ -67,9 +67,9 @@ def cast_line(casts: Sequence[CastLoss]) -> str:
         (sum(c.nan for c in casts), "NaN"),
         (sum(c.infinite for c in casts), "infinite before"),
     )
-    listed = ", ".join(f"{count:,} elements {what}" for count, what in facts if count)
+    listed = ", ".join(f"{counted(count, 'element')} {what}" for count, what in facts if count)
     names = ", ".join(c.fqn for c in casts[:3]) + (", ..." if len(casts) > 3 else "")
-    return f"casts: {listed}, in {len(casts)} parameters: {names}"
+    return f"casts: {listed}, in {counted(len(casts), 'parameter')}: {names}"
 
 
 def not_carried_lines(found: Sequence[NotCarried]) -> Iterator[str]:
@@ -79,7 +79,7 @@ def not_carried_lines(found: Sequence[NotCarried]) -> Iterator[str]:
         by_reason.setdefault(entry.reason, []).append(entry)
     for reason, entries in by_reason.items():
         names = ", ".join(e.path for e in entries[:_SHOWN_ENTRIES]) + (", ..." if len(entries) > _SHOWN_ENTRIES else "")
-        yield f"not carried ({reason}): {len(entries)} {'entry' if len(entries) == 1 else 'entries'}: {names}"
+        yield f"not carried ({reason}): {counted(len(entries), 'entry', 'entries')}: {names}"
 
 
 def _tensor_line(tensor: TensorInfo, count: int, name: str | None = None) -> str:

@@ -10,7 +10,7 @@ import typer
 
 from reshard.cli.help_pages import REMOTE, Commands
 from reshard.cli.local import JsonFlag
-from reshard.errors import printable
+from reshard.errors import counted, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +120,9 @@ def deliveries(
     for one in found:
         said = f"  {printable(one.last_error)}" if one.last_error else ""
         at = one.created_at.astimezone().isoformat(timespec="seconds")
-        _say(f"{one.id}  {one.state.value}  {one.event}  {one.job_id}  {at}  {one.tries} tries{said}")
+        _say(
+            f"{one.id}  {one.state.value}  {one.event}  {one.job_id}  {at}  {counted(one.tries, 'try', 'tries')}{said}"
+        )
 
 
 @webhooks.command()

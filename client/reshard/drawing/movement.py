@@ -11,7 +11,7 @@ from reshard.drawing import marks as svg
 from reshard.drawing.parts import Flow, Part, Side, counterpart, flows, overlaps, side_of
 from reshard.drawing.rows import MAX_ROWS, shown_axes
 from reshard.drawing.sheet import MARGIN, Sheet
-from reshard.errors import format_size
+from reshard.errors import counted, format_size
 
 if TYPE_CHECKING:
     from reshard.pictures import LayoutPicture, TensorPicture
@@ -71,7 +71,11 @@ def _draw_head(sheet: Sheet, tensor: TensorPicture, other: TensorPicture | None,
     else:
         sheet.add(svg.text(sheet.width - MARGIN, sheet.y, facts, ink="muted", anchor="end"))
     for side, shown in (("source", tensor), ("target", other)):
-        left = f"{shown.left_out:,} parts are not drawn" if shown is not None and shown.left_out else ""
+        left = (
+            f"{counted(shown.left_out, 'part is not drawn', 'parts are not drawn')}"
+            if shown is not None and shown.left_out
+            else ""
+        )
         if words := "; ".join(filter(None, ("" if shown is None else shown.cut, left))):
             _draw_line(sheet, f"{side}: {words}" if beside else words)
     if beside and other is None:
@@ -136,7 +140,7 @@ def _draw_holders(sheet: Sheet, held: Side, frame: _Frame, tip: tuple[float, flo
     """Draw the names of those that hold the parts, each with a block of its share."""
     column = _Column(held, frame)
     for group, name in enumerate(held.labels):
-        told = f"{name} holds {column.elements[group]:,} elements"
+        told = f"{name} holds {counted(column.elements[group], 'element')}"
         label = (frame.x + _NODE + 6, frame.width - _NODE - 6, "")
         sheet.add(_node(column, group, (frame.x, label), svg.group_colour(group), (name, told, tip)))
 
@@ -158,14 +162,14 @@ def _draw_bands(
             (end, *taken.next(flow.target, flow.elements)),
             svg.group_colour(flow.source),
         )
-        name = f"{flow.elements:,} elements: {sides[0].labels[flow.source]} to {sides[1].labels[flow.target]}"
+        name = f"{counted(flow.elements, 'element')}: {sides[0].labels[flow.source]} to {sides[1].labels[flow.target]}"
         sheet.add(svg.part(band, name, tip, focus=len(moved) <= 2 * MAX_ROWS))
     for group, name in enumerate(sides[0].labels):
-        told = f"{name} gives {given.elements[group]:,} elements"
+        told = f"{name} gives {counted(given.elements[group], 'element')}"
         label = (start - _NODE - 6, room - _NODE - 6, "end")
         sheet.add(_node(given, group, (start - _NODE, label), svg.group_colour(group), (name, told, tip)))
     for group, name in enumerate(sides[1].labels):
-        told = f"{name} takes {taken.elements[group]:,} elements"
+        told = f"{name} takes {counted(taken.elements[group], 'element')}"
         label = (end + _NODE + 6, room - _NODE - 6, "")
         sheet.add(_node(taken, group, (end, label), svg.REST_COLOUR, (name, told, tip)))
 

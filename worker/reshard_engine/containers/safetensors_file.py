@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, cast
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, counted, printable
 from reshard_engine.containers.bounded_json import parse_json
 from reshard_engine.containers.safetensors_layout import MAX_HEADER_BYTES, METADATA_KEY
 from reshard_engine.containers.source_file import CachedFile, SourceFile
@@ -53,7 +53,9 @@ def open_safetensors_file(file: SourceFile) -> SafetensorsFile:
     name = printable(file.name)
     cached = CachedFile(file)
     if file.size_bytes < _LENGTH_BYTES:
-        raise _bad("header_size", f"{name} has {file.size_bytes} bytes; the length of its header alone takes 8")
+        raise _bad(
+            "header_size", f"{name} has {counted(file.size_bytes, 'byte')}; the length of its header alone takes 8"
+        )
     length = int.from_bytes(cached.read(0, _LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES or length > file.size_bytes - _LENGTH_BYTES:
         raise _bad(

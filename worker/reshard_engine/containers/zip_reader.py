@@ -17,7 +17,7 @@ import struct
 import unicodedata
 from dataclasses import dataclass
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, counted, printable
 from reshard_engine.containers.source_file import CachedFile
 from reshard_engine.containers.zip_columns import COLUMNS_FROM, entries_in_columns
 from reshard_engine.containers.zip_format import (
@@ -121,12 +121,14 @@ def _end_record(cached: CachedFile) -> tuple[int, int, int]:
     """Offset, size and count of the central directory."""
     end = cached.size_bytes - _EOCD.size
     if end < 0:
-        raise _bad("bad_directory", cached, f"{cached.size_bytes} bytes are too few for an archive")
+        raise _bad(
+            "bad_directory", cached, f"{counted(cached.size_bytes, 'byte is', 'bytes are')} too few for an archive"
+        )
     magic, disk, cd_disk, here, count, size, offset, comment = _EOCD.unpack(cached.read(end, _EOCD.size))
     if magic != b"PK\x05\x06":
         raise SourceError(
             "zip.bad_directory",
-            f"{printable(cached.file.name)}: no end record at the end of its {cached.size_bytes} bytes",
+            f"{printable(cached.file.name)}: no end record at the end of its {counted(cached.size_bytes, 'byte')}",
             fix="the file is truncated or was appended to: copy it again",
         )
     if comment or disk or cd_disk or here != count:
@@ -156,7 +158,7 @@ def _central_entries(cached: CachedFile, data: bytes, offset: int, count: int) -
     at = 0
     for _ in range(count):
         if at + _CENTRAL.size > size:
-            raise _bad("bad_directory", cached, f"the directory ends after {len(found)} of {count} records")
+            raise _bad("bad_directory", cached, f"the directory ends after {len(found)} of {counted(count, 'record')}")
         fields = _CENTRAL.unpack_from(data, at)
         (magic, _, _, flags, method, _, _, crc, packed, length, *rest) = fields
         n_name, n_extra, n_comment, disk, _, mode, header = rest

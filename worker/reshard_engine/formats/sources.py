@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from reshard.errors import ReshardError, SourceError, listed, printable
+from reshard.errors import ReshardError, SourceError, counted, listed, printable
 from reshard.models import SourceChoices
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import Format
@@ -135,7 +135,7 @@ def find_checkpoint(location: Location, tag: str | None) -> Found:
     known = _tag_fix(below, listing) or _below_fix(location, below, listing)
     raise SourceError(
         "source.unknown_kind",
-        f"{printable(location.url)} holds no checkpoint of a known kind ({len(listing.files)} files, "
+        f"{printable(location.url)} holds no checkpoint of a known kind ({counted(len(listing.files), 'file')}, "
         f"directories: {_some(listing.directories)}){below.passed}",
         fix=known or "name the directory that holds `latest`, the rank files or the weights",
     )
@@ -154,7 +154,9 @@ def pointed_tag(location: Location, name: str) -> str | None:
 
 def _pointed(location: Location, listing: Listing, pointer: ObjectInfo, name: str) -> Found:
     if pointer.size_bytes > _POINTER_LIMIT_BYTES:
-        raise SourceError("checkpoint.bad_latest", f"`{name}` has {pointer.size_bytes} bytes; it holds one name")
+        raise SourceError(
+            "checkpoint.bad_latest", f"`{name}` has {counted(pointer.size_bytes, 'byte')}; it holds one name"
+        )
     if location.store.scheme == "file" and not is_within(canonical_url(pointer.path), location.url):
         # Its content becomes part of an error's text, so it must not be the content of another file.
         raise SourceError("checkpoint.bad_latest", f"`{name}` is a link to a file elsewhere")

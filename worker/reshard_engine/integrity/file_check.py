@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from reshard.errors import printable
+from reshard.errors import counted, printable
 from reshard.models import VerifyProblem
 from reshard_engine.integrity.digests import BLOCK_BYTES, BlockRun, TensorStream, block_count
 from reshard_engine.integrity.manifest import Manifest, ManifestFile, ManifestTensor
@@ -266,7 +266,7 @@ def size_problem(file: ManifestFile, info: ObjectInfo | None) -> VerifyProblem |
     if info is None:
         return _problem(file.path, "missing")
     if info.size_bytes != file.size_bytes:
-        return _problem(file.path, f"{info.size_bytes} bytes, the manifest says {file.size_bytes}")
+        return _problem(file.path, f"{counted(info.size_bytes, 'byte')}, the manifest says {file.size_bytes}")
     covered = 0
     for offset, length, _ in file.chunks:
         if offset != covered or length < 0:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from reshard.checkups import LEAST_FREE_BYTES, Finding, Health
-from reshard.errors import ReshardError, format_size, printable
+from reshard.errors import ReshardError, counted, format_size, printable
 from reshard.install import install_line
 from reshard_engine.execute.casts.kernels import DEVICE_VARIABLE, default_kernel
 from reshard_engine.execute.sinks.free_space import room_at
@@ -109,7 +109,9 @@ def _place(url: str, profile: str | None) -> Finding:
         if not is_local(url):
             listing = location.store.list_directory(location.path)
             count = len(listing.files) + len(listing.directories)
-            return Finding(subject, Health.OK, f"{printable(location.url)} can be listed: {count} entries")
+            return Finding(
+                subject, Health.OK, f"{printable(location.url)} can be listed: {counted(count, 'entry', 'entries')}"
+            )
     except ReshardError as error:
         return Finding.of_error(subject, error)
     return _directory(location.path)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from reshard.ensuring.local_checkpoints import RECORDS
-from reshard.errors import IntegrityError, JobError, RequestError, StorageError, printable
+from reshard.errors import IntegrityError, JobError, RequestError, StorageError, counted, printable
 from reshard.models import (
     ConvertRequest,
     ConvertResult,
@@ -390,7 +390,9 @@ class Conversion:
     def _overflows(self, executor: Executor) -> list[str]:
         became = "the largest number of" if self.plan.on_overflow is OverflowPolicy.SATURATE else "infinite in"
         lost = {c.fqn: c.overflowed for c in casts_of(executor.records) if c.overflowed}
-        return [f"{count} elements of {fqn} became {became} the narrower type" for fqn, count in lost.items()]
+        return [
+            f"{counted(count, 'element')} of {fqn} became {became} the narrower type" for fqn, count in lost.items()
+        ]
 
     def _manifest(self, executor: Executor, disagreements: Sequence[str]) -> Manifest:
         return build_manifest(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from reshard.errors import printable
+from reshard.errors import counted, printable
 from reshard_engine.pickles.nodes import (
     Global,
     Node,
@@ -172,5 +172,5 @@ def _text(node: Node, depth: int) -> str:
         shown = ", ".join(_text(i, depth + 1) for i in list(node.items)[:_SHOWN_ITEMS])
         return f"[{shown}{', ...' if len(node.items) > _SHOWN_ITEMS else ''}]"
     if is_mapping(node):
-        return f"a mapping of {len(_entries(node))} entries"
+        return f"a mapping of {counted(len(_entries(node)), 'entry', 'entries')}"
     return "a tensor" if isinstance(node, PTensor | PTensorRef) else kind_of(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, counted
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
@@ -72,7 +72,10 @@ def plan_conversion(
 
 def _strided_warning(checkpoint: Checkpoint) -> list[str]:
     count = len(checkpoint.shard_map.strides)
-    return [f"{count} tensors lie strided in their files: each unit that needs one reads all of it"] if count else []
+    if not count:
+        return []
+    strided = counted(count, "tensor lies strided in its file", "tensors lie strided in their files")
+    return [f"{strided}: each unit that needs one reads all of it"]
 
 
 def _source(checkpoint: Checkpoint) -> dict[str, object]:

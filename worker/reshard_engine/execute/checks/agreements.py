@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, counted, printable
 from reshard.models import ReplicaPolicy
 from reshard_engine.checkpoint import Agreement, Checkpoint
 from reshard_engine.execute.casts.kernels import default_kernel
@@ -65,7 +65,8 @@ def judge_agreements(checkpoint: Checkpoint, texts: Sequence[str | None], policy
         names = sorted({printable(a.fqn) for a, _ in fatal})
         raise SourceError(
             "checkpoint.disagreement",
-            f"{len(fatal)} of {len(found)} tensors that must agree do not, in {len(names)} parameters: {text}",
+            f"of {counted(len(found), 'tensor')} that must agree, {counted(len(fatal), 'differs', 'differ')}, "
+            f"in {counted(len(names), 'parameter')}: {text}",
             fix=agreement.fix or "the rules of tensor parallelism or the files are wrong: see --rules"
             if agreement.rounded
             else "--replicas first takes the lowest rank's copy; wrong rules of tensor parallelism look like this too",
@@ -111,4 +112,8 @@ def difference(checkpoint: Checkpoint, agreement: Agreement) -> str | None:
         if len(rows) and at < 0:
             at = begin + int(rows[0])
         differing += len(rows)
-    return f"{what}: {differing} of {other.numel} elements differ, the first is {at}" if differing else None
+    return (
+        f"{what}: of {counted(other.numel, 'element')}, {counted(differing, 'differs', 'differ')}, the first is {at}"
+        if differing
+        else None
+    )

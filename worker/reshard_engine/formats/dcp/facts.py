@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from reshard.dcp_options import Grammar
+from reshard.errors import counted
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
 from reshard_engine.pickles.rewrite import foreign_paths
@@ -125,11 +126,13 @@ class DcpFacts(FormatFacts):
 
     def own_state(self) -> Mapping[str | int, Node]:
         """Further models and optimizers, odd states, random states of a trainer, and its text files."""
-        own: dict[str | int, Node] = {place: f"{count} tensors" for place, count in self.places().items()}
+        own: dict[str | int, Node] = {place: f"{counted(count, 'tensor')}" for place, count in self.places().items()}
         states = Counter(state for held in self.odd_states.values() for state in held)
-        own |= {f"optimizer.state.*.{state}": f"of {count} parameters" for state, count in states.items()}
+        own |= {f"optimizer.state.*.{state}": f"of {counted(count, 'parameter')}" for state, count in states.items()}
         kinds = Counter((state, one.kind) for held in self.opaque_states.values() for state, one in held.items())
-        own |= {f"optimizer.state.*.{s}": f"{kind} of {count} parameters" for (s, kind), count in kinds.items()}
+        own |= {
+            f"optimizer.state.*.{s}": f"{kind} of {counted(count, 'parameter')}" for (s, kind), count in kinds.items()
+        }
         own |= {name: text.decode("utf-8", "replace") for name, text in self.texts.items()}
         if self.rank_states:
             own[RANK_STATES] = PList([mapping_of({**states}) for states in self.rank_states])

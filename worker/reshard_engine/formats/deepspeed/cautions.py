@@ -5,7 +5,7 @@ A warning is given only where it matters: if the target is cut in another way, o
 
 from __future__ import annotations
 
-from reshard.errors import listed
+from reshard.errors import counted, listed
 from reshard.models import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.facts import facts_of
@@ -41,7 +41,7 @@ def uncut(checkpoint: Checkpoint) -> str | None:
     names = [p.fqn for p in checkpoint.parameters if p.cut is None]
     if not names:
         return None
-    return f"unknown how tensor parallelism splits {len(names)} of {len(checkpoint.parameters)} parameters"
+    return f"unknown how tensor parallelism splits {len(names)} of {counted(len(checkpoint.parameters), 'parameter')}"
 
 
 def uncut_warnings(checkpoint: Checkpoint) -> list[str]:
@@ -75,9 +75,12 @@ def padding_changes(checkpoint: Checkpoint, rows: int | None, tp: int) -> list[s
     if bare:
         before = f"{data} in the source, which holds none of its run's padding"
     if missing > 0:
-        what = f"{missing} rows of zeros are added behind the vocabulary: {rows} rows, {before}"
+        more = counted(missing, "row of zeros is", "rows of zeros are")
+        what = f"{more} added behind the vocabulary: {rows} rows, {before}"
     elif missing < 0:
-        what = f"{-missing} rows of padding behind the vocabulary are cut off: {rows} rows, {before}"
+        behind = "of padding behind the vocabulary"
+        less = counted(-missing, f"row {behind} is", f"rows {behind} are")
+        what = f"{less} cut off: {rows} rows, {before}"
     else:
         return []
     return [f"{what}; {EFFECT_OF_PADDING}{'' if bare else _how_to_keep(checkpoint, data, tp)}"]

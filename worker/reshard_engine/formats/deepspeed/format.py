@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from reshard.choices import TargetFormat
-from reshard.errors import RequestError, listed
+from reshard.errors import RequestError, counted, listed
 from reshard.models import ConvertRequest, PossibleTarget
 from reshard.options import Options
 from reshard_engine.checkpoint import Checkpoint, Question
@@ -108,7 +108,8 @@ class DeepSpeed(Format):
         names = checkpoint.unexplained
         if not names:
             return sectioned(checkpoint, None) if checkpoint.world.get("tp", 1) > 1 else []
-        return [f"nothing says how {len(names)} parameters were cut over tensor-parallel ranks: {listed(names, 20)}"]
+        cut = counted(len(names), "parameter was cut", "parameters were cut")
+        return [f"nothing says how {cut} over tensor-parallel ranks: {listed(names, 20)}"]
 
     def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
         """The warning that nothing proves the order inside fused matrices; none where nothing was cut."""

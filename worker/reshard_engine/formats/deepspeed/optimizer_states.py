@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from reshard.errors import RequestError, listed, printable
+from reshard.errors import RequestError, counted, listed, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, ParamGroup, Scalar
 from reshard_engine.formats.deepspeed.configured_groups import configured_groups
@@ -65,7 +65,8 @@ def states_to_write(checkpoint: Checkpoint) -> list[str]:
     if narrow := [p.fqn for p in checkpoint.trained if "fp32" not in p.states]:
         raise RequestError(
             "request.unsatisfiable",
-            f"{len(narrow)} of {len(checkpoint.trained)} parameters have no fp32 masters ({listed(narrow)}): the run "
+            f"of {counted(len(checkpoint.trained), 'parameter')}, {counted(len(narrow), 'has', 'have')} no fp32 "
+            f"masters ({listed(narrow)}): the run "
             "trained in a narrower type, and DeepSpeed keeps masters in fp32",
             fix="write the weights alone: --to safetensors",
         )
@@ -116,7 +117,8 @@ def with_all_counters(checkpoint: Checkpoint) -> tuple[Checkpoint, list[str]]:
         replace(p, scalars=scalars.get(p.group, rest)) if p.never_updated else p for p in checkpoint.parameters
     )
     text = (
-        f"{len(idle)} parameters were never updated ({listed([p.fqn for p in idle])}): their moments are zeros, and "
+        f"{counted(len(idle), 'parameter was', 'parameters were')} never updated ({listed([p.fqn for p in idle])}): "
+        "moments are zeros, and "
         "ZeRO decays such parameters, which other optimizers leave alone"
     )
     return replace(checkpoint, parameters=parameters), [text]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from reshard.choices import NO_SCHEDULER
 from reshard.dcp_options import Grammar
-from reshard.errors import listed, printable
+from reshard.errors import counted, listed, printable
 from reshard.models import NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters, Parameter, Question, Undecided
 from reshard_engine.formats.dcp.facts import DcpFacts
@@ -262,8 +262,8 @@ class Assembly:
             if sum(o.has_rates(rates) for o in optimizers) == 1:
                 return fitting[0], ()
         text = (
-            f"it has {len(optimizers)} optimizers and {len(keys)} learning-rate schedulers, and the rates do not tell "
-            "which is this optimizer's"
+            f"it has {counted(len(optimizers), 'optimizer')} and {counted(len(keys), 'learning-rate scheduler')}, "
+            "and the rates do not tell which is this optimizer's"
         )
         return 0, (choose(Question.SCHEDULER, [*keys, NO_SCHEDULER], text),)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from reshard.choices import ParamOrder
-from reshard.errors import RequestError, SourceError, listed, printable
+from reshard.errors import RequestError, SourceError, counted, listed, printable
 from reshard_engine.checkpoint import ParamGroup, Question, Undecided
 from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
 from reshard_engine.formats.dcp.reader.metadata import KeyPath
@@ -336,7 +336,8 @@ class OptimizerEntries:
         if strangers := [key for key in self.states if key not in grouped]:
             raise SourceError(
                 "checkpoint.malformed",
-                f"the optimizer has states of {len(strangers)} parameters of no param group: {listed(strangers)}",
+                f"the optimizer has states of {counted(len(strangers), 'parameter')} of no param group: "
+                f"{listed(strangers)}",
                 fix="the model and the optimizer are of different saves: copy the checkpoint again",
             )
         if self.numbered:
@@ -386,7 +387,8 @@ class OptimizerEntries:
         """The names that the user listed in the optimizer's order."""
         found: dict[str, str] = {}
         if len(order) != len(numbers):
-            text = f"--param-order has {len(order)} names, and the optimizer has {len(numbers)} parameters"
+            own = counted(len(numbers), "parameter")
+            text = f"--param-order has {counted(len(order), 'name')}, and the optimizer has {own}"
             raise RequestError("request.invalid", text, fix="list each parameter of the optimizer once, in its order")
         for key, said in zip(numbers, order, strict=True):
             name, shape = names.of(said), self.shape_of(key)
@@ -416,7 +418,7 @@ def _fix_of(order: Order) -> str:
 
 def _no_names(numbers: Sequence[str], wanted: Sequence[Shape | None], tensors: int, order: Order) -> str:
     """A statement of why numbers have no names."""
-    head = f"the optimizer numbers its {len(numbers)} parameters"
+    head = f"the optimizer numbers its {counted(len(numbers), 'parameter')}"
     if order is not None:
         return f"{head}, and their shapes leave no way, or several, to name them in the order of --param-order {order}"
     counts = Counter(shape for shape in wanted if shape is not None)
@@ -502,7 +504,7 @@ def _joined(
     if missing := [n for n in names.values() if n not in rank]:
         raise RequestError(
             "request.invalid",
-            f"--param-order leaves out {len(missing)} parameters of the optimizer: {listed(missing)}",
+            f"--param-order leaves out {counted(len(missing), 'parameter')} of the optimizer: {listed(missing)}",
             fix="list each parameter of the optimizer once, in its order",
         )
     groups: dict[object, tuple[ParamGroup, list[str]]] = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from reshard.errors import SourceError, listed, printable
+from reshard.errors import SourceError, counted, listed, printable
 from reshard_engine.checkpoint import Counters
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
@@ -135,13 +135,15 @@ def _metadata_names(location: Location, there: Mapping[str, ObjectInfo]) -> list
         count = sum(n.endswith(SUFFIX) for n in there)
         raise SourceError(
             "checkpoint.incomplete",
-            f"{printable(location.url)} has {count} files *{SUFFIX} and no `{METADATA}`: the save did not finish",
+            f"{printable(location.url)} has {counted(count, 'file')} *{SUFFIX} and no `{METADATA}`: "
+            "the save did not finish",
             fix=f"resume from an older checkpoint; if the save did finish, {_COPY_AGAIN}",
         )
     if missing := [f"__{r}.metadata" for r in range(max(ranks) + 1) if r not in ranks]:
         raise SourceError(
             "checkpoint.incomplete",
-            f"each rank of this save wrote its own metadata, and {len(missing)} of them are missing: {listed(missing)}",
+            "each rank of this save wrote its own metadata, and "
+            f"{counted(len(missing), 'file is', 'files are')} missing: {listed(missing)}",
             fix="copy the files of all ranks into one directory",
         )
     return [ranks[r] for r in sorted(ranks)]
@@ -152,7 +154,8 @@ def _files_of(metadata: Metadata, location: Location, there: Mapping[str, Object
     if missing := [n for n in metadata.files if n not in there]:
         raise SourceError(
             "checkpoint.incomplete",
-            f"{len(missing)} of {len(metadata.files)} files that the metadata names are missing: {listed(missing)}",
+            f"the metadata names {counted(len(metadata.files), 'file')}, "
+            f"of which {counted(len(missing), 'is', 'are')} missing: {listed(missing)}",
             fix=_COPY_AGAIN,
         )
     file, offset, length = _all_records(metadata)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reshard.dcp_options import MissingMoments
-from reshard.errors import listed
+from reshard.errors import counted, listed
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
 from reshard_engine.formats.dcp.facts import DcpFacts, OpaqueTensor, facts_of
 from reshard_engine.formats.dcp.optimizers import STEP, begins_as_zeros, is_adam, keeps_like
@@ -144,7 +144,8 @@ class StateDict:
                 unknown += [p.fqn for p in self._checkpoint.members(number) if p.never_updated]
         if unknown:
             self.warnings.append(
-                f"{len(unknown)} parameters have no optimizer states, and nothing says which ones their optimizer "
+                f"{counted(len(unknown), 'parameter has', 'parameters have')} no optimizer states, and nothing says "
+                "which ones their optimizer "
                 f"begins with: {listed(unknown)}; loaders need allow_partial_load"
             )
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.errors import printable
+from reshard.errors import counted, printable
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.containers.opening import open_all
 from reshard_engine.containers.source_file import SourceFile
@@ -123,7 +123,10 @@ def read_weights(
 
 def _check_files(index: WeightIndex, files: WeightFiles, stem: str) -> None:
     if missing := [n for n in index.names_by_file if n not in files.named]:
-        raise index.bad(f"{len(missing)} of {len(index.names_by_file)} shards are missing: {printable(missing[0])}")
+        raise index.bad(
+            f"of {counted(len(index.names_by_file), 'shard')}, {counted(len(missing), 'is', 'are')} missing: "
+            f"{printable(missing[0])}"
+        )
     if unnamed := sorted(files.shards_of(stem) - index.names_by_file.keys()):
         raise index.bad(f"{printable(unnamed[0])} exists, but the index does not name it")
 
@@ -140,5 +143,5 @@ def _warnings(rest: Sequence[str], index: WeightIndex | None, total_bytes: int) 
         listed = ", ".join(printable(k, max_chars=64) for k in rest[:8])
         found.append(f"metadata of the weights files are not carried over: {listed}")
     if index is not None and index.total_bytes not in (None, total_bytes):
-        found.append(f"{index.name} says {index.total_bytes} bytes, the tensors have {total_bytes}")
+        found.append(f"{index.name} says {counted(index.total_bytes, 'byte')}, the tensors have {total_bytes}")
     return found

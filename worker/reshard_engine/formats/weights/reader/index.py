@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, counted, printable
 from reshard_engine.containers.bounded_json import parse_json
 from reshard_engine.storage.protocol import ObjectInfo, Store, read_bytes
 from reshard_engine.tensors.layout import MAX_NAME_BYTES
@@ -40,9 +40,12 @@ class WeightIndex:
         """
         wanted = self.names_by_file[file]
         if missing := sorted(wanted - held - aliases):
-            raise self.bad(f"{len(missing)} names of {printable(file)} are not in it, such as {printable(missing[0])}")
+            raise self.bad(
+                f"of the names of {printable(file)}, {counted(len(missing), 'is', 'are')} not in it, "
+                f"such as {printable(missing[0])}"
+            )
         if extra := sorted(held - wanted):
-            raise self.bad(f"{printable(file)} holds {len(extra)} names more, such as {printable(extra[0])}")
+            raise self.bad(f"{printable(file)} holds {counted(len(extra), 'name')} more, such as {printable(extra[0])}")
 
     def bad(self, text: str) -> SourceError:
         """The error for a wrong index."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, counted, printable
 from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerState, Parameter, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import TorchFile
@@ -236,7 +236,8 @@ class _Assembly:
             found.append("the checkpoint has no optimizer states: it was saved before the first step")
         if averaged := list(self._joiner.averaged):
             found.append(
-                f"{len(averaged)} parameters are the mean of {self._run.tp} tensor-parallel copies, as "
+                f"{counted(len(averaged), 'parameter is', 'parameters are')} the mean of {self._run.tp} "
+                "tensor-parallel copies, as "
                 f"{AVERAGED} says, weights and moments: where copies differ, the mean equals none of them "
                 f"({', '.join(map(printable, averaged[:4]))}{', ...' if len(averaged) > 4 else ''})"
             )

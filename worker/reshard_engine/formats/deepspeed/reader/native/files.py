@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from reshard.errors import SourceError, printable
+from reshard.errors import SourceError, counted, printable
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.deepspeed.reader.native.split_files import joined_parts, whole_copy
 from reshard_engine.integrity.manifest import MANIFEST_NAME
@@ -158,7 +158,7 @@ def _joined(store: Store, files: Iterable[ObjectInfo]) -> list[SourceFile]:
         else:
             raise SourceError(
                 "checkpoint.incomplete",
-                f"{printable(name)} is split into {count} parts, missing: {missing[:8]}",
+                f"{printable(name)} is split into {counted(count, 'part')}, missing: {missing[:8]}",
                 fix=f"copy the missing parts, such as {printable(name)}-{missing[0] if missing else 0}.{count}",
             )
     return list(whole.values())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
-from reshard.errors import RequestError, SourceError, printable
+from reshard.errors import RequestError, SourceError, counted, printable
 
 _MANY = 2
 _LIST = "list each parameter of the optimizer once, in its order"
@@ -92,7 +92,8 @@ def names_as_said(
     """
     shapes, wanted = dict(candidates), [shape for group in groups for shape in group]
     if len(names) != len(wanted) or len(set(names)) != len(names):
-        text = f"--param-order has {len(set(names))} names, and the optimizer has {len(wanted)} parameters"
+        own = counted(len(wanted), "parameter")
+        text = f"--param-order has {counted(len(set(names)), 'name')}, and the optimizer has {own}"
         raise RequestError("request.invalid", text, fix=_LIST)
     for number, (name, shape) in enumerate(zip(names, wanted, strict=True)):
         held = shapes.get(name)

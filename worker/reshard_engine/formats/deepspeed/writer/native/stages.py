@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, counted, printable
 from reshard.options import NativeLayout
 
 MAX_LAYERS = 4_096
@@ -47,7 +47,9 @@ def boundaries(
         return _explicit(method, layout.pp, last)
     if layout.pp > count:
         raise RequestError(
-            "request.unsatisfiable", f"{layout.pp} pipeline stages for {count} layers", fix=f"--pp {count} or less"
+            "request.unsatisfiable",
+            f"{layout.pp} pipeline stages for {counted(count, 'layer')}",
+            fix=f"--pp {count} or less",
         )
     if method == "uniform":
         if layout.pipeline_layers is None:
