@@ -487,6 +487,10 @@ def test_no_spelling_leads_out_of_the_roots(tmp_path: Path) -> None:
         "s3a://bucket/some/../ck",
         "s3n://bucket/something/ck",
         "s3://bucket/some/ck?versionId=1",
+        "s3://bucket/some%2f..%2fother/ck",
+        "s3://bucket/%73ome/ck",
+        "s3://bucket%2fsome/ck",
+        "gs://bucket/some/%2e%2e/ck",
         "memory://ck",
     ]
     extra = {"RESHARD_ROOTS": f"{root},s3://bucket/some", "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}

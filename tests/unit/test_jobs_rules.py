@@ -48,6 +48,11 @@ def test_every_phase_has_a_state() -> None:
         "file:///x?y/../z",
         "file:///x#y",
         "file:///x/%2e%2e/y",
+        "s3://b%2fteam/x",
+        "s3://%62/x",
+        "gs://b/x%2fy",
+        "abfs://b/team/%2E%2E/x",
+        "sftp://b/x%00",
         "file://localhost",
         "s3://b/x?versionId=1",
         "s3://b/x#y",
@@ -70,6 +75,18 @@ def test_every_phase_has_a_state() -> None:
 def test_urls_with_several_readings_are_refused(url: str) -> None:
     with pytest.raises(RequestError, match=r"request\.invalid"):
         normalized_url(url)
+
+
+@pytest.mark.parametrize(
+    "key", ["%2e%2e/other", "%2e%2e%2fother", "x%2f..%2f..%2fother", "%00", "%25", "100%", "%zz/x"]
+)
+def test_an_escape_in_a_key_is_the_name_that_it_is(key: str) -> None:
+    roots = Roots.parse("s3://bucket/team")
+    assert roots.allowed(f"S3://bucket/team/{key}") == f"s3://bucket/team/{key}"
+    for root in ("s3://bucket/t%65am", "s3://bucket/team%2fin", "s3://bucket%2fteam"):
+        with pytest.raises(RequestError):
+            roots.allowed(f"{root}/x")
+    assert Roots.parse("/data").allowed(f"/data/{key}") == f"/data/{key}"
 
 
 def test_roots_compare_components(tmp_path: Path) -> None:

@@ -15,6 +15,10 @@ LOCAL_SCHEMES = ("file", "local")
 _ALIASES = {"s3a": "s3", "s3n": "s3"}
 _HOSTS = ("", "localhost")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_LITERAL = frozenset({"s3", "mem"})
+"""Schemes whose keys hold `%` as any other character: our own stores, and fsspec's and the AWS tools' S3. `%2e%2e` is a
+name of six characters there, and leads nowhere."""
+_PERCENT = re.compile("%[0-9A-Fa-f]{2}")
 
 
 def scheme_of(url: str) -> str:
@@ -33,7 +37,8 @@ def canonical_url(url: str) -> str:
     """The canonical spelling of a URL.
 
     A local path becomes absolute, without a scheme, and with every symbolic link resolved. Any other URL has its scheme
-    in lower case and has no empty, `.` or `..` segment.
+    in lower case and has no empty, `.` or `..` segment. No escape is decoded: in paths and in keys of S3 a `%` is a
+    character, and where programs differ about it, it is refused.
 
     Raises:
         RequestError: `request.invalid` for a URL that two parsers could read in two ways.
@@ -51,6 +56,13 @@ def canonical_url(url: str) -> str:
     if any(mark in rest for mark in ("?", "#", "::", "\\")):
         # A parser that reads queries, fragments or fsspec's chains in another way would open another location.
         raise RequestError("request.invalid", f"{printable(url)} is not a plain URL", fix="write s3://bucket/path")
+    bucket, _, key = rest.partition("/")
+    if "%" in bucket or (scheme_of(url) not in _LITERAL and _PERCENT.search(key)):
+        raise RequestError(
+            "request.invalid",
+            f"{printable(url)} has a % escape, which not all programs read in one way",
+            fix="write the characters themselves, such as s3://bucket/path",
+        )
     return f"{scheme_of(url)}://{rest}"
 
 
