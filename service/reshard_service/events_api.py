@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 from sse_starlette.event import ServerSentEvent
 from sse_starlette.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
@@ -21,9 +24,6 @@ from reshard_service.context import Context, ServiceContext
 from reshard_service.documented import EVENTS, problems
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
-
-_RECHECK_S = 5.0
-"""Seconds for which a stream goes on after its token was revoked, and until the job's next event."""
 
 
 @router.get(
@@ -65,7 +65,7 @@ async def events(
 async def _stream(
     context: ServiceContext, caller: Principal, key: str, seq: int, page: JobEventPage
 ) -> AsyncIterator[ServerSentEvent]:
-    checked_at = time.monotonic()
+    recheck_s, checked_at = context.settings.recheck_s, time.monotonic()
     with context.feed.watch(key, page.events[-1].seq if page.events else seq) as watch:
         while True:
             for event in page.events:
@@ -73,11 +73,17 @@ async def _stream(
                 yield ServerSentEvent(data=event.model_dump_json(), event=event.kind, id=str(event.seq))
             if page.done:
                 return
-            page = await watch.after(seq)
-            if time.monotonic() - checked_at > _RECHECK_S:
-                if not await context.identity.still_valid(caller):
-                    return
+            page = JobEventPage(events=(), done=False)
+            with suppress(TimeoutError):
+                # Also when no event comes.
+                async with asyncio.timeout(max(0.0, checked_at + recheck_s - time.monotonic())):
+                    page = await watch.after(seq)
+            if time.monotonic() - checked_at >= recheck_s:
                 checked_at = time.monotonic()
+                # While the database is away no event comes; who may read is asked again later.
+                with suppress(DBAPIError, PoolTimeout):
+                    if not await context.identity.still_valid(caller):
+                        return
 
 
 def _sequence(text: str) -> int:

@@ -91,6 +91,7 @@ class ServiceSettings(EnvironmentSettings):
         probes: How many probes may run at once.
         poll_s: Seconds between two looks at all jobs that requests wait for.
         ping_s: Pause between two pings of an event stream.
+        recheck_s: Seconds after which an event stream ends whose token was revoked.
         max_body_bytes: Largest request body.
         head_s: How long a client of `reshard serve` may take to send the head of a request.
         body_s: How long a client may take to send the body of a request.
@@ -122,6 +123,7 @@ class ServiceSettings(EnvironmentSettings):
     probes: int = 2
     poll_s: Seconds = 0.25
     ping_s: int = 15
+    recheck_s: Seconds = 5.0
     max_body_bytes: int = 1 << 20
     head_s: Seconds = Field(default=10.0, validation_alias="RESHARD_HEAD_S")
     body_s: Seconds = Field(default=30.0, validation_alias="RESHARD_BODY_S")

@@ -147,7 +147,6 @@ def test_a_stream_ends_after_its_token_was_revoked(api: Api) -> None:
         lines = stream.iter_lines()
         assert next(lines).startswith("id")
         api.ask("DELETE", f"/v1/tokens/{token_id}")
-        time.sleep(5.5)
-        api.ask("POST", f"/v1/jobs/{job}/cancel")
-        rest = "\n".join(lines)
-    assert "CANCELLED" not in rest
+        rest = "\n".join(lines)  # it ends although nothing happens to the job
+    assert "PLANNING" not in rest
+    assert api.ask("GET", f"/v1/jobs/{job}").json()["state"] == "QUEUED"
