@@ -182,7 +182,7 @@ def test_long_tables_are_cut_and_counted() -> None:
     many = report.model_copy(update={"differences": (one,) * (MAX_ROWS + 7)})
     page = _checked(many._repr_html_())
     assert "... and 7 more" in page.words
-    assert f"{MAX_ROWS + 7} differences" in page.words
+    assert f"different: {MAX_ROWS + 7} tensors differ" in page.words
     assert DifferenceKind(one.kind).value in page.words
 
 

@@ -293,7 +293,8 @@ def test_a_tag_that_is_no_checkpoint_is_not_the_fault_of_a_service(tmp_path: Pat
         ("the weights alone: --to safetensors", "the weights alone: reshard convert S DST --to safetensors"),
         ("--zero-stage 1, or 2", None),
         ("--to zero", None),
-        ("--memory-limit 12MiB", "reshard convert S DST --to zero --dp 2 --memory-limit 12MiB"),
+        ("--part-size 12MiB", "reshard convert S DST --to zero --dp 2 --part-size 12MiB"),
+        ("--memory-limit 12MiB", "--memory-limit 12MiB"),
         ("see docs/rules.md: --rules FILE", None),
         ("to list them: reshard inspect S --tensors", None),
         (
