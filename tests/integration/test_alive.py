@@ -12,8 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from celery import Celery
 
 from reshard.models import JobState
+from reshard_jobs.doorbell import DOORBELL_QUEUE
+from reshard_worker.alive import LOOP_S
 from servers.redis import redis_server
 from servers.scripted import scripted
 from servers.stack import Stack, client_of, pause, resume
@@ -87,6 +90,46 @@ def test_a_worker_without_its_broker_is_alive(
         for _ in range(5):
             assert probe(tmp, limit_s=4.0).returncode == 0
             time.sleep(1)
+
+
+CONTROLLED = """
+import sys
+if "-m" in sys.orig_argv and "celery" in sys.orig_argv:
+    from celery.worker.consumer.control import Control
+    Control.include_if = lambda self, consumer: True
+"""
+"""A worker whose consumption a test can stop, as a fault of Celery or of its transport would."""
+
+
+@pytest.mark.timeout(120)
+def test_a_worker_that_takes_no_messages_is_not_alive(
+    make_stack: Callable[[str], Stack], tmp_path: Path, server_directory: Path
+) -> None:
+    stack = make_stack("celery")
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(CONTROLLED)
+    stack.extra = {"TMPDIR": str(tmp), "PYTHONPATH": str(tmp_path)}
+    with redis_server(server_directory / "deaf") as broker, Celery(broker=broker) as operator:
+        stack.broker_url = broker
+        with stack.api() as url, client_of(url) as client, stack.worker():
+            assert probe(tmp).returncode == 0
+            wait_until(lambda: len(client.workers()) == 1)
+            operator.control.cancel_consumer(DOORBELL_QUEUE, reply=True, timeout=5.0)
+            wait_until(lambda: probe(tmp).returncode == 1)
+            assert "takes no messages" in probe(tmp).stdout
+            wait_until(lambda: not client.workers())
+            operator.control.add_consumer(DOORBELL_QUEUE, reply=True, timeout=5.0)
+            wait_until(lambda: probe(tmp).returncode == 0)
+            wait_until(lambda: len(client.workers()) == 1)
+            # A worker that waits for the end of its job takes none either, and is alive.
+            job = client.submit(scripted(units=400, unit_s=0.05), str(tmp_path / "out"), to="universal")
+            wait_until(lambda: client.get(job.id).state is JobState.RUNNING)
+            time.sleep(2 * LOOP_S)
+            assert probe(tmp).returncode == 0
+            assert len(client.workers()) == 1
+            client.cancel(job.id)
+            assert client.wait(job.id, timeout_s=30).state is JobState.CANCELLED
 
 
 def test_no_worker_is_no_live_worker(tmp_path: Path) -> None:

@@ -220,6 +220,47 @@ def test_a_worker_outlives_what_is_no_message(service: Service) -> None:
     assert service.broker.hlen("unacked") == 0
 
 
+def test_nobody_controls_a_worker_through_the_broker(service: Service) -> None:
+    with service.stack.worker(UNHURRIED) as worker:
+        with Celery(broker=service.stack.broker_url) as sender:
+            sender.control.cancel_consumer(DOORBELL_QUEUE)
+            sender.control.pool_shrink(1)
+            sender.control.broadcast("shutdown")
+            assert sender.control.ping(timeout=1.0) == []
+        for number in range(2):
+            assert service.ended(service.submit(f"out{number}", units=1)).state is JobState.SUCCEEDED
+        assert worker.popen.poll() is None
+
+
+DELAYING = (
+    {"eta": "2100-01-01T00:00:00+00:00"},
+    {"expires": "2000-01-01T00:00:00+00:00"},
+    {"expires": "2100-01-01T00:00:00+00:00", "eta": "2099-01-01T00:00:00+00:00", "retries": 5},
+    {"timelimit": [0.01, 0.01]},
+)
+"""Headers with which Celery puts a message off, drops it, or ends the process that works for it."""
+
+
+@pytest.mark.parametrize("headers", DELAYING, ids=[" ".join(headers) for headers in DELAYING])
+def test_a_forged_message_rings_like_any_other(service: Service, headers: dict[str, Any]) -> None:
+    """It waits while a job is submitted, so nobody rings for that job once more."""
+    with service.stack.worker(UNHURRIED) as worker:
+        first = service.submit("first", units=40, unit_s=0.05)
+        while service.store.get(first.id).state is not JobState.RUNNING:
+            assert worker.popen.poll() is None
+            time.sleep(0.02)
+        before = _pool_processes(worker)
+        named = {"lang": "py", "task": DOORBELL_TASK, "id": "i", "root_id": "i", "retries": 0}
+        service.broker.delete(DOORBELL_QUEUE)
+        service.broker.lpush(DOORBELL_QUEUE, _message(headers={**named, **headers}))
+        second = service.submit("second", units=4, unit_s=0.05)
+        assert service.ended(first).state is JobState.SUCCEEDED
+        assert service.ended(second, timeout_s=20).state is JobState.SUCCEEDED
+        assert service.store.get(second.id).attempt == 1
+        assert _pool_processes(worker) == before
+        assert service.broker.hlen("unacked") == 0
+
+
 SLOW_START = """
 import sys, time
 if any("billiard" in word for word in sys.orig_argv):

@@ -54,7 +54,8 @@ class Sign:
 
 
 LOOP = Sign(".loop")
-"""The loop of Celery's main process, which takes messages. Its text is `away` while it waits for the broker."""
+"""The loop of Celery's main process, which takes messages. Its text is `away` while it waits for the broker, and `deaf`
+while it takes no messages from a broker that is there; the time is then that of the change."""
 JOB = Sign(".job")
 """The loop of the supervisor, while it has a job."""
 
@@ -77,18 +78,29 @@ def prepare(name: str) -> str:
 
 def problem_of(base: str, limit_s: float = LIMIT_S) -> str | None:
     """The reason why a worker does not count as alive; None if it does."""
-    found: dict[str, tuple[float, str]] = {}
-    for ending in (".loop", ".job"):
-        with suppress(FileNotFoundError):
-            path = Path(base + ending)
-            found[ending] = (time.time() - path.stat().st_mtime, path.read_text())
-    if ".loop" not in found:
+    loop, job = _read(base + ".loop"), _read(base + ".job")
+    if loop is None:
         return f"no worker has written {base}.loop"
-    age_s, text = found[".loop"]
+    age_s, text = loop
+    if text == "deaf" and age_s > limit_s:
+        return f"it takes no messages from the broker, for {age_s:.0f} s now"
     if text != "away" and age_s > limit_s:
         return f"its loop has not run for {age_s:.0f} s"
-    if ".job" in found and found[".job"][0] > limit_s:
-        return f"the supervisor of its job has not run for {found['.job'][0]:.0f} s"
+    if job is not None and job[0] > limit_s:
+        return f"the supervisor of its job has not run for {job[0]:.0f} s"
+    return None
+
+
+def hears() -> bool:
+    """True unless the main process of this worker takes no messages, or its loop hangs."""
+    loop = _read(os.environ.get(VARIABLE, "") + ".loop")
+    return loop is None or loop[1] == "away" or (loop[1] != "deaf" and loop[0] <= LIMIT_S)
+
+
+def _read(path: str) -> tuple[float, str] | None:
+    """The age of a sign in seconds and its text; None if there is none."""
+    with suppress(OSError):
+        return time.time() - Path(path).stat().st_mtime, Path(path).read_text()
     return None
 
 

@@ -29,11 +29,12 @@ from celery.signals import (
     worker_ready,
     worker_shutdown,
 )
+from celery.worker import state
 
 from reshard_engine.lifetime import die_with_parent
 from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
 from reshard_jobs.logs import as_json, configure_logs
-from reshard_worker.alive import JOB, LOOP, LOOP_S
+from reshard_worker.alive import JOB, LOOP, LOOP_S, hears
 from reshard_worker.doorbell_transport import install
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ app.conf.update(
     worker_proc_alive_timeout=_PROCESS_START_S,
     worker_max_memory_per_child=_PROCESS_KIB,
     worker_send_task_events=True,
+    # Whoever reaches the broker could stop workers, or end their consumption, without a trace in the job database.
+    worker_enable_remote_control=False,
     worker_enable_soft_shutdown_on_idle=False,
     worker_hijack_root_logger=True,
     broker_transport_options={"visibility_timeout": 86400, "health_check_interval": 25, "socket_keepalive": True},
@@ -93,7 +96,18 @@ class SignOfLife(bootsteps.StartStopStep):
     def start(self, parent: Any) -> None:
         """Begin to give signs. Celery forgets the timers of a loop that ends."""
         LOOP.give("runs")
-        parent.timer.call_repeatedly(LOOP_S, LOOP.give)
+        deaf = False
+
+        def give() -> None:
+            nonlocal deaf
+            was_deaf, deaf = deaf, not _takes_messages(parent)
+            if not deaf:
+                LOOP.give("runs")
+            elif not was_deaf:
+                LOOP.give("deaf")
+                logger.error("this worker takes no messages from the broker, though it is connected to it")
+
+        parent.timer.call_repeatedly(LOOP_S, give)
 
     def stop(self, parent: Any) -> None:
         """Say that the loop waits for the broker, or that the worker stops: both take their time."""
@@ -101,6 +115,14 @@ class SignOfLife(bootsteps.StartStopStep):
 
 
 cast("Any", app.steps)["consumer"].add(SignOfLife)
+
+
+def _takes_messages(consumer: Any) -> bool:
+    """True if Celery's consumer waits for the next message, or for the end of the work for the last one."""
+    tasks = consumer.task_consumer
+    if tasks is None or not tasks.consuming_from(DOORBELL_QUEUE):
+        return False
+    return bool(state.reserved_requests) or tasks.channel.qos.can_consume()
 
 
 @setup_logging.connect
@@ -288,7 +310,8 @@ def _show_presence() -> None:
 
     while not _presences:
         try:
-            presence = Presence(_nodes(), worker_name("celery"), interval_s=JobSettings.from_env().heartbeat_s)
+            interval_s = JobSettings.from_env().heartbeat_s
+            presence = Presence(_nodes(), worker_name("celery"), interval_s=interval_s, alive=hears)
             presence.start()
             _presences.append(presence)
         except (DBAPIError, ReshardError) as error:

@@ -6,6 +6,7 @@ Another worker tries such a job. A worker on which several jobs in a row fail in
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from sqlalchemy.exc import DBAPIError
 
@@ -102,11 +103,15 @@ class Presence:
         nodes: The workers of the job database.
         worker: The name of this worker.
         interval_s: Seconds between two messages.
+        alive: Tells if the worker would take a job; while it says no, nothing is said.
     """
 
-    def __init__(self, nodes: Nodes, worker: str, *, interval_s: float) -> None:
+    def __init__(
+        self, nodes: Nodes, worker: str, *, interval_s: float, alive: Callable[[], bool] = lambda: True
+    ) -> None:
         self._nodes = nodes
         self._worker = worker
+        self._alive = alive
         self._thread = PeriodicThread(self._say, interval_s=interval_s, name="presence")
 
     def start(self) -> None:
@@ -122,6 +127,8 @@ class Presence:
             logger.warning("the end of this worker could not be recorded: %s", error)
 
     def _say(self) -> None:
+        if not self._alive():
+            return
         try:
             self._nodes.seen(self._worker)
         except DBAPIError as error:
