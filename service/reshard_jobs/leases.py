@@ -7,6 +7,7 @@ A claim is one conditional UPDATE. Every later write of an owner carries the con
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,7 @@ from reshard_jobs.transitions import change, move
 FULL = frozenset({"storage.no_space", "storage.no_room"})
 """Codes of a store without room. What the job left there is discarded at once: it may be what fills the store."""
 _NEXT_CANDIDATES = 8
+_ENDED: Mapping[str, Any] = {"finished_at": db_now(), "lease_until": None}
 _ACTIVE = [state.value for state in ACTIVE]
 _CONVERTS = JobRow.kind == JobKind.CONVERT.value
 _HAS_PLANS = select(PlanRow.digest).where(PlanRow.job_id == JobRow.id).correlate(JobRow).exists()
@@ -226,10 +228,7 @@ class Leases:
 
         Its files are kept for a retry, unless the target's store is full.
         """
-        full = problem.code in FULL
-        later = case((and_(_CONVERTS, _HAS_PLANS), db_now() + (0.0 if full else self._keep_failed_s)))
-        values: dict[str, Any] = {"error": problem_json(problem), "discard_at": later, "discard_asked": int(full)}
-        return self._end(claim, JobState.FAILED, **values)
+        return self._end(claim, JobState.FAILED, **failure(problem, keep_failed_s=self._keep_failed_s))
 
     def cancelled(self, claim: JobClaim, problem: ReshardError | None = None) -> bool:
         """Record that the job was stopped, and cleaned up unless there was a problem. False if the lease was lost."""
@@ -256,16 +255,8 @@ class Leases:
             left = JobRow.attempt - JobRow.releases < JobRow.max_attempts
             row = _requeue(session, claim, left, not_before=db_now() + delay_s, error=problem_json(problem))
             if row is None:
-                row = move(
-                    session,
-                    claim.job_id,
-                    JobState.FAILED,
-                    *_fence(claim),
-                    error=problem_json(exhausted(claim.own_attempts, problem)),
-                    finished_at=db_now(),
-                    lease_until=None,
-                    discard_at=case((_CONVERTS, db_now() + self._keep_failed_s)),
-                )
+                ending = failure(exhausted(claim.own_attempts, problem), keep_failed_s=self._keep_failed_s)
+                row = move(session, claim.job_id, JobState.FAILED, *_fence(claim), **ending)
             return _left(session, claim, row)
 
     def release(self, claim: JobClaim) -> bool:
@@ -282,8 +273,7 @@ class Leases:
         self, claim: JobClaim, state: JobState, *, share: WorkShare | None = None, clean: bool = False, **values: Any
     ) -> bool:
         with self._database.write() as session:
-            ending = {"finished_at": db_now(), "lease_until": None, **values}
-            row = move(session, claim.job_id, state, *_fence(claim), **ending)
+            row = move(session, claim.job_id, state, *_fence(claim), **{**_ENDED, **values})
             if row is not None and (clean or row.discard_at is None):
                 forget_plans(session, claim.job_id)
             return _left(session, claim, row, share)
@@ -321,6 +311,16 @@ def exhausted(attempts: int, last: ReshardError | None = None) -> JobError:
         fix="look at the worker's log for the cause, then submit the job again: finished work is kept",
         details=details,
     )
+
+
+def failure(problem: ReshardError, *, keep_failed_s: float) -> dict[str, Any]:
+    """The columns of a job that fails for good with this error, whoever records it.
+
+    What its attempts wrote is kept for a retry for `keep_failed_s` seconds, unless the store is full: then it goes now.
+    """
+    full = not FULL.isdisjoint((problem.code, problem.details.get("last_error", {}).get("code")))
+    later = case((and_(_CONVERTS, _HAS_PLANS), db_now() + (0.0 if full else keep_failed_s)))
+    return {**_ENDED, "error": problem_json(problem), "discard_at": later, "discard_asked": int(full)}
 
 
 def problem_json(problem: ReshardError) -> str:

@@ -15,12 +15,12 @@ from sqlalchemy import ColumnElement, case, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from reshard.errors import JobError, from_problem
+from reshard.errors import JobError, ReshardError, from_problem
 from reshard.models import JobKind, JobState, Problem
 from reshard_jobs.database import Database
 from reshard_jobs.discards import discard_waits
 from reshard_jobs.helpers import help_wanted
-from reshard_jobs.leases import exhausted, owners_left, problem_json, work_waits
+from reshard_jobs.leases import exhausted, failure, owners_left, work_waits
 from reshard_jobs.refusals import last_refused_at, others_may_try, somebody_lives
 from reshard_jobs.retention import Retention
 from reshard_jobs.states import ACTIVE
@@ -122,16 +122,14 @@ class Reaper:
                     owners_left(session, row.id)
                     requeued.append(row.id)
                 continue
-            last = from_problem(Problem.model_validate_json(row.error).model_dump()) if row.error else _silent()
-            error = problem_json(exhausted(row.attempt - row.releases, last))
+            error = exhausted(row.attempt - row.releases, _last_error(row))
             if self._fail(session, row.id, error, *seen):
                 owners_left(session, row.id)
                 failed.append(row.id)
         return tuple(requeued), tuple(failed)
 
-    def _fail(self, session: Session, job_id: str, error: str, *conditions: ColumnElement[bool]) -> bool:
-        later = case((JobRow.kind == JobKind.CONVERT.value, db_now() + self._retention.keep_failed_s))
-        ending = {"error": error, "finished_at": db_now(), "lease_until": None, "discard_at": later}
+    def _fail(self, session: Session, job_id: str, problem: ReshardError, *conditions: ColumnElement[bool]) -> bool:
+        ending = failure(problem, keep_failed_s=self._retention.keep_failed_s)
         return move(session, job_id, JobState.FAILED, *conditions, **ending) is not None
 
     def _fail_untried(self, session: Session) -> tuple[str, ...]:
@@ -144,7 +142,7 @@ class Reaper:
             row.id
             for row in found
             if not others_may_try(session, row.id, lease_s=_RESTART_LEASES * self._lease_s)
-            and self._fail(session, row.id, row.error or problem_json(_silent()), *waiting)
+            and self._fail(session, row.id, _last_error(row), *waiting)
         )
 
     def _end_lost_helpers(self, session: Session) -> None:
@@ -174,5 +172,8 @@ class Reaper:
         )
 
 
-def _silent() -> JobError:
+def _last_error(row: JobRow) -> ReshardError:
+    """The error of the last attempt that recorded one; without one, its worker fell silent."""
+    if row.error:
+        return from_problem(Problem.model_validate_json(row.error).model_dump())
     return JobError("job.lost", "the worker stopped renewing its lease")

@@ -15,13 +15,15 @@ import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from house.database_time import let_pass
-from reshard.errors import JobError, ReshardError
+from reshard.errors import JobError, ReshardError, from_problem
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.discards import Discards
 from reshard_jobs.leases import Leases
+from reshard_jobs.nodes import Nodes
 from reshard_jobs.reaper import Reaper
+from reshard_jobs.retention import Retention
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.store import JobStore
 from reshard_worker.settings import WorkerSettings
@@ -207,6 +209,45 @@ def test_a_full_store_is_freed_at_once(
     place.submit(sources[1], "elsewhere")
     assert place.worker.run_next() is Outcome.DISCARDED, "before the next job, which would find no room either"
     assert place.look() == []
+
+
+def test_a_full_store_is_freed_at_once_when_nobody_is_left_to_try(
+    place: Place, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner hands the job over, the other worker goes, and the reaper fails the job."""
+    monkeypatch.setenv("FAIL_WITH", "storage.no_space")
+    nodes = Nodes(place.database, lease_s=2.0)
+    nodes.seen("test")
+    nodes.seen("other")
+    place.leases.lease_s = 600.0  # however long the engine takes, the other worker is there
+    job = place.submit(sources[0])
+    assert place.worker.run_next() is Outcome.HANDED_OVER
+    assert place.strays()
+    nodes.leave("other")
+    let_pass(place.database, 10.0)
+    nodes.seen("test")
+    reaper = Reaper(place.database, lease_s=2.0, retention=Retention(keep_failed_s=KEEP_S))
+    swept = reaper.sweep()
+    assert swept.failed == (job.id,)
+    assert swept.work_waits, "somebody is woken for it"
+    assert place.worker.run_next() is Outcome.DISCARDED
+    assert place.look() == []
+
+
+def test_a_full_store_is_freed_at_once_when_all_attempts_are_lost(place: Place, sources: tuple[Path, Path]) -> None:
+    """The last worker that said anything found the store full, and was then lost with the attempts that were left."""
+    job = place.submit(sources[0])
+    claim = place.leases.claim(job.id, worker="one")
+    assert claim is not None
+    assert place.leases.record_plan(claim, "a plan")
+    assert place.leases.retry(claim, from_problem({"code": "storage.no_space", "detail": "full"}), delay_s=0.0)
+    reaper = Reaper(place.database, lease_s=2.0, retention=Retention(keep_failed_s=KEEP_S))
+    for _ in range(2):
+        assert place.leases.claim(job.id, worker="two") is not None
+        let_pass(place.database, 2.2)
+        swept = reaper.sweep()
+    assert swept.failed == (job.id,)
+    assert place.discards.pending(due=True) == [job.id]
 
 
 def test_another_source_takes_the_target_of_a_failed_job_over(place: Place, sources: tuple[Path, Path]) -> None:
