@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, create_engine, event
@@ -62,10 +65,41 @@ def for_reading(engine: Engine) -> Engine:
     return engine.execution_options(sqlite_begin="BEGIN DEFERRED")
 
 
+def file_of(engine: Engine) -> Path | None:
+    """The file of a SQLite database; None for any other database, and for one in memory."""
+    name = engine.url.database
+    if not is_sqlite(engine) or not name or name == ":memory:" or name.startswith("file:"):
+        return None
+    return Path(name).absolute()
+
+
+def make_private(path: Path) -> None:
+    """Let nobody but the owner read a file that exists; a file of another owner stays as it is."""
+    with suppress(OSError):
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode) and mode & 0o077:
+            path.chmod(stat.S_IMODE(mode) & 0o700)
+
+
+def _make_private_file(path: Path) -> None:
+    """Make the file of a database before SQLite does, which would let others read it.
+
+    The directory is made for this user alone, too. One that exists stays as it is: it may be shared, such as /tmp.
+    """
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.parent.mkdir(mode=0o700)
+    with suppress(OSError):
+        # SQLite gives the mode of this file to those beside it.
+        os.close(os.open(path, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600))
+    for ending in ("", "-wal", "-shm", "-journal"):
+        make_private(path.with_name(path.name + ending))
+
+
 def _sqlite_engine(url: URL) -> Engine:
-    if url.database and url.database != ":memory:":
-        Path(url.database).absolute().parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(url, connect_args={"timeout": 20.0, "check_same_thread": False})
+    if (path := file_of(engine)) is not None:
+        _make_private_file(path)
 
     def on_connect(connection: object, _entry: ConnectionPoolEntry) -> None:
         # The driver must not begin transactions by itself: it would begin them DEFERRED, and a

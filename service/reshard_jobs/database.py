@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from sqlalchemy import Select, func, insert, inspect, select
@@ -18,7 +18,7 @@ from sqlalchemy.exc import (
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, ReshardError
-from reshard_jobs.connections import URL_FIX, engine_of, for_reading, is_sqlite
+from reshard_jobs.connections import URL_FIX, engine_of, file_of, for_reading, is_sqlite
 from reshard_jobs.schema import prepare
 from reshard_jobs.tables import JobRow, MetaRow
 
@@ -53,6 +53,7 @@ class Database:
 
     Attributes:
         found: The state of the tables before.
+        file: The file of a SQLite database; None for any other.
 
     Raises:
         JobError: `service.wrong_host`, `service.schema_behind`, `service.schema_version`, or `service.unavailable`
@@ -62,6 +63,7 @@ class Database:
     def __init__(self, url: str, *, host: str | None = None, upgrade: bool = False) -> None:
         self._engine = engine_of(url)
         self.is_sqlite = is_sqlite(self._engine)
+        self.file = file_of(self._engine)
         try:
             if self.is_sqlite:
                 # Before an upgrade: another host's programs may be of another release.
@@ -103,6 +105,16 @@ class Database:
         if not self.is_sqlite:
             name = tenant.scalar_subquery()
             session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(name, _TENANT_SEED))))
+
+    def scrub(self) -> None:
+        """Leave nothing in a SQLite file of what was overwritten or removed before: it is written anew.
+
+        Raises:
+            sqlite3.Error: Another process works with the database.
+        """
+        with closing(self._engine.raw_connection()) as connection, closing(connection.cursor()) as cursor:
+            cursor.execute("VACUUM")
+            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the pool's connections."""

@@ -59,7 +59,7 @@ from reshard_service.problems import install_handlers
 from reshard_service.settings import ServiceSettings
 from reshard_service.traced_requests import TraceRequests
 from reshard_service.webhook_deliverer import WebhookDeliverer
-from reshard_service.webhook_secrets import Sealer
+from reshard_service.webhook_secrets import sealer_for
 from reshard_service.webhook_sender import WebhookSender
 
 
@@ -105,9 +105,10 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         feed=EventFeed(events, poll_s=settings.poll_s),
         metrics=Metrics(nodes, statistics, ActivityCollector(database, lease_s=settings.jobs.lease_s)),
         wrong_tokens=wrong_tokens,
+        sealer=sealer_for(database, settings.webhook_keys),
     )
 
-    sender = WebhookSender(settings, Sealer(settings.webhook_keys))
+    sender = WebhookSender(settings, context.sealer)
     deliverer = WebhookDeliverer(Deliveries(database), sender, keep_s=settings.keep_deliveries_s)
 
     @asynccontextmanager

@@ -24,6 +24,7 @@ from reshard_service.identity import Identity
 from reshard_service.inspection_pool import Prober
 from reshard_service.metrics import Metrics
 from reshard_service.settings import ServiceSettings
+from reshard_service.webhook_secrets import Sealer
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class ServiceContext:
     feed: EventFeed
     metrics: Metrics
     wrong_tokens: WrongTokens
+    sealer: Sealer
 
     def jobs_of(self, principal: Principal) -> JobStore:
         """The jobs of a caller's tenant."""

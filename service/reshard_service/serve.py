@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -47,7 +48,7 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
             "request.invalid", f"--log-level {printable(log_level)} is not a log level", fix=f"one of {levels}"
         )
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        _make_data_dir(data_dir)
     except OSError as error:
         text = f"--data-dir {printable(str(data_dir))}: {error.strerror}"
         raise RequestError("request.invalid", text, fix="name a directory that you may write to") from None
@@ -70,6 +71,19 @@ def serve(*, host: str, port: int, data_dir: Path, log_level: str = "info") -> N
         if is_loopback(host) and not settings.allowed_hosts:
             settings = settings.model_copy(update={"allowed_hosts": (*_LOOPBACK_NAMES, host)})
         _serve(settings, listener, host, token_file, log_level)
+
+
+def _make_data_dir(path: Path) -> None:
+    """Make the directory of the job database, for this user alone.
+
+    One that exists is made private, too, if it is this user's and has nothing but the database in it: releases before
+    made it so that others could read it. Any other is not the service's own, and only the files in it are private.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    mine = found.st_uid == os.getuid() and not found.st_mode & stat.S_ISVTX
+    if mine and found.st_mode & 0o077 and all(inside.name.startswith("jobs.db") for inside in path.iterdir()):
+        path.chmod(0o700)
 
 
 def _serve(

@@ -98,7 +98,8 @@ class ServiceSettings(EnvironmentSettings):
         webhook_networks: Networks to which webhooks are sent though they are not public: `10.0.0.0/8,fd00::/8`.
         webhook_http: `true`: webhooks may be sent without TLS.
         webhook_keys: Keys that encrypt the secrets of webhooks in the job database, the newest first, separated by
-            commas: `openssl rand -base64 32 | tr +/ -_`.
+            commas: `openssl rand -base64 32 | tr +/ -_`. Not set: a SQLite database has a key beside it, and in
+            PostgreSQL nothing is encrypted.
         keep_deliveries_s: How long an ended delivery of a webhook is kept.
     """
 

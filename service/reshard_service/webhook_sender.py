@@ -38,7 +38,7 @@ class WebhookSender:
         try:
             secrets = [self._sealer.open(sealed) for sealed in claim.secrets]
         except UnknownKeyError:
-            return Outcome(error="the secret was sealed with a key that is not in RESHARD_WEBHOOK_KEYS")
+            return Outcome(error="the secret was sealed with a key that this service does not have")
         payload = claim.payload.encode()
         now = int(time.time())
         headers = {

@@ -22,7 +22,7 @@ from reshard_service.callers import Administrator, Reader
 from reshard_service.context import Context
 from reshard_service.documented import problems
 from reshard_service.webhook_address import accepted_url
-from reshard_service.webhook_secrets import Sealer, new_secret
+from reshard_service.webhook_secrets import new_secret
 
 router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
 
@@ -33,7 +33,7 @@ def create(body: WebhookRequest, context: Context, caller: Administrator) -> Web
     settings = context.settings
     url = accepted_url(body.url, http=settings.webhook_http, allowed=settings.webhook_networks)
     secret = new_secret()
-    sealed = Sealer(settings.webhook_keys).seal(secret)
+    sealed = context.sealer.seal(secret)
     events = tuple(dict.fromkeys(body.events))
     made = Webhooks(context.database, caller.tenant).create(
         url, events=events, description=body.description, secret=sealed
@@ -66,7 +66,7 @@ def remove(webhook_id: str, context: Context, caller: Administrator) -> Response
 def rotate(webhook_id: str, body: RotateRequest, context: Context, caller: Administrator) -> Webhook:
     """Make a new secret. For `keep_s` seconds each call is signed with the one before, too."""
     secret = new_secret()
-    sealed = Sealer(context.settings.webhook_keys).seal(secret)
+    sealed = context.sealer.seal(secret)
     found = Webhooks(context.database, caller.tenant).rotate(webhook_id, sealed, keep_s=body.keep_s)
     return found.model_copy(update={"secret": secret})
 

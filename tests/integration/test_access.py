@@ -21,6 +21,7 @@ from starlette.types import Scope
 from reshard.client import Client
 from reshard.errors import RequestError
 from reshard.service_token import token_for, token_path
+from reshard_jobs.database import Database
 from reshard_service.identity import address_of, believe_proxies
 from reshard_service.settings import ServiceSettings
 from servers.process import ServerProcess, running
@@ -58,6 +59,49 @@ def serving(directory: Path, port: int = 0, **settings: str) -> Generator[tuple[
 
 def _port(url: str) -> int:
     return int(url.rpartition(":")[2])
+
+
+def _modes(directory: Path) -> dict[str, int]:
+    """The permissions of a directory and of the files in it."""
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in (directory, *directory.iterdir())}
+
+
+_PRIVATE = {"data": 0o700, "jobs.db": 0o600, "jobs.db-wal": 0o600, "jobs.db-shm": 0o600, "jobs.db-webhook-key": 0o600}
+
+
+def test_only_the_user_of_the_service_reads_its_database(tmp_path: Path) -> None:
+    with serving(tmp_path):
+        assert _modes(tmp_path / "data") == _PRIVATE
+    # As a release before left them. The write-ahead log is that of a process that was killed.
+    with serving(tmp_path) as (process, _, _):
+        process.kill()
+    for name, mode in _PRIVATE.items():
+        path = tmp_path / name if name == "data" else tmp_path / "data" / name
+        path.chmod(mode | 0o055 & ~0o011 if path.is_file() else 0o755)
+    with serving(tmp_path):
+        assert _modes(tmp_path / "data") == _PRIVATE
+    # A directory that has something else in it is not the service's own: only the files are.
+    (tmp_path / "data").chmod(0o755)
+    (tmp_path / "data" / "notes").write_text("")
+    with serving(tmp_path):
+        found = _modes(tmp_path / "data")
+    assert (found["data"], found["jobs.db"]) == (0o755, 0o600)
+
+
+@pytest.mark.parametrize("mode", [0o1777, 0o755, 0o770])
+def test_a_database_in_a_shared_directory_is_private_and_the_directory_stays(tmp_path: Path, mode: int) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(mode)
+    (shared / "jobs.db").touch(0o644)
+    for place in (shared, shared / "new"):
+        database = Database(f"sqlite:///{place}/jobs.db")
+        found = _modes(place)
+        database.close()
+        assert found.pop(place.name) == (mode if place == shared else 0o700)
+        assert {name: found[name] for name in ("jobs.db", "jobs.db-wal", "jobs.db-shm")} == dict.fromkeys(
+            ("jobs.db", "jobs.db-wal", "jobs.db-shm"), 0o600
+        )
 
 
 def test_a_service_without_settings_lets_only_its_user_in(tmp_path: Path) -> None:

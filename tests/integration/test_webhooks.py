@@ -5,20 +5,24 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import json
+import secrets
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.fernet import Fernet
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from fastapi.testclient import TestClient
 from sqlalchemy import text
 from standardwebhooks import Webhook as Verifier, WebhookVerificationError
 
@@ -29,14 +33,16 @@ from reshard_jobs.database import Database
 from reshard_jobs.deliveries import PAUSES_S, Deliveries, DeliveryClaim, Outcome
 from reshard_jobs.leases import Leases
 from reshard_jobs.reaper import Reaper
+from reshard_jobs.settings import JobSettings
 from reshard_jobs.statistics import JobStatistics
 from reshard_jobs.store import JobStore
 from reshard_jobs.transitions import move
 from reshard_jobs.webhooks import MOST_WEBHOOKS, Webhooks
 from reshard_service import webhook_sender
+from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
 from reshard_service.webhook_deliverer import WebhookDeliverer
-from reshard_service.webhook_secrets import Sealer, new_secret
+from reshard_service.webhook_secrets import Sealer, new_secret, sealer_for
 from reshard_service.webhook_sender import WebhookSender
 from servers.process import ServerProcess
 from servers.scripted import scripted
@@ -391,6 +397,43 @@ def test_a_rotation_signs_with_both_secrets(local: Hooked, receiver: Receiver) -
     assert verified() == [True, True, True]
     local.run("UPDATE webhooks SET previous_until = 1")
     assert verified() == [False, False, True]
+
+
+def test_no_secret_is_in_the_clear_in_a_sqlite_file(tmp_path: Path, receiver: Receiver) -> None:
+    """Neither new ones nor those of a release that sealed nothing, and calls are signed as before."""
+    url = f"sqlite:///{tmp_path}/jobs.db"
+    settings = ALLOWED.model_copy(update={"jobs": JobSettings(database_url=url), "token": secrets.token_hex(16)})
+    hooked = Hooked(url)
+    with closing(hooked.database) as database:
+        old = hooked.hook(receiver.url("ok"))
+        hooked.hooks.rotate(old, Sealer(()).seal(new_secret()), keep_s=3600)
+        for _ in range(2):
+            with TestClient(create_app(settings), headers={"Authorization": f"Bearer {settings.token}"}) as client:
+                made = client.post("/v1/webhooks", json={"url": receiver.url("ok"), "events": ["job.cancelled"]}).json()
+                client.post(f"/v1/webhooks/{made['id']}/rotate", json={"keep_s": 3600})
+                with database.read() as session:
+                    kept = session.execute(text("SELECT secret || ' ' || previous_secret FROM webhooks")).scalars()
+                    assert all(one.startswith("fernet:") for texts in kept for one in texts.split())
+                hooked.failed_job()
+                wait_until(lambda: bool(receiver.got("ok")))
+                assert verifies(hooked.secrets[old], receiver.got("ok")[0])
+        key_file = tmp_path / "jobs.db-webhook-key"
+        assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+        assert b"whsec_" not in b"".join(path.read_bytes() for path in tmp_path.glob("jobs.db*"))
+        # Who takes the keys into his own hands goes on reading what the file's key has sealed.
+        chosen = Fernet.generate_key().decode()
+        sealer = sealer_for(database, (chosen,))
+        with database.read() as session:
+            for sealed in session.execute(text("SELECT secret FROM webhooks")).scalars():
+                assert sealer.open(sealed).startswith("whsec_")
+        assert Sealer([chosen]).open(sealer.seal("whsec_x")) == "whsec_x"
+
+
+def test_a_key_file_that_holds_no_key_ends_the_start(tmp_path: Path) -> None:
+    with closing(Database(f"sqlite:///{tmp_path}/jobs.db")) as database:
+        (tmp_path / "jobs.db-webhook-key").write_text("")
+        with pytest.raises(RequestError, match="holds no key"):
+            sealer_for(database, ())
 
 
 def verifies(secret: str, sent: dict[str, Any]) -> bool:
