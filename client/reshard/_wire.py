@@ -91,6 +91,10 @@ class ConvertOptions(TypedDict, total=False):
     server_copy: ServerCopyPolicy | str
 
 
+USER_AGENT = "reshard"
+"""How a client calls itself. Clients of release 0.1 use the name of their HTTP library, and get no later fields."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request. It is safe to repeat, unless it is to be sent once: submissions carry an idempotency key."""
@@ -257,7 +261,8 @@ def parse(answer: Answer, model: type[ModelT]) -> ModelT:
     if answer.status >= 400:
         raise error_of(answer)
     try:
-        return model.model_validate_json(answer.body)
+        # A service of a later release knows more fields.
+        return model.model_validate_json(answer.body, extra="ignore")
     except ValidationError as error:
         raise JobError(
             "service.protocol",

@@ -57,7 +57,8 @@ class Client:
     ) -> None:
         self.url, auth = service_at(url, token)
         self._exchange = Exchange(self.url, retries)
-        self._http = httpx.Client(base_url=self.url, auth=auth, timeout=timeout_s)
+        named = {"User-Agent": _wire.USER_AGENT}
+        self._http = httpx.Client(base_url=self.url, auth=auth, timeout=timeout_s, headers=named)
 
     def __enter__(self) -> Self:
         """Return the client itself."""

@@ -85,7 +85,7 @@ class Engine(Protocol):
         work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
-        on_plan: Callable[[str], None] | None = None,
+        on_plan: Callable[[str, int], None] | None = None,
         abandoned: Collection[str] = (),
     ) -> ConvertResult:
         """Run the conversion to its commit. Resumes an interrupted run of the same conversion.
@@ -93,8 +93,9 @@ class Engine(Protocol):
         With `work`, other processes that are given the same request run it too, and each does a part.
         `on_progress` is called from one thread at a time; `should_stop` is polled between units and
         ends the run with `job.cancelled`, leaving the journal for a later resume.
-        `on_plan` is called with the digest of the plan before anything is written, and may raise. `abandoned` are
-        digests of plans whose unfinished conversions into the target have ended: this one removes what they left.
+        `on_plan` is called with the digest of the plan and the bytes that it writes before anything is written, and may
+        raise. `abandoned` are digests of plans whose unfinished conversions into the target have ended: this one
+        removes what they left.
         """
         ...
 

@@ -42,6 +42,10 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
+def _is_empty(value: object) -> bool:
+    return not value
+
+
 class SourceChoices(RequestModel):
     """The user's choices where the files of a checkpoint leave several ways to read it.
 
@@ -201,6 +205,8 @@ class PlanSummary(ShownModel):
     warnings: tuple[str, ...] = ()
     not_carried: tuple[NotCarried, ...] = ()
     """As in `ConvertResult`."""
+    left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)
+    """As in `ConvertResult`."""
 
 
 class TensorInfo(WireModel):
@@ -292,6 +298,8 @@ class ConvertResult(ShownModel):
     """Parameters whose casts lost values, and those with NaNs or infinities; the others are left out."""
     share: WorkShare | None = None
     """The part of this worker, if several could run the conversion together."""
+    left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)
+    """In a list of jobs, long lists such as `files` are empty, and their lengths are here. The job itself has them."""
 
 
 class SlimResult(WireModel):
@@ -405,6 +413,9 @@ class Job(ShownModel):
     max_workers: int = 0
     """The number of workers that may run the job at once; 0 is the service's default."""
     priority: int = 0
+    checked: bool = True
+    """False as long as nobody has planned the conversion: no process of the service was free for it, or it took too
+    long. The worker plans it then, and the job fails with the error that would have refused it."""
     created_at: datetime
     started_at: datetime | None = None
     finished_at: datetime | None = None
@@ -439,7 +450,10 @@ class WorkerNodeList(WireModel):
 
 
 class JobList(ShownModel):
-    """One page of jobs, newest first."""
+    """One page of jobs, newest first.
+
+    Results in it are short: of lists with more than 20 entries, such as `files`, `left_out` has the length only.
+    """
 
     jobs: tuple[Job, ...]
     next_page_token: str = ""

@@ -21,8 +21,8 @@ from reshard_jobs.database import Database
 from reshard_jobs.discards import FIRST_PAUSE_S, being_discarded, forget_plans
 from reshard_jobs.helpers import free_of_helpers
 from reshard_jobs.limits import TenantLimits, limits_of
-from reshard_jobs.quotas import has_room, limited_tenant_of, turns, with_turns
-from reshard_jobs.records import tenant_of
+from reshard_jobs.quotas import has_room, limited_tenant_of, refuse_bytes_above_quota, turns, with_turns
+from reshard_jobs.records import brief_of, tenant_of
 from reshard_jobs.refusals import others_may_try, refuse, refused_by
 from reshard_jobs.states import ACTIVE, TERMINAL, sources_of, state_of
 from reshard_jobs.tables import ANY_PLAN, EventRow, JobRow, PlanRow, WorkerRow, db_now
@@ -190,16 +190,23 @@ class Leases:
             ).one_or_none()
         return _LOST if flag is None else LeaseStatus(held=True, cancel_requested=bool(flag))
 
-    def record_plan(self, claim: JobClaim, digest: str) -> bool:
+    def record_plan(self, claim: JobClaim, digest: str, write_bytes: int = 0) -> bool:
         """Record that this attempt begins to write a plan. False if it may not: the lease was lost, or a cancel came.
 
         Other ended jobs with this plan and target have no files of their own any more.
+
+        Raises:
+            RequestError: `request.quota_bytes`: nobody has judged the job before, and it writes more than its tenant
+                may. Nothing is recorded.
         """
         going = (*_fence(claim), JobRow.state.in_(_ACTIVE), JobRow.cancel_requested == 0)
         with self._database.write() as session:
             row = _set(session, claim.job_id, *going, plan_digest=digest)
             if row is None:
                 return False
+            if not (row.checked or row.planned_bytes):
+                refuse_bytes_above_quota(session, row.tenant, write_bytes)
+                row.checked, row.planned_bytes = 1, write_bytes
             ended = select(JobRow.id).where(
                 JobRow.target == row.target, JobRow.id != row.id, JobRow.state.in_([s.value for s in TERMINAL])
             )
@@ -218,7 +225,8 @@ class Leases:
         self, claim: JobClaim, result: BaseModel, *, plan_digest: str | None, share: WorkShare | None = None
     ) -> bool:
         """Record the result, and the owner's share of the work. False if the lease was lost."""
-        values: dict[str, Any] = {"result": result.model_dump_json(), "plan_digest": plan_digest, "error": None}
+        values: dict[str, Any] = {"result": result.model_dump_json(), "brief": brief_of(result), "checked": 1}
+        values |= {"plan_digest": plan_digest, "error": None}
         # A worker that was lost may wake up later and write one more record: the target is looked at once more.
         later = case((and_(_CONVERTS, or_(JobRow.attempt > 1, _LOST_HELPER)), db_now() + self._keep_failed_s))
         return self._end(claim, JobState.SUCCEEDED, share=share, discard_at=later, **values)

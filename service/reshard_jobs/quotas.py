@@ -39,6 +39,18 @@ def refuse_above_quota(session: Session, tenant: str, planned_bytes: int) -> Non
         _refuse_bytes(session, tenant, row.bytes_per_day, planned_bytes)
 
 
+def refuse_bytes_above_quota(session: Session, tenant: str, planned_bytes: int) -> None:
+    """Refuse the plan of a job that is in the queue already, but whose bytes are not counted yet.
+
+    Raises:
+        RequestError: `request.quota_bytes`.
+    """
+    query = select(TenantRow).where(TenantRow.name == tenant, TenantRow.bytes_per_day.is_not(None)).with_for_update()
+    row = session.scalars(query).one_or_none()
+    if row is not None and row.bytes_per_day is not None:
+        _refuse_bytes(session, tenant, row.bytes_per_day, planned_bytes)
+
+
 def _refuse_queue(session: Session, tenant: str, most: int) -> None:
     waiting = (JobRow.tenant == tenant, JobRow.state == JobState.QUEUED.value)
     count = session.execute(select(func.count()).select_from(JobRow).where(*waiting)).scalar_one()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEAD = "0007"
+HEAD = "0008"
 """The newest revision that this program knows, and the one that it needs."""
 VERSION_TABLE = "reshard_revision"
 """Alembic's table. Its usual name is that of other programs which may share the database."""

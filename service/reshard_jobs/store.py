@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Select, and_, insert, or_, select
+from sqlalchemy import Select, and_, case, insert, null, or_, select
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, RequestError, printable
@@ -20,10 +20,19 @@ from reshard_jobs.idempotency import Hold, bind, job_exists
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter, make_token, read_token
 from reshard_jobs.principals import Principal
 from reshard_jobs.quotas import refuse_above_quota
-from reshard_jobs.records import job_of
+from reshard_jobs.records import LISTED, job_of, listed_json
 from reshard_jobs.refusals import forget_refusals
 from reshard_jobs.roots import normalized_url
-from reshard_jobs.tables import DEFAULT_TENANT, PUBLIC_ID, JobRow, LabelRow, WorkerRow, db_now
+from reshard_jobs.tables import (
+    DEFAULT_TENANT,
+    PUBLIC_ID,
+    SOURCE_BEGIN,
+    SOURCE_CHARS,
+    JobRow,
+    LabelRow,
+    WorkerRow,
+    db_now,
+)
 from reshard_jobs.transitions import log, move
 
 
@@ -50,12 +59,14 @@ class JobStore:
         max_attempts: int = 3,
         max_workers: int = 0,
         priority: int = 0,
-        planned_bytes: int = 0,
+        planned_bytes: int | None = None,
         hold: Hold | None = None,
         job_id: str | None = None,
         traceparent: str | None = None,
     ) -> Job:
         """Record a job as QUEUED and, in the same transaction, bind the idempotency key.
+
+        `planned_bytes` is what the conversion writes; None if nobody has planned it. Then its worker judges the plan.
 
         Raises:
             RequestError: `request.idempotency_conflict`: the key was lost to another request;
@@ -67,7 +78,7 @@ class JobStore:
         with self._database.write() as session:
             if job_id is not None and session.scalars(self._known_as(job_id)).one_or_none() is not None:
                 raise job_exists(job_id)
-            refuse_above_quota(session, self._tenant, planned_bytes)
+            refuse_above_quota(session, self._tenant, planned_bytes or 0)
             row = session.scalars(
                 insert(JobRow)
                 .values(
@@ -78,10 +89,12 @@ class JobStore:
                     state=JobState.QUEUED.value,
                     request=request.model_dump_json(),
                     target=normalized_url(request.target) if kind is JobKind.CONVERT else "",
+                    source=normalized_url(request.source.url),
                     max_attempts=max_attempts,
                     max_workers=max_workers,
                     priority=priority,
-                    planned_bytes=planned_bytes,
+                    planned_bytes=planned_bytes or 0,
+                    checked=int(planned_bytes is not None),
                     created_at=db_now(),
                     last_seq=1,
                     traceparent=traceparent,
@@ -132,13 +145,14 @@ class JobStore:
 
     def readers_of(self, job: Job, most: int = 10) -> Sequence[str]:
         """The newest jobs of this tenant that read the target of a job, and began after it; at most `most`."""
-        # The source of a job has no column of its own; in the request it is JSON.
-        places = {job.request.target, normalized_url(job.request.target)}
-        named = or_(*(JobRow.request.contains(f'"url":{json.dumps(place)}', autoescape=True) for place in places))
-        since = JobRow.created_at >= job.created_at.timestamp()
-        query = select(PUBLIC_ID).where(JobRow.tenant == self._tenant, since, named)
+        places = [job.request.target, normalized_url(job.request.target)]
+        begins = SOURCE_BEGIN.in_([place[:SOURCE_CHARS] for place in places])
+        # The sum keeps SQLite from going through all jobs by their age.
+        age = JobRow.created_at + 0.0
+        since = age >= job.created_at.timestamp()
+        query = select(PUBLIC_ID).where(JobRow.tenant == self._tenant, begins, JobRow.source.in_(places), since)
         with self._database.read() as session:
-            return session.scalars(query.order_by(JobRow.created_at.desc()).limit(most)).all()
+            return session.scalars(query.order_by(age.desc()).limit(most)).all()
 
     def recent_rates(self, most: int = 5) -> Sequence[float]:
         """Bytes per second that the newest conversions of this tenant wrote, from their start to their end."""
@@ -150,14 +164,28 @@ class JobStore:
         return [size / seconds for size, seconds in found if size > 0 and seconds > 0]
 
     def list(self, chosen: JobFilter | None = None, *, page_size: int = 50, page_token: str = "") -> JobList:
-        """Get one page of jobs, newest first. New jobs do not shift later pages.
+        """Get one page of jobs, newest first. New jobs do not shift later pages. Results are short (see `JobList`).
+
+        Raises:
+            RequestError: `request.invalid`: the token does not belong to this listing.
+        """
+        return JobList.model_validate_json(self.list_json(chosen, page_size=page_size, page_token=page_token))
+
+    def list_json(
+        self, chosen: JobFilter | None = None, *, page_size: int = 50, page_token: str = "", of_before: bool = False
+    ) -> str:
+        """The JSON of `list`, made without models of the jobs; with `of_before`, as clients of release 0.1 read it.
 
         Raises:
             RequestError: `request.invalid`: the token does not belong to this listing.
         """
         chosen = chosen or JobFilter()
         mine = JobRow.tenant == self._tenant
-        query = select(JobRow).where(mine).order_by(JobRow.created_at.desc(), JobRow.id.desc())
+        # A result is long, and is read only where there is no short one.
+        brief = null() if of_before else JobRow.brief
+        result = JobRow.result if of_before else case((JobRow.brief.is_(None), JobRow.result))
+        query: Select[*tuple[Any, ...]] = select(*LISTED, brief.label("brief"), result.label("result")).where(mine)
+        query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc())
         if chosen.states:
             query = query.where(JobRow.state.in_([state.value for state in chosen.states]))
         for name, value in chosen.labels.items():
@@ -169,11 +197,12 @@ class JobStore:
             query = query.where(or_(older, and_(JobRow.created_at == created_at, JobRow.id < key)))
         size = max(1, min(page_size, MAX_PAGE_SIZE))
         with self._database.read() as session:
-            rows = session.scalars(query.limit(size + 1)).all()
+            rows = session.execute(query.limit(size + 1)).all()
             shown = rows[:size]
             labels = _labels(session, [row.id for row in shown])
         more = make_token(chosen, self._tenant, shown[-1].created_at, shown[-1].id) if len(rows) > size else ""
-        return JobList(jobs=tuple(job_of(row, labels.get(row.id, {})) for row in shown), next_page_token=more)
+        jobs = ",".join(listed_json(row, labels.get(row.id, {}), of_before=of_before) for row in shown)
+        return f'{{"jobs":[{jobs}],"next_page_token":{json.dumps(more)}}}'
 
     def cancel(self, job_id: str) -> Job:
         """Cancel a job; cancelling it twice is harmless.
@@ -281,6 +310,7 @@ def _refuse_retry(row: JobRow) -> None:
 
 def _labels(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
-    for row in session.scalars(select(LabelRow).where(LabelRow.job_id.in_(job_ids))):
-        found.setdefault(row.job_id, {})[row.name] = row.value
+    query = select(LabelRow.job_id, LabelRow.name, LabelRow.value).where(LabelRow.job_id.in_(job_ids))
+    for job_id, name, value in session.execute(query):
+        found.setdefault(job_id, {})[name] = value
     return found

@@ -8,7 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Float, ForeignKey, Index, Integer, SQLColumnExpression, String, Text, func, text
+from sqlalchemy import (
+    BigInteger,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    SQLColumnExpression,
+    String,
+    Text,
+    func,
+    literal_column,
+    text,
+)
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
@@ -68,13 +80,17 @@ class JobRow(Base):
     tenant: Mapped[str] = mapped_column(String(MAX_TENANT_CHARS), default=DEFAULT_TENANT, server_default=DEFAULT_TENANT)
     # The id that the caller chose, unique within the tenant; null if the caller knows the job by `id`.
     given_id: Mapped[str | None] = mapped_column(String(MAX_ID_CHARS), default=None)
-    # Bytes that the conversion writes, as it was planned at submission; 0 if that took too long.
+    # Bytes that the conversion writes, as it was planned; 0 if nobody has planned it yet.
     planned_bytes: Mapped[int] = mapped_column(BigInteger, default=0, server_default="0")
+    # 1 if it was planned: at its submission, or by a worker.
+    checked: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
     kind: Mapped[str] = mapped_column(String(16))
     state: Mapped[str] = mapped_column(String(16))
     request: Mapped[str] = mapped_column(Text)
     # The normalised URL of the target; empty for a job that writes nothing. A target has one writer at a time.
     target: Mapped[str] = mapped_column(Text, default="")
+    # The normalised URL of the source; null in rows of programs before revision 0008.
+    source: Mapped[str | None] = mapped_column(Text, default=None)
     attempt: Mapped[int] = mapped_column(Integer, default=0)
     max_attempts: Mapped[int] = mapped_column(Integer)
     priority: Mapped[int] = mapped_column(Integer, default=0, server_default="0")
@@ -103,6 +119,8 @@ class JobRow(Base):
     plan_digest: Mapped[str | None] = mapped_column(String(128), default=None)
     error: Mapped[str | None] = mapped_column(Text, default=None)
     result: Mapped[str | None] = mapped_column(Text, default=None)
+    # The result without its long lists, for lists of jobs; null in rows of programs before revision 0008.
+    brief: Mapped[str | None] = mapped_column(Text, default=None)
     last_seq: Mapped[int] = mapped_column(Integer, default=0)
     created_at: Mapped[float] = mapped_column(Float(53))
     started_at: Mapped[float | None] = mapped_column(Float(53), default=None)
@@ -128,6 +146,10 @@ class JobRow(Base):
 PUBLIC_ID: SQLColumnExpression[str] = func.coalesce(JobRow.given_id, JobRow.id)
 """The id by which the job's tenant knows it, as an expression of SQL."""
 Index("jobs_by_public_id", JobRow.tenant, PUBLIC_ID, unique=True)
+SOURCE_CHARS = 250
+SOURCE_BEGIN: SQLColumnExpression[str] = func.substr(JobRow.source, literal_column("1"), literal_column("250"))
+"""The first `SOURCE_CHARS` characters of the source: PostgreSQL's index holds no long values, and a URL may be one."""
+Index("jobs_by_source", JobRow.tenant, SOURCE_BEGIN)
 
 
 class TotalRow(Base):

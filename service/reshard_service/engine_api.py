@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -24,7 +24,7 @@ router = APIRouter(prefix="/v1", tags=["checkpoints"])
     response_model=PlanSummary,
     responses={202: {"model": Job, "description": "A planning-only job."}, **OF_SOURCES},
 )
-async def plan(body: ConvertRequest, context: Context, caller: Submitter) -> Response:
+async def plan(body: ConvertRequest, context: Context, caller: Submitter, request: Request) -> Response:
     """Plan a conversion. Answers 202 with a planning-only job if planning takes longer than a request may."""
     body = context.settings.maxima.allowed_request(body)
     try:
@@ -32,7 +32,7 @@ async def plan(body: ConvertRequest, context: Context, caller: Submitter) -> Res
     except ProbeTimeout:
         job = await run_in_threadpool(lambda: context.jobs_of(caller).create(body, kind=JobKind.PLAN))
         await run_in_threadpool(context.doorbell.ring)
-        return accepted(job)
+        return accepted(job, request)
     return JSONResponse(summary.model_dump(mode="json"))
 
 

@@ -9,7 +9,8 @@ import math
 import os
 import signal
 from asyncio.subprocess import Process
-from contextlib import suppress
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -63,9 +64,14 @@ class Prober:
         """
         return Inspection.model_validate(await self._ask("inspect", source, roots, limit_s))
 
-    async def plan(self, request: ConvertRequest, *, roots: Roots, limit_s: float) -> PlanSummary:
-        """Plan the conversion. Raises the same errors as `inspect`."""
-        return PlanSummary.model_validate(await self._ask("plan", request, roots, limit_s))
+    async def plan(
+        self, request: ConvertRequest, *, roots: Roots, limit_s: float, queue_s: float = math.inf
+    ) -> PlanSummary:
+        """Plan the conversion. Raises the same errors as `inspect`; `ProbeTimeout` if none is free for `queue_s`, too.
+
+        A probe that is free is taken at once.
+        """
+        return PlanSummary.model_validate(await self._ask("plan", request, roots, limit_s, queue_s))
 
     async def pictures(
         self, request: ConvertRequest, tensor: str | None, *, roots: Roots, limit_s: float
@@ -75,14 +81,19 @@ class Prober:
         return LayoutPair.model_validate(await self._ask("pictures", asked, roots, limit_s))
 
     async def _ask(
-        self, op: Literal["inspect", "plan", "pictures"], body: BaseModel, roots: Roots, limit_s: float
+        self,
+        op: Literal["inspect", "plan", "pictures"],
+        body: BaseModel,
+        roots: Roots,
+        limit_s: float,
+        queue_s: float = math.inf,
     ) -> Any:
         try:
             # The wait for a free slot counts, too, so that a busy service does not keep its callers longer.
-            async with asyncio.timeout(limit_s), self._slots:
+            async with asyncio.timeout(limit_s), self._slot(queue_s):
                 output, status = await self._run(op, body, roots, limit_s)
         except TimeoutError as error:
-            raise ProbeTimeout from error
+            raise ProbeTimeout(f"it took longer than {limit_s:g} s") from error
         if status == -signal.SIGXCPU:
             raise ProbeTimeout
         try:
@@ -98,6 +109,19 @@ class Prober:
         if "problem" in answer:
             raise from_problem(answer["problem"])
         return answer["result"]
+
+    @asynccontextmanager
+    async def _slot(self, queue_s: float) -> AsyncGenerator[None]:
+        """One of the probes that may run at once, if one is free within `queue_s` seconds; else `ProbeTimeout`."""
+        try:
+            async with asyncio.timeout(None if math.isinf(queue_s) else queue_s):
+                await self._slots.acquire()
+        except TimeoutError as error:
+            raise ProbeTimeout(f"no process was free for {queue_s:g} s") from error
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     async def _run(self, op: str, body: BaseModel, roots: Roots, limit_s: float) -> tuple[bytes, int]:
         limits = {"memory_bytes": self._settings.probe_memory_bytes, "cpu_s": math.ceil(limit_s) + 1}

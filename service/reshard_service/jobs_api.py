@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
@@ -19,6 +20,7 @@ from reshard_jobs.idempotency import fingerprint
 from reshard_jobs.logs import log_as
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter
 from reshard_jobs.principals import Principal
+from reshard_jobs.records import request_of_before
 from reshard_jobs.store import JobStore
 from reshard_jobs.tracing import current
 from reshard_service.admission import admit
@@ -36,11 +38,30 @@ _OWN_FIELDS = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.ke
 _PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
 
 
+_CLIENTS_BEFORE = "python-httpx/"
+"""How clients of release 0.1 call themselves. They refuse answers with fields that they do not know."""
+
+
+def _answer(job: Job, request: Request, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A job as an answer that the client can read."""
+    content = job.model_dump(mode="json")
+    if _is_of_before(request):
+        del content["checked"]
+        content["request"] = request_of_before(job.request)
+    return JSONResponse(content, status_code=status, headers=headers)
+
+
+def _is_of_before(request: Request) -> bool:
+    return request.headers.get("user-agent", "").startswith(_CLIENTS_BEFORE)
+
+
 @router.post("", status_code=202, response_model=Job, responses=problems(403, 409), summary="Submit a job")
 async def submit(
     body: SubmitRequest,
+    *,
     context: Context,
     caller: Submitter,
+    request: Request,
     idempotency_key: Annotated[str | None, Header()] = None,
     prefer: Annotated[str, Header()] = "",
 ) -> Response:
@@ -48,7 +69,7 @@ async def submit(
     job = await create_job(context, caller, body, idempotency_key)
     if match := _PREFER_WAIT.search(prefer):
         job, _ = await _wait(context, context.jobs_of(caller), job.id, float(match[1]), None)
-    return accepted(job)
+    return accepted(job, request)
 
 
 @router.put(
@@ -59,7 +80,13 @@ async def submit(
     summary="Submit a job under an id of your own",
 )
 async def put(
-    job_id: str, body: SubmitRequest, context: Context, caller: Submitter, prefer: Annotated[str, Header()] = ""
+    job_id: str,
+    body: SubmitRequest,
+    *,
+    context: Context,
+    caller: Submitter,
+    request: Request,
+    prefer: Annotated[str, Header()] = "",
 ) -> Response:
     """Accept a conversion under an id that the caller chooses.
 
@@ -68,14 +95,14 @@ async def put(
     job = await create_job(context, caller, body, None, job_id)
     if match := _PREFER_WAIT.search(prefer):
         job, _ = await _wait(context, context.jobs_of(caller), job.id, float(match[1]), None)
-    return JSONResponse(job.model_dump(mode="json")) if job.done else accepted(job)
+    return _answer(job, request) if job.done else accepted(job, request)
 
 
-def accepted(job: Job) -> Response:
+def accepted(job: Job, request: Request) -> Response:
     """The answer 202 with `Location` and `Retry-After`."""
     path = job.links["self"]
     headers = {"Location": path, "Operation-Location": path, "Retry-After": RETRY_AFTER_S}
-    return JSONResponse(job.model_dump(mode="json"), status_code=202, headers=headers)
+    return _answer(job, request, 202, headers)
 
 
 async def create_job(
@@ -100,9 +127,7 @@ async def create_job(
         request = settings.maxima.allowed_request(asked)
         limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
         limits.require_priority(body.priority)
-        planned_bytes = await admit(
-            request, limits=limits, roots=settings.jobs.roots, prober=context.prober, limit_s=settings.admission_s
-        )
+        planned_bytes = await admit(request, limits=limits, settings=settings, prober=context.prober)
         job = await run_in_threadpool(
             lambda: store.create(
                 request,
@@ -133,19 +158,23 @@ def list_jobs(
     caller: Reader,
     state: Annotated[list[JobState] | None, Query()] = None,
     label: Annotated[list[str] | None, Query()] = None,
+    request: Request,
     page_size: Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE)] = 50,
     page_token: Annotated[str, Query(max_length=1024)] = "",
-) -> JobList:
-    """List jobs, newest first, that have all labels (`label=name=value`) and one of the states (`state=`)."""
+) -> Response:
+    """List jobs, newest first, that have all labels (`label=name=value`) and one of the states (`state=`).
+
+    Results are short: `left_out` has the lengths of their long lists, which the job itself has.
+    """
     labels: dict[str, str] = {}
     for text in label or []:
         name, equals, value = text.partition("=")
         if not equals:
             raise RequestError("request.invalid", "a label filter has no `=`", fix="use label=name=value")
         labels[name] = value
-    return context.jobs_of(caller).list(
-        JobFilter(tuple(state or ()), labels), page_size=page_size, page_token=page_token
-    )
+    chosen, before = JobFilter(tuple(state or ()), labels), _is_of_before(request)
+    page = context.jobs_of(caller).list_json(chosen, page_size=page_size, page_token=page_token, of_before=before)
+    return Response(page, media_type="application/json")
 
 
 @router.get(
@@ -155,8 +184,10 @@ def list_jobs(
 )
 async def get_job(
     job_id: str,
+    *,
     context: Context,
     caller: Reader,
+    request: Request,
     wait: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0.0,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
@@ -167,7 +198,7 @@ async def get_job(
         headers["Retry-After"] = RETRY_AFTER_S
     if tag == if_none_match:
         return Response(status_code=304, headers=headers)
-    return JSONResponse(job.model_dump(mode="json"), headers=headers)
+    return _answer(job, request, headers=headers)
 
 
 async def _wait(
@@ -195,9 +226,9 @@ def _tag_of(seq: int) -> str:
 @router.post(
     "/{job_id}/cancel", status_code=202, response_model=Job, responses=problems(404, 409), summary="Cancel a job"
 )
-async def cancel(job_id: str, context: Context, caller: Canceller) -> Response:
+async def cancel(job_id: str, context: Context, caller: Canceller, request: Request) -> Response:
     """Cancel a job, or give up the files of one that FAILED. Repeating is harmless. Answers 409 if it has SUCCEEDED."""
-    return accepted(await cancel_job(context, caller, job_id))
+    return accepted(await cancel_job(context, caller, job_id), request)
 
 
 async def cancel_job(context: ServiceContext, caller: Principal, job_id: str) -> Job:
@@ -212,9 +243,9 @@ async def cancel_job(context: ServiceContext, caller: Principal, job_id: str) ->
 @router.post(
     "/{job_id}/retry", status_code=202, response_model=Job, responses=problems(404, 409), summary="Retry a failed job"
 )
-async def retry(job_id: str, context: Context, caller: Submitter) -> Response:
+async def retry(job_id: str, context: Context, caller: Submitter, request: Request) -> Response:
     """Send a job that FAILED back to the queue; it goes on where it stopped. Repeating is harmless."""
-    return accepted(await retry_job(context, caller, job_id))
+    return accepted(await retry_job(context, caller, job_id), request)
 
 
 async def retry_job(context: ServiceContext, caller: Principal, job_id: str) -> Job:

@@ -86,6 +86,8 @@ class ServiceSettings(EnvironmentSettings):
         oidc_scope_claim: The claim that names the scopes.
         probe_command: Command line of the limited process that looks at checkpoints.
         admission_s: How long a submission may be planned before it is accepted unseen.
+        admission_queue_s: How long it may wait for a process to plan it, while all are busy, before it is accepted
+            unseen.
         inspection_s: How long an inspection may take.
         probe_memory_bytes: Address space of a probe.
         probes: How many probes may run at once.
@@ -119,6 +121,7 @@ class ServiceSettings(EnvironmentSettings):
     oidc_scope_claim: str = Field(default="scope", validation_alias="RESHARD_OIDC_SCOPE_CLAIM")
     probe_command: tuple[str, ...] = (sys.executable, "-m", "reshard_service.inspection_process")
     admission_s: Seconds = Field(default=5.0, validation_alias="RESHARD_ADMISSION_S")
+    admission_queue_s: Seconds = Field(default=0.2, validation_alias="RESHARD_ADMISSION_QUEUE_S")
     inspection_s: Seconds = Field(default=30.0, validation_alias="RESHARD_INSPECTION_S")
     probe_memory_bytes: int = 2 << 30
     probes: int = 2

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
 from collections.abc import Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import event, select, update
 
 from reshard.client import Client
 from reshard.errors import JobError, RequestError, ReshardError, SourceError
-from reshard.models import ConvertRequest, JobKind, JobState, PlanSummary
+from reshard.models import (
+    ConvertRequest,
+    ConvertResult,
+    FileEntry,
+    Job,
+    JobKind,
+    JobState,
+    PlanSummary,
+    Progress,
+    SourceSpec,
+    TargetFormat,
+)
 from reshard_jobs.database import Database
+from reshard_jobs.leases import Leases
+from reshard_jobs.pages import JobFilter
 from reshard_jobs.store import JobStore
+from reshard_jobs.tables import JobRow
 from servers.scripted import scripted
 from servers.stack import Stack, client_of
 
@@ -212,6 +229,115 @@ def test_what_is_not_known_in_time_is_accepted(hurried: Api, script: dict[str, o
         job = client.submit(scripted(**script), str(hurried.directory / "out"), to="universal")
     assert job.state is JobState.QUEUED
     assert time.monotonic() - began < 10
+
+
+def _look_for_long(url: str) -> None:
+    with suppress(httpx.HTTPError):
+        httpx.post(f"{url}/v1/inspections", json={"url": scripted(inspect_s=120)}, timeout=120)
+
+
+def test_a_busy_service_accepts_a_job_unchecked_and_its_worker_judges_it(api: Api, client: Client) -> None:
+    """No submission waits for a process that looks at sources: each would keep it for two minutes."""
+    bad = scripted(refuse="source.not_found", fail="source.not_found")
+    with api.stack.api({"RESHARD_ADMISSION_S": "120", "RESHARD_INSPECTION_S": "120"}) as url, client_of(url) as busy:
+        for _ in range(max(2, os.cpu_count() or 2)):
+            threading.Thread(target=_look_for_long, args=(url,), daemon=True).start()
+        deadline = time.monotonic() + 40
+        # Until all processes are taken.
+        while (good := busy.submit(scripted(units=1), str(api.directory / "good"), to="universal")).checked:
+            assert time.monotonic() < deadline
+        job = busy.submit(bad, str(api.directory / "bad"), to="universal")
+        assert (good.state, job.state, job.checked) == (JobState.QUEUED, JobState.QUEUED, False)
+        assert api.get(f"/v1/jobs/{job.id}", **{"User-Agent": "curl/8"}).json()["checked"] is False
+        # A client of release 0.1 refuses fields that it does not know.
+        assert "checked" not in api.get(f"/v1/jobs/{job.id}").json()
+        assert all("checked" not in listed for listed in api.get("/v1/jobs").json()["jobs"])
+        with api.stack.worker():
+            assert busy.wait(good.id, timeout_s=60).checked
+            error = busy.wait(job.id, timeout_s=60).error
+        assert error is not None
+        assert error.code == "source.not_found"
+    assert client.submit(scripted(units=1), str(api.directory / "checked"), to="universal").checked
+    with pytest.raises(SourceError):
+        client.submit(bad, str(api.directory / "bad"), to="universal")
+
+
+def test_lists_show_short_results_and_clients_of_release_0_1_read_them(api: Api) -> None:
+    """A list is made without models of its jobs, and equals them all the same, but for long lists of results."""
+    with closing(Database(api.stack.database_url)) as database:
+        store, leases = JobStore(database), Leases(database, lease_s=600)
+        files = tuple(FileEntry(path=f"f{n}", size_bytes=n) for n in range(200))
+        ended = [_converted(store, leases, str(api.directory / f"{n}"), files[:n]) for n in (0, 20, 21, 200)]
+        # As a release before wrote it.
+        with database.write() as session:
+            session.execute(update(JobRow).where(JobRow.id == ended[3]).values(brief=None))
+        running = store.create(_request("/in", "/out"), labels={"long": "list", "é": "\u2028\"'"})
+        claim = leases.claim(running.id, worker="w")
+        assert claim is not None
+        leases.heartbeat(claim, Progress(phase="running", bytes_done=1))
+        failed = store.create(_request("/in", "/elsewhere"), labels={"long": "list"})
+        claim = leases.claim(failed.id, worker="w")
+        assert claim is not None
+        assert leases.fail(claim, SourceError("checkpoint.incomplete", "rank 1 is missing"))
+        planned = store.create(_request("/in", "/planned"), kind=JobKind.PLAN, labels={"long": "list"})
+        listed = {job.id: job for job in store.list(JobFilter(labels={"long": "list"})).jobs}
+        for job_id, left_out in zip(ended, ({}, {}, {"files": 21}, {"files": 200}), strict=True):
+            whole, short = store.get(job_id), listed[job_id]
+            assert whole.result is not None
+            assert short.result is not None
+            assert (short.result.left_out, whole.result.left_out) == (left_out, {})
+            assert short.result == (
+                whole.result.model_copy(update={"files": (), "left_out": left_out}) if left_out else whole.result
+            )
+            assert short.model_copy(update={"result": None}) == whole.model_copy(update={"result": None, "workers": ()})
+        for job_id in (running.id, failed.id, planned.id):
+            assert listed[job_id] == store.get(job_id).model_copy(update={"workers": ()})
+        # As they were before, with nothing that is new.
+        assert '"left_out"' not in store.list_json(JobFilter(labels={"long": "list"}), of_before=True)
+        before = api.get("/v1/jobs?label=long=list").json()["jobs"]
+        assert {job["id"]: len(job["result"]["files"]) for job in before if job["result"]} == dict(
+            zip(ended, (0, 20, 21, 200), strict=True)
+        )
+        one = api.get(f"/v1/jobs/{ended[0]}").json()
+        assert [job["request"]["options"] for job in (*before, one)] == [{}] * 8, "some are new, and nobody gave any"
+        with database.read() as session:
+            kept = session.scalars(select(JobRow.result).where(JobRow.result.is_not(None)))
+            assert not any("left_out" in text for text in kept), "programs of the release before read it"
+        names = {name for name, model in Job.model_fields.items() if model.exclude_if is None}
+        raw = api.get("/v1/jobs?label=long=list", **{"User-Agent": "curl/8"}).json()
+        assert all(job.keys() == names for job in raw["jobs"])
+
+
+def test_the_readers_of_a_target_are_found_by_an_index(api: Api) -> None:
+    with closing(Database(api.stack.database_url)) as database:
+        store = JobStore(database)
+        made = store.create(_request("/in", "/made//by/../it"))
+        readers = [store.create(_request(url, f"/r{n}")) for n, url in enumerate(("/made/it", "/made//it", "/made"))]
+        assert set(store.readers_of(made)) == {reader.id for reader in readers[:2]}
+        said: list[tuple[str, Any]] = []
+        event.listen(database._engine, "before_cursor_execute", lambda *told: said.append(told[2:4]))
+        store.readers_of(made)
+        (query, values) = said[-1]
+        with database.read() as session:
+            plan = session.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values).all()
+        assert "jobs_by_source" in str(plan)
+
+
+def _request(source: str, target: str) -> ConvertRequest:
+    return ConvertRequest(source=SourceSpec(url=source), target=target, to=TargetFormat.UNIVERSAL)
+
+
+def _converted(store: JobStore, leases: Leases, target: str, files: tuple[FileEntry, ...]) -> str:
+    """A job that has SUCCEEDED with these files."""
+    job = store.create(_request("/in", target), labels={"long": "list"})
+    claim = leases.claim(job.id, worker="w")
+    assert claim is not None
+    for phase in ("running", "verifying"):
+        leases.heartbeat(claim, Progress(phase=phase))
+    facts = {"read_bytes": 1, "write_bytes": 2, "seconds": {"read": 0.5}, "plan_digest": "d", "warnings": ("one",)}
+    result = ConvertResult(target=target, to=TargetFormat.UNIVERSAL, files=files, **facts)
+    assert leases.succeed(claim, result, plan_digest="d")
+    return job.id
 
 
 def test_plans_and_inspections(client: Client, api: Api, hurried: Api) -> None:

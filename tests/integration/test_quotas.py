@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from reshard_jobs.database import Database
 from reshard_jobs.helpers import Helpers
 from reshard_jobs.leases import JobClaim, Leases
 from reshard_jobs.principals import OPERATOR
+from reshard_jobs.settings import JobSettings
 from reshard_jobs.store import JobStore
 from reshard_jobs.tenants import Tenants
 from reshard_worker.commands import engine_command
 from reshard_worker.settings import WorkerSettings
+from reshard_worker.supervisor import Outcome, Supervisor
+from servers.scripted import scripted
 from servers.stack import Stack
 
 
@@ -109,6 +114,41 @@ def test_bytes_of_a_day_are_limited_and_the_window_moves(jobs: Jobs) -> None:
     store.cancel(kept.id)
     jobs.job(store, planned_bytes=500)
     assert first.id != kept.id
+
+
+def test_bytes_that_nobody_planned_at_submission_are_judged_from_the_workers_plan(jobs: Jobs) -> None:
+    store = jobs.tenant("a", bytes_per_day=1000)
+    jobs.job(store, planned_bytes=600)
+    small, large, later = (jobs.job(store) for _ in range(3))
+    assert [job.checked for job in (small, large)] == [False, False]
+    claims = {claim.job_id: claim for _ in range(4) if (claim := jobs.claim()) is not None}
+    assert jobs.leases.record_plan(claims[small.id], "p", 400)
+    assert store.get(small.id).checked
+    with pytest.raises(RequestError) as caught:
+        jobs.leases.record_plan(claims[large.id], "q", 401)
+    assert (caught.value.code, caught.value.details["used"]) == ("request.quota_bytes", 1000)
+    assert jobs.leases.plans_of(large.id) == (), "nothing is recorded, and so nothing may be written"
+    # The plan of a job's next attempt is not counted twice.
+    assert jobs.leases.record_plan(claims[small.id], "p2", 400)
+    # Nothing is left for jobs that are submitted unplanned, either.
+    with pytest.raises(RequestError):
+        jobs.job(store)
+    assert later.checked is False
+
+
+def test_a_worker_fails_a_job_that_writes_more_than_its_tenant_may(database_url: str, tmp_path: Path) -> None:
+    with closing(Database(database_url)) as database:
+        jobs = Jobs(database)
+        store = jobs.tenant("a", bytes_per_day=1000)
+        body = {"source": {"url": scripted(writes=1001)}, "target": str(tmp_path / "out"), "to": "universal"}
+        job = store.create(ConvertRequest.model_validate(body))
+        runner = (sys.executable, "-P", str(Path(__file__).parent.parent / "servers" / "scripted.py"))
+        settings = WorkerSettings(jobs=JobSettings(lease_s=60.0), runner_command=runner, max_workers=1)
+        assert Supervisor(jobs.leases, settings, name="w").run_next() is Outcome.FAILED
+        ended = store.get(job.id)
+        assert ended.error is not None
+        assert (ended.error.code, ended.leftovers_until) == ("request.quota_bytes", None)
+        assert list(tmp_path.glob("out*")) == []
 
 
 def test_running_jobs_above_the_quota_wait_also_for_many_workers_at_once(jobs: Jobs) -> None:

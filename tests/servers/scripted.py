@@ -10,6 +10,7 @@ Entries: `python scripted.py` is a runner process; `python scripted.py probe ...
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import sys
@@ -90,7 +91,7 @@ class ScriptedEngine:
         work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
-        on_plan: Callable[[str], None] | None = None,
+        on_plan: Callable[[str, int], None] | None = None,
         abandoned: Collection[str] = (),
     ) -> ConvertResult:
         del work, abandoned  # it has nothing for helpers
@@ -101,7 +102,9 @@ class ScriptedEngine:
         report(Progress(phase="planning"))
         time.sleep(float(script.get("prepare_s", 0)))
         if on_plan is not None:
-            on_plan("scripted")
+            # A worker of the release before is told no bytes.
+            told = ("scripted", int(script.get("writes", units * UNIT_BYTES)))
+            on_plan(*told[: len(inspect.signature(on_plan).parameters)])
         journal.mkdir(parents=True, exist_ok=True)
         if "hog" in script:
             bytearray(int(script["hog"]))

@@ -93,7 +93,7 @@ class LocalEngine:
         work: SharedWork | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
-        on_plan: Callable[[str], None] | None = None,
+        on_plan: Callable[[str, int], None] | None = None,
         abandoned: Collection[str] = (),
     ) -> ConvertResult:
         """Run the conversion to its commit, alone or with other workers. Resumes an interrupted run of the same one."""

@@ -69,6 +69,7 @@ class PlanRequest(_Line):
 
     event: Literal["plan"] = "plan"
     digest: str
+    write_bytes: int
 
 
 class CommitRequest(_Line):

@@ -84,13 +84,13 @@ class Reporter:
             if self._commands.readline() != GO:
                 raise JobError("job.lost", "the commit was not allowed: the lease is lost")
 
-    def plan(self, digest: str) -> None:
-        """Have the supervisor record the plan before anything is written.
+    def plan(self, digest: str, write_bytes: int) -> None:
+        """Have the supervisor record the plan, and judge what it writes, before anything is written.
 
         Raises:
             JobError: `job.lost`: the engine may not begin, because another worker owns the job, or it is cancelled.
         """
-        self.send(PlanRequest(digest=digest).line())
+        self.send(PlanRequest(digest=digest, write_bytes=write_bytes).line())
         if self._commands.readline() != GO:
             raise JobError("job.lost", "the engine was not allowed to begin: the lease is lost")
 

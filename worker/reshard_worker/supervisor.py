@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from sqlalchemy.exc import DBAPIError
 
-from reshard.errors import JobError, ReshardError, SourceError, from_problem
+from reshard.errors import JobError, RequestError, ReshardError, SourceError, from_problem
 from reshard.models import ConvertResult, JobKind
 from reshard_jobs.discards import Discards
 from reshard_jobs.helpers import HelperClaim, Helpers
@@ -211,6 +211,9 @@ class Supervisor:
                 child.terminate()
                 child.wait(self._settings.term_grace_s)
                 raise
+            except RequestError as error:
+                # The plan was refused. The engine waits for the answer, and has written nothing.
+                end = error
             stopped = not watch.pulse.held or watch.pulse.cancel_requested
             if end is None and watch.pulse.held and watch.pulse.cancel_requested:
                 end = self._stop(child, watch)
@@ -256,9 +259,12 @@ class Supervisor:
         """True if the job is still this worker's and not to be cancelled; the lease is renewed for a request.
 
         A plan is recorded before its first byte is written: by its digest, others remove what this attempt leaves.
+
+        Raises:
+            RequestError: `request.quota_bytes`.
         """
         if isinstance(message, PlanRequest) and not watch.persist(
-            lambda: self._leases.record_plan(claim, message.digest)
+            lambda: self._leases.record_plan(claim, message.digest, message.write_bytes)
         ):
             watch.beat()
             return False

@@ -15,11 +15,12 @@ class Ownership:
     """Facts about the plans that write a target, between a conversion and its caller.
 
     Attributes:
-        on_plan: Called with the digest of the plan before anything is written. It raises to stop the conversion.
+        on_plan: Called with the digest of the plan and the bytes that it writes, before anything is written. It raises
+            to stop the conversion.
         abandoned: Digests of plans whose conversions have ended without a result and will not go on.
     """
 
-    on_plan: Callable[[str], None] | None = None
+    on_plan: Callable[[str, int], None] | None = None
     abandoned: frozenset[str] = frozenset()
 
     @property
@@ -30,7 +31,7 @@ class Ownership:
     def take(self, plan: Plan, sink: LocalSink | ObjectSink) -> None:
         """Have the plan recorded, then remove what abandoned conversions of other plans left."""
         if self.on_plan is not None:
-            self.on_plan(plan.digest)
+            self.on_plan(plan.digest, plan.write_bytes)
         others = self.abandoned - {plan.digest}
         if others:
             sink.discard(others)
