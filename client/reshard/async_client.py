@@ -120,7 +120,10 @@ class AsyncClient(_Asynchronous[Client]):
         self._exchange = Exchange(self.url, retries)
         # Each wait for a job holds a connection: there may be as many as the program has tasks.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-        self._http = httpx.AsyncClient(base_url=self.url, auth=auth, timeout=timeout_s, limits=limits)
+        named = {"User-Agent": _wire.USER_AGENT}
+        self._http = httpx.AsyncClient(
+            base_url=self.url, auth=auth, timeout=timeout_s, limits=limits, headers=named
+        )
         super().__init__(_Exchanges(self._exchange), self._run_exchange)
 
     async def __aenter__(self) -> Self:
