@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reshard.errors import JobError, RequestError, printable
 from reshard_service.identity import Identity, address_of, believe_proxies
-from reshard_service.page_paths import LOGIN, STATIC, is_page
+from reshard_service.page_paths import LOGIN, STATIC, is_of_api, is_page, path_of, root_of
 from reshard_service.problems import problem_of_database, problem_response
 from reshard_service.settings import ServiceSettings
 
@@ -93,7 +93,7 @@ class AccessControl:
                     fix="set RESHARD_ALLOWED_HOSTS of the service to the names under which it is called",
                 )
             )
-        if scope["path"] in _PUBLIC or scope["path"].startswith(STATIC):
+        if (path := path_of(scope)) in _PUBLIC or path.startswith(STATIC):
             return None
         principal = await self._identity.caller(scope)
         if principal is not None:
@@ -101,7 +101,8 @@ class AccessControl:
             return None
         if headers.get("authorization", "").partition(" ")[2]:
             return problem_response(self._wrong.refusal(address_of(scope)))
-        if is_page(scope["path"]) and "text/html" in headers.get("accept", ""):
+        shown = is_page(path) or (scope["method"] in _SAFE_METHODS and not is_of_api(path))
+        if shown and "text/html" in headers.get("accept", ""):
             return RedirectResponse(_login_for(scope), status_code=303)
         return problem_response(_unauthorized())
 
@@ -109,10 +110,11 @@ class AccessControl:
 def _login_for(scope: Scope) -> str:
     """The login that leads to the page that was asked for."""
     query = scope.get("query_string", b"").decode("latin-1")
-    place = f"{quote(scope['path'])}?{query}" if query else quote(scope["path"])
+    path, login = quote(path_of(scope)), f"{root_of(scope)}{LOGIN}"
+    place = f"{path}?{query}" if query else path
     if place == "/" or scope["method"] not in _SAFE_METHODS:
-        return LOGIN
-    return f"{LOGIN}?next={quote(place, safe='/')}"
+        return login
+    return f"{login}?next={quote(place, safe='/')}"
 
 
 def _name_of(host: str) -> str:

@@ -54,6 +54,7 @@ from reshard_service.pages import (
     submit_page,
     workers_page,
 )
+from reshard_service.pages.route import page_for_browser
 from reshard_service.plain_text import require_plain_text
 from reshard_service.problems import install_handlers
 from reshard_service.settings import ServiceSettings
@@ -136,6 +137,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         lifespan=lifespan,
         # A request may say its source as a text, and no answer does. Two schemas would have other names than the one.
         separate_input_output_schemas=False,
+        root_path=settings.root_path,
     )
     app.state.context = context
     app.include_router(health_api.probes, responses=OF_ALL)
@@ -151,9 +153,8 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
     app.include_router(static_files.router)
     routers = (health_api.probes, *(module.router for module in members), *pages, session.router, static_files.router)
     document_exactly(app)
-    install_handlers(
-        app, audit_api.note_refusal, [*app.routes, *(route for router in routers for route in router.routes)]
-    )
+    all_routes = [*app.routes, *(route for router in routers for route in router.routes)]
+    install_handlers(app, audit_api.note_refusal, all_routes, as_page=page_for_browser)
     # The last one that is added sees a request first: it is counted, then let in, and only then read.
     app.add_middleware(ReadBody, max_bytes=settings.max_body_bytes, limit_s=settings.body_s)
     app.add_middleware(AccessControl, settings=settings, identity=identity, wrong=wrong_tokens)

@@ -15,6 +15,7 @@ from reshard_jobs.principals import Principal
 from reshard_service.callers import Administrator
 from reshard_service.context import Context, context_of
 from reshard_service.documented import problems
+from reshard_service.page_paths import path_of
 
 router = APIRouter(prefix="/v1/audit", tags=["identity"])
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def read_audit_log(
 def note_refusal(request: Request, error: ReshardError) -> None:
     """Record a refused attempt to do what administrators do; other refusals are no news."""
     caller = getattr(request.state, "principal", None)
-    prefix, _, thing = request.url.path[1:].partition("/")[2].partition("/")
+    prefix, _, thing = path_of(request.scope)[1:].partition("/")[2].partition("/")
     kind = _WATCHED.get(f"/v1/{prefix}")
     if kind is None or not isinstance(caller, Principal):
         return

@@ -16,7 +16,7 @@ from starlette.types import Scope
 from reshard_jobs.principals import ANYBODY, OPERATOR, Principal
 from reshard_jobs.tokens import Tokens, cookie_of, looks_like_token, session_of
 from reshard_service.oidc import OidcTokens
-from reshard_service.page_paths import is_page
+from reshard_service.page_paths import is_page, path_of
 from reshard_service.settings import ServiceSettings
 from reshard_service.webhook_address import Address, Network
 
@@ -52,7 +52,7 @@ class Identity:
         else:
             # A cookie is sent by the browser and not by the user. It reads, and it sends forms of our own pages, which
             # prove where they come from (`pages.forms`). Nothing else of the API can be changed with it.
-            counts = scope["method"] in _SAFE_METHODS or is_page(scope["path"])
+            counts = scope["method"] in _SAFE_METHODS or is_page(path_of(scope))
             found = await self._browser(headers) if counts else None
         if found is None and self._open and not (looks_like_token(given.strip(" ")) or (given and self._oidc)):
             found = ANYBODY

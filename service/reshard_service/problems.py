@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 from sqlalchemy.exc import DataError, DBAPIError, TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
@@ -39,7 +39,11 @@ def problem_response(error: ReshardError, *, status: int | None = None) -> JSONR
 
 
 def install_handlers(
-    app: FastAPI, on_refusal: Callable[[Request, ReshardError], None], routes: Sequence[BaseRoute]
+    app: FastAPI,
+    on_refusal: Callable[[Request, ReshardError], None],
+    routes: Sequence[BaseRoute],
+    *,
+    as_page: Callable[[Request, ReshardError], Response | None],
 ) -> None:
     """Map every exception of the application to a problem.
 
@@ -47,6 +51,7 @@ def install_handlers(
         app: The application.
         on_refusal: Called with each typed error of a route.
         routes: All routes that it serves.
+        as_page: Makes a page of the error of a path that no route has, if a browser asked for one.
     """
 
     def on_reshard(request: Request, error: Exception) -> JSONResponse:
@@ -58,8 +63,12 @@ def install_handlers(
         assert isinstance(error, RequestValidationError)
         return problem_response(of_validation(error))
 
-    def on_http(request: Request, error: Exception) -> JSONResponse:
+    def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code in (404, 405):
+            unknown = RequestError("request.not_found", f"there is no page {printable(request.url.path)}")
+            if (page := as_page(request, unknown)) is not None:
+                return page
         code = "request.not_found" if error.status_code == 404 else "request.invalid"
         # FastAPI answers 400 to a body that is no UTF-8, and 422 to one that is no JSON.
         status = 422 if error.status_code == 400 else error.status_code

@@ -78,6 +78,7 @@ class ServiceSettings(EnvironmentSettings):
             names on a loopback address, and any name elsewhere.
         trusted_proxies: Proxies whose `X-Forwarded-For` and `X-Forwarded-Proto` are believed, as addresses and
             networks: `10.0.0.7,fd00::/8`.
+        root_path: The path below which a proxy shows the service, such as `/reshard`.
         anonymous: `true`: no token is needed, and none is made.
         oidc_issuer: URL of an OIDC issuer whose tokens are taken; `https`, or `http` on loopback.
         oidc_audience: The audience that they must name; needed with the issuer.
@@ -112,6 +113,12 @@ class ServiceSettings(EnvironmentSettings):
     )
     trusted_proxies: Annotated[tuple[Network, ...], NoDecode, BeforeValidator(_networks)] = Field(
         default=(), validation_alias="RESHARD_TRUSTED_PROXIES", title="addresses and networks such as 10.0.0.7,fd00::/8"
+    )
+    root_path: str = Field(
+        default="",
+        validation_alias="RESHARD_ROOT_PATH",
+        pattern=r"^(?:/[A-Za-z0-9._~-]+)*$",
+        title="a path such as /reshard, without a slash at its end",
     )
     anonymous: bool = Field(default=False, validation_alias="RESHARD_ANONYMOUS", title="true or false")
     oidc_issuer: str = Field(default="", validation_alias="RESHARD_OIDC_ISSUER", pattern=_SAFE_URL, title=_HTTPS)

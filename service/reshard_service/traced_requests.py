@@ -7,6 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from reshard_jobs.logs import log_as
 from reshard_jobs.tracing import begin_span
+from reshard_service.page_paths import path_of
 
 _NOT_TRACED = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked every few seconds by machines, about no job."""
@@ -21,7 +22,7 @@ class TraceRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
-        if scope["type"] != "http" or scope["path"] in _NOT_TRACED:
+        if scope["type"] != "http" or path_of(scope) in _NOT_TRACED:
             await self._app(scope, receive, send)
             return
         status = 500

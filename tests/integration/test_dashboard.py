@@ -269,6 +269,47 @@ def test_pages_do_and_offer_what_the_scopes_allow(service: Service) -> None:
     assert with_scopes["cancel"].send(f"/jobs/{job}/cancel").status_code == 303
 
 
+def test_a_wrong_address_is_a_page_for_people_and_json_for_programs(service: Service) -> None:
+    browser = service.browser()
+    for path in ("/nothing", "/jobs/a/b/c", "/submit/nothing", "/jobs/job_nothing", "/static/nothing.css"):
+        page = browser.page(path, 404) if path != "/static/nothing.css" else browser.client.get("/nothing").text
+        assert "This page does not exist" in page, path
+        assert re.search(r'<a class="button main" href="/">All jobs</a>', page), path
+    for path in ("/nothing", "/jobs/a/b/c"):
+        for accept in ("application/json", "*/*"):
+            answer = service.ask("GET", path, headers={"Accept": accept})
+            assert (answer.status_code, answer.json()["code"]) == (404, "request.not_found"), (path, accept)
+    assert browser.client.get("/v1/jobs/job_nothing").headers["content-type"] == "application/problem+json"
+    assert browser.client.post("/nothing").status_code == 401  # the cookie is for pages and their forms
+    unknown = httpx.get(f"{service.url}/nothing", headers=HTML)
+    assert (unknown.status_code, unknown.headers["location"]) == (303, "/login?next=/nothing")
+    assert httpx.get(f"{service.url}/nothing").status_code == 401
+
+
+def test_pages_work_below_a_path(tmp_path: Path) -> None:
+    """The proxy takes the path off, or leaves it on."""
+    extra = {"RESHARD_TOKEN": OPERATOR, "RESHARD_ROOT_PATH": "/tools/reshard"}
+    with Stack(tmp_path / "logs", f"sqlite:///{tmp_path}/jobs.db", extra=extra).api() as url:
+        job = Service(url, tmp_path).job()
+        for seen in ("/tools/reshard", ""):
+            browser = Browser(url)
+            asked = browser.client.get(f"{seen}/submit")
+            assert asked.headers["location"] == "/tools/reshard/login?next=/submit"
+            entered = browser.client.post(f"{seen}/login", data={"token": OPERATOR, "next": "/submit"})
+            assert entered.headers["location"] == "/tools/reshard/submit"
+            for path in ("/", "/submit", "/workers", "/docs", f"/jobs/{job}", "/nothing"):
+                page = browser.client.get(f"{seen}{path}").text
+                places = re.findall(r'\b(?:href|src|action|data-load|data-watch|data-document)="(/[^"]*)"', page)
+                assert len(places) > 5, path
+                assert [p for p in places if not p.startswith("/tools/reshard/")] == [], path
+            token = _token_in(browser.page(f"{seen}/docs"))
+            own = {"Sec-Fetch-Site": "same-origin"}
+            left = browser.client.post(f"{seen}/logout", data={"form_token": token}, headers=own)
+            assert left.headers["location"] == "/tools/reshard/login"
+        document = httpx.get(f"{url}/openapi.json").json()
+        assert document["servers"] == [{"url": "/tools/reshard"}]
+
+
 def test_a_form_that_is_sent_twice_makes_one_job(service: Service) -> None:
     browser = service.browser()
     fields = {"source": scripted(), "target": service.target(), "to": "universal", "key": "twice", "labels": "a=1, b=2"}

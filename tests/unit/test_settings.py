@@ -26,6 +26,7 @@ UNUSUAL = {
     "RESHARD_LOG_FORMAT": "json",
     "RESHARD_LEASE_S": "20",
     "RESHARD_ANONYMOUS": "true",
+    "RESHARD_ROOT_PATH": "/seven",
 }
 """Values of variables that may not be 7."""
 ALL = (JobSettings, WorkerSettings, ServiceSettings)

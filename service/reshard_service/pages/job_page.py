@@ -11,7 +11,7 @@ from reshard_service.callers import Canceller, Reader, Submitter
 from reshard_service.context import Context, ServiceContext
 from reshard_service.jobs_api import cancel_job, retry_job
 from reshard_service.pages.job_facts import actions_of, options_of, phases_of
-from reshard_service.pages.rendering import render, rights
+from reshard_service.pages.rendering import placed, render, rights
 from reshard_service.pages.route import PageRoute
 from reshard_service.pages.throughput import chart_of
 
@@ -51,14 +51,14 @@ def _look(context: ServiceContext, caller: Reader, job_id: str) -> tuple[Job, in
 
 
 @router.post("/{job_id}/cancel")
-async def cancel(job_id: str, context: Context, caller: Canceller) -> Response:
+async def cancel(job_id: str, request: Request, context: Context, caller: Canceller) -> Response:
     """Cancel a job, or give up the files of one that failed."""
     job = await cancel_job(context, caller, job_id)
-    return RedirectResponse(f"/jobs/{job.id}", status_code=303)
+    return RedirectResponse(placed(request, f"/jobs/{job.id}"), status_code=303)
 
 
 @router.post("/{job_id}/retry")
-async def retry(job_id: str, context: Context, caller: Submitter) -> Response:
+async def retry(job_id: str, request: Request, context: Context, caller: Submitter) -> Response:
     """Send a job that FAILED back to the queue."""
     job = await retry_job(context, caller, job_id)
-    return RedirectResponse(f"/jobs/{job.id}", status_code=303)
+    return RedirectResponse(placed(request, f"/jobs/{job.id}"), status_code=303)

@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from reshard.choices import JobState, TokenScope
 from reshard.errors import format_size, printable
 from reshard_jobs.principals import Principal
+from reshard_service.page_paths import path_of, root_of
 from reshard_service.pages.forms import TOKEN_FIELD, form_token
 from reshard_service.pages.static_files import static_url
 
@@ -52,13 +53,19 @@ def render(request: Request, template: str, *, status: int = 200, **values: Any)
     return HTMLResponse(text, status_code=status, headers=headers)
 
 
+def placed(request: Request, path: str) -> str:
+    """The address of a page for a browser: its path below the service's root."""
+    return f"{root_of(request.scope)}{path}"
+
+
 def html(request: Request, template: str, **values: Any) -> str:
     """The text of a page."""
     caller = cast("Principal | None", getattr(request.state, "principal", None))
     given = {
         "caller": caller,
         "may": rights(caller),
-        "path": request.url.path,
+        "path": path_of(request.scope),
+        "root": root_of(request.scope),
         "form_token": form_token(request),
         "token_field": TOKEN_FIELD,
     }

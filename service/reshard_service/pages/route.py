@@ -12,6 +12,7 @@ from fastapi.routing import APIRoute
 from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 
 from reshard.errors import ReshardError
+from reshard_service.page_paths import is_of_api, path_of
 from reshard_service.pages.forms import require_own_form
 from reshard_service.pages.rendering import render
 from reshard_service.problems import of_database, of_validation
@@ -39,6 +40,12 @@ class PageRoute(APIRoute):
                 return error_page(request, of_database(error))
 
         return page
+
+
+def page_for_browser(request: Request, error: ReshardError) -> Response | None:
+    """The page of an error if a person asked for a page; None for programs, and for whoever looks at the API itself."""
+    wants = request.method in _SAFE_METHODS and "text/html" in request.headers.get("accept", "")
+    return error_page(request, error) if wants and not is_of_api(path_of(request.scope)) else None
 
 
 def error_page(request: Request, error: ReshardError) -> Response:

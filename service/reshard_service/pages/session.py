@@ -10,7 +10,7 @@ from reshard_service.context import Context
 from reshard_service.identity import COOKIE, address_of
 from reshard_service.page_paths import LOGIN, place_after_login
 from reshard_service.pages.forms import form_of, is_from_elsewhere
-from reshard_service.pages.rendering import render
+from reshard_service.pages.rendering import placed, render
 from reshard_service.pages.route import PageRoute
 
 router = APIRouter(include_in_schema=False)
@@ -23,7 +23,7 @@ def login_page(request: Request) -> Response:
     place = place_after_login(request.query_params.get("next", "/"))
     if request.headers.get("sec-fetch-site") == "cross-site":
         # A link of another site leads here, so the browser has kept the cookie back. It sends it if our own page asks.
-        return render(request, "bounce.html", next=place)
+        return render(request, "bounce.html", next=placed(request, place))
     return render(request, "login.html", problem="", next=place)
 
 
@@ -42,7 +42,7 @@ async def log_in(request: Request, context: Context) -> Response:
         refused = context.wrong_tokens.refusal(address_of(request.scope))
         text = "The token is not valid." if refused.code == "request.unauthorized" else refused.message
         return render(request, "login.html", status=refused.to_problem()["status"], problem=text, next=place)
-    answer = RedirectResponse(place, status_code=303)
+    answer = RedirectResponse(placed(request, place), status_code=303)
     answer.set_cookie(COOKIE, cookie, httponly=True, samesite="strict", secure=request.url.scheme == "https")
     return answer
 
@@ -50,6 +50,6 @@ async def log_in(request: Request, context: Context) -> Response:
 @logout_router.post("/logout")
 async def log_out(request: Request) -> Response:
     """Take the cookie from a browser. Whoever is not logged in is logged out already."""
-    answer = RedirectResponse(LOGIN, status_code=303)
+    answer = RedirectResponse(placed(request, LOGIN), status_code=303)
     answer.delete_cookie(COOKIE, httponly=True, samesite="strict", secure=request.url.scheme == "https")
     return answer

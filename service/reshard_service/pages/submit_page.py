@@ -23,7 +23,7 @@ from reshard_service.engine_api import inspected, planned
 from reshard_service.inspection_pool import ProbeTimeout
 from reshard_service.jobs_api import create_job
 from reshard_service.pages.forms import form_of
-from reshard_service.pages.rendering import render
+from reshard_service.pages.rendering import placed, render
 from reshard_service.pages.route import PageRoute
 from reshard_service.pages.submission_form import FIELDS, fields_of, request_of
 
@@ -104,7 +104,7 @@ async def submit(request: Request, context: Context, caller: Submitter) -> Respo
     job = await create_job(context, caller, body, f"dashboard-{key}" if key else None)
     if TokenScope.READ not in caller.scopes:
         return render(request, "submitted.html", job=job)
-    return RedirectResponse(f"/jobs/{job.id}", status_code=303)
+    return RedirectResponse(placed(request, f"/jobs/{job.id}"), status_code=303)
 
 
 def _source_of(fields: dict[str, str]) -> SourceSpec:

@@ -72,7 +72,7 @@ function replace(text) {
 async function refresh() {
   try {
     const answer = await fetch(location.href, { headers: { Accept: "text/html", ...(tag ? { "If-None-Match": tag } : {}) } });
-    if (answer.redirected && new URL(answer.url).pathname === "/login") return location.assign(answer.url);
+    if (answer.redirected && new URL(answer.url).pathname.endsWith("/login")) return location.assign(answer.url);
     failures = 0;
     if (!answer.ok) return undefined;
     tag = answer.headers.get("ETag");

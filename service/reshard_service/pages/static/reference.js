@@ -1,4 +1,4 @@
 // Swagger UI over the service's own document. It asks no other host.
 "use strict";
 
-SwaggerUIBundle({ url: "/openapi.json", dom_id: "#reference", deepLinking: true, validatorUrl: null, docExpansion: "list", defaultModelsExpandDepth: 0 });
+SwaggerUIBundle({ url: document.getElementById("reference").dataset.document, dom_id: "#reference", deepLinking: true, validatorUrl: null, docExpansion: "list", defaultModelsExpandDepth: 0 });
