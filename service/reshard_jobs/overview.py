@@ -132,7 +132,9 @@ class JobOverview:
         states = wanted.filter.states
         chosen = (*found, JobRow.state.in_([state.value for state in states])) if states else found
         key = _KEYS[wanted.by]
-        order = (key.is_(None), key.desc() if wanted.descending else key.asc(), JobRow.created_at.desc(), JobRow.id)
+        # A job that never started has no duration, and is last in both directions.
+        last = (key.is_(None),) if wanted.by is Column.DURATION else ()
+        order = (*last, key.desc() if wanted.descending else key.asc(), JobRow.created_at.desc(), JobRow.id.desc())
         columns: list[Any] = [JobRow.id, PUBLIC_ID.label("public_id"), JobRow.kind, JobRow.state, JobRow.request]
         columns += [JobRow.progress, JobRow.error, JobRow.created_at, _SECONDS.label("seconds")]
         query = select(*columns).where(*chosen)

@@ -129,12 +129,12 @@ def test_from_the_login_to_a_converted_checkpoint(browser: Browser, site: Site) 
         page.wait_for_url(re.compile("/jobs/job_"))
         page.evaluate("window.notReloaded = true")
         seen: list[int] = []
-        while state_of(page) not in ("SUCCEEDED", "FAILED"):
+        while state_of(page) not in ("Succeeded", "Failed"):
             value = page.evaluate("document.querySelector('#run progress')?.value ?? null")
             if value is not None and (not seen or int(value) != seen[-1]):
                 seen.append(int(value))
             page.wait_for_timeout(50)
-        assert state_of(page) == "SUCCEEDED"
+        assert state_of(page) == "Succeeded"
         assert len(seen) >= 3, seen  # it moved while it was watched
         assert seen == sorted(seen)
         assert page.evaluate("window.notReloaded") is True
@@ -156,7 +156,7 @@ def test_an_error_its_fix_a_retry_and_a_cancel(browser: Browser, site: Site) -> 
         log_in(page)
         plan(page, source, target, dp="3")
         page.get_by_role("button", name="Submit this job").click()
-        expect(page.locator("#state")).to_have_text("FAILED", timeout=SLOW_MS)
+        expect(page.locator("#state")).to_have_text("Failed", timeout=SLOW_MS)
         problem = page.locator("#what-happened .problem")
         expect(problem).to_contain_text("request.target_exists")
         expect(problem).to_contain_text("What to do")
@@ -165,7 +165,7 @@ def test_an_error_its_fix_a_retry_and_a_cancel(browser: Browser, site: Site) -> 
         expect(page.locator("#run progress")).not_to_have_attribute("value", "0", timeout=SLOW_MS)
         page.locator("#cancel-open").click()
         page.get_by_role("button", name="Cancel this job").click()
-        expect(page.locator("#state")).to_have_text("CANCELLED", timeout=SLOW_MS)
+        expect(page.locator("#state")).to_have_text("Cancelled", timeout=SLOW_MS)
         assert not target.exists()
         page.get_by_role("link", name="Clone").click()
         expect(page.get_by_label("Target", exact=True)).to_have_value(str(target))
@@ -186,7 +186,7 @@ def test_the_list_follows_jobs_of_others(browser: Browser, site: Site) -> None:
         asked = httpx.post(f"{site.url}/v1/jobs", json=body, headers={"Authorization": f"Bearer {TOKEN}"})
         row = page.locator(f"#row-{asked.json()['id']}")
         expect(row).to_be_visible(timeout=SLOW_MS)
-        expect(row).to_contain_text("SUCCEEDED", timeout=2 * SLOW_MS)
+        expect(row).to_contain_text("Succeeded", timeout=2 * SLOW_MS)
         assert page.evaluate("window.notReloaded") is True
         expect(page.get_by_label("Label")).to_be_focused()
 
@@ -218,7 +218,9 @@ def test_every_page_by_width_and_scheme(browser: Browser, site: Site, views: lis
         "submit": f"/submit?{query}",
         "layout": f"/jobs/{done['id']}/layout",
         "workers": "/workers",
+        "list-sorted": "/?search=run&sort=-duration",
         "not-found": "/jobs/job_nothing",
+        "no-page": "/nothing",
         "docs": "/docs",
     }
     with opened(browser, site) as page:
@@ -234,6 +236,46 @@ def test_every_page_by_width_and_scheme(browser: Browser, site: Site, views: lis
                 page.locator("#reference .opblock-summary-control").nth(3).click()
                 expect(page.locator("#reference .opblock-body")).to_be_visible()
             _examine(page, name, views)
+
+
+def test_colours_of_states_mean_something(browser: Browser, site: Site) -> None:
+    with opened(browser, site) as page:
+        log_in(page)
+        page.goto("/workers")
+        idle = page.locator(".state", has_text="Idle").first
+        expect(idle).to_be_visible(timeout=2 * SLOW_MS)
+        for scheme in SCHEMES:
+            page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+            shades = re.findall(r"\d+", idle.evaluate("element => getComputedStyle(element).backgroundColor"))[:3]
+            # Grey: no colour stands out, least of all the amber of warnings.
+            assert max(map(int, shades)) - min(map(int, shades)) <= 16, (scheme, shades)
+
+
+def test_the_list_is_sorted_and_searched_and_tells_the_zone(browser: Browser, site: Site) -> None:
+    source = checkpoint(site, "run7")
+    head = {"Authorization": f"Bearer {TOKEN}", "Prefer": "wait=30"}
+    for to in ("universal", "torch"):
+        body = {"source": {"url": str(source)}, "target": f"{site.root}/run7_{to}", "to": to}
+        httpx.post(f"{site.url}/v1/jobs", json=body, headers=head, timeout=60)
+    with opened(browser, site) as page:
+        log_in(page)
+        page.get_by_label("Search").fill("RUN7")
+        page.get_by_role("button", name="Find").click()
+        expect(page.locator("#total")).to_have_text("2 jobs")
+        page.get_by_role("link", name="Target").click()
+        expect(page.locator("[aria-sort=ascending]")).to_contain_text("Target")
+        rows = page.locator(".job-what")
+        expect(rows.first).to_contain_text("run7_torch")
+        expect(rows.last).to_contain_text("run7_universal")
+        assert re.search(r"GMT\+9|JST", page.locator(".job-when").first.inner_text())
+        expect(page.locator("#zone")).to_have_text("Asia/Tokyo (GMT+09:00)")
+        # The columns become links in one line, and nothing leaves the window.
+        page.set_viewport_size({"width": 390, "height": 844})
+        expect(page.get_by_role("link", name="Duration")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+        footer = page.locator("footer").bounding_box()
+        assert footer is not None
+        assert footer["x"] + footer["width"] <= 390
 
 
 def test_the_reference_is_dark_where_the_rest_is_and_works_below_a_path(browser: Browser, tmp_path: Path) -> None:

@@ -310,6 +310,11 @@ def test_pages_work_below_a_path(tmp_path: Path) -> None:
         assert document["servers"] == [{"url": "/tools/reshard"}]
 
 
+def words_of(page: str) -> str:
+    """The text that a reader of a page sees, without values of fields."""
+    return unescape(re.sub(r"<(?:script|style).*?</(?:script|style)>|<[^>]*>", " ", page, flags=re.DOTALL))
+
+
 def test_a_form_that_is_sent_twice_makes_one_job(service: Service) -> None:
     browser = service.browser()
     fields = {"source": scripted(), "target": service.target(), "to": "universal", "key": "twice", "labels": "a=1, b=2"}
@@ -411,7 +416,33 @@ def test_pages_of_jobs_and_their_filters(service: Service) -> None:
     assert re.findall(r'id="row-(\w+)"', browser.page("/?state=cancelled")) == [jobs[3]]
     assert jobs[3] not in browser.page("/?state=active")
     assert "there is no such state" in browser.page("/?state=nonsense", 422)
-    assert "no `=`" in browser.page("/?label=row", 422)
+    assert "no such column" in browser.page("/?sort=nonsense", 422)
+    wrong = browser.page("/?label=row", 422)
+    assert 'id="label-error"' in wrong
+    assert "write name=value" in wrong
+
+
+def test_the_list_has_search_order_totals_duration_and_owner(service: Service) -> None:
+    secret = service.token("submit", "read", "cancel", tenant="team-b")
+    browser = service.browser(secret)
+    jobs = [service.job(secret, labels={"which": "listed"}, target=f"/found/by{n}") for n in range(3)]
+    page = browser.page("/?label=which%3Dlisted")
+    assert "3 jobs" in words_of(page)
+    found = browser.page("/?search=/FOUND/by1")
+    assert re.findall(r'id="row-(\w+)"', found) == [jobs[1]]
+    assert "1 job" in words_of(found)
+    assert re.findall(r'id="row-(\w+)"', browser.page("/?label=which%3Dlisted&sort=target")) == jobs
+    assert re.findall(r'id="row-(\w+)"', browser.page("/?label=which%3Dlisted&sort=-target")) == jobs[::-1]
+    assert 'aria-sort="descending"' in page
+    for column in ("state", "source", "target", "created", "duration"):
+        assert f'id="sort-{column}"' in page, column
+    for head in ("Duration", "Submitted by"):
+        assert head in words_of(page)
+    assert "test" in words_of(page)  # the name of the token
+    assert re.search(r'<option value="queued">Queued \(\d+\)</option>', page)
+    # Waiting and doing nothing are no warnings.
+    assert 'class="state off">Queued' in page
+    assert "Times are in" in words_of(page)
 
 
 def test_a_logout_takes_the_cookie(service: Service) -> None:

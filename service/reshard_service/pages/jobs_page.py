@@ -1,7 +1,8 @@
-"""The page of all jobs of the caller's tenant: filters, pages, progress, and why jobs failed."""
+"""The page of all jobs of the caller's tenant: search, order, pages, totals, progress, and why jobs failed."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -11,18 +12,22 @@ from starlette.concurrency import run_in_threadpool
 
 from reshard.errors import RequestError
 from reshard.models import JobState
+from reshard_jobs.overview import Column, JobLines, JobOverview, Wanted
 from reshard_jobs.pages import JobFilter
 from reshard_service.callers import Reader
 from reshard_service.context import Context
 from reshard_service.pages.rendering import render
 from reshard_service.pages.route import PageRoute
+from reshard_service.pages.words import state_name
 
 router = APIRouter(include_in_schema=False, route_class=PageRoute)
 
-PAGE_SIZE = 25
+_MOST_PAGES = 1_000_000
 _ACTIVE = tuple(state for state in JobState if not state.terminal)
 _SHOWN: dict[str, tuple[JobState, ...]] = {"": (), "active": _ACTIVE, **{s.value.lower(): (s,) for s in JobState}}
 """The choices of the filter by state."""
+_NAMES = {"": "Any", "active": "Not ended", **{s.value.lower(): state_name(s) for s in JobState}}
+_NEWEST = f"-{Column.CREATED}"
 
 
 @router.get("/")
@@ -31,27 +36,66 @@ async def jobs_page(
     request: Request,
     context: Context,
     caller: Reader,
+    search: Annotated[str, Query(max_length=1024)] = "",
     state: Annotated[str, Query(max_length=32)] = "",
     label: Annotated[str, Query(max_length=1024)] = "",
-    page_token: Annotated[str, Query(max_length=1024)] = "",
+    sort: Annotated[str, Query(max_length=32)] = "",
+    page: Annotated[int, Query(ge=1, le=_MOST_PAGES)] = 1,
 ) -> Response:
-    """Show one page of jobs, newest first."""
-    chosen = JobFilter(_states(state), _labels(label))
-    store = context.jobs_of(caller)
-    found = await run_in_threadpool(lambda: store.list(chosen, page_size=PAGE_SIZE, page_token=page_token))
-    filters = {name: value for name, value in (("state", state.lower()), ("label", label)) if value}
-    older = urlencode({**filters, "page_token": found.next_page_token}) if found.next_page_token else ""
+    """Show one page of jobs, newest first if nothing else is asked for."""
+    by, descending = _order(sort)
+    labels = _labels(label)
+    wanted = Wanted(JobFilter(_states(state), labels or {}), search.strip(), by, descending, page)
+    found = JobLines((), 0, {}, 1)
+    if labels is not None:
+        found = await run_in_threadpool(JobOverview(context.database, caller.tenant).page, wanted)
+    given = {"search": search.strip(), "state": state.lower(), "label": label}
+    filters = {name: value for name, value in given.items() if value}
+    ordered = {**filters, **({"sort": sort} if sort else {})}
     return render(
         request,
         "jobs.html",
-        jobs=found.jobs,
-        choices=list(_SHOWN),
-        state=state.lower(),
+        status=422 if labels is None else 200,
+        unreadable=labels is None,
+        found=found,
+        choices=_choices(found),
+        filters=filters,
+        search=given["search"],
+        chosen=given["state"],
         label=label,
-        older=older,
-        newest=urlencode(filters) if page_token else None,
-        live=any(not job.done for job in found.jobs) or not page_token,
+        sort=sort or _NEWEST,
+        heads=_heads(filters, by, descending=descending),
+        first=(page - 1) * wanted.page_size + 1,
+        page=page,
+        pages={name: urlencode({**ordered, "page": page + step}) for name, step in (("before", -1), ("after", 1))},
+        newest=urlencode(ordered),
+        live=any(not job.done for job in found.jobs) or page == 1,
     )
+
+
+def _order(sort: str) -> tuple[Column, bool]:
+    """The column and whether it is descending: `-created` is the newest first."""
+    try:
+        return Column((sort or _NEWEST).removeprefix("-")), (sort or _NEWEST).startswith("-")
+    except ValueError:
+        raise RequestError("request.invalid", "jobs have no such column", fix="choose one of the list") from None
+
+
+def _heads(filters: Mapping[str, str], by: Column, *, descending: bool) -> dict[str, tuple[str, str]]:
+    """The direction in which each column is sorted, as `aria-sort` says it, and the query that sorts by it."""
+    found: dict[str, tuple[str, str]] = {}
+    for column in Column:
+        now = ("descending" if descending else "ascending") if column is by else ""
+        # The first click shows the newest, and the longest.
+        turn = now == "ascending" or (not now and column in (Column.CREATED, Column.DURATION))
+        found[column.value] = now, urlencode({**filters, "sort": f"{'-' if turn else ''}{column}"})
+    return found
+
+
+def _choices(found: JobLines) -> dict[str, str]:
+    """The choices of the filter by state, each with its number of jobs."""
+    counts = {name: sum(found.by_state.get(s, 0) for s in states or JobState) for name, states in _SHOWN.items()}
+    return {name: f"{_NAMES[name]} ({count:,})" for name, count in counts.items()}
 
 
 def _states(text: str) -> tuple[JobState, ...]:
@@ -60,10 +104,9 @@ def _states(text: str) -> tuple[JobState, ...]:
     raise RequestError("request.invalid", "there is no such state of jobs", fix="choose one of the list")
 
 
-def _labels(text: str) -> dict[str, str]:
-    if not text.strip():
-        return {}
+def _labels(text: str) -> dict[str, str] | None:
+    """The label that a text asks for; None if it cannot be read."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise RequestError("request.invalid", "a label filter has no `=`", fix="write name=value")
+        return None if text.strip() else {}
     return {name.strip(): value.strip()}

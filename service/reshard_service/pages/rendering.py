@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from datetime import datetime
+from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from reshard.choices import JobState, TokenScope
 from reshard.errors import format_size, printable
 from reshard_jobs.principals import Principal
 from reshard_service.page_paths import path_of, root_of
+from reshard_service.pages import words
 from reshard_service.pages.forms import TOKEN_FIELD, form_token
 from reshard_service.pages.static_files import static_url
 
@@ -34,6 +37,7 @@ PAGE_HEADERS = {
     "Cache-Control": "no-store",
 }
 _LONGEST = 4_096
+_VERSION = version("reshard")
 
 
 def render(request: Request, template: str, *, status: int = 200, **values: Any) -> Response:
@@ -66,6 +70,7 @@ def html(request: Request, template: str, **values: Any) -> str:
         "may": rights(caller),
         "path": path_of(request.scope),
         "root": root_of(request.scope),
+        "version": _VERSION,
         "form_token": form_token(request),
         "token_field": TOKEN_FIELD,
     }
@@ -112,8 +117,9 @@ _TONES = {
     JobState.FAILED: "bad",
     JobState.CANCELLED: "off",
     JobState.CANCELLING: "off",
-    JobState.QUEUED: "wait",
+    JobState.QUEUED: "off",
 }
+"""Waiting is neutral; the colour of warnings is for warnings."""
 
 
 def tone(state: JobState) -> str:
@@ -132,4 +138,17 @@ _environment.filters.update(
     {"plain": plain, "size": format_size, "duration": duration, "moment": moment, "in_words": moment_in_words}
 )
 _environment.filters["tone"] = tone
+cast("dict[str, Any]", _environment.filters).update(
+    {
+        "counted": words.counted,
+        "format_name": words.format_name,
+        "is_command": words.is_command,
+        "product": prod,
+        "state_name": words.state_name,
+        "target_name": words.target_name,
+        "target_of": words.target_of,
+        "target_part": words.target_part,
+        "worded": words.worded,
+    }
+)
 cast("dict[str, Any]", _environment.globals)["static_url"] = static_url

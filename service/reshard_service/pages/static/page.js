@@ -7,9 +7,11 @@ const SOONEST_MS = 700;
 
 // ---- times in the reader's own time zone
 
-const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "medium" });
-const short = new Intl.DateTimeFormat(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
-const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const exact = new Intl.DateTimeFormat(undefined, { dateStyle: "medium", timeStyle: "long" });
+const minutes = { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", timeZoneName: "short" };
+const short = new Intl.DateTimeFormat(undefined, minutes);
+const long = new Intl.DateTimeFormat(undefined, { year: "numeric", ...minutes });
+const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", timeZoneName: "short" });
 const relative = new Intl.RelativeTimeFormat(undefined, { numeric: "auto" });
 
 function ago(at) {
@@ -25,7 +27,7 @@ function localise(root) {
     const at = new Date(place.dateTime);
     if (Number.isNaN(at.getTime())) continue;
     const how = place.dataset.show;
-    place.textContent = how === "ago" ? ago(at) : how === "clock" ? clock.format(at) : short.format(at);
+    place.textContent = how === "ago" ? ago(at) : how === "clock" ? clock.format(at) : (at.getFullYear() === new Date().getFullYear() ? short : long).format(at);
     place.title = exact.format(at);
   }
 }
@@ -158,9 +160,32 @@ for (const form of document.querySelectorAll("form[data-waits]")) {
     setTimeout(() => { button.disabled = true; });
   });
 }
+// The suggested target follows the chosen format, as long as nobody has written another one.
+for (const form of document.querySelectorAll("form[data-suggests]")) {
+  const field = (name) => form.elements.namedItem(name);
+  const target = field("target");
+  let suggested = "suggested" in target.dataset ? target.defaultValue : "";
+  form.addEventListener("input", () => {
+    const gpus = ["dp", "tp", "pp"].reduce((product, name) => product * (Number(field(name).value) || 1), 1);
+    const known = Number(field("dp").value) > 0;
+    document.getElementById("gpus").textContent = known ? `For a run on ${gpus} ${gpus === 1 ? "GPU" : "GPUs"}.` : "";
+    const chosen = form.querySelector("[name=to]:checked");
+    if (!chosen?.dataset.target || (target.value && target.value !== suggested)) return;
+    suggested = chosen.dataset.target;
+    if (chosen.value === "zero" && known) suggested = suggested.replace(/_deepspeed(?=(\/[^/]*)?$)/, `_${gpus}gpus`);
+    target.value = suggested;
+  });
+}
+
 // A page that comes back from the browser's memory has its buttons as they were left.
 window.addEventListener("pageshow", (event) => { if (event.persisted) location.reload(); });
 
+const zone = document.getElementById("zone");
+if (zone) {
+  const named = new Intl.DateTimeFormat(undefined, { timeZoneName: "longOffset" });
+  const offset = named.formatToParts(new Date()).find((part) => part.type === "timeZoneName")?.value ?? "";
+  zone.textContent = `${named.resolvedOptions().timeZone} (${offset})`;
+}
 note(document);
 localise(document);
 for (const part of document.querySelectorAll("[data-load]")) load(part, part.dataset.load);

@@ -1,0 +1,184 @@
+"""Names for people: of formats, targets, states and options, and errors in the words of the form instead of flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, cast
+
+from reshard.errors import format_size
+from reshard.installed_formats import installed_formats
+from reshard.models import ConvertRequest, JobState, TargetFormat
+
+_TARGETS = {
+    TargetFormat.ZERO.value: "DeepSpeed, for N GPUs",
+    TargetFormat.UNIVERSAL.value: "DeepSpeed universal checkpoint, for any number of GPUs",
+    TargetFormat.SAFETENSORS.value: "Weights (safetensors, as Hugging Face has them)",
+    TargetFormat.TORCH.value: "Weights (pytorch_model.bin)",
+    TargetFormat.PEFT.value: "LoRA adapter (PEFT)",
+    TargetFormat.SLIM.value: "The same files without unused bytes",
+    "dcp": "FSDP and torchtitan (DCP)",
+    "torch_save": "One file of torch.save",
+}
+_FORMATS = {"deepspeed": "DeepSpeed", "dcp": "DCP", "torch": "PyTorch", "peft": "PEFT", "zero": "ZeRO"}
+_STATES = {
+    JobState.VERIFYING: "Checking",
+    JobState.CANCELLING: "Cancelling",
+}
+LABELS: Mapping[str, str] = {
+    "source.url": "Checkpoint",
+    "source.tag": "Tag",
+    "source.profile": "Storage profile",
+    "source.model_key": "Model to read",
+    "source.optimizer_key": "Optimizer to read",
+    "source.scheduler_key": "Scheduler to read",
+    "source.param_order": "Order of the optimizer's parameters",
+    "source.buffers": "Tensors that are buffers",
+    "target": "Target",
+    "to": "Format of the target",
+    "target_profile": "Storage profile of the target",
+    "dtype": "Element type",
+    "replicas": "Copies that differ",
+    "exclude_frozen": "Leave frozen parameters out",
+    "model_files": "Model files",
+    "opaque": "Objects of unknown classes",
+    "overwrite": "Replace an existing target",
+    "on_overflow": "Numbers too large for the element type",
+    "verify": "Checks",
+    "memory_limit_bytes": "Memory limit",
+    "part_bytes": "Size of a unit of work",
+    "threads": "Threads",
+    "server_copy": "Copies made by the store",
+    "max_attempts": "Attempts at most",
+    "max_workers": "Workers at most",
+    "priority": "Priority",
+    "labels": "Labels",
+    "options.deepspeed.zero_stage": "ZeRO stage",
+    "options.deepspeed.dp": "Data-parallel ranks (GPUs)",
+    "options.deepspeed.tp": "Tensor-parallel ranks",
+    "options.deepspeed.pp": "Pipeline stages",
+    "options.deepspeed.ep": "Expert-parallel ranks",
+    "options.deepspeed.family": "Family of cut rules",
+    "options.deepspeed.names": "Names of parameters",
+    "options.deepspeed.rules": "Cut rules",
+    "options.deepspeed.partition_method": "Division into pipeline stages",
+    "options.deepspeed.pipeline_layers": "Layers of the pipeline",
+    "options.deepspeed.vocab_divisor": "Divisor of the vocabulary",
+    "options.deepspeed.round_robin_gradients": "Round-robin gradients",
+    "options.deepspeed.parameter_alignment": "Alignment of parameters",
+    "options.deepspeed.sub_group_size": "Elements of a sub-group",
+    "options.deepspeed.rng": "Random states",
+    "options.deepspeed.weight_decay_groups": "Groups of weight decay",
+    "options.weights.max_shard_bytes": "Largest file",
+    "options.peft.merge_adapter": "Merge the adapter",
+    "options.peft.adapter": "Name of the adapter",
+    "options.peft.lora_alpha": "Scale of the adapter (lora_alpha)",
+    "options.peft.base": "Base model",
+    "options.dcp.grammar": "Framework that loads it",
+    "options.dcp.files": "Number of files",
+    "options.dcp.target_model_key": "Place of the model",
+    "options.dcp.target_optimizer_key": "Place of the optimizer",
+    "options.dcp.trainer_files": "Files of the trainer",
+    "options.dcp.torch_file": "Name of the file",
+    "options.dcp.missing_moments": "Parameters without optimizer states",
+}
+"""The name of each field of a request, by its place in the body of `POST /v1/jobs`."""
+_FLAGS = {
+    "memory_limit_bytes": "memory-limit",
+    "part_bytes": "part-size",
+    "max_shard_bytes": "max-shard-size",
+    "labels": "label",
+}
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?: ([a-z][a-z0-9_-]*\|[a-z0-9_|-]+|[A-Z]+(?![a-z])))?")
+_TARGET = re.compile(r"(?<![\w-])--to ([a-z][a-z0-9_]*)")
+_COMMAND = re.compile(r"\b(?:reshard [a-z]|export [A-Z]|pip install)")
+_SIZED = {"memory_limit_bytes", "part_bytes", "max_shard_bytes"}
+
+
+def target_name(to: str) -> str:
+    """The name of a target; of one that another package brings, what that says of it."""
+    if to in _TARGETS:
+        return _TARGETS[to]
+    return next((f.targets[to] for f in installed_formats() if to in f.targets), to)
+
+
+def target_of(request: ConvertRequest) -> str:
+    """The target of a request in words, with the number of GPUs that it is for."""
+    if request.to != TargetFormat.ZERO or request.options.deepspeed.dp is None:
+        return target_name(request.to)
+    return f"DeepSpeed, for {counted(request.options.deepspeed.world_size, 'GPU')}"
+
+
+def format_name(name: str) -> str:
+    """The format of a source in words: `DeepSpeed ZeRO-2` for `deepspeed-zero2`."""
+    words = re.sub(r"(?<=[a-z])(?=\d+$)", "-", name).split("-")
+    text = " ".join(_FORMATS.get(word, word) for word in words if not word.isdigit())
+    return f"{text}-{words[-1]}" if words[-1].isdigit() else text
+
+
+def target_part(name: str) -> str:
+    """The kind of parallelism of one of a format's targets, such as `zero --tp`."""
+    return worded(name.partition(" ")[2]).strip("“”") or target_name(name)
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of things: `1 file`, `1,204 files`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def state_name(state: JobState | str) -> str:
+    """The state of a job in words."""
+    found = JobState(state)
+    return _STATES.get(found, found.value.capitalize())
+
+
+def label_of(place: str) -> str:
+    """The name of a field of a request; of one that another package brings, that of the field itself."""
+    return LABELS.get(place) or place.rpartition(".")[2].replace("_", " ")
+
+
+def value_of(place: str, value: Any) -> str:
+    """The value of a field in words, with its unit."""
+    if place.rpartition(".")[2] in _SIZED and isinstance(value, int):
+        return format_size(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, cast("list[Any]", value)))
+    return str(value)
+
+
+def flag_of(place: str) -> str:
+    """The flag of the command line for a field of a request, without its dashes."""
+    last = place.rpartition(".")[2]
+    return _FLAGS.get(last) or last.replace("_", "-")
+
+
+_BY_FLAG = {flag_of(place): place for place in reversed(LABELS)}
+
+
+def places_in(text: str) -> list[str]:
+    """The fields whose flags a text names, in its order; the format of the target is in most of them, so it is last."""
+    found = [place for match in _FLAG.finditer(text) if (place := _BY_FLAG.get(match[1])) is not None]
+    return sorted(found, key=lambda place: place == "to")
+
+
+def worded(text: str) -> str:
+    """A text for the command line in the words of the pages: labels for flags. Commands of a shell stay as they are."""
+    begin = found.start() if (found := _COMMAND.search(text)) else len(text)
+    named = _TARGET.sub(lambda match: f"“{target_name(match[1])}”", text[:begin])
+    return _FLAG.sub(_label_for, named) + text[begin:]
+
+
+def is_command(text: str) -> bool:
+    """True if a text holds a command for a shell."""
+    return _COMMAND.search(text) is not None
+
+
+def _label_for(match: re.Match[str]) -> str:
+    place = _BY_FLAG.get(match[1])
+    name = label_of(place) if place else match[1].replace("-", " ")
+    label = f"“{name.partition(' (')[0]}”"
+    values = match[2]
+    # FILE, DIR and their like stand for a value that the reader knows.
+    return f"{label} ({values.replace('|', ', ')})" if values and "|" in values else label
