@@ -82,13 +82,13 @@ def plan(page: Page, source: Path, target: Path, **fields: str) -> None:
     page.goto("/submit")
     page.get_by_label("Checkpoint").fill(str(source))
     page.get_by_role("button", name="Inspect").click()
-    page.get_by_role("radio", name=re.compile("^zero")).check()
+    page.get_by_role("radio", name=re.compile("^DeepSpeed, for")).check()
     page.get_by_label("Target", exact=True).fill(str(target))
     for name, value in fields.items():
         page.locator(f"[name={name}]:visible").fill(value)
     # Small units, so that there is something to watch.
     page.get_by_text("More options").click()
-    page.get_by_label("Other fields of the request, as JSON").fill('{"part_bytes": 1024, "threads": 1}')
+    page.get_by_label("Other fields, as JSON").fill('{"part_bytes": 1024, "threads": 1}')
     page.get_by_role("button", name="See the plan").click()
 
 
@@ -114,7 +114,7 @@ def test_from_the_login_to_a_converted_checkpoint(browser: Browser, site: Site) 
         plan(page, source, site.root / "run1_dp4", dp="4")
         # The layout of ranks is shown for `zero` alone.
         expect(page.get_by_label("Data-parallel ranks")).to_be_visible()
-        page.get_by_role("radio", name=re.compile("^universal")).check()
+        page.get_by_role("radio", name=re.compile("^DeepSpeed universal")).check()
         expect(page.get_by_label("Data-parallel ranks")).to_be_hidden()
         expect(page.locator(".choices")).to_contain_text("not possible")
         tiles = page.locator("#plan .tiles")
@@ -218,6 +218,8 @@ def test_every_page_by_width_and_scheme(browser: Browser, site: Site, views: lis
         "submit": f"/submit?{query}",
         "layout": f"/jobs/{done['id']}/layout",
         "workers": "/workers",
+        "submit-wrong": f"/submit?source={source}&to=zero&dp=0&memory_limit=lots&target={source}/in&plan=1",
+        "source-wrong": f"/submit?source={site.root}/nothing",
         "list-sorted": "/?search=run&sort=-duration",
         "not-found": "/jobs/job_nothing",
         "no-page": "/nothing",
@@ -236,6 +238,37 @@ def test_every_page_by_width_and_scheme(browser: Browser, site: Site, views: lis
                 page.locator("#reference .opblock-summary-control").nth(3).click()
                 expect(page.locator("#reference .opblock-body")).to_be_visible()
             _examine(page, name, views)
+
+
+def test_the_form_shows_what_the_choice_needs_and_suggests_a_target(browser: Browser, site: Site) -> None:
+    source = checkpoint(site, "run6")
+    with opened(browser, site) as page:
+        log_in(page)
+        page.goto(f"/submit?source={source}")
+        target = page.get_by_label("Target", exact=True)
+        expect(target).to_have_value(f"{site.root}/run6_global_step3_converted")
+        expect(page.get_by_label("Framework that loads it")).to_be_hidden()
+        page.get_by_role("radio", name="FSDP and torchtitan (DCP)").check()
+        expect(page.get_by_label("Framework that loads it")).to_be_visible()
+        expect(page.get_by_label("Data-parallel ranks")).to_be_hidden()
+        expect(target).to_have_value(f"{site.root}/run6_global_step3_fsdp")
+        page.get_by_role("radio", name=re.compile("^DeepSpeed, for")).check()
+        page.get_by_label("Data-parallel ranks").fill("4")
+        page.get_by_label("Pipeline stages").fill("2")
+        expect(page.locator("#gpus")).to_have_text("For a run on 8 GPUs.")
+        expect(target).to_have_value(f"{site.root}/run6_8gpus/global_step3")
+        target.fill("/elsewhere/mine")
+        page.get_by_role("radio", name="Weights (pytorch_model.bin)").check()
+        expect(target).to_have_value("/elsewhere/mine")
+        page.get_by_role("button", name="See the plan").click()
+        wrong = page.locator("#target-error")
+        expect(wrong).to_contain_text("outside the storage")
+        expect(wrong).to_be_in_viewport()
+        box, field = wrong.bounding_box(), target.bounding_box()
+        assert box is not None
+        assert field is not None
+        assert 0 < box["y"] - field["y"] < 150, (box, field)
+        expect(target).to_have_value("/elsewhere/mine")
 
 
 def test_colours_of_states_mean_something(browser: Browser, site: Site) -> None:

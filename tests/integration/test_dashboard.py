@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Generator
 from html import unescape
@@ -13,6 +14,7 @@ from urllib.parse import urlencode
 import httpx
 import pytest
 
+from house.repository import ROOT
 from servers.scripted import scripted
 from servers.stack import Stack
 
@@ -267,6 +269,91 @@ def test_pages_do_and_offer_what_the_scopes_allow(service: Service) -> None:
     assert "Submitted" in submitted.text
     assert with_scopes["submit"].client.get(f"/submit?clone={job}").status_code == 403
     assert with_scopes["cancel"].send(f"/jobs/{job}/cancel").status_code == 303
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z]")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Generator[Service]:
+    """A service whose inspections read real checkpoints; no worker."""
+    directory = tmp_path_factory.mktemp("real")
+    shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny", directory / "runs" / "run1")
+    extra = {"RESHARD_TOKEN": OPERATOR, "RESHARD_ROOTS": f"{directory}/runs,{directory}/out"}
+    stack = Stack(directory / "logs", f"sqlite:///{directory}/jobs.db", scripted=False, extra=extra)
+    with stack.api() as url:
+        yield Service(url, directory)
+
+
+def test_targets_and_fields_have_names_for_people(real: Service) -> None:
+    page = real.browser().page(f"/submit?source={real.directory}/runs/run1")
+    shown = words_of(page)
+    for name in ("DeepSpeed, for N GPUs", "FSDP and torchtitan (DCP)", "Weights (safetensors", "DeepSpeed ZeRO-2"):
+        assert name in shown, name
+    assert not FLAG.search(shown), FLAG.findall(shown)
+    assert not re.search(r"<strong>(?:zero|dcp|universal|torch)</strong>", page)
+    for name, label in (("tp", "Tensor-parallel ranks"), ("memory_limit", "Memory limit"), ("grammar", "Framework")):
+        assert re.search(rf'<label for="{name}">{label}', page), name
+    for place in ("tp", "pp"):
+        assert re.search(rf'id="{place}"[^>]* placeholder="1: no', page), place
+    # Fields of distributed checkpoints are asked for where there is one.
+    assert 'id="model_key"' not in page
+
+
+def test_a_target_is_suggested_outside_of_the_run(real: Service) -> None:
+    runs = f"{real.directory}/runs"
+    for source, to, wanted in (
+        (f"{runs}/run1", "", f"{runs}/run1_global_step3_converted"),
+        (f"{runs}/run1/global_step3", "universal", f"{runs}/run1_universal/global_step3"),
+        (f"{runs}/run1", "dcp", f"{runs}/run1_global_step3_fsdp"),
+    ):
+        page = real.browser().page(f"/submit?source={source}&to={to}")
+        target = re.search(r'id="target" [^>]*value="([^"]*)"', page)
+        assert target is not None
+        assert unescape(target[1]) == wanted
+        assert "readonly" not in target[0]
+    kept = real.browser().page(f"/submit?source={runs}/run1&to=dcp&target={runs}/mine")
+    assert f'value="{runs}/mine"' in kept
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "told"),
+    [
+        ({"to": "zero"}, "dp", "Data-parallel ranks"),
+        ({"to": "zero", "dp": "0"}, "dp", "is below 1"),
+        ({"to": "zero", "dp": "2", "memory_limit": "lots"}, "memory_limit", "is not a size"),
+        ({"to": "universal", "labels": "team"}, "labels", "no `=`"),
+        ({"to": "universal", "more": "[1]"}, "more", "not a JSON object"),
+        ({"to": "universal", "target": "RUN/global_step3/inside"}, "target", "inside"),
+        ({"to": "universal", "target": "/elsewhere/x"}, "target", "outside the storage"),
+        ({"to": "zero", "dp": "2", "tp": "2"}, "family", "how tensor parallelism cuts"),
+    ],
+)
+def test_errors_stand_at_their_field_without_flags(
+    real: Service, fields: dict[str, str], field: str, told: str
+) -> None:
+    run = f"{real.directory}/runs/run1"
+    given = {"source": run, "target": f"{real.directory}/out/new", **fields}
+    given["target"] = given["target"].replace("RUN", run)
+    browser = real.browser()
+    seen = {"GET": browser.page(f"/submit?{urlencode({**given, 'plan': '1'})}")}
+    posted = browser.send("/submit", given)
+    if posted.status_code >= 400:  # what takes a plan to see is admitted or refused by the job
+        seen["POST"] = posted.text
+    for page in seen.values():
+        assert re.search(rf'id="{field}"[^>]* aria-invalid="true"', page), words_of(page)
+        at_field = re.search(rf'id="{field}-error">(.*?)</div></div>', page, re.DOTALL)
+        assert at_field is not None
+        assert told in words_of(at_field[1]), words_of(at_field[1])
+        assert not FLAG.search(words_of(page))
+        assert f'value="{given["target"]}"' in page  # nothing that was written is lost
+
+
+def test_an_unreadable_source_is_told_at_its_field(real: Service) -> None:
+    page = real.browser().page(f"/submit?source={real.directory}/runs/nothing")
+    at_field = re.search(r'id="source-error">(.*?)</div></div>', page, re.DOTALL)
+    assert at_field is not None
+    assert "source.not_found" in at_field[1]
 
 
 def test_a_wrong_address_is_a_page_for_people_and_json_for_programs(service: Service) -> None:

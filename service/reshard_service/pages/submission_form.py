@@ -1,23 +1,29 @@
-"""The form of a submission: its fields as a request, and a request as its fields."""
+"""The form of a submission: its fields as a request, a request as its fields, and errors at their fields."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from reshard.cli.sizes import parse_size
-from reshard.errors import RequestError
-from reshard.models import Job, SubmitRequest
+from reshard.errors import RequestError, ReshardError
+from reshard.models import Inspection, Job, SubmitRequest
+from reshard_engine.storage.urls import is_within
+from reshard_jobs.roots import Roots, normalized_url
+from reshard_service.pages.words import label_of, places_in
 from reshard_service.problems import of_validation
 
 _PLACES: dict[str, tuple[str, ...]] = {
     "source": ("source", "url"),
     "tag": ("source", "tag"),
     "profile": ("source", "profile"),
+    "model_key": ("source", "model_key"),
+    "optimizer_key": ("source", "optimizer_key"),
     "to": ("to",),
     "target": ("target",),
     "target_profile": ("target_profile",),
@@ -29,6 +35,10 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "ep": ("options", "deepspeed", "ep"),
     "family": ("options", "deepspeed", "family"),
     "names": ("options", "deepspeed", "names"),
+    "grammar": ("options", "dcp", "grammar"),
+    "dcp_files": ("options", "dcp", "files"),
+    "target_model_key": ("options", "dcp", "target_model_key"),
+    "target_optimizer_key": ("options", "dcp", "target_optimizer_key"),
     "max_shard": ("options", "weights", "max_shard_bytes"),
     "merge_adapter": ("options", "peft", "merge_adapter"),
     "adapter": ("options", "peft", "adapter"),
@@ -44,29 +54,142 @@ _PLACES: dict[str, tuple[str, ...]] = {
 }
 """The place of each field in the body of `POST /v1/jobs`."""
 _SIZES = {"max_shard", "memory_limit"}
-_NUMBERS = {"dp", "tp", "pp", "ep", "max_workers", "priority"}
+_NUMBERS = {"dp", "tp", "pp", "ep", "dcp_files", "max_workers", "priority"}
 _SWITCHES = {"overwrite", "exclude_frozen", "merge_adapter"}
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _REST = "more"
 """The field for whatever else a request may say, as JSON."""
 FIELDS = (*_PLACES, _REST)
+NAMES = {name: label_of(".".join(place)) for name, place in _PLACES.items()} | {_REST: "Other fields, as JSON"}
+"""The label of each field."""
+_BY_PLACE = {".".join(place): name for name, place in _PLACES.items()}
+_CHANGE = "change the marked field"
 
 
 def request_of(fields: Mapping[str, str]) -> SubmitRequest:
     """The submission that the fields say. Empty fields are left to the defaults.
 
     Raises:
-        RequestError: `request.invalid`.
+        RequestError: `request.invalid`; `details.problems` has what is wrong, each with the place of its field.
     """
-    body = _rest_of(fields.get(_REST, ""))
+    wrong: list[dict[str, str]] = []
+    body: dict[str, Any] = {}
+    try:
+        body = _rest_of(fields.get(_REST, ""))
+    except RequestError as error:
+        wrong.append({"where": _REST, "problem": error.message, "fix": error.fix})
     for name, place in _PLACES.items():
         text = fields.get(name, "").strip()
-        if text:
-            _put(body, place, _value(name, text))
+        try:
+            if text:
+                _put(body, place, _value(name, text))
+        except RequestError as error:
+            wrong.append({"where": ".".join(place), "problem": error.message, "fix": error.fix})
     try:
-        return SubmitRequest.model_validate(body)
+        made = SubmitRequest.model_validate(body)
     except ValidationError as error:
-        raise of_validation(error) from error
+        said = {problem["where"] for problem in wrong}
+        found = of_validation(error).details["problems"]
+        wrong += [
+            {"where": p["where"], "problem": f"the value {p['problem']}", "fix": _CHANGE}
+            for p in found
+            if p["where"] not in said
+        ]
+        made = None
+    if wrong or made is None:
+        first = f"{label_of(wrong[0]['where'])}: {wrong[0]['problem']}"
+        raise RequestError("request.invalid", first, fix=_CHANGE, details={"problems": wrong})
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class FieldProblem:
+    """A problem as a field of the form shows it."""
+
+    detail: str
+    fix: str
+    code: str = ""
+    """The code of an error that is not of the form itself."""
+    retryable: bool = False
+
+
+def at_fields(error: ReshardError, fields: Mapping[str, str]) -> dict[str, FieldProblem]:
+    """The problems of an error by the field of the form where they stand; none if it names no field."""
+    problems: Any = error.details.get("problems")
+    if isinstance(problems, list):
+        found: dict[str, FieldProblem] = {}
+        for problem in cast("list[Any]", problems):
+            match problem:
+                case {"where": str(where), "problem": str(text)}:
+                    fix = str(cast("dict[str, Any]", problem).get("fix", _CHANGE))
+                    found.setdefault(_field_at(where), FieldProblem(text, fix))
+                case _:
+                    pass
+        if found:
+            return found
+    name = _field_of(error, fields)
+    return {} if name is None else {name: FieldProblem(error.message, error.fix, error.code, error.retryable)}
+
+
+def _field_of(error: ReshardError, fields: Mapping[str, str]) -> str | None:
+    """The field that an error is about: it says so, its code does, or its text names a flag or the field's value."""
+    if isinstance(named := error.details.get("field"), str):
+        return _field_at(named)
+    if error.code.startswith("request.target_") or error.code == "request.overlap":
+        return "target"
+    if error.code == "request.root_forbidden":
+        places = ("source", "target", "model_files")
+        return next((n for n in places if fields.get(n) and repr(fields[n])[1:-1] in error.message), None)
+    if places := [*places_in(error.message), *places_in(error.fix)]:
+        exact = sorted(places, key=lambda place: place == "to")
+        return next((n for place in exact if (n := _BY_PLACE.get(place)) is not None), _REST)
+    return None
+
+
+def _field_at(where: str) -> str:
+    """The field for a place in the body, or for a part of it; what has no field of its own is among the others."""
+    parts = where.removeprefix("body.").split(".")
+    for length in range(len(parts), 0, -1):
+        if (name := _BY_PLACE.get(".".join(parts[:length]))) is not None:
+            return name
+    return _REST
+
+
+_STEP = re.compile(r"(?:global_?step|checkpoint|step|epoch|iter)[-_]?\d+", re.IGNORECASE)
+"""Names of the directories that frameworks make for each checkpoint within the directory of a run."""
+
+
+_ENDINGS = {"zero": "deepspeed", "safetensors": "weights", "torch": "weights", "peft": "adapter", "dcp": "fsdp"}
+_WITH_TAGS = {"zero", "universal"}
+IN_MORE = ("overwrite", "exclude_frozen", "opaque", "memory_limit", "max_workers", "priority", "labels", _REST)
+"""The fields that the form shows under "More options"."""
+
+
+def suggested_target(found: Inspection, to: str, roots: Roots) -> str:
+    """A place outside of the directory of the source's run; empty if there is none.
+
+    DeepSpeed's tags get a directory of their own, so that `latest` in it names them.
+
+    Args:
+        found: The source.
+        to: The format of the target; empty if it is not chosen yet.
+        roots: The places that jobs may write.
+    """
+    run, tag = found.url.rstrip("/"), ""
+    parent, _, name = run.rpartition("/")
+    if _STEP.fullmatch(name) or name == found.tag:
+        run, tag = parent, name
+        parent, _, name = run.rpartition("/")
+    ending = f"_{_ENDINGS.get(to, to or 'converted')}"
+    last = f"{name}{ending}/{tag}" if tag and to in _WITH_TAGS else f"{name}{tag and '_'}{tag}{ending}"
+    writable = tuple(map(normalized_url, roots.writable or roots.urls))
+    # `s3:/` and the root of a machine are no places for a checkpoint.
+    places = [parent] if parent and not parent.endswith(":/") else []
+    for place in (*places, *(root for root in writable if not is_within(root, run))):
+        text = f"{place.rstrip('/')}/{last}"
+        if not roots.nothing and (not writable or any(text != root and is_within(text, root) for root in writable)):
+            return text
+    return ""
 
 
 def fields_of(job: Job) -> dict[str, str]:

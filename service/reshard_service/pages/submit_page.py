@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -14,8 +14,9 @@ from fastapi.responses import RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from reshard.choices import NameScheme, OpaquePolicy, TokenScope, VerifyLevel, WeightDtype, ZeroStage
+from reshard.dcp_options import Grammar
 from reshard.errors import JobError, ReshardError
-from reshard.models import ConvertRequest, Inspection, PlanSummary, PossibleTarget, SourceSpec, SubmitRequest
+from reshard.models import ConvertRequest, Inspection, PlanSummary, PossibleTarget, SubmitRequest
 from reshard_jobs.principals import Principal
 from reshard_service.callers import Submitter
 from reshard_service.context import Context, ServiceContext
@@ -25,7 +26,16 @@ from reshard_service.jobs_api import create_job
 from reshard_service.pages.forms import form_of
 from reshard_service.pages.rendering import placed, render
 from reshard_service.pages.route import PageRoute
-from reshard_service.pages.submission_form import FIELDS, fields_of, request_of
+from reshard_service.pages.submission_form import (
+    FIELDS,
+    IN_MORE,
+    NAMES,
+    FieldProblem,
+    at_fields,
+    fields_of,
+    request_of,
+    suggested_target,
+)
 
 router = APIRouter(include_in_schema=False, route_class=PageRoute)
 
@@ -36,6 +46,7 @@ _CHOICES = {
     "schemes": list(NameScheme),
     "policies": list(OpaquePolicy),
     "levels": list(VerifyLevel),
+    "grammars": list(Grammar),
 }
 
 
@@ -67,49 +78,89 @@ async def submit_page(request: Request, context: Context, caller: Submitter) -> 
         caller.require(TokenScope.READ)
         job = await run_in_threadpool(context.jobs_of(caller).get, asked["clone"])
         fields |= fields_of(job)
-    values: dict[str, Any] = {"found": None, "problem": None, "plan": None, "plan_problem": None, "estimate": None}
-    if fields["source"].strip():
-        try:
-            values["found"] = await inspected(context, caller, _source_of(fields))
-        except ReshardError as error:
-            values["problem"] = error.to_problem()
-    if values["found"] is not None and asked.get("plan"):
+    values: dict[str, Any] = {"cloned": asked.get("clone", "")}
+    found, problem = await _inspect(context, caller, fields)
+    if found is not None and asked.get("plan"):
         try:
             values["plan"] = await _plan(context, caller, request_of(fields))
             values["estimate"] = await _estimate(context, caller, values["plan"])
         except ReshardError as error:
-            values["plan_problem"] = error.to_problem()
-    found = values["found"]
-    return render(
-        request,
-        "submit.html",
-        fields=fields,
-        cloned=asked.get("clone", ""),
-        choices=[] if found is None else _choices(found),
-        layout_query=urlencode({name: value for name, value in fields.items() if value}),
-        names=[] if found is None else [t.fqn for t in found.tensors[:_MOST_NAMES]],
-        # The same form sent twice makes one job.
-        key=secrets.token_hex(16),
-        **_CHOICES,
-        **values,
-    )
+            problem = error
+    return await _page(request, context, caller, fields=fields, found=found, problem=problem, **values)
 
 
 @router.post("/submit")
 async def submit(request: Request, context: Context, caller: Submitter) -> Response:
-    """Submit a job, and show it."""
+    """Submit a job, and show it. If it is refused, show the form again, with the error."""
     form = await form_of(request)
-    body = request_of({name: form.get(name) for name in FIELDS})
+    fields = {name: form.get(name) for name in FIELDS}
     key = form.get("key")
-    job = await create_job(context, caller, body, f"dashboard-{key}" if key else None)
+    try:
+        job = await create_job(context, caller, request_of(fields), f"dashboard-{key}" if key else None)
+    except ReshardError as error:
+        found, unreadable = await _inspect(context, caller, fields)
+        return await _page(request, context, caller, fields=fields, found=found, problem=unreadable or error)
     if TokenScope.READ not in caller.scopes:
         return render(request, "submitted.html", job=job)
     return RedirectResponse(placed(request, f"/jobs/{job.id}"), status_code=303)
 
 
-def _source_of(fields: dict[str, str]) -> SourceSpec:
-    minimal = {name: fields[name] for name in ("source", "tag", "profile")}
-    return request_of({**minimal, "target": "-", "to": "universal"}).source
+async def _inspect(
+    context: ServiceContext, caller: Principal, fields: Mapping[str, str]
+) -> tuple[Inspection | None, ReshardError | None]:
+    """The source that the fields name, or why it cannot be read; neither if they name none."""
+    if not fields["source"].strip():
+        return None, None
+    own = {name: fields[name] for name in ("source", "tag", "profile", "model_key", "optimizer_key")}
+    try:
+        # The target is not asked for yet.
+        source = request_of({**own, "target": "-", "to": "universal"}).source
+        return await inspected(context, caller, source), None
+    except ReshardError as error:
+        return None, error
+
+
+async def _page(  # noqa: PLR0913 - what the page shows
+    request: Request,
+    context: ServiceContext,
+    caller: Principal,
+    *,
+    fields: dict[str, str],
+    found: Inspection | None,
+    problem: ReshardError | None,
+    plan: PlanSummary | None = None,
+    estimate: Estimate | None = None,
+    cloned: str = "",
+) -> Response:
+    errors = {} if problem is None else at_fields(problem, fields)
+    told = None if problem is None else problem.to_problem()
+    if problem is not None and found is None and fields["source"].strip() and not errors:
+        errors = {"source": FieldProblem(problem.message, problem.fix, problem.code, problem.retryable)}
+    limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
+    choices: Sequence[Choice] = () if found is None else _choices(found)
+    roots, names = limits.roots(context.settings.jobs.roots), ["", *(choice.to for choice in choices)]
+    suggested = {} if found is None else {to: suggested_target(found, to, roots) for to in names}
+    return render(
+        request,
+        "submit.html",
+        status=told["status"] if told is not None and request.method == "POST" else 200,
+        fields=fields,
+        found=found,
+        plan=plan,
+        estimate=estimate,
+        cloned=cloned,
+        errors=errors,
+        problem=told,
+        suggested=suggested,
+        labels=NAMES,
+        in_more=IN_MORE,
+        choices=choices,
+        layout_query=urlencode({name: value for name, value in fields.items() if value}),
+        names=[] if found is None else [t.fqn for t in found.tensors[:_MOST_NAMES]],
+        # The same form sent twice makes one job.
+        key=secrets.token_hex(16),
+        **_CHOICES,
+    )
 
 
 async def _plan(context: ServiceContext, caller: Principal, body: SubmitRequest) -> PlanSummary:
