@@ -142,7 +142,7 @@ def test_from_the_login_to_a_converted_checkpoint(browser: Browser, site: Site) 
         expect(page.locator("#workers")).to_contain_text("KiB")  # its only worker wrote all
         expect(page.locator("svg.chart")).to_be_visible()
         expect(page.locator("#picture svg:visible")).to_contain_text("Target")
-        expect(page.locator("#phases, .phases")).to_contain_text("VERIFYING")
+        expect(page.locator("#phases, .phases")).to_contain_text("Checking")
         created = page.locator("#facts time").first
         assert created.inner_text() != created.get_attribute("datetime")
         assert re.search(r"\d\d:\d\d:\d\d", created.get_attribute("title") or "")
@@ -167,7 +167,7 @@ def test_an_error_its_fix_a_retry_and_a_cancel(browser: Browser, site: Site) -> 
         page.get_by_role("button", name="Cancel this job").click()
         expect(page.locator("#state")).to_have_text("Cancelled", timeout=SLOW_MS)
         assert not target.exists()
-        page.get_by_role("link", name="Clone").click()
+        page.get_by_role("link", name="Submit again").click()
         expect(page.get_by_label("Target", exact=True)).to_have_value(str(target))
         expect(page.locator("[name=dp]")).to_have_value("3")
         page.get_by_role("button", name="Log out").click()

@@ -271,6 +271,11 @@ def test_pages_do_and_offer_what_the_scopes_allow(service: Service) -> None:
     assert with_scopes["cancel"].send(f"/jobs/{job}/cancel").status_code == 303
 
 
+def words_of(page: str) -> str:
+    """The text that a reader of a page sees, without values of fields."""
+    return unescape(re.sub(r"<(?:script|style).*?</(?:script|style)>|<[^>]*>", " ", page, flags=re.DOTALL))
+
+
 FLAG = re.compile(r"(?<![\w-])--[a-z]")
 
 
@@ -397,11 +402,6 @@ def test_pages_work_below_a_path(tmp_path: Path) -> None:
         assert document["servers"] == [{"url": "/tools/reshard"}]
 
 
-def words_of(page: str) -> str:
-    """The text that a reader of a page sees, without values of fields."""
-    return unescape(re.sub(r"<(?:script|style).*?</(?:script|style)>|<[^>]*>", " ", page, flags=re.DOTALL))
-
-
 def test_a_form_that_is_sent_twice_makes_one_job(service: Service) -> None:
     browser = service.browser()
     fields = {"source": scripted(), "target": service.target(), "to": "universal", "key": "twice", "labels": "a=1, b=2"}
@@ -526,6 +526,7 @@ def test_the_list_has_search_order_totals_duration_and_owner(service: Service) -
     for head in ("Duration", "Submitted by"):
         assert head in words_of(page)
     assert "test" in words_of(page)  # the name of the token
+    assert "Submitted by test" in re.sub(r"\s+", " ", words_of(browser.page(f"/jobs/{jobs[0]}")))
     assert re.search(r'<option value="queued">Queued \(\d+\)</option>', page)
     # Waiting and doing nothing are no warnings.
     assert 'class="state off">Queued' in page
@@ -561,7 +562,19 @@ def test_a_failed_job_says_why_in_the_list_and_what_to_do_on_its_page(tmp_path: 
         assert "checkpoint.incomplete" in browser.page("/")
         page = browser.page(f"/jobs/{job}")
         assert "change the script" in page
-        for word in ("PLANNING", "RUNNING", "FAILED", 'id="retry"', "Remove its files"):
+        shown = re.sub(r"\s+", " ", words_of(page))
+        for told in (
+            "The job was submitted and waits for a worker.",
+            "began: it plans.",
+            "The plan is made; the target is being written.",
+            "The job failed.",
+        ):
+            assert told in shown, told
+        assert re.search(r"Worker \S+ began: it plans", shown)
+        idle = browser.page("/workers")
+        assert 'class="state off">Idle' in idle or 'class="state busy">Working' in idle
+        assert "state wait" not in idle
+        for word in ("Planning", "Running", "Failed", 'id="retry"', "Delete its unfinished files"):
             assert word in page, word
         assert browser.send(f"/jobs/{job}/retry").headers["location"] == f"/jobs/{job}"
         assert service.ask("GET", f"/v1/jobs/{job}").json()["retries"] == 1

@@ -7,10 +7,11 @@ from fastapi.responses import RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from reshard.models import Job, JobEvent
+from reshard_jobs.overview import JobOverview
 from reshard_service.callers import Canceller, Reader, Submitter
 from reshard_service.context import Context, ServiceContext
 from reshard_service.jobs_api import cancel_job, retry_job
-from reshard_service.pages.job_facts import actions_of, options_of, phases_of
+from reshard_service.pages.job_facts import actions_of, happenings_of, options_of, phases_of
 from reshard_service.pages.rendering import placed, render, rights
 from reshard_service.pages.route import PageRoute
 from reshard_service.pages.throughput import chart_of
@@ -24,8 +25,8 @@ _MOST_EVENTS = 100
 @router.get("/{job_id}")
 async def job_page(job_id: str, request: Request, context: Context, caller: Reader) -> Response:
     """Show one job."""
-    job, seq, events, wrote_source = await run_in_threadpool(_look, context, caller, job_id)
-    told = [event for event in events if event.kind != "progress"]
+    job, seq, events, wrote_source, submitted_by = await run_in_threadpool(_look, context, caller, job_id)
+    told = happenings_of(job, events)
     return render(
         request,
         "job.html",
@@ -39,15 +40,25 @@ async def job_page(job_id: str, request: Request, context: Context, caller: Read
         left_out=max(0, len(told) - _MOST_EVENTS),
         most_files=_MOST_FILES,
         wrote_source=wrote_source,
+        submitted_by=submitted_by,
+        seconds=_seconds(job),
     )
 
 
-def _look(context: ServiceContext, caller: Reader, job_id: str) -> tuple[Job, int, list[JobEvent], str | None]:
+def _seconds(job: Job) -> float | None:
+    """Seconds from a job's first start to its end; None if it did not start, or has not ended."""
+    if job.started_at is None or job.finished_at is None:
+        return None
+    return (job.finished_at - job.started_at).total_seconds()
+
+
+def _look(context: ServiceContext, caller: Reader, job_id: str) -> tuple[Job, int, list[JobEvent], str | None, str]:
     store = context.jobs_of(caller)
     job, seq = store.look(job_id)
     events = context.events.sampled(store.key_of(job_id))
     source = job.request.source
-    return job, seq, events, store.writer_of(source.url, source.tag)
+    submitted_by = JobOverview(context.database, caller.tenant).submitted_by(job)
+    return job, seq, events, store.writer_of(source.url, source.tag), submitted_by
 
 
 @router.post("/{job_id}/cancel")
