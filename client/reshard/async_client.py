@@ -12,6 +12,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import httpx
 
+from reshard import _wire
 from reshard._exchange import Exchange, Flow, Listen, NextLine, Pause, Talk
 from reshard._wire import Answer
 from reshard.admin import AdminClient
@@ -121,9 +122,7 @@ class AsyncClient(_Asynchronous[Client]):
         # Each wait for a job holds a connection: there may be as many as the program has tasks.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
         named = {"User-Agent": _wire.USER_AGENT}
-        self._http = httpx.AsyncClient(
-            base_url=self.url, auth=auth, timeout=timeout_s, limits=limits, headers=named
-        )
+        self._http = httpx.AsyncClient(base_url=self.url, auth=auth, timeout=timeout_s, limits=limits, headers=named)
         super().__init__(_Exchanges(self._exchange), self._run_exchange)
 
     async def __aenter__(self) -> Self:
