@@ -46,7 +46,7 @@ _PLACEHOLDER = re.compile(r"change-?_?me|replace-?_?me|your-?_?token|\$\(|\$\{|<
 
 
 def _weakness(token: str) -> str:
-    """Why a token can be guessed, as an end of a sentence about it; empty if it cannot.
+    """The reason for which a token can be guessed, as an end of a sentence; empty if it cannot.
 
     A token of 16 random hexadecimal digits has fewer than 6 different ones once in 4,000.
     """
