@@ -99,7 +99,7 @@ def _convert(source: Path, **options: Any) -> ConvertResult:
 def test_a_conversion_reports_what_it_lost(source: Path, part_bytes: int) -> None:
     done = _convert(source, part_bytes=part_bytes)
     assert done.casts == _CASTS
-    assert done.warnings == ("1400 elements of large became infinite in the narrower type",)
+    assert done.warnings == ("1,400 elements of large became infinite in the narrower type",)
     found = load_file(source.parent / "target" / "model.safetensors")
     assert all(torch.equal(found[n].nan_to_num(), v.half().nan_to_num()) for n, v in _VALUES.items())
     again = _convert(source, part_bytes=part_bytes)
@@ -112,7 +112,7 @@ def test_a_conversion_reports_what_it_lost(source: Path, part_bytes: int) -> Non
 def test_saturation(source: Path, part_bytes: int, verify: str) -> None:
     done = _convert(source, part_bytes=part_bytes, on_overflow="saturate", verify=verify)
     assert done.casts == _CASTS
-    assert done.warnings == ("1400 elements of large became the largest number of the narrower type",)
+    assert done.warnings == ("1,400 elements of large became the largest number of the narrower type",)
     found = load_file(source.parent / "target" / "model.safetensors")
     assert torch.equal(found["large"], _VALUES["large"].clamp(-65504.0, 65504.0).half())
     assert torch.isinf(found["odd"]).sum() == 2

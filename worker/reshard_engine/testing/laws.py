@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import printable
+from reshard.errors import counted, printable
 from reshard.models import TargetFormat
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.local import LocalEngine
@@ -50,7 +50,7 @@ def gather_then_slice(trial: Trial) -> None:
     difference = content_difference(expected, trial.oracle.read(run.files))
     assert difference is None, difference
     for fqn, count in expected.overflows.items():
-        wanted = f"{count} elements of {printable(fqn)} became infinite in the narrower type"
+        wanted = f"{counted(count, 'element')} of {printable(fqn)} became infinite in the narrower type"
         assert wanted in run.result.warnings, f"not reported: {wanted}"
     said = sum("became infinite" in w for w in run.result.warnings)
     assert said == len(expected.overflows), f"{said} tensors reported as overflowed, not {len(expected.overflows)}"
