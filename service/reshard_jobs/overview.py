@@ -152,7 +152,7 @@ class JobOverview:
         return JobLines(lines, total, by_state, max(1, -(-total // wanted.page_size)))
 
     def submitted_by(self, job: Job) -> str:
-        """Who submitted a job: the name of a token, or a subject; empty if the audit log does not know."""
+        """The submitter of a job: the name of a token, or a subject; empty if the audit log does not know."""
         with self._database.read() as session:
             return self._submitters(session, {job.id: job.created_at.timestamp()}).get(job.id, "")
 
@@ -167,7 +167,7 @@ class JobOverview:
         return tuple(found)
 
     def _submitters(self, session: Session, created_s: Mapping[str, float]) -> dict[str, str]:
-        """Who submitted each job, by the job's id."""
+        """The submitter of each job, by the job's id."""
         if not created_s:
             return {}
         token = and_(TokenRow.id == AuditRow.actor, TokenRow.tenant == self._tenant)

@@ -269,6 +269,9 @@ def test_the_form_shows_what_the_choice_needs_and_suggests_a_target(browser: Bro
         assert field is not None
         assert 0 < box["y"] - field["y"] < 150, (box, field)
         expect(target).to_have_value("/elsewhere/mine")
+        # A wrong field is seen, even if the choice does not need it.
+        page.goto(f"/submit?source={source}&to=universal&dp=many&target={site.root}/run6_new&plan=1")
+        expect(page.locator("#dp-error")).to_be_visible()
 
 
 def test_colours_of_states_mean_something(browser: Browser, site: Site) -> None:

@@ -359,6 +359,10 @@ def test_an_unreadable_source_is_told_at_its_field(real: Service) -> None:
     at_field = re.search(r'id="source-error">(.*?)</div></div>', page, re.DOTALL)
     assert at_field is not None
     assert "source.not_found" in at_field[1]
+    # The fields of the target are not there, so that their errors cannot hide the one of the source.
+    refused = real.browser().send("/submit", {"source": "", "to": "zero", "dp": "0", "target": "/x"})
+    assert refused.status_code == 422
+    assert 'id="source-error"' in refused.text
 
 
 def test_a_wrong_address_is_a_page_for_people_and_json_for_programs(service: Service) -> None:

@@ -63,7 +63,7 @@ class Happening:
 
 
 def happenings_of(job: Job, events: Sequence[JobEvent]) -> list[Happening]:
-    """What happened to a job, in order: its events but those of progress."""
+    """The events of a job in words, in order: all but those of progress."""
     owners = {worker.attempt: worker for worker in job.workers if worker.role == "owner"}
     found: list[Happening] = []
     attempt, before = 0, None
@@ -108,7 +108,7 @@ _TOLD = {
 
 
 def options_of(job: Job) -> dict[str, str]:
-    """What the request says beside source, target and format, in words, without what it leaves to the defaults."""
+    """The options of a job's request in words, beside source, target and format; without those left to the defaults."""
     found: dict[str, str] = {}
     given = job.request.model_dump(mode="json", exclude_defaults=True)
     given["options"] = job.request.options.given()

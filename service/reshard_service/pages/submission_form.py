@@ -112,6 +112,11 @@ class FieldProblem:
     """The code of an error that is not of the form itself."""
     retryable: bool = False
 
+    @classmethod
+    def of(cls, error: ReshardError) -> FieldProblem:
+        """The whole error."""
+        return cls(error.message, error.fix, error.code, error.retryable)
+
 
 def at_fields(error: ReshardError, fields: Mapping[str, str]) -> dict[str, FieldProblem]:
     """The problems of an error by the field of the form where they stand; none if it names no field."""
@@ -128,7 +133,7 @@ def at_fields(error: ReshardError, fields: Mapping[str, str]) -> dict[str, Field
         if found:
             return found
     name = _field_of(error, fields)
-    return {} if name is None else {name: FieldProblem(error.message, error.fix, error.code, error.retryable)}
+    return {} if name is None else {name: FieldProblem.of(error)}
 
 
 def _field_of(error: ReshardError, fields: Mapping[str, str]) -> str | None:

@@ -40,13 +40,17 @@ from reshard_service.pages.submission_form import (
 router = APIRouter(include_in_schema=False, route_class=PageRoute)
 
 _MOST_NAMES = 500
-_CHOICES = {
+_OF_SOURCE = ("source", "tag", "profile", "model_key", "optimizer_key")
+"""The fields of the first step."""
+_CHOICES: Mapping[str, Any] = {
     "dtypes": list(WeightDtype),
     "stages": list(ZeroStage),
     "schemes": list(NameScheme),
     "policies": list(OpaquePolicy),
     "levels": list(VerifyLevel),
     "grammars": list(Grammar),
+    "labels": NAMES,
+    "in_more": IN_MORE,
 }
 
 
@@ -111,7 +115,7 @@ async def _inspect(
     """The source that the fields name, or why it cannot be read; neither if they name none."""
     if not fields["source"].strip():
         return None, None
-    own = {name: fields[name] for name in ("source", "tag", "profile", "model_key", "optimizer_key")}
+    own = {name: fields[name] for name in _OF_SOURCE}
     try:
         # The target is not asked for yet.
         source = request_of({**own, "target": "-", "to": "universal"}).source
@@ -134,16 +138,16 @@ async def _page(  # noqa: PLR0913 - what the page shows
 ) -> Response:
     errors = {} if problem is None else at_fields(problem, fields)
     told = None if problem is None else problem.to_problem()
-    if problem is not None and found is None and fields["source"].strip() and not errors:
-        errors = {"source": FieldProblem(problem.message, problem.fix, problem.code, problem.retryable)}
+    if problem is not None and found is None and errors.keys().isdisjoint(_OF_SOURCE):
+        errors = {"source": FieldProblem.of(problem)}  # the fields of the target are not shown yet
     limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
     choices: Sequence[Choice] = () if found is None else _choices(found)
-    roots, names = limits.roots(context.settings.jobs.roots), ["", *(choice.to for choice in choices)]
-    suggested = {} if found is None else {to: suggested_target(found, to, roots) for to in names}
+    roots, to = limits.roots(context.settings.jobs.roots), ["", *(choice.to for choice in choices)]
+    suggested = {} if found is None else {name: suggested_target(found, name, roots) for name in to}
     return render(
         request,
         "submit.html",
-        status=told["status"] if told is not None and request.method == "POST" else 200,
+        status=told["status"] if told and request.method == "POST" else 200,
         fields=fields,
         found=found,
         plan=plan,
@@ -152,8 +156,6 @@ async def _page(  # noqa: PLR0913 - what the page shows
         errors=errors,
         problem=told,
         suggested=suggested,
-        labels=NAMES,
-        in_more=IN_MORE,
         choices=choices,
         layout_query=urlencode({name: value for name, value in fields.items() if value}),
         names=[] if found is None else [t.fqn for t in found.tensors[:_MOST_NAMES]],
