@@ -139,7 +139,7 @@ def test_bf16_has_the_range_of_fp32(source: Path) -> None:
 def test_the_command_says_it_in_a_line(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["convert", str(source), str(source.parent / "t"), "--to", "safetensors", "--dtype", "fp16"]
     assert run(arguments) == 0
-    said = "casts: 1,400 elements too large, 2 elements now zero, 1 elements NaN, 2 elements infinite before, in 3 "
+    said = "casts: 1,400 elements too large, 2 elements now zero, 1 element NaN, 2 elements infinite before, in 3 "
     assert said + "parameters: large, odd, tiny" in capsys.readouterr().err
     assert run([*arguments[:2], str(source.parent / "e"), *arguments[3:], "--on-overflow", "error"]) == 8
 
