@@ -58,7 +58,7 @@ _LABELS = {
 
 
 def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[str, str]]:
-    """What can be done with a checkpoint: a label and the command of each, the most common first.
+    """Tells what can be done with a checkpoint: a label and the command of each, the most common first.
 
     Words in upper case (`N`, `DST`) are for the user to fill in.
 
