@@ -19,7 +19,7 @@ from torch import nn
 
 import reshard
 
-GLOBAL_BATCH = 12  # of all processes together: steps stay the same steps on any number of them
+GLOBAL_BATCH = 24  # of all processes together: steps stay the same steps on any number of them that divides it
 WIDTH, STEPS, SAVE_EVERY = 16, 6, 2
 
 
@@ -57,6 +57,8 @@ def main(output: Path) -> None:
     """Trains to the end, from the newest checkpoint in `output` if there is one."""
     deepspeed.init_distributed()
     rank, world = dist.get_rank(), dist.get_world_size()
+    if GLOBAL_BATCH % world:
+        raise ValueError(f"{world} processes cannot share a global batch of {GLOBAL_BATCH} rows evenly")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     engine, *_ = deepspeed.initialize(

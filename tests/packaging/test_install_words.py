@@ -24,6 +24,8 @@ _COMMAND = re.compile(r"pip install [^\n`#]+")
 def commands(page: Path) -> list[list[str]]:
     """The words behind `pip install` of each such command on a page."""
     text = page.read_text(encoding="utf-8").replace("\\\n", "")
+    # Into an environment that trains: there, the exact versions would replace those that train.
+    text = re.sub(r"pip install '[.]\[worker\]' +# without -c.*", "", text)
     return [shlex.split(found)[2:] for found in _COMMAND.findall(text)]
 
 

@@ -36,7 +36,7 @@ class WorkerSettings(EnvironmentSettings):
         discard_limit_s: Seconds that a clean-up may take.
         planning_limit_s: How long a job may be planned before it fails (`source.too_slow`).
         engine_memory_bytes: Memory that an engine process may take, such as `8GiB`; 0 for no limit. Not set: the job's
-            memory limit and 3 GiB. It is not applied where a GPU may be used.
+            memory limit plus 3 GiB. It is not applied where a GPU may be used.
         verify: `full`: every conversion is checked as `--verify full` does, whatever its request says.
         progress_s: Least seconds between two recorded progress entries; a new phase is recorded at once.
         retry_delay_s: Pause before the second attempt; doubles with each.
