@@ -208,6 +208,11 @@ class PlanSummary(ShownModel):
     left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)
     """As in `ConvertResult`."""
 
+    @property
+    def files_count(self) -> int:
+        """The number of files, also where a list of jobs leaves them out."""
+        return len(self.files) or self.left_out.get("files", 0)
+
 
 class TensorInfo(WireModel):
     """One logical tensor as inspection shows it."""
@@ -300,6 +305,11 @@ class ConvertResult(ShownModel):
     """The part of this worker, if several could run the conversion together."""
     left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)
     """In a list of jobs, long lists such as `files` are empty, and their lengths are here. The job itself has them."""
+
+    @property
+    def files_count(self) -> int:
+        """The number of files, also where a list of jobs leaves them out."""
+        return len(self.files) or self.left_out.get("files", 0)
 
 
 class SlimResult(WireModel):

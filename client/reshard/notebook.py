@@ -82,7 +82,7 @@ def _plan(summary: PlanSummary) -> str:
         ("source", summary.source_url),
         ("target", summary.target),
         ("reads", format_size(summary.read_bytes)),
-        ("writes", f"{format_size(summary.write_bytes)} in {counted(len(summary.files), 'file')}"),
+        ("writes", f"{format_size(summary.write_bytes)} in {counted(summary.files_count, 'file')}"),
         ("memory", format_size(summary.peak_memory_bytes)),
         ("units of work", f"{summary.units:,}"),
     ]
@@ -91,7 +91,7 @@ def _plan(summary: PlanSummary) -> str:
 
 def _result(result: ConvertResult) -> str:
     took = ", ".join(f"{phase} {seconds:.2f} s" for phase, seconds in result.seconds.items())
-    wrote = f"{format_size(result.write_bytes)} in {counted(len(result.files), 'file')}"
+    wrote = f"{format_size(result.write_bytes)} in {counted(result.files_count, 'file')}"
     facts = [
         ("target", result.target),
         ("format", str(result.to)),

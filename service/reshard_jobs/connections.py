@@ -90,8 +90,9 @@ def _make_private_file(path: Path) -> None:
     with suppress(FileExistsError):
         path.parent.mkdir(mode=0o700)
     with suppress(OSError):
-        # SQLite gives the mode of this file to those beside it.
-        os.close(os.open(path, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600))
+        # SQLite gives the mode of this file to those beside it. A file that exists is not opened: to close it would
+        # drop all locks of this process on it (https://www.sqlite.org/howtocorrupt.html, 2.2).
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDONLY | os.O_CLOEXEC, 0o600))
     for ending in ("", "-wal", "-shm", "-journal"):
         make_private(path.with_name(path.name + ending))
 

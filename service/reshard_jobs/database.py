@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sqlite3
 from collections.abc import Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -114,7 +115,10 @@ class Database:
         """
         with closing(self._engine.raw_connection()) as connection, closing(connection.cursor()) as cursor:
             cursor.execute("VACUUM")
-            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            # A checkpoint that has to wait says so in its row (https://www.sqlite.org/pragma.html#pragma_wal_checkpoint).
+            busy, *_ = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if busy:
+                raise sqlite3.OperationalError("another process reads the database's log")
 
     def close(self) -> None:
         """Close the pool's connections."""

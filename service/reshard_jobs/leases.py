@@ -107,6 +107,8 @@ class Leases:
             "attempt": JobRow.attempt + 1,
             "lease_until": db_now() + self.lease_s,
             "takes_workers": 0,
+            # Why the attempt before ended is not why this one does.
+            "error": None,
         }
         with self._database.write() as session:
             self._database.lock_target_of(session, job_id)

@@ -12,11 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import ColumnElement, and_, case, func, or_, select
-from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
-from sqlalchemy.sql.compiler import SQLCompiler
-from sqlalchemy.sql.functions import FunctionElement
-from sqlalchemy.types import Text
 
 from reshard.models import ConvertRequest, Job, JobKind, JobState, Problem, Progress
 from reshard_jobs.database import Database
@@ -30,23 +26,6 @@ _SAME_TIME_S = 60.0
 """The entry of the audit log is made in the transaction that makes the job, and so at nearly the same time."""
 
 
-class source_url(FunctionElement[str]):  # noqa: N801 - reads as the SQL function that it is
-    """The URL of the source in the request of a job. It has no column of its own."""
-
-    type = Text()
-    inherit_cache = True
-
-
-@compiles(source_url, "sqlite")
-def _sqlite_source(element: source_url, compiler: SQLCompiler, **more: Any) -> str:
-    return f"json_extract({compiler.process(element.clauses, **more)}, '$.source.url')"
-
-
-@compiles(source_url, "postgresql")
-def _postgres_source(element: source_url, compiler: SQLCompiler, **more: Any) -> str:
-    return f"(CAST({compiler.process(element.clauses, **more)} AS json) #>> '{{source,url}}')"
-
-
 class Column(StrEnum):
     """The columns by which the list can be ordered."""
 
@@ -57,12 +36,14 @@ class Column(StrEnum):
     TARGET = "target"
 
 
+# Programs of the release before write no source.
+_SOURCE = func.coalesce(JobRow.source, "")
 _SECONDS = func.coalesce(JobRow.finished_at, db_now()) - JobRow.started_at
 _KEYS: Mapping[Column, ColumnElement[Any]] = {
     Column.CREATED: JobRow.created_at.expression,
     Column.DURATION: _SECONDS,
     Column.STATE: case(*((JobRow.state == s.value, at) for at, s in enumerate(JobState)), else_=len(JobState)),
-    Column.SOURCE: source_url(JobRow.request),
+    Column.SOURCE: _SOURCE,
     Column.TARGET: JobRow.target.expression,
 }
 
@@ -162,7 +143,7 @@ class JobOverview:
             matching = select(LabelRow.job_id).where(LabelRow.name == name, LabelRow.value == value)
             found.append(JobRow.id.in_(matching))
         if text := wanted.text:
-            places = (PUBLIC_ID, source_url(JobRow.request), JobRow.target)
+            places = (PUBLIC_ID, _SOURCE, JobRow.target)
             found.append(or_(*(place.icontains(text, autoescape=True) for place in places)))
         return tuple(found)
 
@@ -173,8 +154,11 @@ class JobOverview:
         token = and_(TokenRow.id == AuditRow.actor, TokenRow.tenant == self._tenant)
         query = select(AuditRow.object, func.coalesce(TokenRow.name, AuditRow.actor)).outerjoin(TokenRow, token)
         query = query.where(AuditRow.tenant == self._tenant, AuditRow.action == _SUBMIT, AuditRow.outcome == "ok")
-        at = (min(created_s.values()) - _SAME_TIME_S, max(created_s.values()) + _SAME_TIME_S)
-        query = query.where(AuditRow.at.between(*at), AuditRow.object.in_(created_s))
+        entries = (
+            and_(AuditRow.at.between(at - _SAME_TIME_S, at + _SAME_TIME_S), AuditRow.object == job_id)
+            for job_id, at in created_s.items()
+        )
+        query = query.where(or_(*entries))
         return {row[0]: row[1] for row in session.execute(query.order_by(AuditRow.id))}
 
 

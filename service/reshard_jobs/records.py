@@ -135,21 +135,32 @@ def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str], *, of_bef
     return f"{json.dumps(shown)[:-1]}{spliced}}}"
 
 
+_KEPT_CHARS = 8192
+"""Longer texts are not kept in memory."""
+
+
 def request_of_before(request: ConvertRequest) -> dict[str, Any]:
     """A request as clients of release 0.1 can read it: without options that nobody gave, of which some are new."""
     options = request.options.model_dump(mode="json", exclude_defaults=True)
-    return {**request.model_dump(mode="json"), "options": options}
+    return {**request.model_dump(mode="json", exclude={"pointer"}), "options": options}
 
 
-@lru_cache(maxsize=256)
 def _of_before(text: str) -> str:
     return json.dumps(request_of_before(ConvertRequest.model_validate_json(text)))
 
 
-@lru_cache(maxsize=2048)
 def _as_now(model: type[BaseModel], text: str) -> str:
     """A record as this release writes it: another release may have known fewer fields, or other ones."""
+    # A request may be a megabyte long, and progress is another one at each look.
+    kept = len(text) <= _KEPT_CHARS and model is not Progress
+    return _cached_as_now(model, text) if kept else _written_again(model, text)
+
+
+def _written_again(model: type[BaseModel], text: str) -> str:
     return model.model_validate_json(text).model_dump_json()
+
+
+_cached_as_now = lru_cache(maxsize=2048)(_written_again)
 
 
 def _outcome(model: type[BaseModel], text: str, *, whole: bool) -> str:

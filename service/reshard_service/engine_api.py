@@ -56,8 +56,10 @@ async def inspect(body: SourceSpec, context: Context, caller: Submitter) -> Resp
     return JSONResponse(found.model_dump(mode="json"))
 
 
-async def inspected(context: ServiceContext, caller: Principal, body: SourceSpec) -> Inspection:
-    """Describe a checkpoint for a caller.
+async def inspected(
+    context: ServiceContext, caller: Principal, body: SourceSpec, limit_s: float | None = None
+) -> Inspection:
+    """Describe a checkpoint for a caller, in `limit_s` seconds or as long as the settings say.
 
     Raises:
         ReshardError: It cannot be read, or it takes too long (`job.wait_timeout`).
@@ -65,7 +67,7 @@ async def inspected(context: ServiceContext, caller: Principal, body: SourceSpec
     roots = context.settings.jobs.roots
     limits = await run_in_threadpool(context.tenants.limits, caller.tenant)
     source = await run_in_threadpool(limits.allowed_source, body, roots)
-    limit_s = context.settings.inspection_s
+    limit_s = context.settings.inspection_s if limit_s is None else limit_s
     try:
         return await context.prober.inspect(source, roots=limits.roots(roots), limit_s=limit_s)
     except ProbeTimeout as error:

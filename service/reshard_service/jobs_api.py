@@ -27,6 +27,7 @@ from reshard_service.admission import admit
 from reshard_service.callers import Canceller, Reader, Submitter
 from reshard_service.context import Context, ServiceContext
 from reshard_service.documented import problems
+from reshard_service.page_paths import root_of
 
 logger = logging.getLogger(__name__)
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -100,7 +101,7 @@ async def put(
 
 def accepted(job: Job, request: Request) -> Response:
     """The answer 202 with `Location` and `Retry-After`."""
-    path = job.links["self"]
+    path = root_of(request.scope) + job.links["self"]
     headers = {"Location": path, "Operation-Location": path, "Retry-After": RETRY_AFTER_S}
     return _answer(job, request, 202, headers)
 

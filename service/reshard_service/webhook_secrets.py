@@ -109,10 +109,10 @@ def sealer_for(database: Database, keys: Sequence[str]) -> Sealer:
             _write_key(path)
         if path.exists():
             make_private(path)
-            keys = (*keys, path.read_text(encoding="ascii").strip())
         try:
-            sealer = Sealer(keys)
-        except ValueError:
+            own = (path.read_text(encoding="ascii").strip(),) if path.exists() else ()
+            sealer = Sealer((*keys, *own))
+        except (ValueError, OSError):
             raise RequestError(
                 "request.invalid",
                 f"{printable(str(path))} holds no key for the secrets of webhooks",

@@ -404,6 +404,9 @@ def test_pages_work_below_a_path(tmp_path: Path) -> None:
             assert left.headers["location"] == "/tools/reshard/login"
         document = httpx.get(f"{url}/openapi.json").json()
         assert document["servers"] == [{"url": "/tools/reshard"}]
+        asked = {"source": scripted(), "target": str(tmp_path / "again"), "to": "universal"}
+        told = httpx.post(f"{url}/v1/jobs", json=asked, headers={"Authorization": f"Bearer {OPERATOR}"})
+        assert told.headers["location"] == f"/tools/reshard/v1/jobs/{told.json()['id']}"
 
 
 def test_a_form_that_is_sent_twice_makes_one_job(service: Service) -> None:

@@ -234,8 +234,8 @@ def test_a_full_store_is_freed_at_once_when_nobody_is_left_to_try(
     assert place.look() == []
 
 
-def test_a_full_store_is_freed_at_once_when_all_attempts_are_lost(place: Place, sources: tuple[Path, Path]) -> None:
-    """The last worker that said anything found the store full, and was then lost with the attempts that were left."""
+def test_what_an_attempt_before_met_is_not_why_the_last_one_was_lost(place: Place, sources: tuple[Path, Path]) -> None:
+    """A worker found its store full, and others were lost after it: what they wrote is kept, and no disk is blamed."""
     job = place.submit(sources[0])
     claim = place.leases.claim(job.id, worker="one")
     assert claim is not None
@@ -247,7 +247,10 @@ def test_a_full_store_is_freed_at_once_when_all_attempts_are_lost(place: Place, 
         let_pass(place.database, 2.2)
         swept = reaper.sweep()
     assert swept.failed == (job.id,)
-    assert place.discards.pending(due=True) == [job.id]
+    error = place.store.get(job.id).error
+    assert error is not None
+    assert error.details["last_error"]["code"] == "job.lost"
+    assert place.discards.pending(due=True) == []
 
 
 def test_another_source_takes_the_target_of_a_failed_job_over(place: Place, sources: tuple[Path, Path]) -> None:

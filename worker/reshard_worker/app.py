@@ -154,7 +154,7 @@ def _check_start(**_kwargs: Any) -> None:
         if error.retryable:
             logger.warning("the job database does not answer yet: %s", error)
             return
-        raise SystemExit(f"{error}\nfix: {error.fix}") from error
+        raise SystemExit(f"{error.code}: {error.message}\nfix: {error.fix}") from error
 
 
 @cache

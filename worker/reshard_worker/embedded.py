@@ -83,7 +83,7 @@ def main() -> int:
     try:
         serve_jobs(WorkerSettings.from_env())
     except ReshardError as error:
-        sys.stderr.write(f"{error}\nfix: {error.fix}\n")
+        sys.stderr.write(f"{error.code}: {error.message}\nfix: {error.fix}\n")
         return int(error.exit_code)
     return 0
 

@@ -53,7 +53,7 @@ def outcome(job: Job) -> str:
         return f"planned, nothing written: {counted(job.plan.units, 'unit')} would read {reads} and write {writes}"
     if job.result is None:
         return ""
-    files = counted(len(job.result.files), "file")
+    files = counted(job.result.files_count, "file")
     if job.result.already_done:
         return f"already done: the target ({files}) is this conversion's result, unchanged since its commit"
     return f"wrote {format_size(job.result.write_bytes)} in {files}, verified"

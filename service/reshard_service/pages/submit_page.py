@@ -102,15 +102,18 @@ async def submit(request: Request, context: Context, caller: Submitter) -> Respo
     try:
         job = await create_job(context, caller, request_of(fields), f"dashboard-{key}" if key else None)
     except ReshardError as error:
-        found, unreadable = await _inspect(context, caller, fields)
-        return await _page(request, context, caller, fields=fields, found=found, problem=unreadable or error)
+        # A service that refuses because it is busy is not made to look for long.
+        found, _ = await _inspect(context, caller, fields, limit_s=context.settings.admission_s)
+        # A job that may be made already is found by the same key.
+        again = key if error.retryable else None
+        return await _page(request, context, caller, fields=fields, found=found, problem=error, key=again)
     if TokenScope.READ not in caller.scopes:
         return render(request, "submitted.html", job=job)
     return RedirectResponse(placed(request, f"/jobs/{job.id}"), status_code=303)
 
 
 async def _inspect(
-    context: ServiceContext, caller: Principal, fields: Mapping[str, str]
+    context: ServiceContext, caller: Principal, fields: Mapping[str, str], limit_s: float | None = None
 ) -> tuple[Inspection | None, ReshardError | None]:
     """The source that the fields name, or why it cannot be read; neither if they name none."""
     if not fields["source"].strip():
@@ -119,7 +122,7 @@ async def _inspect(
     try:
         # The target is not asked for yet.
         source = request_of({**own, "target": "-", "to": "universal"}).source
-        return await inspected(context, caller, source), None
+        return await inspected(context, caller, source, limit_s), None
     except ReshardError as error:
         return None, error
 
@@ -135,6 +138,7 @@ async def _page(  # noqa: PLR0913 - what the page shows
     plan: PlanSummary | None = None,
     estimate: Estimate | None = None,
     cloned: str = "",
+    key: str | None = None,
 ) -> Response:
     errors = {} if problem is None else at_fields(problem, fields)
     told = None if problem is None else problem.to_problem()
@@ -160,7 +164,7 @@ async def _page(  # noqa: PLR0913 - what the page shows
         layout_query=urlencode({name: value for name, value in fields.items() if value}),
         names=[] if found is None else [t.fqn for t in found.tensors[:_MOST_NAMES]],
         # The same form sent twice makes one job.
-        key=secrets.token_hex(16),
+        key=key or secrets.token_hex(16),
         **_CHOICES,
     )
 
