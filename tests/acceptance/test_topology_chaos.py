@@ -132,7 +132,7 @@ def site(
     stack = make_stack("celery")
     stack.scripted = False
     stack.extra = {"RESHARD_SHARE_BYTES": "1", "RESHARD_MAX_WORKERS": "3"}
-    bucket = f"chaos-{os.getpid()}"
+    bucket = f"chaos-{tmp_path.name.replace('_', '-').lower()[:30]}-{os.getpid()}"
     s3.make_bucket(bucket)
     s3.upload(source, bucket, "run")
     (tmp_path / "targets").mkdir()
@@ -154,7 +154,7 @@ def test_every_byte_is_right_and_nothing_stays(site: Site, source: Path, tmp_pat
     wanted = {p.name: p.read_bytes() for p in expected.iterdir() if p.name != MANIFEST_NAME}
     shutil.rmtree(expected)
     places = [f"s3://{site.bucket}/out{n}" if n % 2 else str(site.targets / f"out{n}") for n in range(JOBS)]
-    jobs = [site.client.submit(f"s3://{site.bucket}/run", place, **OPTIONS, max_attempts=50) for place in places]
+    jobs = [site.client.submit(f"s3://{site.bucket}/run", place, **OPTIONS, max_attempts=20) for place in places]
     began = time.monotonic()
     while not all_ended(site, jobs):
         assert time.monotonic() - began < 900, site.done
@@ -164,7 +164,7 @@ def test_every_byte_is_right_and_nothing_stays(site: Site, source: Path, tmp_pat
     assert Counter(job.state for job in ended) == {JobState.SUCCEEDED: JOBS}, [job.error for job in ended if job.error]
     for number in range(JOBS):
         if number % 2:
-            found = site.s3.read_all(site.bucket, f"out{number}")
+            found = site.s3.read_all(site.bucket, f"out{number}/")
         else:
             found = {p.name: p.read_bytes() for p in (site.targets / f"out{number}").iterdir()}
         assert {name: data for name, data in found.items() if name != MANIFEST_NAME} == wanted, number

@@ -26,6 +26,7 @@ from reshard_jobs.reaper import Reaper
 from reshard_jobs.retention import Retention
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.store import JobStore
+from reshard_worker.host_faults import HostWatch
 from reshard_worker.settings import WorkerSettings
 from reshard_worker.supervisor import Outcome, Supervisor
 from servers.s3 import S3Server
@@ -232,6 +233,28 @@ def test_a_full_store_is_freed_at_once_when_nobody_is_left_to_try(
     assert swept.work_waits, "somebody is woken for it"
     assert place.worker.run_next() is Outcome.DISCARDED
     assert place.look() == []
+
+
+def test_a_worker_in_quarantine_frees_the_store_that_it_found_full(
+    place: Place, sources: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three jobs in a row that found it full, and the files of the third would stay for the whole quarantine."""
+    monkeypatch.setenv("FAIL_WITH", "storage.no_space")
+    nodes = Nodes(place.database, lease_s=600.0)
+    nodes.seen("test")
+    host = HostWatch(nodes, "test", pause_s=600.0)
+    settings = WorkerSettings(jobs=JobSettings(lease_s=2.0, heartbeat_s=0.5), runner_command=RUNNER, max_workers=1)
+    worker = Supervisor(place.leases, settings, name="test", discards=place.discards, host=host)
+    for number in range(3):
+        place.submit(sources[0], f"out{number}")
+    met = [worker.run_next() for _ in range(5)]
+    assert [outcome for outcome in met if outcome is Outcome.FAILED] == [Outcome.FAILED] * 3
+    assert host.in_quarantine
+    assert worker.run_next() is Outcome.DISCARDED
+    assert place.look() == []
+    waiting = place.submit(sources[1], "waits")
+    assert worker.run_next() is None
+    assert place.store.get(waiting.id).state is JobState.QUEUED
 
 
 def test_what_an_attempt_before_met_is_not_why_the_last_one_was_lost(place: Place, sources: tuple[Path, Path]) -> None:

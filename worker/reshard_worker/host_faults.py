@@ -11,6 +11,7 @@ from collections.abc import Callable
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import ReshardError
+from reshard_jobs.leases import FULL
 from reshard_jobs.nodes import Nodes
 from reshard_jobs.periodic import PeriodicThread
 
@@ -57,6 +58,8 @@ class HostWatch:
         self._worker = worker
         self._pause_s = pause_s
         self._doubted = False
+        self.found_full = False
+        """True if the last job that failed here found its store full: what fills it may be removed in quarantine."""
 
     @property
     def in_quarantine(self) -> bool:
@@ -78,6 +81,7 @@ class HostWatch:
 
     def refused(self, job_id: str, problem: ReshardError, *, record: bool = False) -> None:
         """Take note that a job failed here with what may be this host's fault; perhaps begin a quarantine."""
+        self.found_full = problem.code in FULL
         try:
             found = self._nodes.refused(self._worker, job_id, problem, pause_s=self._pause_s, record=record)
         except DBAPIError as error:

@@ -102,7 +102,7 @@ class Supervisor:
         Files of ended jobs are removed first, because they may be what fills a store; but a job comes between two.
         """
         if self._host is not None and self._host.in_quarantine:
-            return None
+            return Outcome.DISCARDED if self._host.found_full and self._discard_next() else None
         if not self._discarded and self._discard_next():
             return Outcome.DISCARDED
         self._discarded = False
