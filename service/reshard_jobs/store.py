@@ -89,7 +89,7 @@ class JobStore:
                     state=JobState.QUEUED.value,
                     request=request.model_dump_json(),
                     target=normalized_url(request.target) if kind is JobKind.CONVERT else "",
-                    source=normalized_url(request.source.url),
+                    source=_place_of(request),
                     max_attempts=max_attempts,
                     max_workers=max_workers,
                     priority=priority,
@@ -314,3 +314,11 @@ def _labels(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, str
     for job_id, name, value in session.execute(query):
         found.setdefault(job_id, {})[name] = value
     return found
+
+
+def _place_of(request: ConvertRequest) -> str:
+    """Where the source is, as targets of other jobs are compared with it."""
+    try:
+        return normalized_url(request.source.url)
+    except RequestError:
+        return request.source.url  # its worker refuses it

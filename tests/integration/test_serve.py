@@ -32,7 +32,7 @@ register(app)
 try:
     app()
 except ReshardError as error:
-    sys.exit(f"{error}\\nfix: {error.fix}")
+    sys.exit(f"{error.code}: {error.message}\\nfix: {error.fix}")
 """
 
 

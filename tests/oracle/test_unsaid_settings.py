@@ -184,7 +184,7 @@ def test_a_universal_form_with_exchanged_values_is_refused(
     file = tmp_path / "peer/step/mp_rank_00_model_states.pt"
     torch.save(torch.load(file, weights_only=False) | {"ds_config": "ds_config.json"}, file)
     layout = NativeLayout(dp=1, zero_stage="1")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(SourceError, match=r"do not, in .* parameters") as refused:
+    with pytest.raises(SourceError, match=r"differ, in .* parameters") as refused:
         convert(tmp_path / "peer/step", tmp_path / "out/step", "zero", layout=layout)
     assert refused.value.code == "checkpoint.disagreement"
     assert refused.value.fix == "convert the original checkpoint, which is read correctly"
