@@ -43,6 +43,7 @@ import psycopg
 from checkpoints import write_zero_checkpoint
 from job_queue import UNHURRIED
 
+from reshard._wire import USER_AGENT
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.leases import JobClaim, Leases
@@ -278,7 +279,8 @@ class _Silence:
 def _list_ms(url: str, pid: int, pages: int = 50) -> float:
     """Processor time of the API's process for a page of 200 jobs."""
     process = psutil.Process(pid)
-    with httpx.Client(base_url=url, timeout=60) as client:
+    # As our clients say: others get what release 0.1 understands.
+    with httpx.Client(base_url=url, timeout=60, headers={"User-Agent": USER_AGENT}) as client:
         assert len(client.get("/v1/jobs?page_size=200").json()["jobs"]) == 200
         before = process.cpu_times()
         for _ in range(pages):

@@ -146,7 +146,14 @@ def request_of_before(request: ConvertRequest) -> dict[str, Any]:
 
 
 def _of_before(text: str) -> str:
+    return _cached_of_before(text) if len(text) <= _KEPT_CHARS else _written_of_before(text)
+
+
+def _written_of_before(text: str) -> str:
     return json.dumps(request_of_before(ConvertRequest.model_validate_json(text)))
+
+
+_cached_of_before = lru_cache(maxsize=2048)(_written_of_before)
 
 
 def _as_now(model: type[BaseModel], text: str) -> str:

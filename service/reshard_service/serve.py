@@ -125,7 +125,10 @@ def listening(host: str, port: int) -> socket.socket:
         JobError: `service.port_in_use`.
         RequestError: `request.invalid` for an address of another machine, or a port that this user may not have.
     """
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # With the number of the protocol: asyncio (3.11, `base_events._set_nodelay`) switches Nagle's algorithm off only
+    # where a socket has it, and connections have that of the socket that took them. Otherwise each answer waits 40 ms.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -128,7 +128,7 @@ class ServiceSettings(EnvironmentSettings):
     oidc_scope_claim: str = Field(default="scope", validation_alias="RESHARD_OIDC_SCOPE_CLAIM")
     probe_command: tuple[str, ...] = (sys.executable, "-m", "reshard_service.inspection_process")
     admission_s: Seconds = Field(default=5.0, validation_alias="RESHARD_ADMISSION_S")
-    admission_queue_s: Seconds = Field(default=0.2, validation_alias="RESHARD_ADMISSION_QUEUE_S")
+    admission_queue_s: Seconds = Field(default=0.1, validation_alias="RESHARD_ADMISSION_QUEUE_S")
     inspection_s: Seconds = Field(default=30.0, validation_alias="RESHARD_INSPECTION_S")
     probe_memory_bytes: int = 2 << 30
     probes: int = 2
