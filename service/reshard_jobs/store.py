@@ -317,7 +317,7 @@ def _labels(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, str
 
 
 def _place_of(request: ConvertRequest) -> str:
-    """Where the source is, as targets of other jobs are compared with it."""
+    """Return the place of the source, as targets of other jobs are compared with it."""
     try:
         return normalized_url(request.source.url)
     except RequestError:
