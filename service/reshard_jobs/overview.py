@@ -19,7 +19,8 @@ from reshard_jobs.database import Database
 from reshard_jobs.identity_tables import AuditRow, TokenRow
 from reshard_jobs.pages import JobFilter
 from reshard_jobs.records import time_of
-from reshard_jobs.tables import PUBLIC_ID, JobRow, LabelRow, db_now
+from reshard_jobs.store import have_labels, labels_of
+from reshard_jobs.tables import PUBLIC_ID, JobRow, db_now
 
 _SUBMIT = "job.submit"
 _SAME_TIME_S = 60.0
@@ -124,9 +125,7 @@ class JobOverview:
         with self._database.read() as session:
             by_state = {JobState(state): count for state, count in session.execute(counts)}
             rows: Sequence[Any] = session.execute(query).all()
-            labels: dict[str, dict[str, str]] = {}
-            for label in session.scalars(select(LabelRow).where(LabelRow.job_id.in_([row.id for row in rows]))):
-                labels.setdefault(label.job_id, {})[label.name] = label.value
+            labels = labels_of(session, [row.id for row in rows])
             by = self._submitters(session, {row.public_id: row.created_at for row in rows})
         total = sum(count for state, count in by_state.items() if not states or state in states)
         lines = [_line_of(row, labels.get(row.id, {}), by.get(row.public_id, "")) for row in rows]
@@ -138,10 +137,7 @@ class JobOverview:
             return self._submitters(session, {job.id: job.created_at.timestamp()}).get(job.id, "")
 
     def _found(self, wanted: Wanted) -> tuple[ColumnElement[bool], ...]:
-        found: list[ColumnElement[bool]] = [JobRow.tenant == self._tenant]
-        for name, value in wanted.filter.labels.items():
-            matching = select(LabelRow.job_id).where(LabelRow.name == name, LabelRow.value == value)
-            found.append(JobRow.id.in_(matching))
+        found = [JobRow.tenant == self._tenant, *have_labels(wanted.filter.labels)]
         if text := wanted.text:
             places = (PUBLIC_ID, _SOURCE, JobRow.target)
             found.append(or_(*(place.icontains(text, autoescape=True) for place in places)))

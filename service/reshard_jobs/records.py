@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
-from typing import Any, Literal
+from functools import lru_cache, wraps
+from typing import Any, Literal, ParamSpec
 
 from pydantic import BaseModel
 from sqlalchemy import Row, SQLColumnExpression
@@ -126,7 +126,7 @@ def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str], *, of_bef
         outcome = _as_now(model, row.brief) if row.brief else _outcome(model, row.result, whole=of_before)
     texts = {
         "request": _of_before(row.request) if of_before else _as_now(ConvertRequest, row.request),
-        "progress": _as_now(Progress, row.progress) if row.progress else "null",
+        "progress": _written_again(Progress, row.progress) if row.progress else "null",
         "error": _as_now(Problem, row.error) if row.error and ended else "null",
         "result": "null" if row.kind == JobKind.PLAN.value else outcome,
         "plan": outcome if row.kind == JobKind.PLAN.value else "null",
@@ -135,8 +135,19 @@ def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str], *, of_bef
     return f"{json.dumps(shown)[:-1]}{spliced}}}"
 
 
+P = ParamSpec("P")
 _KEPT_CHARS = 8192
-"""Longer texts are not kept in memory."""
+
+
+def _kept(write: Callable[P, str]) -> Callable[P, str]:
+    """The function with its newest answers to short texts kept: a request may be a megabyte long."""
+    cached = lru_cache(maxsize=2048)(write)
+
+    @wraps(write)
+    def answer(*args: P.args, **kwargs: P.kwargs) -> str:
+        return (cached if len(str(args[-1])) <= _KEPT_CHARS else write)(*args, **kwargs)
+
+    return answer
 
 
 def request_of_before(request: ConvertRequest) -> dict[str, Any]:
@@ -145,29 +156,17 @@ def request_of_before(request: ConvertRequest) -> dict[str, Any]:
     return {**request.model_dump(mode="json", exclude={"pointer"}), "options": options}
 
 
+@_kept
 def _of_before(text: str) -> str:
-    return _cached_of_before(text) if len(text) <= _KEPT_CHARS else _written_of_before(text)
-
-
-def _written_of_before(text: str) -> str:
     return json.dumps(request_of_before(ConvertRequest.model_validate_json(text)))
 
 
-_cached_of_before = lru_cache(maxsize=2048)(_written_of_before)
-
-
-def _as_now(model: type[BaseModel], text: str) -> str:
-    """A record as this release writes it: another release may have known fewer fields, or other ones."""
-    # A request may be a megabyte long, and progress is another one at each look.
-    kept = len(text) <= _KEPT_CHARS and model is not Progress
-    return _cached_as_now(model, text) if kept else _written_again(model, text)
-
-
 def _written_again(model: type[BaseModel], text: str) -> str:
+    """A record as this release writes it: another release may have known fewer fields, or other ones."""
     return model.model_validate_json(text).model_dump_json()
 
 
-_cached_as_now = lru_cache(maxsize=2048)(_written_again)
+_as_now = _kept(_written_again)
 
 
 def _outcome(model: type[BaseModel], text: str, *, whole: bool) -> str:

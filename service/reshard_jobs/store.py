@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Select, and_, case, insert, null, or_, select
+from sqlalchemy import ColumnElement, Select, and_, case, insert, null, or_, select
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, RequestError, printable
@@ -124,7 +124,7 @@ class JobStore:
             row = self._require(session, job_id)
             query = select(WorkerRow).where(WorkerRow.job_id == row.id).order_by(WorkerRow.joined_at)
             workers = session.scalars(query).all()
-            return job_of(row, _labels(session, [row.id]).get(row.id, {}), workers), row.last_seq
+            return job_of(row, labels_of(session, [row.id]).get(row.id, {}), workers), row.last_seq
 
     def key_of(self, job_id: str) -> str:
         """The key by which workers and event logs know a job.
@@ -188,9 +188,7 @@ class JobStore:
         query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc())
         if chosen.states:
             query = query.where(JobRow.state.in_([state.value for state in chosen.states]))
-        for name, value in chosen.labels.items():
-            matching = select(LabelRow.job_id).where(LabelRow.name == name, LabelRow.value == value)
-            query = query.where(JobRow.id.in_(matching))
+        query = query.where(*have_labels(chosen.labels))
         if page_token:
             created_at, key = read_token(chosen, self._tenant, page_token)
             older = JobRow.created_at < created_at
@@ -199,7 +197,7 @@ class JobStore:
         with self._database.read() as session:
             rows = session.execute(query.limit(size + 1)).all()
             shown = rows[:size]
-            labels = _labels(session, [row.id for row in shown])
+            labels = labels_of(session, [row.id for row in shown])
         more = make_token(chosen, self._tenant, shown[-1].created_at, shown[-1].id) if len(rows) > size else ""
         jobs = ",".join(listed_json(row, labels.get(row.id, {}), of_before=of_before) for row in shown)
         return f'{{"jobs":[{jobs}],"next_page_token":{json.dumps(more)}}}'
@@ -243,7 +241,7 @@ class JobStore:
                 row.discard_at = min(row.discard_at, session.execute(select(db_now())).scalar_one())
                 row.discard_asked, row.discard_tries = 1, 0
             record(session, self._by, "job.cancel", job_id)
-            return job_of(row, _labels(session, [row.id]).get(row.id, {}))
+            return job_of(row, labels_of(session, [row.id]).get(row.id, {}))
 
     def retry(self, job_id: str) -> Job:
         """Send a job that FAILED back to the queue, with all its attempts; it goes on where it stopped.
@@ -277,7 +275,7 @@ class JobStore:
                 _refuse_retry(row)
             forget_refusals(session, key)
             record(session, self._by, "job.retry", job_id)
-            return job_of(row, _labels(session, [row.id]).get(row.id, {}))
+            return job_of(row, labels_of(session, [row.id]).get(row.id, {}))
 
     def _known_as(self, job_id: str) -> Select[JobRow]:
         return select(JobRow).where(JobRow.tenant == self._tenant, PUBLIC_ID.in_([job_id]))
@@ -308,7 +306,14 @@ def _refuse_retry(row: JobRow) -> None:
         raise JobError("job.not_finished", f"job {row.public_id} is {row.state}, not FAILED", fix=fix, details=details)
 
 
-def _labels(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+def have_labels(labels: Mapping[str, str]) -> Iterator[ColumnElement[bool]]:
+    """Yield the conditions of jobs that have all these labels."""
+    for name, value in labels.items():
+        yield JobRow.id.in_(select(LabelRow.job_id).where(LabelRow.name == name, LabelRow.value == value))
+
+
+def labels_of(session: Session, job_ids: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the labels of these jobs, by the keys of the jobs; a job without labels is left out."""
     found: dict[str, dict[str, str]] = {}
     query = select(LabelRow.job_id, LabelRow.name, LabelRow.value).where(LabelRow.job_id.in_(job_ids))
     for job_id, name, value in session.execute(query):

@@ -14,7 +14,7 @@ import typer
 
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.cli.choosing import DTYPE_NAMES, choice
-from reshard.cli.flags import CheckpointFlags, read_rules, takes_checkpoint, target_among
+from reshard.cli.flags import CheckpointFlags, MemoryLimitFlag, read_rules, takes_checkpoint, target_among
 from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.next_steps import DISTRIBUTED, followed
@@ -106,14 +106,7 @@ def ensure(
             rich_help_panel=RESOURCES,
         ),
     ] = EnsureWorkers.AUTO,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory for buffers and metadata, such as 1GiB (the default).",
-            rich_help_panel=RESOURCES,
-        ),
-    ] = None,
+    memory_limit: MemoryLimitFlag = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:

@@ -84,6 +84,16 @@ def target_among(names: Sequence[str], text: str) -> str:
     return value
 
 
+MemoryLimitFlag = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Memory for buffers and metadata, such as 1GiB (the default).",
+        rich_help_panel=RESOURCES,
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:
     """The options that say which checkpoint of a place is read, and how where its files leave several ways."""
@@ -349,14 +359,7 @@ class ConversionFlags(SourceFlags):
             rich_help_panel=CHECKING,
         ),
     ] = OpaquePolicy.REFUSE
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory for buffers and metadata, such as 1GiB (the default).",
-            rich_help_panel=RESOURCES,
-        ),
-    ] = None
+    memory_limit: MemoryLimitFlag = None
     part_size: Annotated[
         str | None,
         typer.Option(

@@ -54,7 +54,7 @@ _LABELS = {
     TargetFormat.TORCH: "Weights",
     TargetFormat.PEFT: "LoRA adapter",
 }
-"""What a target is for, in the order in which targets are shown."""
+"""The use of each target, in the order in which targets are shown."""
 
 
 def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[str, str]]:
