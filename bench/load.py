@@ -220,7 +220,7 @@ class _Gauge(threading.Thread):
         self._done = threading.Event()
         self.most_mib = 0.0
         self.api_mib: list[float] = []
-        """Of the API's own process, each second."""
+        """Memory of the API's own process, each second."""
 
     def run(self) -> None:
         while not self._done.wait(1.0):

@@ -51,7 +51,7 @@ class NextLine:
 
 
 Step: TypeAlias = Call | Pause | Listen | NextLine | JobEvent
-"""What the side that does I/O is to do. An event goes to the caller. A `Call` gives an `Answer`."""
+"""Something that the side with I/O is to do. An event goes to the caller. A `Call` gives an `Answer`."""
 Flow: TypeAlias = Generator[Step, Any, T]
 """An exchange whose value is a `T`. A step that does not reach the service throws its `httpx.TransportError` in."""
 
@@ -100,7 +100,7 @@ class Exchange:
 
     url: str
     retries: int
-    """How often a request is repeated after a transient failure."""
+    """Repetitions of a request after transient failures, at most."""
 
     def send(self, call: Call) -> Flow[Answer]:
         """The answer to a call, which is repeated after transient failures."""

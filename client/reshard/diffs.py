@@ -102,7 +102,7 @@ _NOUNS = {
     DifferenceKind.HYPER_PARAMETER: ("hyper-parameter", ""),
     DifferenceKind.STATE: ("counter or other value", "counters and other values"),
 }
-"""What differs by the kind of a difference, one and several. Differences of elements are counted in elements."""
+"""The words for what a kind of difference counts, one and several. Differences of elements are counted in elements."""
 
 
 class DiffReport(ShownModel):

@@ -40,7 +40,7 @@ _PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
 
 
 _CLIENTS_BEFORE = "python-httpx/"
-"""How clients of release 0.1 call themselves. They refuse answers with fields that they do not know."""
+"""The name by which clients of release 0.1 call themselves. They refuse answers with fields that they do not know."""
 
 
 def _answer(job: Job, request: Request, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

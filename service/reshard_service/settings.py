@@ -42,7 +42,7 @@ NEW_TOKEN = "RESHARD_TOKEN=$(python3 -c 'import secrets; print(secrets.token_url
 """Shell words that make a token which nobody guesses."""
 _LEAST_TOKEN_CHARS, _LEAST_DISTINCT_CHARS = 16, 6
 _PLACEHOLDER = re.compile(r"change-?_?me|replace-?_?me|your-?_?token|\$\(|\$\{|<.*>|\.\.\.", re.IGNORECASE)
-"""What stands in examples for a token. Files of settings run no command, so that one in them is the token itself."""
+"""Stands for a token in examples. Files of settings run no command, so that one in them is the token itself."""
 
 
 def _weakness(token: str) -> str:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from reshard.errors import RequestError
 from reshard.local import load_engine
 from reshard.models import JobState, NativeLayout, RngPolicy, SourceSpec, ZeroStage
 from reshard.options import DeepSpeedOptions
-from servers.process import running
+from servers.process import served
 
 TOKEN = "native"
 SOURCE = str(ROOT / "tests" / "data" / "zero2_tiny")
@@ -26,19 +23,8 @@ SOURCE = str(ROOT / "tests" / "data" / "zero2_tiny")
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Generator[Client]:
     """A client of a service of its own."""
-    directory = tmp_path_factory.mktemp("service")
-    log = directory / "serve.log"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
-    argv = [sys.executable, "-m", "reshard.cli.main", "serve", "--port", "0", "--data-dir", str(directory / "data")]
-
-    def url() -> str:
-        found = re.search(r"reshard serves on (http://\S+)", log.read_text())
-        return found[1] if found else ""
-
-    with running(argv, env={**env, "RESHARD_TOKEN": TOKEN}, log=log) as process:
-        process.wait_until(lambda: bool(url()) and "startup complete" in log.read_text())
-        with Client(url(), token=TOKEN) as found:
-            yield found
+    with served(tmp_path_factory.mktemp("service"), TOKEN) as url, Client(url, token=TOKEN) as found:
+        yield found
 
 
 def test_a_layout_crosses_the_wire(client: Client, tmp_path: Path) -> None:

@@ -219,14 +219,14 @@ def used(disk: Path) -> int:
 
 
 def all_ended(site: Site, jobs: list[Job]) -> bool:
-    """Whether all jobs have ended; not while nobody can say."""
+    """Tell if all jobs have ended; no, while nobody can say."""
     with suppress(ReshardError):
         return all(site.client.get(job.id).done for job in jobs)
     return False
 
 
 def strays(site: Site) -> list[str]:
-    """What is in the stores beside the targets and their pointers."""
+    """List what is in the stores beside the targets and their pointers."""
     client = site.s3.client()
     keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=site.bucket).get("Contents", ())]
     uploads = [entry["Key"] for entry in client.list_multipart_uploads(Bucket=site.bucket).get("Uploads", ())]

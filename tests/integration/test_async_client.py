@@ -78,7 +78,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Generator[Service]:
 
 
 def within(service: Service, does: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
-    """What a program with one client does."""
+    """Do as a program with one client does."""
 
     async def program() -> Any:
         async with AsyncClient(service.url, "") as client:

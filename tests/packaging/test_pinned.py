@@ -1,4 +1,4 @@
-"""What images and workflows fetch is named by content: packages and base images by digest, actions by commit."""
+"""Images and workflows fetch packages and base images by digest, and actions by commit."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -15,26 +14,16 @@ from pathlib import Path
 import pytest
 
 from house.repository import ROOT, code_blocks
-from servers.process import running
+from servers.process import served
 
 TOKEN = "token-of-the-examples-in-docs"
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
-    """`reshard serve`, as a user starts it."""
-    directory = tmp_path_factory.mktemp("examples")
-    log = directory / "serve.log"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
-    argv = [sys.executable, "-m", "reshard.cli.main", "serve", "--port", "0", "--data-dir", str(directory / "data")]
-
-    def url() -> str:
-        found = re.search(r"reshard serves on (http://\S+)", log.read_text())
-        return found[1] if found else ""
-
-    with running(argv, env={**env, "RESHARD_TOKEN": TOKEN}, log=log) as process:
-        process.wait_until(lambda: bool(url()) and "startup complete" in log.read_text())
-        yield url()
+    """The URL of a service."""
+    with served(tmp_path_factory.mktemp("examples"), TOKEN) as url:
+        yield url
 
 
 def example(language: str, mark: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,6 +80,22 @@ def running(
         yield process
     finally:
         process.stop(stop_sign)
+
+
+@contextmanager
+def served(directory: Path, token: str) -> Generator[str]:
+    """`reshard serve` as a user starts it, with its files in a directory; yields its URL."""
+    log = directory / "serve.log"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RESHARD_")}
+    argv = [sys.executable, "-m", "reshard.cli.main", "serve", "--port", "0", "--data-dir", str(directory / "data")]
+
+    def url() -> str:
+        found = re.search(r"reshard serves on (http://\S+)", log.read_text())
+        return found[1] if found else ""
+
+    with running(argv, env={**env, "RESHARD_TOKEN": token}, log=log) as process:
+        process.wait_until(lambda: bool(url()) and "startup complete" in log.read_text())
+        yield url()
 
 
 def free_port(*, twin_offset: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""How many directories are listed to say what a place is that is no checkpoint."""
+"""The number of directories that are listed to say what a place is that is no checkpoint."""
 
 from __future__ import annotations
 
