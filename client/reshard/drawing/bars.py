@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.drawing import marks as svg
-from reshard.drawing.rows import REST, Row, counted, rank_count, rows_of
+from reshard.drawing.rows import REST, Row, rank_count, rows_of
 from reshard.drawing.sheet import MARGIN, Sheet
-from reshard.errors import format_size
+from reshard.errors import counted, format_size
 
 if TYPE_CHECKING:
     from reshard.pictures import LayoutPicture

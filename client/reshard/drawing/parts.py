@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.drawing.rows import MAX_ROWS, bucketed, counted, natural, range_label, short_label
+from reshard.drawing.rows import MAX_ROWS, bucketed, natural, range_label, short_label
+from reshard.errors import counted
 
 if TYPE_CHECKING:
     from reshard.pictures import LayoutPicture, Region, TensorPicture

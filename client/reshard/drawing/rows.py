@@ -96,11 +96,6 @@ def bucketed(names: Sequence[str], most: int) -> list[Sequence[str]]:
     return [names[at : at + size] for at in range(0, len(names), size)]
 
 
-def counted(count: int, noun: str) -> str:
-    """A number with its noun: `1 file`, `4,096 ranks`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def range_label(names: Sequence[str]) -> str:
     """One label for several: `dp 0-127 tp 0` if they differ in numbers only, else the first and how many more."""
     if len(names) == 1:
