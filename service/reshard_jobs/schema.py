@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HEAD = "0008"
+HEAD = "0001"
 """The newest revision that this program knows, and the one that it needs."""
 VERSION_TABLE = "reshard_revision"
 """Alembic's table. Its usual name is that of other programs which may share the database."""
-SCHEMA_FACT = "schema_version"
-"""Name of the fact that says the oldest revision whose programs may run. Release 0.1 had the version of the schema
-there, and refuses every value but its own."""
+MIGRATIONS = Path(__file__).with_name("migrations")
+OLDEST_FACT = "oldest_program"
+"""Name of the fact that says the oldest revision whose programs may run."""
 LOCK_ID = 0x7265_7368
 """Advisory lock of PostgreSQL under which tables are created and changed; any constant will do."""
 _LOCK_WAIT_S = 3
@@ -52,13 +52,11 @@ class Standing:
     """None: there are no tables."""
     oldest: str = ""
     """The oldest revision whose programs may run on them."""
-    stamped: bool = True
-    """False for tables of release 0.1, which have no table of Alembic."""
 
     @property
     def current(self) -> bool:
         """True if the database has just the revision that this program needs."""
-        return self.revision == HEAD and self.stamped
+        return self.revision == HEAD
 
     @property
     def newer(self) -> bool:
@@ -75,23 +73,22 @@ def standing_of(connection: Connection) -> Standing:
     """Read the revision of a database.
 
     Raises:
-        JobError: `service.schema_version`: the tables are not ours.
+        JobError: `service.schema_version`: no release has made these tables.
     """
     found = inspect(connection)
     stamped = found.has_table(VERSION_TABLE)
     if not stamped and not found.has_table(MetaRow.__tablename__):
         return Standing(None)
-    fact = connection.execute(select(MetaRow.value).where(MetaRow.name == SCHEMA_FACT)).scalar_one_or_none()
-    revision = fact
-    if stamped:
-        revision = connection.execute(_STAMP).scalar_one()
-    if not (fact and revision and fact.isdecimal() and revision.isdecimal()):
+    oldest = connection.execute(select(MetaRow.value).where(MetaRow.name == OLDEST_FACT)).scalar_one_or_none()
+    revision = connection.execute(_STAMP).scalar_one() if stamped else None
+    if not (oldest and revision and oldest.isdecimal() and revision.isdecimal() and int(revision)):
         raise JobError(
             "service.schema_version",
-            f"the job database says that its revision is {printable(revision)!r}, which no release has written",
-            fix="name an empty database in RESHARD_DATABASE_URL, or restore this one from a backup",
+            f"no release has made the tables of this job database (revision {printable(revision or 'unknown')})",
+            fix="set RESHARD_DATABASE_URL to an empty database, or give `reshard serve` another directory: "
+            "reshard serve --data-dir DIR; or restore this database from a backup",
         )
-    return Standing(f"{int(revision):04}", f"{int(fact):04}", stamped)
+    return Standing(f"{int(revision):04}", f"{int(oldest):04}")
 
 
 def prepare(engine: Engine, *, upgrade: bool = False) -> Standing:
@@ -137,8 +134,6 @@ def upgrade_sql(engine: Engine) -> str:
     from alembic import command
 
     with _one_at_a_time:
-        if before.revision is not None and not before.stamped:
-            command.stamp(config, before.revision, sql=True)
         if before.revision != HEAD:
             config.attributes["upgrades"] = True
             command.upgrade(config, f"{before.revision or 'base'}:head", sql=True)
@@ -206,8 +201,6 @@ def _upgrade(connection: Connection, before: Standing) -> None:
     config = _config()
     config.attributes["connection"] = connection
     with _one_at_a_time:
-        if before.revision is not None and not before.stamped:
-            command.stamp(config, before.revision)
         config.attributes["upgrades"] = True
         command.upgrade(config, "head")
     if before.revision is not None:
@@ -218,7 +211,7 @@ def _config(output: io.StringIO | None = None) -> Config:
     from alembic.config import Config
 
     config = Config(output_buffer=output) if output is not None else Config()
-    config.set_main_option("script_location", str(Path(__file__).with_name("migrations")).replace("%", "%%"))
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     return config
 
 

@@ -62,7 +62,7 @@ class Base(DeclarativeBase):
 
 
 class MetaRow(Base):
-    """One fact about the database itself: its schema version, or the host that it is bound to."""
+    """One fact about the database: the oldest revision whose programs may run, or the host that it is bound to."""
 
     __tablename__ = "reshard_meta"
 
@@ -89,7 +89,7 @@ class JobRow(Base):
     request: Mapped[str] = mapped_column(Text)
     # The normalised URL of the target; empty for a job that writes nothing. A target has one writer at a time.
     target: Mapped[str] = mapped_column(Text, default="")
-    # The normalised URL of the source; null in rows of programs before revision 0008.
+    # The normalised URL of the source.
     source: Mapped[str | None] = mapped_column(Text, default=None)
     attempt: Mapped[int] = mapped_column(Integer, default=0)
     max_attempts: Mapped[int] = mapped_column(Integer)
@@ -112,7 +112,7 @@ class JobRow(Base):
     worker: Mapped[str | None] = mapped_column(String(200), default=None)
     lease_until: Mapped[float | None] = mapped_column(Float(53), default=None)
     not_before: Mapped[float] = mapped_column(Float(53), default=0.0)
-    # Unused. It stays as long as programs of revision 0003 may run, which write it.
+    # Unused.
     rung_at: Mapped[float] = mapped_column(Float(53), default=0.0)
     cancel_requested: Mapped[int] = mapped_column(Integer, default=0)
     progress: Mapped[str | None] = mapped_column(Text, default=None)

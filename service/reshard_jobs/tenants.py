@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from sqlalchemy import delete, insert, or_, select, update
+from sqlalchemy import delete, insert, or_, select
 from sqlalchemy.exc import IntegrityError
 
 from reshard.errors import RequestError
@@ -17,15 +17,11 @@ from reshard_jobs.limits import TenantLimits, limits_of
 from reshard_jobs.principals import Principal
 from reshard_jobs.records import time_of
 from reshard_jobs.roots import normalized_url
-from reshard_jobs.schema import SCHEMA_FACT
 from reshard_jobs.states import TERMINAL
-from reshard_jobs.tables import DEFAULT_TENANT, IdempotencyRow, JobRow, MetaRow, db_now
+from reshard_jobs.tables import DEFAULT_TENANT, IdempotencyRow, JobRow, db_now
 from reshard_jobs.tokens import require_tenant
 from reshard_jobs.webhook_tables import DeliveryRow, WebhookRow
 
-_WITHOUT_TENANTS = ("1", "2", "3", "4", "5")
-_FIRST_WITH_TENANTS = "6"
-"""Revisions of the job database whose programs know no tenants, and the first one whose programs do."""
 _LISTS = ("read_roots", "write_roots", "profiles")
 
 
@@ -68,9 +64,6 @@ class Tenants:
                     f"there is a tenant {asked.name!r}",
                     fix=f"reshard tenants set {asked.name}",
                 ) from None
-            # Programs that know no tenants must not start any more: they would mix up what is theirs.
-            old = (MetaRow.name == SCHEMA_FACT, MetaRow.value.in_(_WITHOUT_TENANTS))
-            session.execute(update(MetaRow).where(*old).values(value=_FIRST_WITH_TENANTS))
             record(session, by, "tenant.create", made.name, tenant=made.name)
             return made
 

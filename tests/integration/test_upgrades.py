@@ -1,4 +1,7 @@
-"""Job databases of earlier releases, and upgrades while jobs run: no job is lost, and none begins anew."""
+"""Job databases of earlier releases, and upgrades while jobs run: no job is lost, and none begins anew.
+
+Upgrades are to the made-up next release of `servers.later_release`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,22 +19,22 @@ import pytest
 from sqlalchemy import text
 
 from house.repository import ROOT
-from house.tiers import rest_full
 from reshard.models import Job, JobState
 from reshard_jobs.connections import engine_of
 from reshard_jobs.database import Database
 from reshard_jobs.event_log import EventLog
 from reshard_jobs.reaper import Reaper
 from reshard_jobs.retention import Retention
-from reshard_jobs.schema import HEAD, VERSION_TABLE
+from reshard_jobs.schema import VERSION_TABLE
 from reshard_jobs.store import JobStore
 from servers.fixtures import new_stack
 from servers.frozen import HOST, thaw
+from servers.later_release import LATER, later_service
 from servers.scripted import scripted, units_done
 from servers.stack import Stack, client_of, end_tree, runners_of
 
-RELEASE_BEFORE = "ae00029"
-"""The last commit before there were revisions of Alembic."""
+SCHEMAS = [1]
+"""The revisions of which `tests/data/job_databases` has a database."""
 FOREVER = {"RESHARD_KEEP_JOBS_S": "1e9", "RESHARD_KEEP_EVENTS_S": "1e9", "RESHARD_KEEP_FAILED_S": "1e9"}
 """The frozen jobs grow old."""
 
@@ -44,23 +46,30 @@ def wait_until(ready: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def later(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which Python finds the code of the next release."""
+    return {"PYTHONPATH": str(later_service(tmp_path_factory.mktemp("later")))}
+
+
 class Thawed:
     """A database of an earlier schema, with its places moved below a directory."""
 
-    def __init__(self, schema: int, url: str, directory: Path) -> None:
+    def __init__(self, schema: int, url: str, directory: Path, later: Mapping[str, str]) -> None:
         self.url = url
+        self.later = later
         self.told = thaw(schema, url, directory)
         shutil.copytree(ROOT / "tests" / "data" / "zero2_tiny", directory / "source")
 
     def upgrade(self) -> None:
-        environment = {**os.environ, **HOST, "RESHARD_DATABASE_URL": self.url}
+        environment = {**os.environ, **HOST, **self.later, "RESHARD_DATABASE_URL": self.url}
         command = [sys.executable, "-m", "reshard.cli.main", "db", "upgrade"]
         subprocess.run(command, check=True, env=environment, capture_output=True)
 
 
 @pytest.fixture
-def thawed(schema: int, database_url: str, tmp_path: Path) -> Thawed:
-    return Thawed(schema, database_url, tmp_path)
+def thawed(schema: int, database_url: str, tmp_path: Path, later: dict[str, str]) -> Thawed:
+    return Thawed(schema, database_url, tmp_path, later)
 
 
 def holds(told: object, now: object) -> bool:
@@ -72,7 +81,7 @@ def holds(told: object, now: object) -> bool:
     return told == now
 
 
-@pytest.mark.parametrize("schema", [1, 2, 3])
+@pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_job_reads_as_before(thawed: Thawed) -> None:
     thawed.upgrade()
     database = Database(thawed.url, host="frozen")
@@ -102,10 +111,10 @@ def case_of(job: Mapping[str, Any]) -> str:
     return job["labels"]["case"]
 
 
-@pytest.mark.parametrize("schema", rest_full([1, 2, 3], 3))
+@pytest.mark.parametrize("schema", SCHEMAS)
 def test_every_job_goes_on(thawed: Thawed, tmp_path: Path) -> None:
     thawed.upgrade()
-    stack = Stack(tmp_path / "logs", thawed.url, scripted=False, extra={**HOST, **FOREVER})
+    stack = Stack(tmp_path / "logs", thawed.url, scripted=False, extra={**HOST, **FOREVER, **thawed.later})
     with stack.api() as url, client_of(url) as client:
 
         def job(case: str) -> Job:
@@ -136,44 +145,18 @@ def test_every_job_goes_on(thawed: Thawed, tmp_path: Path) -> None:
         assert (tmp_path / case / "reshard.json").exists() == wrote, case
 
 
-@pytest.fixture(scope="module")
-def release_before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment in which Python finds the code of the release before."""
-    roots = ("client", "service", "worker")
-    packed = subprocess.run(["git", "archive", RELEASE_BEFORE, "pyproject.toml", *roots], cwd=ROOT, capture_output=True)
-    if packed.returncode != 0:
-        pytest.skip("this checkout has no history")
-    directory = tmp_path_factory.mktemp("release-before")
-    subprocess.run(["tar", "-x"], cwd=directory, input=packed.stdout, check=True)
-    _state_entry_points(directory)
-    return {"PYTHONPATH": os.pathsep.join(str(directory / root) for root in roots)}
-
-
-def _state_entry_points(release: Path) -> None:
-    """Give a release its own entry points, as pip does: those of today name formats that it has not."""
-    project = tomllib.loads((release / "pyproject.toml").read_text())["project"]
-    installed = release / "client" / f"reshard-{project['version']}.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: reshard\nVersion: {project['version']}\n")
-    groups: dict[str, dict[str, str]] = project.get("entry-points", {})
-    lines: list[str] = []
-    for group, names in groups.items():
-        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in names.items())]
-    (installed / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-
 @pytest.fixture(params=["embedded", "celery"])
-def stacks(request: pytest.FixtureRequest, tmp_path: Path, release_before: dict[str, str]) -> tuple[Stack, Stack]:
-    """One service in two releases: the one before, and this one."""
+def stacks(request: pytest.FixtureRequest, tmp_path: Path, later: dict[str, str]) -> tuple[Stack, Stack]:
+    """One service in two releases: this one, and the next one."""
     now = new_stack(request.param, tmp_path, request)
-    return replace(now, directory=tmp_path / "old-logs", extra=release_before), now
+    return now, replace(now, directory=tmp_path / "later-logs", extra=later)
 
 
 def upgraded(stack: Stack) -> None:
     command = [sys.executable, "-m", "reshard.cli.main", "db", "upgrade"]
     done = subprocess.run(command, env=stack.env(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert f"revision {HEAD}: it had 0003" in done.stdout
+    assert f"revision {LATER}: it had 0001" in done.stdout
 
 
 def test_an_upgrade_in_the_middle_of_a_job(stacks: tuple[Stack, Stack], tmp_path: Path) -> None:
@@ -183,13 +166,13 @@ def test_an_upgrade_in_the_middle_of_a_job(stacks: tuple[Stack, Stack], tmp_path
         job = client.submit(scripted(units=60, unit_s=0.1), str(target), to="universal")
         wait_until(lambda: len(units_done(target)) >= 3)
         upgraded(new)
-        # The release before reads, writes and takes new jobs on the new tables.
+        # This release reads, writes and takes new jobs on the new tables.
         second = client.submit(scripted(units=3), str(tmp_path / "second"), to="universal")
         ended = client.wait(job.id, timeout_s=60)
         assert (ended.state, ended.attempt) == (JobState.SUCCEEDED, 1)
         assert [unit for unit, _ in units_done(target)] == list(range(60))
         assert client.wait(second.id, timeout_s=60).state is JobState.SUCCEEDED
-    # A process of the release before that starts now may run, too.
+    # A process of this release that starts now may run, too.
     with old.api() as url, client_of(url) as client:
         assert client.get(job.id).state is JobState.SUCCEEDED
     with new.api() as url, client_of(url) as client:
@@ -226,9 +209,11 @@ def test_a_rolling_restart_loses_nothing(stacks: tuple[Stack, Stack], tmp_path: 
             end_tree(new_worker)
 
 
-def test_programs_do_not_start_on_an_older_database(make_stack: Callable[[str], Stack], tmp_path: Path) -> None:
-    stack = make_stack("celery")
-    thaw(3, stack.database_url)
+def test_programs_do_not_start_on_an_older_database(
+    make_stack: Callable[[str], Stack], later: dict[str, str], tmp_path: Path
+) -> None:
+    stack = replace(make_stack("celery"), extra=later)
+    thaw(1, stack.database_url)
     app = ("-m", "uvicorn", "reshard_service.app:create_app", "--factory", "--port", "0")
     for argv in (("-c", "from reshard_worker.launch import worker; worker()"), ("-m", "reshard_worker.embedded"), app):
         done = subprocess.run(
@@ -236,7 +221,7 @@ def test_programs_do_not_start_on_an_older_database(make_stack: Callable[[str], 
         )
         assert done.returncode != 0, argv
         said = done.stdout + done.stderr
-        assert f"the job database has revision 0003, but this program needs {HEAD}" in said, argv
+        assert f"the job database has revision 0001, but this program needs {LATER}" in said, argv
     upgraded(stack)
     with stack.api() as url, client_of(url) as client:
         assert len(client.list(page_size=200).jobs) == 20

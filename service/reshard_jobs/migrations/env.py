@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, delete, insert
 
 from reshard_jobs.identity_tables import TenantRow
-from reshard_jobs.schema import SCHEMA_FACT, VERSION_TABLE
+from reshard_jobs.schema import OLDEST_FACT, VERSION_TABLE
 from reshard_jobs.tables import MetaRow
 
 # Modules whose tables are a part of the metadata.
@@ -41,11 +41,11 @@ def _run(**target: Any) -> None:
 
 
 def _record_oldest_program() -> None:
-    """Record the oldest programs that may run, where programs of release 0.1 look for the version of the schema."""
+    """Record the oldest revision whose programs may run."""
     script = ScriptDirectory.from_config(context.config)
     oldest = max(int(found.module.oldest_program) for found in script.walk_revisions())
-    context.execute(delete(MetaRow).where(MetaRow.name == SCHEMA_FACT))
-    context.execute(insert(MetaRow).values(name=SCHEMA_FACT, value=str(oldest)))
+    context.execute(delete(MetaRow).where(MetaRow.name == OLDEST_FACT))
+    context.execute(insert(MetaRow).values(name=OLDEST_FACT, value=str(oldest)))
 
 
 def _main() -> None:

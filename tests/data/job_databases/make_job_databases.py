@@ -1,33 +1,23 @@
-"""Makes `schemaN.sqlite.sql` and `schemaN.postgresql.sql`, job databases that earlier code wrote, and their truth.
+"""Makes `schemaN.sqlite.sql` and `schemaN.postgresql.sql`, job databases of the revision N, and their truth.
 
-Run `python tests/data/job_databases/make_job_databases.py [N ...]` in a checkout with history. The code of a commit writes jobs in every
-state, with its own classes, into SQLite and into PostgreSQL. A line of `schemaN.*.jsonl` is what that code then says about
-a job.
+Run `python tests/data/job_databases/make_job_databases.py` before a change adds a revision: N is the newest one of the
+checkout, whose code writes jobs in every state, with its own classes, into SQLite and into PostgreSQL. A line of
+`schemaN.*.jsonl` is what that code then says about a job.
 Everything is below `/frozen`, and the host is called `frozen`.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import re
 import sqlite3
 import subprocess
 import sys
-import tarfile
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-COMMITS = {
-    1: "2260384",
-    2: "4dc7423",
-    3: "ae00029",
-}
-"""The last code of each schema before there were revisions of Alembic."""
 LEASE_S = 60.0
 
 
@@ -36,12 +26,13 @@ class Writer:
 
     def __init__(self, url: str) -> None:
         from reshard_jobs.database import Database
+        from reshard_jobs.event_log import EventLog
         from reshard_jobs.idempotency import IdempotencyKeys
         from reshard_jobs.leases import Leases
         from reshard_jobs.store import JobStore
 
         self.database = Database(url, host="frozen")
-        self.store = JobStore(self.database)
+        self.store, self.log = JobStore(self.database), EventLog(self.database)
         self.leases: Any = Leases(self.database, lease_s=LEASE_S)
         self.keys = IdempotencyKeys(self.database)
 
@@ -56,7 +47,7 @@ class Writer:
     def claimed(self, case: str, *, plan: bool = True, **more: Any) -> Any:
         claim = self.leases.claim(self.create(case, **more), worker="old-worker")
         assert claim is not None
-        if plan and hasattr(self.leases, "record_plan"):
+        if plan:
             assert self.leases.record_plan(claim, f"plan-of-{case}")
         return claim
 
@@ -65,10 +56,8 @@ class Writer:
 
         claim = self.claimed(case, **more)
         for done, phase in enumerate(phases, start=1):
-            facts: dict[str, Any] = {"phase": phase, "bytes_done": done, "bytes_total": 100}
-            if "takes_workers" in Progress.model_fields:
-                facts["takes_workers"] = phase == "running"
-            self.leases.heartbeat(claim, Progress(**facts))
+            progress = Progress(phase=phase, bytes_done=done, bytes_total=100, takes_workers=phase == "running")
+            self.leases.heartbeat(claim, progress)
         return claim
 
     def write(self) -> None:
@@ -102,10 +91,8 @@ class Writer:
         self.store.cancel(self.at("cancelling", "running").job_id)
         plan = self.store.get(self.create("a-plan")).request
         self.store.create(plan, kind=JobKind.PLAN, labels={"case": "planned"})
-        with suppress(ImportError):
-            self.write_helpers()
-        with suppress(ImportError):
-            self.write_nodes(passing)
+        self.write_helpers()
+        self.write_nodes(passing)
 
     def write_helpers(self) -> None:
         from reshard.models import WorkShare
@@ -138,7 +125,7 @@ class Writer:
             facts["request"] = {name: facts["request"][name] for name in ("source", "target", "to")}
             events = [
                 event.model_dump(mode="json", exclude={"job_id"}, exclude_none=True)
-                for event in self.store.events(job.id)
+                for event in self.log.after(job.id, 0).events
             ]
             found.append({"job": facts, "events": events})
         return found
@@ -163,19 +150,11 @@ def dumped_postgres(url: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def make(schema: int, scratch: Path, server: Any) -> None:
-    """Write the three files of a schema."""
-    code = scratch / f"schema{schema}"
-    archive = subprocess.run(
-        ["git", "archive", COMMITS[schema], "client", "service", "worker"],
-        check=True,
-        capture_output=True,
-        cwd=HERE.parents[2],
-    ).stdout
-    with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
-        packed.extractall(code, filter="data")
-    name = f"schema{schema}"
-    path = os.pathsep.join(str(code / root) for root in ("client", "service", "worker"))
+def make(scratch: Path, server: Any) -> None:
+    """Write the files of the newest revision."""
+    from reshard_jobs.schema import HEAD
+
+    name = f"schema{int(HEAD)}"
     uri = server.get_uri()
     import psycopg
 
@@ -186,7 +165,7 @@ def make(schema: int, scratch: Path, server: Any) -> None:
     for url in (postgres_url, f"sqlite:///{sqlite}"):
         told = subprocess.run(
             [sys.executable, str(Path(__file__).resolve()), "--write", url],
-            check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path},
+            check=True, capture_output=True, text=True,
         ).stdout  # fmt: skip
         kind = url.partition(":")[0]
         text = dumped_sqlite(sqlite) if kind == "sqlite" else dumped_postgres(url)
@@ -205,8 +184,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="rs") as scratch:
         server = pgserver.get_server(Path(scratch) / "pg", cleanup_mode="stop")
         try:
-            for schema in map(int, arguments or COMMITS):
-                make(schema, Path(scratch), server)
+            make(Path(scratch), server)
         finally:
             server.cleanup()
 
