@@ -13,13 +13,13 @@ from typing import TypeVar
 
 from checkpoints import write_zero_checkpoint
 
+from faults.os_faults import disturbed_calls
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat
 from reshard.shared_work import SharedWork
 from reshard_engine.distributed.segments import from_segment
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.testing.faults import Steps
-from reshard_engine.testing.os_faults import disturbed_calls
 
 _T = TypeVar("_T")
 PARAMETERS = [(f"layer.{n}.weight", (64, 65)) for n in range(12)]

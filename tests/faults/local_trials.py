@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults.judge import Outcome, Tree, difference, partial_result, strays
+from faults.os_faults import disturbed_calls
 from faults.small import NAME, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.testing.faults import Fault, Operation, Steps
-from reshard_engine.testing.os_faults import disturbed_calls
 
 ENGINE = load_engine()
 

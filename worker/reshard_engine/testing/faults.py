@@ -1,7 +1,7 @@
 """Faults at numbered operations, which tests inject between the engine and its storage.
 
 `Steps` counts the operations of one process (or of one thread that stands for a process) and disturbs some of
-them. `FaultyStore` numbers the calls of a store, `reshard_engine.testing.os_faults` those of the operating system.
+them. `FaultyStore` numbers the calls of a store.
 """
 
 from __future__ import annotations

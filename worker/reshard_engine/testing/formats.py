@@ -32,7 +32,7 @@ class Saved:
 
     Attributes:
         state: what the files keep of the logical state; a format may keep less than a run holds.
-        labels: items of the zoo that only the format can see (see `zoo.py`).
+        labels: items of the zoo that only the format can see (see the glossary).
         frozen_late: parameters that the optimizer owns and that were frozen since: some targets hold them as both.
         never_updated: parameters that the optimizer owns and that no gradient reached: the state has zeros for them.
         copies: aliases of which the files say only that they are equal: targets have them as tensors of their own.
