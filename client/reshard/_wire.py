@@ -92,7 +92,7 @@ class ConvertOptions(TypedDict, total=False):
 
 
 USER_AGENT = "reshard"
-"""The name of a client. Those of release 0.1 have that of their HTTP library, and get no later fields."""
+"""The name of a client."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
 _REQUEST_FIELDS = frozenset({
     "to", "tag", "profile", "source", "target", "target_profile", "dtype", "layout", "options", "replicas",
     "exclude_frozen", "model_files", "opaque", "overwrite", "on_overflow", "verify", "memory_limit", "part_size",
-    "memory_limit_bytes", "part_bytes", "threads", "server_copy", "offload", "label", "max_attempts", "wait",
+    "memory_limit_bytes", "part_bytes", "threads", "server_copy", "label", "max_attempts", "wait",
     "idempotency_key", "id", "job_id", "wait_timeout", "max_workers", "priority", "workers",
     "worker", "pointer", "dry_run", "json", "as_json", "quiet", "url", "help", "max_shard_size",
 })  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from reshard.choices import (
     JobKind as JobKind,
@@ -49,7 +49,7 @@ def _is_empty(value: object) -> bool:
 class SourceChoices(RequestModel):
     """The user's choices where the files of a checkpoint leave several ways to read it.
 
-    Fields that are None are left out of the JSON, so that programs of the release before can read it.
+    Fields that are None are left out of the JSON, so that older programs can read it.
     """
 
     model_key: str | None = Field(default=None, max_length=512, exclude_if=_is_none)
@@ -121,9 +121,7 @@ class ConvertRequest(RequestModel):
     part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10, le=MOST_BYTES)
     """Bytes of one unit of work and of one part of a multipart upload."""
     threads: int | None = Field(default=None, ge=1, le=1024)
-    server_copy: ServerCopyPolicy = Field(
-        default=ServerCopyPolicy.AUTO, validation_alias=AliasChoices("server_copy", "offload")
-    )
+    server_copy: ServerCopyPolicy = ServerCopyPolicy.AUTO
     """With `auto` the object store itself copies ranges that move unchanged within it (server-side copies)."""
     options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
     """Options of single formats, by format."""
@@ -286,7 +284,7 @@ class ConvertResult(ShownModel):
     files: tuple[FileEntry, ...]
     read_bytes: int
     write_bytes: int
-    server_copied_bytes: int = Field(default=0, validation_alias=AliasChoices("server_copied_bytes", "offloaded_bytes"))
+    server_copied_bytes: int = 0
     """Bytes of the output that the object store copied itself (server-side copies)."""
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted attempt had already written."""

@@ -37,8 +37,7 @@ class Column(StrEnum):
     TARGET = "target"
 
 
-# Programs of the release before write no source.
-_SOURCE = func.coalesce(JobRow.source, "")
+_SOURCE = JobRow.source.expression
 _SECONDS = func.coalesce(JobRow.finished_at, db_now()) - JobRow.started_at
 _KEYS: Mapping[Column, ColumnElement[Any]] = {
     Column.CREATED: JobRow.created_at.expression,

@@ -87,15 +87,16 @@ LISTED: tuple[SQLColumnExpression[Any], ...] = (
     *(JobRow.kind, JobRow.state, JobRow.attempt, JobRow.max_attempts, JobRow.retries, JobRow.request, JobRow.progress),
     *(JobRow.plan_digest, JobRow.worker, JobRow.max_workers, JobRow.priority, JobRow.checked, JobRow.created_at),
     *(JobRow.started_at, JobRow.finished_at, JobRow.discard_at, JobRow.error),
+    JobRow.brief,
 )
-"""The columns of which `listed_json` makes a job, beside `brief` and `result`."""
+"""The columns of which `listed_json` makes a job."""
 
 
-def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str], *, of_before: bool = False) -> str:
-    """A job of a list, as JSON, from the columns of `LISTED`, `brief` and `result`.
+def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str]) -> str:
+    """A job of a list, as JSON, from the columns of `LISTED`.
 
     It equals the JSON of `job_of` but for the long lists of results. No model of the job is made: that of 200 jobs
-    would take a process of the API 100 ms. Release 0.1 had the long lists of results, and no `checked`.
+    would take a process of the API 100 ms.
     """
     state, ended = row.state, JobState(row.state).terminal
     shown = {
@@ -113,7 +114,7 @@ def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str], *, of_bef
         "workers": (),
         "max_workers": row.max_workers,
         "priority": row.priority,
-        **({} if of_before else {"checked": bool(row.checked)}),
+        "checked": bool(row.checked),
         "created_at": _json_time(row.created_at),
         "started_at": _json_time(row.started_at),
         "finished_at": _json_time(row.finished_at),
@@ -121,11 +122,11 @@ def listed_json(row: Row[*tuple[Any, ...]], labels: Mapping[str, str], *, of_bef
         "links": _links_of(row.public_id),
     }
     outcome = "null"
-    if state == JobState.SUCCEEDED.value and (row.brief or row.result):
+    if state == JobState.SUCCEEDED.value and row.brief:
         model = PlanSummary if row.kind == JobKind.PLAN.value else ConvertResult
-        outcome = _as_now(model, row.brief) if row.brief else _outcome(model, row.result, whole=of_before)
+        outcome = _as_now(model, row.brief)
     texts = {
-        "request": _of_before(row.request) if of_before else _as_now(ConvertRequest, row.request),
+        "request": _as_now(ConvertRequest, row.request),
         "progress": _written_again(Progress, row.progress) if row.progress else "null",
         "error": _as_now(Problem, row.error) if row.error and ended else "null",
         "result": "null" if row.kind == JobKind.PLAN.value else outcome,
@@ -150,28 +151,12 @@ def _kept(write: Callable[P, str]) -> Callable[P, str]:
     return answer
 
 
-def request_of_before(request: ConvertRequest) -> dict[str, Any]:
-    """A request as clients of release 0.1 can read it: without options that nobody gave, of which some are new."""
-    options = request.options.model_dump(mode="json", exclude_defaults=True)
-    return {**request.model_dump(mode="json", exclude={"pointer"}), "options": options}
-
-
-@_kept
-def _of_before(text: str) -> str:
-    return json.dumps(request_of_before(ConvertRequest.model_validate_json(text)))
-
-
 def _written_again(model: type[BaseModel], text: str) -> str:
     """A record as this release writes it: another release may have known fewer fields, or other ones."""
     return model.model_validate_json(text).model_dump_json()
 
 
 _as_now = _kept(_written_again)
-
-
-def _outcome(model: type[BaseModel], text: str, *, whole: bool) -> str:
-    found = model.model_validate_json(text)
-    return found.model_dump_json() if whole else brief_of(found)
 
 
 def _json_time(epoch_s: float | None) -> str | None:

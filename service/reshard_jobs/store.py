@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, case, insert, null, or_, select
+from sqlalchemy import ColumnElement, Select, and_, insert, or_, select
 from sqlalchemy.orm import Session
 
 from reshard.errors import JobError, RequestError, printable
@@ -171,20 +171,15 @@ class JobStore:
         """
         return JobList.model_validate_json(self.list_json(chosen, page_size=page_size, page_token=page_token))
 
-    def list_json(
-        self, chosen: JobFilter | None = None, *, page_size: int = 50, page_token: str = "", of_before: bool = False
-    ) -> str:
-        """The JSON of `list`, made without models of the jobs; with `of_before`, as clients of release 0.1 read it.
+    def list_json(self, chosen: JobFilter | None = None, *, page_size: int = 50, page_token: str = "") -> str:
+        """The JSON of `list`, made without models of the jobs.
 
         Raises:
             RequestError: `request.invalid`: the token does not belong to this listing.
         """
         chosen = chosen or JobFilter()
         mine = JobRow.tenant == self._tenant
-        # A result is long, and is read only where there is no short one.
-        brief = null() if of_before else JobRow.brief
-        result = JobRow.result if of_before else case((JobRow.brief.is_(None), JobRow.result))
-        query: Select[*tuple[Any, ...]] = select(*LISTED, brief.label("brief"), result.label("result")).where(mine)
+        query: Select[*tuple[Any, ...]] = select(*LISTED).where(mine)
         query = query.order_by(JobRow.created_at.desc(), JobRow.id.desc())
         if chosen.states:
             query = query.where(JobRow.state.in_([state.value for state in chosen.states]))
@@ -199,7 +194,7 @@ class JobStore:
             shown = rows[:size]
             labels = labels_of(session, [row.id for row in shown])
         more = make_token(chosen, self._tenant, shown[-1].created_at, shown[-1].id) if len(rows) > size else ""
-        jobs = ",".join(listed_json(row, labels.get(row.id, {}), of_before=of_before) for row in shown)
+        jobs = ",".join(listed_json(row, labels.get(row.id, {})) for row in shown)
         return f'{{"jobs":[{jobs}],"next_page_token":{json.dumps(more)}}}'
 
     def cancel(self, job_id: str) -> Job:

@@ -119,7 +119,7 @@ class JobRow(Base):
     plan_digest: Mapped[str | None] = mapped_column(String(128), default=None)
     error: Mapped[str | None] = mapped_column(Text, default=None)
     result: Mapped[str | None] = mapped_column(Text, default=None)
-    # The result without its long lists, for lists of jobs; null in rows of programs before revision 0008.
+    # The result without its long lists, for lists of jobs.
     brief: Mapped[str | None] = mapped_column(Text, default=None)
     last_seq: Mapped[int] = mapped_column(Integer, default=0)
     created_at: Mapped[float] = mapped_column(Float(53))

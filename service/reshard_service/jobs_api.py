@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Annotated
@@ -20,7 +19,6 @@ from reshard_jobs.idempotency import fingerprint
 from reshard_jobs.logs import log_as
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter
 from reshard_jobs.principals import Principal
-from reshard_jobs.records import request_of_before
 from reshard_jobs.store import JobStore
 from reshard_jobs.tracing import current
 from reshard_service.admission import admit
@@ -37,23 +35,6 @@ RETRY_AFTER_S = "2"
 _OWN_FIELDS = SubmitRequest.model_fields.keys() - ConvertRequest.model_fields.keys()
 """The fields of a submission that are not part of the conversion."""
 _PREFER_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})(?:$|[,;\s])")
-
-
-_CLIENTS_BEFORE = "python-httpx/"
-"""The name by which clients of release 0.1 call themselves. They refuse answers with fields that they do not know."""
-
-
-def _answer(job: Job, request: Request, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A job as an answer that the client can read."""
-    content = job.model_dump(mode="json")
-    if _is_of_before(request):
-        del content["checked"]
-        content["request"] = request_of_before(job.request)
-    return JSONResponse(content, status_code=status, headers=headers)
-
-
-def _is_of_before(request: Request) -> bool:
-    return request.headers.get("user-agent", "").startswith(_CLIENTS_BEFORE)
 
 
 @router.post("", status_code=202, response_model=Job, responses=problems(403, 409), summary="Submit a job")
@@ -96,14 +77,14 @@ async def put(
     job = await create_job(context, caller, body, None, job_id)
     if match := _PREFER_WAIT.search(prefer):
         job, _ = await _wait(context, context.jobs_of(caller), job.id, float(match[1]), None)
-    return _answer(job, request) if job.done else accepted(job, request)
+    return JSONResponse(job.model_dump(mode="json")) if job.done else accepted(job, request)
 
 
 def accepted(job: Job, request: Request) -> Response:
     """The answer 202 with `Location` and `Retry-After`."""
     path = root_of(request.scope) + job.links["self"]
     headers = {"Location": path, "Operation-Location": path, "Retry-After": RETRY_AFTER_S}
-    return _answer(job, request, 202, headers)
+    return JSONResponse(job.model_dump(mode="json"), 202, headers)
 
 
 async def create_job(
@@ -159,7 +140,6 @@ def list_jobs(
     caller: Reader,
     state: Annotated[list[JobState] | None, Query()] = None,
     label: Annotated[list[str] | None, Query()] = None,
-    request: Request,
     page_size: Annotated[int, Query(ge=1, le=MAX_PAGE_SIZE)] = 50,
     page_token: Annotated[str, Query(max_length=1024)] = "",
 ) -> Response:
@@ -173,8 +153,8 @@ def list_jobs(
         if not equals:
             raise RequestError("request.invalid", "a label filter has no `=`", fix="use label=name=value")
         labels[name] = value
-    chosen, before = JobFilter(tuple(state or ()), labels), _is_of_before(request)
-    page = context.jobs_of(caller).list_json(chosen, page_size=page_size, page_token=page_token, of_before=before)
+    chosen = JobFilter(tuple(state or ()), labels)
+    page = context.jobs_of(caller).list_json(chosen, page_size=page_size, page_token=page_token)
     return Response(page, media_type="application/json")
 
 
@@ -188,7 +168,6 @@ async def get_job(
     *,
     context: Context,
     caller: Reader,
-    request: Request,
     wait: Annotated[float, Query(ge=0, le=3600, allow_inf_nan=False)] = 0.0,
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
@@ -199,7 +178,7 @@ async def get_job(
         headers["Retry-After"] = RETRY_AFTER_S
     if tag == if_none_match:
         return Response(status_code=304, headers=headers)
-    return _answer(job, request, headers=headers)
+    return JSONResponse(job.model_dump(mode="json"), headers=headers)
 
 
 async def _wait(

@@ -278,17 +278,3 @@ def test_source_that_changes_before_its_copy_is_refused(store: MemoryStore) -> N
         convert(FaultyStore(store, Steps({last: change})), "t", threads=1)
     assert caught.value.code == "source.changed"
     assert not any(p.endswith("reshard.json") for p in store.snapshot("out/t"))
-
-
-def test_manifests_with_the_former_names_are_read(store: MemoryStore) -> None:
-    """Version 0.1 called them `offloaded`."""
-    result = convert(store, "copied")
-    written = manifest(store, "copied")
-    assert result.server_copied_bytes
-    assert written.server_copied
-    facts = written.model_dump(mode="json")
-    facts["offloaded"] = facts.pop("server_copied")
-    assert Manifest.model_validate(facts) == written
-    said = result.model_dump(mode="json")
-    said["offloaded_bytes"] = said.pop("server_copied_bytes")
-    assert ConvertResult.model_validate(said) == result

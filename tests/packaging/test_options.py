@@ -36,8 +36,6 @@ FIELDS: dict[str, FieldInfo] = {
     **{n: f for n, f in ConvertRequest.model_fields.items() if n not in {"source", "target", "to", "options"}},
 }
 """Every option, by its name in requests."""
-FORMER = {"offload": "server_copy"}
-"""Hidden flags of the release before, and the options that they mean."""
 SAMPLES: dict[str, Any] = {
     "dp": 3,
     "rules": "rules.yaml",
@@ -109,7 +107,7 @@ def flags_with(field: str, value: Any) -> ConversionFlags:
 
 
 def test_every_option_is_a_flag_and_every_flag_an_option() -> None:
-    flags = set(ConversionFlags.__dataclass_fields__) - {"to", "options_of_formats"} - set(FORMER)
+    flags = set(ConversionFlags.__dataclass_fields__) - {"to", "options_of_formats"}
     assert flags == {flag_of(field) for field in FIELDS if field not in OF_ENTRY_POINTS}
     assert {p.name for p in made_flags()} == OF_ENTRY_POINTS
 
@@ -144,17 +142,6 @@ def test_defaults_and_bounds_are_the_same(field: str) -> None:
     if isinstance(sample(field), int) and not isinstance(sample(field), bool):
         assert option.min == (least.ge if least else None)
         assert option.max in (None, most.le if most else None)
-
-
-@pytest.mark.parametrize("flag", FORMER)
-def test_a_former_flag_means_what_it_was_renamed_to(flag: str) -> None:
-    assert option_of(flag).hidden
-    value = sample(FORMER[flag])
-    old, new = (ConversionFlags(to=TargetFormat.TORCH, **{n: value}).request("a", "b") for n in (flag, FORMER[flag]))
-    assert old == new
-    fields = new.model_dump(mode="json")
-    fields[flag] = fields.pop(FORMER[flag])
-    assert ConvertRequest.model_validate(fields) == new
 
 
 def test_the_client_takes_every_option() -> None:

@@ -385,8 +385,6 @@ class ConversionFlags(SourceFlags):
             rich_help_panel=RESOURCES,
         ),
     ] = ServerCopyPolicy.AUTO
-    offload: Annotated[ServerCopyPolicy | None, choice(ServerCopyPolicy, "--offload", hidden=True)] = None
-    """The former name of `--server-copy`, accepted for one more release."""
 
     options_of_formats: Annotated[str | None, typer.Option("--options-of-formats", hidden=True)] = None
     """The options of formats of other packages, as JSON. `ConversionCommand` collects their flags in this field."""
@@ -410,7 +408,6 @@ class ConversionFlags(SourceFlags):
         for flag, field in SIZE_FIELDS.items():
             if (text := said.pop(flag)) is not None:
                 said[field] = parse_size(text)
-        said["server_copy"] = said.pop("offload") or self.server_copy
         said |= json.loads(said.pop("options_of_formats") or "{}")
         try:
             return ConvertRequest.model_validate(nested(said | {"source": spec, "target": target}))

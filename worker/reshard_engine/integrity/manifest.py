@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard.errors import IntegrityError, printable
 from reshard.models import CastLoss, NotCarried, VerifyLevel
@@ -101,9 +101,7 @@ class Manifest(_Facts):
     pointer: str | None
     files: tuple[ManifestFile, ...]
     tensors: tuple[ManifestTensor, ...]
-    server_copied: tuple[ManifestServerCopy, ...] = Field(
-        default=(), validation_alias=AliasChoices("server_copied", "offloaded")
-    )
+    server_copied: tuple[ManifestServerCopy, ...] = ()
     """The ranges that the store copied. The file has no such member if there are none: older versions can read it."""
     casts: tuple[CastLoss, ...] = ()
     """Losses of casts, by parameter. The file has no such member if there are none, for the same reason."""
