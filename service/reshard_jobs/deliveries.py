@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import secrets
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, delete, or_, select, update
@@ -13,6 +12,7 @@ from sqlalchemy.orm import aliased
 from reshard.errors import RequestError, printable
 from reshard.webhook_models import Delivery, DeliveryState
 from reshard_jobs.database import Database
+from reshard_jobs.leased_rows import RELEASED, change_row, claim_first, is_free, is_held, lease_of, new_owner
 from reshard_jobs.records import time_of
 from reshard_jobs.tables import db_now
 from reshard_jobs.webhook_tables import DeliveryRow, WebhookRow
@@ -71,22 +71,14 @@ class Deliveries:
 
         An endpoint gets one delivery at a time, so that one that hangs keeps one sender at most.
         """
-        query = select(DeliveryRow.id).where(*_due()).order_by(DeliveryRow.next_at, DeliveryRow.id).limit(_CANDIDATES)
-        with self._database.read() as session:
-            candidates = session.scalars(query).all()
-        return next((c for found in candidates if (c := self._claim(found)) is not None), None)
+        query = select(DeliveryRow.id).where(*_due()).order_by(DeliveryRow.next_at, DeliveryRow.id)
+        return claim_first(self._database, query, self._claim, most=_CANDIDATES)[0]
 
     def _claim(self, delivery_id: str) -> DeliveryClaim | None:
-        owner = secrets.token_hex(16)
+        owner = new_owner()
         with self._database.write() as session:
-            claimed = (
-                update(DeliveryRow)
-                .where(DeliveryRow.id == delivery_id, *_due())
-                .values(owner=owner, lease_until=db_now() + self._lease_s)
-                .returning(DeliveryRow)
-                .execution_options(synchronize_session=False)
-            )
-            row = session.scalars(claimed).one_or_none()
+            wanted = (DeliveryRow.id == delivery_id, *_due())
+            row = change_row(session, DeliveryRow, *wanted, owner=owner, **lease_of(self._lease_s))
             if row is None:
                 return None
             now = session.execute(select(db_now())).scalar_one()
@@ -98,7 +90,7 @@ class Deliveries:
 
     def record(self, claim: DeliveryClaim, outcome: Outcome) -> bool:
         """Record the end of a try. False if the lease was lost, and another one sends it."""
-        values: dict[str, object] = {"owner": None, "lease_until": None, "tries": claim.tries + 1}
+        values: dict[str, object] = {**RELEASED, "tries": claim.tries + 1}
         values |= {"last_status": outcome.status, "last_error": outcome.error}
         if outcome.error is None:
             values |= {"state": DeliveryState.DELIVERED.value, "ended_at": db_now()}
@@ -114,10 +106,8 @@ class Deliveries:
                     .where(WebhookRow.id == claim.webhook_id, WebhookRow.disabled_at.is_(None))
                     .values(disabled_at=db_now())
                 )
-            statement = update(DeliveryRow).where(
-                DeliveryRow.id == claim.id, DeliveryRow.owner == claim.owner, DeliveryRow.state == _PENDING
-            )
-            return session.scalars(statement.values(**values).returning(DeliveryRow.id)).one_or_none() is not None
+            fence = (DeliveryRow.id == claim.id, DeliveryRow.owner == claim.owner, DeliveryRow.state == _PENDING)
+            return change_row(session, DeliveryRow, *fence, **values) is not None
 
     def list(self, webhook_id: str, *, state: DeliveryState | None = None, limit: int = 50) -> list[Delivery]:
         """List the deliveries of an endpoint, the newest first."""
@@ -139,14 +129,7 @@ class Deliveries:
             mine.append(DeliveryRow.state == DeliveryState.DEAD.value)
         else:
             mine.append(DeliveryRow.id == delivery_id)
-        again = {
-            "state": _PENDING,
-            "next_at": db_now(),
-            "tries": 0,
-            "ended_at": None,
-            "owner": None,
-            "lease_until": None,
-        }
+        again = {"state": _PENDING, "next_at": db_now(), "tries": 0, "ended_at": None, **RELEASED}
         with self._database.write() as session:
             statement = update(DeliveryRow).where(*mine).values(**again).returning(DeliveryRow.id)
             count = len(session.scalars(statement).all())
@@ -171,13 +154,13 @@ class Deliveries:
 def _due() -> tuple[ColumnElement[bool], ...]:
     other = aliased(DeliveryRow)
     sent_now = select(other.id).where(other.webhook_id == DeliveryRow.webhook_id, other.state == _PENDING)
-    sent_now = sent_now.where(other.lease_until >= db_now())
+    sent_now = sent_now.where(is_held(other))
     enabled = select(WebhookRow.id).where(WebhookRow.id == DeliveryRow.webhook_id, WebhookRow.disabled_at.is_(None))
     return (
         DeliveryRow.state == _PENDING,
         DeliveryRow.next_at <= db_now(),
         # A claim that waited for another one sees the row anew, and what it selects from other rows as before.
-        or_(DeliveryRow.lease_until.is_(None), DeliveryRow.lease_until < db_now()),
+        is_free(DeliveryRow),
         enabled.exists(),
         ~sent_now.exists(),
     )

@@ -7,7 +7,6 @@ in the target is touched: another program may convert into it.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, and_, delete, or_, select, update
@@ -16,12 +15,12 @@ from sqlalchemy.orm import Session, aliased
 from reshard.models import ConvertRequest, JobState
 from reshard_jobs.database import Database
 from reshard_jobs.helpers import free_of_helpers
+from reshard_jobs.leased_rows import RELEASED, change_row, claim_first, is_free, is_held, lease_of, new_owner
 from reshard_jobs.limits import TenantLimits, limits_of
 from reshard_jobs.records import tenant_of
 from reshard_jobs.states import ACTIVE, TERMINAL
 from reshard_jobs.tables import ANY_PLAN, JobRow, PlanRow, db_now
 
-_CANDIDATES = 8
 FIRST_PAUSE_S = 60.0
 """Seconds until a discard that failed is tried again for the first time."""
 _LONGEST_PAUSE_S = 6 * 3600.0
@@ -78,23 +77,13 @@ class Discards:
     def claim_next(self) -> DiscardClaim | None:
         """Claim the discard that has been due for longest; None if none is due."""
         order = (JobRow.discard_at, JobRow.id)
-        query = select(JobRow.id).where(*_due()).order_by(*order).limit(_CANDIDATES)
-        with self._database.read() as session:
-            candidates = session.scalars(query).all()
-        return next((c for job_id in candidates if (c := self._claim(job_id)) is not None), None)
+        return claim_first(self._database, select(JobRow.id).where(*_due()).order_by(*order), self._claim)[0]
 
     def _claim(self, job_id: str) -> DiscardClaim | None:
-        owner = secrets.token_hex(16)
+        owner = new_owner()
         with self._database.write() as session:
             self._database.lock_target_of(session, job_id)
-            claimed = (
-                update(JobRow)
-                .where(JobRow.id == job_id, *_due())
-                .values(owner=owner, lease_until=db_now() + self.lease_s)
-                .returning(JobRow)
-                .execution_options(synchronize_session=False)
-            )
-            row = session.scalars(claimed).one_or_none()
+            row = change_row(session, JobRow, JobRow.id == job_id, *_due(), owner=owner, **lease_of(self.lease_s))
             if row is None:
                 return None
             plans = tuple(session.scalars(select(PlanRow.digest).where(PlanRow.job_id == job_id)))
@@ -112,12 +101,12 @@ class Discards:
 
     def heartbeat(self, claim: DiscardClaim) -> bool:
         """Renew the claim; False if it was lost."""
-        return self._write(claim, lease_until=db_now() + self.lease_s)
+        return self._write(claim, **lease_of(self.lease_s))
 
     def done(self, claim: DiscardClaim) -> bool:
         """Record that nothing is left. False if the claim was lost."""
         with self._database.write() as session:
-            if not _set(session, claim, lease_until=None, discard_at=None, discard_asked=0, discard_tries=0):
+            if not _set(session, claim, discard_at=None, discard_asked=0, discard_tries=0, **RELEASED):
                 return False
             forget_plans(session, claim.job_id)
             return True
@@ -130,11 +119,11 @@ class Discards:
             if tries is None:
                 return False
             pause_s = min(FIRST_PAUSE_S * 2 ** min(tries, 20), _LONGEST_PAUSE_S)
-            return _set(session, claim, lease_until=None, discard_at=db_now() + pause_s, discard_tries=tries + 1)
+            return _set(session, claim, discard_at=db_now() + pause_s, discard_tries=tries + 1, **RELEASED)
 
     def give_back(self, claim: DiscardClaim) -> bool:
         """Leave the discard to the next worker, because this one was told to stop."""
-        return self._write(claim, lease_until=None)
+        return self._write(claim, **RELEASED)
 
     def _write(self, claim: DiscardClaim, **values: object) -> bool:
         with self._database.write() as session:
@@ -153,7 +142,7 @@ def forget_plans(session: Session, job_id: str) -> None:
 
 def being_discarded(job: type[JobRow]) -> ColumnElement[bool]:
     """The condition that a worker is removing the files of this ended job."""
-    return and_(job.state.in_(_TERMINAL), job.lease_until.is_not(None), job.lease_until >= db_now())
+    return and_(job.state.in_(_TERMINAL), is_held(job))
 
 
 def _fence(claim: DiscardClaim) -> tuple[ColumnElement[bool], ...]:
@@ -161,14 +150,7 @@ def _fence(claim: DiscardClaim) -> tuple[ColumnElement[bool], ...]:
 
 
 def _set(session: Session, claim: DiscardClaim, **values: object) -> bool:
-    statement = (
-        update(JobRow)
-        .where(JobRow.id == claim.job_id, *_fence(claim))
-        .values(**values)
-        .returning(JobRow.id)
-        .execution_options(synchronize_session=False)
-    )
-    return session.scalars(statement).one_or_none() is not None
+    return change_row(session, JobRow, JobRow.id == claim.job_id, *_fence(claim), **values) is not None
 
 
 def _due() -> tuple[ColumnElement[bool], ...]:
@@ -179,7 +161,7 @@ def _due() -> tuple[ColumnElement[bool], ...]:
         JobRow.discard_at.is_not(None),
         JobRow.discard_at <= db_now(),
         JobRow.state.in_(_TERMINAL),
-        or_(JobRow.lease_until.is_(None), JobRow.lease_until < db_now()),
+        is_free(JobRow),
         free_of_helpers(JobRow),
         or_(JobRow.target == "", ~rival.exists()),
     )

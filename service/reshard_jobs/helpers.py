@@ -6,14 +6,14 @@ database only says how many helpers a job has, and who they are.
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, ScalarSelect, and_, case, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, ScalarSelect, and_, case, func, insert, or_, select
 from sqlalchemy.orm import Session
 
 from reshard.models import ConvertRequest, JobKind, JobState, WorkShare
 from reshard_jobs.database import Database
+from reshard_jobs.leased_rows import change_row, claim_first, is_held, lease_of, new_owner
 from reshard_jobs.limits import TenantLimits, limits_of
 from reshard_jobs.quotas import has_room_for_helpers, limited_tenant_of, turns, with_turns
 from reshard_jobs.records import tenant_of, worker_of
@@ -24,7 +24,6 @@ from reshard_jobs.transitions import change
 
 _MOST_FAILED = 3
 """Number of helpers of one attempt that may fail. A job that no helper can run would else call for one for ever."""
-_CANDIDATES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,11 @@ class Helpers:
         turn = turns()
         order = (JobRow.priority.desc(), turn.share, _present().asc(), JobRow.created_at, JobRow.id)
         open_to = (_takes_helper(self._max_workers), ~refused_by(worker))
-        query = with_turns(select(JobRow.id), turn).where(*open_to).order_by(*order).limit(_CANDIDATES)
-        with self._database.read() as session:
-            candidates = session.scalars(query).all()
-        return next((c for job_id in candidates if (c := self._join(job_id, worker)) is not None), None)
+        query = with_turns(select(JobRow.id), turn).where(*open_to).order_by(*order)
+        return claim_first(self._database, query, lambda job_id: self._join(job_id, worker))[0]
 
     def _join(self, job_id: str, worker: str) -> HelperClaim | None:
-        token = secrets.token_hex(16)
+        token = new_owner()
         with self._database.write() as session:
             self._database.lock_tenant(session, limited_tenant_of(job_id))
             # The lock on the job makes two helpers that join at once count one another.
@@ -92,7 +89,7 @@ class Helpers:
                     role="helper",
                     attempt=row.attempt,
                     joined_at=db_now(),
-                    lease_until=db_now() + self._lease_s,
+                    **lease_of(self._lease_s),
                 )
                 .returning(WorkerRow)
             ).one()
@@ -113,13 +110,7 @@ class Helpers:
         """Renew the place; False if the helper must stop: the job has ended, or is to be cancelled."""
         helped = select(JobRow.id).where(JobRow.id == claim.job_id, *_goes_on()).exists()
         with self._database.write() as session:
-            statement = (
-                update(WorkerRow)
-                .where(*_place(claim), WorkerRow.left_at.is_(None), helped)
-                .values(lease_until=db_now() + self._lease_s)
-                .returning(WorkerRow.token)
-            )
-            return session.scalars(statement).one_or_none() is not None
+            return change_row(session, WorkerRow, *_place(claim), helped, **lease_of(self._lease_s)) is not None
 
     def peek(self, claim: HelperClaim) -> bool:
         """Report if the helper may go on, without renewing its place."""
@@ -130,13 +121,8 @@ class Helpers:
     def leave(self, claim: HelperClaim, share: WorkShare | None = None, *, failed: bool = False) -> None:
         """Give up the place. `share` is the helper's report; `failed` says that its engine ended with an error."""
         with self._database.write() as session:
-            statement = (
-                update(WorkerRow)
-                .where(*_place(claim), WorkerRow.left_at.is_(None))
-                .values(left_at=db_now(), failed=int(failed), **(share.model_dump() if share is not None else {}))
-                .returning(WorkerRow)
-            )
-            place = session.scalars(statement).one_or_none()
+            report = {} if share is None else share.model_dump()
+            place = change_row(session, WorkerRow, *_place(claim), left_at=db_now(), failed=int(failed), **report)
             if place is not None:
                 change(session, claim.job_id, "worker", entry=worker_of(place).model_dump_json())
 
@@ -157,11 +143,11 @@ def free_of_helpers(other: type[JobRow]) -> ColumnElement[bool]:
 
 
 def _place(claim: HelperClaim) -> tuple[ColumnElement[bool], ...]:
-    return (WorkerRow.job_id == claim.job_id, WorkerRow.token == claim.token)
+    return (WorkerRow.job_id == claim.job_id, WorkerRow.token == claim.token, WorkerRow.left_at.is_(None))
 
 
 def _at_work() -> tuple[ColumnElement[bool], ...]:
-    return (WorkerRow.role == "helper", WorkerRow.left_at.is_(None), WorkerRow.lease_until >= db_now())
+    return (WorkerRow.role == "helper", WorkerRow.left_at.is_(None), is_held(WorkerRow))
 
 
 def _present() -> ScalarSelect[int]:
@@ -187,7 +173,7 @@ def _takes_helper(max_workers: int) -> ColumnElement[bool]:
         JobRow.state.in_([JobState.RUNNING.value, JobState.VERIFYING.value]),
         JobRow.takes_workers == 1,
         JobRow.cancel_requested == 0,
-        or_(JobRow.lease_until.is_(None), JobRow.lease_until >= db_now()),
+        or_(JobRow.lease_until.is_(None), is_held(JobRow)),
         has_room_for_helpers(JobRow),
         _present() + 1 < most,
         failed < _MOST_FAILED,

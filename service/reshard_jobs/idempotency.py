@@ -13,12 +13,13 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, delete, insert, select, update
+from sqlalchemy import ColumnElement, delete, insert, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from reshard.errors import RequestError, printable
 from reshard_jobs.database import Database
+from reshard_jobs.leased_rows import change_row
 from reshard_jobs.tables import DEFAULT_TENANT, JOB_ID, PUBLIC_ID, IdempotencyRow, JobRow, db_now
 
 HOLD_S = 30.0
@@ -107,14 +108,8 @@ class IdempotencyKeys:
             )
         if row is not None and row.job_id is not None:
             return session.scalars(select(PUBLIC_ID).where(JobRow.id == row.job_id)).one()
-        taken = session.scalars(
-            update(IdempotencyRow)
-            .where(*_of(hold), IdempotencyRow.job_id.is_(None), IdempotencyRow.held_until < db_now())
-            .values(**values)
-            .returning(IdempotencyRow.key)
-            .execution_options(synchronize_session=False)
-        ).one_or_none()
-        if taken is None:
+        free = (IdempotencyRow.job_id.is_(None), IdempotencyRow.held_until < db_now())
+        if change_row(session, IdempotencyRow, *_of(hold), *free, **values) is None:
             raise conflict()
         return hold
 
@@ -134,14 +129,8 @@ def bind(session: Session, hold: Hold, job_key: str) -> None:
     Raises:
         RequestError: `request.idempotency_conflict`: the hold expired and another request took the key.
     """
-    bound = session.scalars(
-        update(IdempotencyRow)
-        .where(*_of(hold), IdempotencyRow.holder == hold.holder, IdempotencyRow.job_id.is_(None))
-        .values(job_id=job_key)
-        .returning(IdempotencyRow.key)
-        .execution_options(synchronize_session=False)
-    ).one_or_none()
-    if bound is None:
+    held = (IdempotencyRow.holder == hold.holder, IdempotencyRow.job_id.is_(None))
+    if change_row(session, IdempotencyRow, *_of(hold), *held, job_id=job_key) is None:
         raise conflict()
 
 

@@ -6,7 +6,6 @@ A claim is one conditional UPDATE. Every later write of an owner carries the con
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from reshard.models import ConvertRequest, JobKind, JobState, Problem, Progress,
 from reshard_jobs.database import Database
 from reshard_jobs.discards import FIRST_PAUSE_S, being_discarded, forget_plans
 from reshard_jobs.helpers import free_of_helpers
+from reshard_jobs.leased_rows import RELEASED, change_row, claim_first, has_ended, lease_of, new_owner
 from reshard_jobs.limits import TenantLimits, limits_of
 from reshard_jobs.quotas import has_room, limited_tenant_of, refuse_bytes_above_quota, turns, with_turns
 from reshard_jobs.records import brief_of, tenant_of
@@ -30,7 +30,6 @@ from reshard_jobs.transitions import change, move
 
 FULL = frozenset({"storage.no_space", "storage.no_room"})
 """Codes of a store without room. What the job left there is discarded at once: it may be what fills the store."""
-_NEXT_CANDIDATES = 8
 _ENDED: Mapping[str, Any] = {"finished_at": db_now(), "lease_until": None}
 _ACTIVE = [state.value for state in ACTIVE]
 _CONVERTS = JobRow.kind == JobKind.CONVERT.value
@@ -38,7 +37,7 @@ _HAS_PLANS = select(PlanRow.digest).where(PlanRow.job_id == JobRow.id).correlate
 _LOST_HELPER = (
     select(WorkerRow.token)
     .where(WorkerRow.job_id == JobRow.id, WorkerRow.role == "helper")
-    .where(or_(WorkerRow.left_at == WorkerRow.lease_until, WorkerRow.lease_until < db_now()))
+    .where(or_(WorkerRow.left_at == WorkerRow.lease_until, has_ended(WorkerRow)))
     .correlate(JobRow)
     .exists()
 )
@@ -100,12 +99,12 @@ class Leases:
 
     def claim(self, job_id: str, *, worker: str) -> JobClaim | None:
         """Claim the next attempt of a job; None if the job is running, has ended or is not due."""
-        owner = secrets.token_hex(16)
+        owner = new_owner()
         values: dict[str, Any] = {
             "owner": owner,
             "worker": worker[:200],
             "attempt": JobRow.attempt + 1,
-            "lease_until": db_now() + self.lease_s,
+            **lease_of(self.lease_s),
             "takes_workers": 0,
             # Why the attempt before ended is not why this one does.
             "error": None,
@@ -150,15 +149,11 @@ class Leases:
         """
         turn = turns()
         order = (JobRow.priority.desc(), turn.share, JobRow.created_at, JobRow.id)
-        query = with_turns(select(JobRow.id), turn).where(_claimable(worker)).order_by(*order).limit(_NEXT_CANDIDATES)
+        query = with_turns(select(JobRow.id), turn).where(_claimable(worker)).order_by(*order)
         while True:
-            with self._database.read() as session:
-                candidates = session.scalars(query).all()
-            for job_id in candidates:
-                if claim := self.claim(job_id, worker=worker):
-                    return claim
-            if not candidates:
-                return None
+            claim, some = claim_first(self._database, query, lambda job_id: self.claim(job_id, worker=worker))
+            if claim is not None or not some:
+                return claim
             # Other workers claimed each of these jobs, so there is progress; younger jobs may be left.
 
     def work_waits(self, *, worker: str | None = None) -> bool:
@@ -168,7 +163,7 @@ class Leases:
 
     def heartbeat(self, claim: JobClaim, progress: Progress | None = None) -> LeaseStatus:
         """Renew the lease and record progress; the answer says if the job must stop."""
-        values: dict[str, Any] = {"lease_until": db_now() + self.lease_s}
+        values = lease_of(self.lease_s)
         owned = (*_fence(claim), JobRow.state.in_([*_ACTIVE, JobState.CANCELLING.value]))
         with self._database.write() as session:
             if progress is None:
@@ -382,7 +377,7 @@ def _runnable(worker: str | None = None) -> tuple[ColumnElement[bool], ...]:
 
 def _orphaned_cancel() -> tuple[ColumnElement[bool], ...]:
     # No clean-up while another job writes the same target: it would delete that job's work.
-    return (JobRow.state == JobState.CANCELLING.value, JobRow.lease_until <= db_now(), _target_is_free(ACTIVE))
+    return (JobRow.state == JobState.CANCELLING.value, has_ended(JobRow), _target_is_free(ACTIVE))
 
 
 def _target_is_free(busy: tuple[JobState, ...]) -> ColumnElement[bool]:
@@ -406,20 +401,12 @@ def _requeue(session: Session, claim: JobClaim, *conditions: ColumnElement[bool]
         *_fence(claim),
         active,
         *conditions,
-        owner=None,
         worker=None,
-        lease_until=None,
+        **RELEASED,
         **values,
     )
 
 
 def _set(session: Session, job_id: str, *conditions: ColumnElement[bool], **values: Any) -> JobRow | None:
     """Update a job without an event."""
-    statement = (
-        update(JobRow)
-        .where(JobRow.id == job_id, *conditions)
-        .values(**values)
-        .returning(JobRow)
-        .execution_options(synchronize_session=False, populate_existing=True)
-    )
-    return session.scalars(statement).one_or_none()
+    return change_row(session, JobRow, JobRow.id == job_id, *conditions, **values)

@@ -20,6 +20,7 @@ from reshard.models import JobKind, JobState, Problem
 from reshard_jobs.database import Database
 from reshard_jobs.discards import discard_waits
 from reshard_jobs.helpers import help_wanted
+from reshard_jobs.leased_rows import RELEASED, has_ended, lease_of
 from reshard_jobs.leases import exhausted, failure, owners_left, work_waits
 from reshard_jobs.refusals import last_refused_at, others_may_try, somebody_lives
 from reshard_jobs.retention import Retention
@@ -106,19 +107,18 @@ class Reaper:
         states = [state.value for state in (*ACTIVE, JobState.CANCELLING)]
         owned = (JobRow.state.in_(states), JobRow.owner.is_not(None))
         helping = (WorkerRow.role == "helper", WorkerRow.left_at.is_(None))
-        session.execute(update(JobRow).where(*owned).values(lease_until=db_now() + self._lease_s))
-        session.execute(update(WorkerRow).where(*helping).values(lease_until=db_now() + self._lease_s))
+        session.execute(update(JobRow).where(*owned).values(lease_of(self._lease_s)))
+        session.execute(update(WorkerRow).where(*helping).values(lease_of(self._lease_s)))
 
     def _requeue_lost(self, session: Session) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        lost = (JobRow.state.in_([state.value for state in ACTIVE]), JobRow.lease_until < db_now())
+        lost = (JobRow.state.in_([state.value for state in ACTIVE]), has_ended(JobRow))
         requeued: list[str] = []
         failed: list[str] = []
         for row in session.scalars(select(JobRow).where(*lost).limit(_BATCH)).all():
             # The fence of the owner that was read: it may have renewed its lease or ended in between.
             seen = (*lost, JobRow.attempt == row.attempt)
             if row.attempt - row.releases < row.max_attempts:
-                gone = {"owner": None, "worker": None, "lease_until": None}
-                if move(session, row.id, JobState.QUEUED, *seen, **gone):
+                if move(session, row.id, JobState.QUEUED, *seen, worker=None, **RELEASED):
                     owners_left(session, row.id)
                     requeued.append(row.id)
                 continue
@@ -146,14 +146,12 @@ class Reaper:
         )
 
     def _end_lost_helpers(self, session: Session) -> None:
-        lost = (WorkerRow.role == "helper", WorkerRow.left_at.is_(None), WorkerRow.lease_until < db_now())
+        lost = (WorkerRow.role == "helper", WorkerRow.left_at.is_(None), has_ended(WorkerRow))
         session.execute(update(WorkerRow).where(*lost).values(left_at=WorkerRow.lease_until))
 
     def _end_orphaned_cancels(self, session: Session) -> tuple[str, ...]:
-        dead = (
-            JobRow.state == JobState.CANCELLING.value,
-            JobRow.lease_until < db_now() - _CANCEL_GRACE_LEASES * self._lease_s,
-        )
+        silent = has_ended(JobRow, for_s=_CANCEL_GRACE_LEASES * self._lease_s)
+        dead = (JobRow.state == JobState.CANCELLING.value, silent)
         ids = session.scalars(select(JobRow.id).where(*dead).limit(_BATCH)).all()
         return tuple(
             job_id

@@ -17,6 +17,7 @@ from reshard_jobs.audit import record
 from reshard_jobs.database import Database
 from reshard_jobs.discards import being_discarded
 from reshard_jobs.idempotency import Hold, bind, job_exists
+from reshard_jobs.leased_rows import RELEASED
 from reshard_jobs.pages import MAX_PAGE_SIZE, JobFilter, make_token, read_token
 from reshard_jobs.principals import Principal
 from reshard_jobs.quotas import refuse_above_quota
@@ -257,9 +258,8 @@ class JobStore:
             "discard_at": None,
             "discard_asked": 0,
             "discard_tries": 0,
-            "owner": None,
             "worker": None,
-            "lease_until": None,
+            **RELEASED,
         }
         failed = JobRow.state == JobState.FAILED.value
         with self._database.write() as session:

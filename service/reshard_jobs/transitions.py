@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, insert, update
+from sqlalchemy import ColumnElement, insert
 from sqlalchemy.orm import Session
 
 from reshard.models import JobState
+from reshard_jobs.leased_rows import change_row
 from reshard_jobs.outbox import announce
 from reshard_jobs.states import sources_of
 from reshard_jobs.tables import EventRow, JobRow, db_now
@@ -44,14 +45,7 @@ def change(
     Returns:
         The job as it is now; None if it was not changed.
     """
-    statement = (
-        update(JobRow)
-        .where(JobRow.id == job_id, *conditions)
-        .values(last_seq=JobRow.last_seq + 1, **values)
-        .returning(JobRow)
-        .execution_options(synchronize_session=False, populate_existing=True)
-    )
-    row = session.scalars(statement).one_or_none()
+    row = change_row(session, JobRow, JobRow.id == job_id, *conditions, last_seq=JobRow.last_seq + 1, **values)
     if row is not None:
         log(session, row, kind, entry)
     return row
