@@ -1,8 +1,7 @@
 """What it costs a worker to join a job of a trillion parameters on 1,024 ranks: planning, runs, records, calls.
 
-The source's metadata is read once alone, once by a first reader that publishes it as a pack, and once from that pack.
-The source is a store in which every read takes `_DELAY_S`. Nothing else is written; the records of one run are made up
-from its chunks, to see how long its segments are.
+The source is a store in which every call takes `_DELAY_S`. Nothing is written; the records of one run are made up from
+its chunks, to see how long its segments are.
 """
 
 from __future__ import annotations
@@ -58,37 +57,13 @@ def _measured(source: Path, target: dict[str, Any]) -> dict[str, Any]:
         "memory_limit_bytes": 8 << 30,
         **target,
     }
-    alone, first, joins = (_in_a_process(request, how) for how in ("alone", "shared", "shared"))
-    of_others = (
-        "plan_s",
-        "plan_cpu_s",
-        "peak_mib",
-        "source_reads",
-        "source_read_mb",
-        "plan_digest",
-        "pack_mb",
-        "publish_s",
-        "pack_s",
-    )
-    shared = {
-        f"{who}_{what}": facts[what]
-        for who, facts in (("first", first), ("join", joins))
-        for what in of_others
-        if what in facts
-    }
-    if len({f["plan_digest"] for f in (alone, first, joins)}) != 1:
-        raise RuntimeError("the plans differ")
-    return {**alone, **shared}
-
-
-def _in_a_process(request: dict[str, Any], how: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, json.dumps(request), how]
+    command = [sys.executable, __file__, json.dumps(request)]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment())
     return json.loads(ran.stdout.splitlines()[-1])
 
 
 class _SlowStore:
-    """Local files as another store shows them. It counts its reads, each of which takes `_DELAY_S`."""
+    """Local files as another store shows them. It counts its reads. Each call takes `_DELAY_S`."""
 
     scheme = "mem"
 
@@ -98,14 +73,17 @@ class _SlowStore:
         self._files = LocalStore()
         self.lengths: list[int] = []
 
-    def list_directory(self, path: str) -> Any:
-        found = self._files.list_directory("/" + path)
+    def list_directory(self, path: str, *, most: int | None = None) -> Any:
+        time.sleep(_DELAY_S)
+        found = self._files.list_directory("/" + path, most=most)
         return replace(found, files=tuple(replace(i, path=i.path[1:]) for i in found.files))
 
     def list_tree(self, path: str) -> Any:
+        time.sleep(_DELAY_S)
         return [replace(i, path=i.path[1:]) for i in self._files.list_tree("/" + path)]
 
     def stat(self, path: str) -> Any:
+        time.sleep(_DELAY_S)
         found = self._files.stat("/" + path)
         return None if found is None else replace(found, path=path)
 
@@ -115,20 +93,18 @@ class _SlowStore:
         self._files.read_into(replace(info, path="/" + info.path), offset, buffer)
 
 
-def _facts(request: dict[str, Any], how: str) -> dict[str, Any]:
+def _facts(request: dict[str, Any]) -> dict[str, Any]:
     from reshard.models import ConvertRequest
-    from reshard.shared_work import SharedWork
     from reshard_engine.distributed.runs import cut_into_runs
     from reshard_engine.distributed.segments import to_segment
     from reshard_engine.execute.journal import ChunkRecord, UnitRecord
     from reshard_engine.operations.conversion import Conversion
-    from reshard_engine.operations.shared_metadata import SharedMetadata
     from reshard_engine.storage.locations import serving
 
-    store, metadata = _SlowStore(), SharedMetadata(SharedWork(), lambda: None) if how == "shared" else None
+    store = _SlowStore()
     began, used = time.monotonic(), time.process_time()
     with serving(store.scheme, cast("Store", store)):
-        conversion = Conversion.prepare(ConvertRequest.model_validate(request), metadata)
+        conversion = Conversion.prepare(ConvertRequest.model_validate(request))
     planned, used = time.monotonic(), time.process_time() - used
     waves = cut_into_runs(conversion.plan, conversion.layout.files)
     cut = time.monotonic()
@@ -145,8 +121,6 @@ def _facts(request: dict[str, Any], how: str) -> dict[str, Any]:
         "plan_digest": conversion.plan.digest,
         "source_reads": len(store.lengths),
         "source_read_mb": round(sum(store.lengths) / 1e6, 1),
-        **({} if metadata is None else {"pack_mb": round(metadata.pack_bytes / 1e6, 2)}),
-        **{f"{k}_s": round(v, 2) for k, v in conversion.planning.items() if k != "plan"},
         "cut_into_runs_s": round(cut - planned, 2),
         "peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
         "plan_json_mb": round(len(json.dumps(conversion.plan.to_json())) / 1e6, 1),
@@ -169,4 +143,4 @@ def _line_bytes(records: list[Any]) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_facts(json.loads(sys.argv[1]), sys.argv[2])))
+    print(json.dumps(_facts(json.loads(sys.argv[1]))))

@@ -289,8 +289,7 @@ class ConvertResult(ShownModel):
     resumed_bytes: int = 0
     """Bytes that an earlier, interrupted attempt had already written."""
     seconds: dict[str, float]
-    """Seconds by phase. `pack`: the source's metadata came from another worker of the conversion, which took so long.
-    `publish`: this worker left the metadata that it read to the others."""
+    """Seconds by phase."""
     plan_digest: str
     already_done: bool = False
     verification: VerifyLevel = VerifyLevel.DEFAULT

@@ -23,7 +23,7 @@ from reshard.errors import ReshardError
 from reshard.shared_work import SharedWork
 from reshard_engine.distributed.members import Members
 from reshard_engine.distributed.runs import cut_into_runs
-from reshard_engine.operations import shared_conversion, shared_metadata
+from reshard_engine.operations import shared_conversion
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.faults import Fault, FaultyStore, Killed, Operation, Steps
 from reshard_engine.testing.memory_store import MemoryStore
@@ -54,8 +54,6 @@ _KINDS = {
 
 def kind_of(operation: Operation) -> str | None:
     """The step of the protocol to which an operation belongs; None for reads of the source."""
-    if ".reshard-packs" in operation.path:
-        return "share metadata"
     if operation.name in {"delete", "abort_multipart", "list_uploads"}:
         return "collect"
     if operation.name in {"create_multipart", "put_part"}:
@@ -149,12 +147,9 @@ def quick_protocol(steps: dict[str, ProcessSteps]) -> Generator[None]:
             threading.__excepthook__(args)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (shared_conversion, shared_metadata):
-            patch.setattr(module, "SystemClock", _FastClock)
-            patch.setattr(module, "new_worker", name)
-            patch.setattr(module, "Members", partial(Members, ended=ended))
-        patch.setattr(shared_metadata, "_BEAT_S", JOIN_S)  # one heartbeat: operations keep their numbers
-        patch.setattr(shared_metadata, "_PATIENCE_S", 10 * JOIN_S)
+        patch.setattr(shared_conversion, "SystemClock", _FastClock)
+        patch.setattr(shared_conversion, "new_worker", name)
+        patch.setattr(shared_conversion, "Members", partial(Members, ended=ended))
         patch.setattr(shared_conversion, "cut_into_runs", partial(cut_into_runs, most=_RUNS))
         patch.setattr(shared_conversion, "_TICK_S", 0.002)
         patch.setattr(threading, "excepthook", ignore)

@@ -24,7 +24,6 @@ SHORT = {f: f.removesuffix(" past the lease").removeprefix("effect done, then ")
 SHORT[Fault.ERROR_AFTER] = "error after"
 SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)
 STEPS = {
-    "share metadata",
     "begin the epoch",
     "make ready",
     "claim",
@@ -42,12 +41,12 @@ STEPS = {
 
 
 def by_kind(operations: list[Operation]) -> dict[str, list[int]]:
-    """The numbers of the operations of each kind of step: those of packs, and all from the first epoch on."""
+    """The numbers of the operations of each kind of step, from the first epoch on."""
     begun = next(o.number for o in operations if shared_trials.kind_of(o) == "begin the epoch")
     found: dict[str, list[int]] = {}
     for operation in operations:
         kind = shared_trials.kind_of(operation)
-        if kind == "share metadata" or (kind is not None and operation.number >= begun - 1):
+        if kind is not None and operation.number >= begun - 1:
             found.setdefault(kind, []).append(operation.number)
     return found
 

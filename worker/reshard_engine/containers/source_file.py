@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import SourceError, printable
-from reshard_engine.storage.packed_store import PackedStore
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
 _BLOCK_BYTES = 64 << 10
@@ -91,10 +90,7 @@ class SourceFile:
 
 
 class CachedFile:
-    """Serves small reads of a source file from a few larger ones: metadata costs two requests instead of fifty.
-
-    A store that records reads is told only of those that were asked for, not of the larger ones.
-    """
+    """Serves small reads of a source file from a few larger ones: metadata costs two requests instead of fifty."""
 
     def __init__(self, file: SourceFile) -> None:
         """Start without reading."""
@@ -102,14 +98,10 @@ class CachedFile:
         self.size_bytes = file.size_bytes
         self._blocks: dict[int, bytes] = {}
         self._tail_at = max(0, file.size_bytes - _BLOCK_BYTES)
-        one = len(file.objects) == 1 and file.extent is None
-        self._packed = file.store if one and isinstance(file.store, PackedStore) else None
 
     def holds(self, offset: int, length: int) -> bool:
         """True if `read` would not access the store."""
-        if any(at <= offset and offset + length <= at + len(block) for at, block in self._blocks.items()):
-            return True
-        return self._packed is not None and self._packed.held(self.file.objects[0], offset, length) is not None
+        return any(at <= offset and offset + length <= at + len(block) for at, block in self._blocks.items())
 
     def spans(self) -> list[tuple[int, int]]:
         """Begin and end of each range that was read."""
@@ -117,31 +109,15 @@ class CachedFile:
 
     def read(self, offset: int, length: int) -> bytes:
         """Read bytes `[offset, offset + length)`; at least a whole window is fetched."""
-        if self._packed is None:
-            return self._read(offset, length)
-        if (held := self._packed.held(self.file.objects[0], offset, length)) is not None:
-            return held
-        data = self._read(offset, length)
-        self._packed.note(self.file.objects[0], offset, data)
-        return data
-
-    def _read(self, offset: int, length: int) -> bytes:
         # Look into the latest block first: headers are read in file order, and a large directory leaves many blocks.
         for at, block in reversed(self._blocks.items()):
             if at <= offset and offset + length <= at + len(block):
                 return block[offset - at : offset - at + length]
         at = min(self._tail_at, offset)
         count = max(length + offset - at, min(_BLOCK_BYTES, self.size_bytes - at))
-        block = self._fetch(at, count)
+        block = self.file.read(at, count)
         self._blocks[at] = block
         if len(self._blocks) > _MOST_BLOCKS:
             # Headers of large records lie far apart, so their blocks serve no other read. The tail holds the directory.
             del self._blocks[next(start for start in self._blocks if start != self._tail_at)]
         return block[offset - at : offset - at + length]
-
-    def _fetch(self, offset: int, length: int) -> bytes:
-        if self._packed is None or offset < 0 or offset + length > self.size_bytes:
-            return self.file.read(offset, length)
-        block = bytearray(length)
-        self._packed.read_ahead(self.file.objects[0], offset, memoryview(block))
-        return bytes(block)

@@ -22,7 +22,9 @@ from reshard.models import (
 )
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.coordination import CoordinationStore
+from reshard_engine.distributed.file_coordination import FileCoordination
 from reshard_engine.distributed.former_work import FormerWork
+from reshard_engine.distributed.object_coordination import ObjectCoordination
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.checks.before_commit import prove_complete, prove_source_unchanged, prove_structure
@@ -40,7 +42,6 @@ from reshard_engine.operations.finished import finished_manifest
 from reshard_engine.operations.ownership import Ownership
 from reshard_engine.operations.pointer_moves import PointerMove, has_save_directory, pointer_move, refuse_earlier
 from reshard_engine.operations.requested import requested_checkpoint
-from reshard_engine.operations.shared_metadata import SharedMetadata, coordination_at
 from reshard_engine.operations.verification import verify_target
 from reshard_engine.pickles.collector import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
@@ -118,17 +119,15 @@ class Conversion:
     target: Location
     sink: LocalSink | ObjectSink
     planning: Mapping[str, float]
-    """Seconds of `plan` and, if workers share the source's metadata, those of `publish` or `pack`."""
+    """Seconds of `plan`."""
     ownership: Ownership = field(default_factory=Ownership)
     _decided: list[Pointer | None] = field(default_factory=list[Pointer | None], init=False)
     """The pointer to write, once that is decided."""
 
     @classmethod
     @collector_paused()
-    def prepare(
-        cls, request: ConvertRequest, shared: SharedMetadata | None = None, *, ownership: Ownership | None = None
-    ) -> Conversion:
-        """Read the source's metadata, or share it with other workers, and plan; the target is not touched.
+    def prepare(cls, request: ConvertRequest, *, ownership: Ownership | None = None) -> Conversion:
+        """Read the source's metadata and plan; the target is not touched.
 
         Raises:
             ReshardError: Any problem of the request or of the source.
@@ -144,7 +143,7 @@ class Conversion:
                 f"{scheme_of(request.target)}:// can only be read",
                 fix="write to a local path or to s3://",
             )
-        checkpoint = requested_checkpoint(request, source) if shared is None else shared.read(request, source, sink)
+        checkpoint = requested_checkpoint(request, source)
         _refuse_overlap(target, checkpoint, wanted=request.to)
         layout = writer_of(request.to).lay_out(checkpoint, request, name=save_directory(target.path, checkpoint.tag)[1])
         if layout.pointer is not None and request.pointer is not False:
@@ -153,8 +152,7 @@ class Conversion:
         least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
         copied_from = _copied_from(target, checkpoint, request)
         plan = plan_conversion(checkpoint, layout, request, min_part_bytes=least, copied_from=copied_from)
-        seconds = {} if shared is None else shared.seconds
-        planning = {"plan": time.monotonic() - started - sum(seconds.values()), **seconds}
+        planning = {"plan": time.monotonic() - started}
         return cls(request, checkpoint, layout, plan, target, sink, planning, ownership or Ownership())
 
     @property
@@ -294,7 +292,8 @@ class Conversion:
     @property
     def coordination(self) -> CoordinationStore:
         """The place where workers meet that run this conversion together."""
-        return coordination_at(self.sink, self.sink.coordination_root(self.plan))
+        sink, root = self.sink, self.sink.coordination_root(self.plan)
+        return FileCoordination(root) if isinstance(sink, LocalSink) else ObjectCoordination(sink.store, root)
 
     def executor(
         self,

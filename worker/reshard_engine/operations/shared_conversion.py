@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,7 +33,6 @@ from reshard_engine.operations.conversion import Conversion, sink_for
 from reshard_engine.operations.joint_progress import JointProgress
 from reshard_engine.operations.ownership import Ownership
 from reshard_engine.operations.shared_checks import AgreementChecks
-from reshard_engine.operations.shared_metadata import SharedMetadata
 from reshard_engine.operations.shared_verification import CheckHelper, SharedVerification
 from reshard_engine.plan.model import RecordPart, Unit
 from reshard_engine.spans import begin_span
@@ -56,13 +55,10 @@ def convert_shared(
     Raises:
         ReshardError: The conversion failed, here or in another worker.
     """
-    with closing(SharedMetadata(work, stop_check(should_stop))) as metadata:
-        conversion = Conversion.prepare(request, metadata, ownership=ownership)
-        if conversion.plan.write_bytes < work.least_bytes:
-            return conversion.run(on_progress=on_progress, should_stop=should_stop)
-        metadata.offer()
-        conversion = replace(conversion, planning={**conversion.planning, **metadata.seconds})
-        return _SharedConversion(conversion, work, on_progress, should_stop).run()
+    conversion = Conversion.prepare(request, ownership=ownership)
+    if conversion.plan.write_bytes < work.least_bytes:
+        return conversion.run(on_progress=on_progress, should_stop=should_stop)
+    return _SharedConversion(conversion, work, on_progress, should_stop).run()
 
 
 def help_convert(
@@ -78,8 +74,7 @@ def help_convert(
         ReshardError: The conversion failed, here or in another worker; `job.cancelled` if the caller stopped it, after
             the finished units were left to the others.
     """
-    with closing(SharedMetadata(work, stop_check(should_stop), helps=True)) as metadata:
-        return _SharedConversion(Conversion.prepare(request, metadata), work, on_progress, should_stop).help()
+    return _SharedConversion(Conversion.prepare(request), work, on_progress, should_stop).help()
 
 
 @dataclass

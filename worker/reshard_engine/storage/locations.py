@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +18,6 @@ from reshard_engine.storage.urls import canonical_url, is_local, scheme_of
 _NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
 """fsspec file systems that cannot list directories, or that wrap another one."""
 _SERVED: ContextVar[Mapping[str, Store]] = ContextVar("served", default=MappingProxyType({}))
-View = Callable[[Store, str | None], Store]
-"""Makes a view of a store that was opened with a profile."""
-_VIEW: ContextVar[View | None] = ContextVar("view", default=None)
 
 
 @dataclass(frozen=True)
@@ -50,16 +47,6 @@ def serving(scheme: str, store: Store) -> Generator[None]:
         _SERVED.reset(token)
 
 
-@contextmanager
-def seen_through(view: View) -> Generator[None]:
-    """Let all locations that are opened within the block, in this thread (context), use a view of their store."""
-    token = _VIEW.set(view)
-    try:
-        yield
-    finally:
-        _VIEW.reset(token)
-
-
 def open_location(url: str, profile: str | None = None, *, beside: Location | None = None) -> Location:
     """The location that a URL names. No request is sent yet.
 
@@ -72,11 +59,6 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
         RequestError: `request.unknown_scheme` if no installed fsspec backend serves the scheme,
             `request.invalid` as in `storage.urls.canonical_url`.
     """
-    found, view = _opened(url, profile, beside), _VIEW.get()
-    return found if view is None else replace(found, store=view(found.store, profile))
-
-
-def _opened(url: str, profile: str | None, beside: Location | None) -> Location:
     name = canonical_url(url)
     if is_local(url):
         return Location(LocalStore(), name, name)

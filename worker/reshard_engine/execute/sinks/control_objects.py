@@ -26,8 +26,6 @@ _TRIES = 8
 
 WORKERS = "workers"
 """The directory of a journal in which the workers of a shared conversion meet."""
-PACKS = "packs"
-"""The end of the name of the place where workers leave what they read of the source's metadata to one another."""
 _EPOCH = re.compile(f"/{WORKERS}/epoch-[0-9]+$")
 _UPLOAD = re.compile(rf"upload-[0-9]+\.json|{WORKERS}/[0-9]+/upload-[0-9]+")
 
@@ -84,8 +82,6 @@ class ControlObjects:
         self._url = f"{store.scheme}://{target}"
         self._head = f".{name}.reshard-"
         self._claim_path = join(self._parent, f"{self._head}claim")
-        self.packs = join(self._parent, f"{self._head}{PACKS}")
-        """The path below which packs of the source's metadata lie."""
         self._journal = ""
 
     def journal_of(self, digest: str) -> str:
@@ -313,8 +309,8 @@ class ControlObjects:
                 self._store.delete(paths, in_order=False)
 
     def objects(self) -> list[ObjectInfo]:
-        """The claim, all objects of all journals, and all packs beside the target."""
-        found = [i for place in (*self.journals(), self.packs) for i in self._store.list_tree(place)]
+        """The claim, and all objects of all journals beside the target."""
+        found = [i for journal in self.journals() for i in self._store.list_tree(journal)]
         claim = self._store.stat(self._claim_path)
         return found if claim is None else [claim, *found]
 

@@ -27,7 +27,6 @@ from reshard_engine.execute.sinks.local_files import (
 )
 from reshard_engine.execute.sinks.local_journal import LocalJournal
 from reshard_engine.execute.sinks.local_leftovers import (
-    PACKS,
     WORKERS,
     abandoned_bytes,
     busy,
@@ -98,15 +97,6 @@ class LocalSink:
         """The directory in which the workers that share a conversion meet."""
         self._paths(plan.digest)
         return f"{self._staging}{WORKERS}"
-
-    @property
-    def packs_root(self) -> str:
-        """The directory in which workers leave the source's metadata to one another."""
-        return f"{self._stem}{PACKS}"
-
-    def forget_packs(self) -> None:
-        """Remove all packs."""
-        shutil.rmtree(self.packs_root, ignore_errors=True)
 
     def make_parent(self) -> None:
         """Make the directory in which the target will lie."""
@@ -311,7 +301,6 @@ class LocalSink:
 
     def discard_all(self) -> None:
         """Remove staging directories, journals and a moved old target of conversions that no process runs any more."""
-        self.forget_packs()
         with writing(self._parent):
             names = set(os.listdir(self._parent)) if os.path.isdir(self._parent) else set[str]()
             found = plans_beside(self._target)
@@ -330,7 +319,6 @@ class LocalSink:
             for digest in sorted(plans_beside(self._target) & doomed):
                 remove_unless_held(f"{self._stem}{digest}")
             if not plans_beside(self._target):
-                self.forget_packs()
                 self._put_back(names)
 
     def suspect(self) -> None:

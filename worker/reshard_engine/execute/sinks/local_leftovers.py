@@ -17,8 +17,6 @@ from reshard_engine.execute.sinks.free_space import allocated_bytes
 
 WORKERS = ".workers"
 """The end of the name of the directory in which the workers that share a conversion meet."""
-PACKS = "packs"
-"""The end of the name of the directory in which workers leave the source's metadata to one another."""
 _TRIES = 5
 _LOOK_S = 0.01
 """Longest time, in seconds, for which a mere test of a lock (`is_held`) keeps a journal locked."""
@@ -53,7 +51,7 @@ def plans_beside(target: str) -> set[str]:
     return {match[1] for name in names if (match := pattern.fullmatch(name))}
 
 
-_OF_A_TARGET = re.compile(r"[.](.+)[.]reshard-([0-9a-f]{16}([.](journal|workers))?|packs|old)")
+_OF_A_TARGET = re.compile(r"[.](.+)[.]reshard-([0-9a-f]{16}([.](journal|workers))?|old)")
 
 
 def targets_below(directory: str) -> list[str]:
@@ -89,8 +87,6 @@ def leftovers_of(target: str) -> list[Leftover]:
             found.append(Leftover(path=journal, kind="journal", size_bytes=size, in_use=used))
         if os.path.isdir(workers := staging + WORKERS):
             found.append(Leftover(path=workers, kind="journal", size_bytes=allocated_bytes(workers), in_use=used))
-    if os.path.isdir(packs := f"{_stem(target)}{PACKS}"):
-        found.append(Leftover(path=packs, kind="journal", size_bytes=allocated_bytes(packs), in_use=held))
     aside = f"{_stem(target)}old"
     if os.path.lexists(aside):
         size = allocated_bytes(aside)

@@ -142,7 +142,7 @@ class Leftovers:
             else:
                 self._collect_claimed(claim, plan)
         there = set(self._control.journals())
-        self._collect_journals([j for j in journals if j in there], packs=claim is None)
+        self._collect_journals([j for j in journals if j in there])
         if claim is None:
             self._abort_strays(digests)
 
@@ -186,7 +186,6 @@ class Leftovers:
         journal = self._control.journal_of(digest)
         self._control.forget(join(journal, WORKERS))
         self.abort(self.uploads_of(set(paths)))
-        self._control.forget(self._control.packs)
         self._control.forget(journal)
         self._control.release(digest)
 
@@ -202,10 +201,8 @@ class Leftovers:
         places = sorted({save_directory(self._target, t)[0] for t in (None, tag)})
         return pointer is None or any(self.is_written_by(join(place, pointer), digest) for place in places)
 
-    def _collect_journals(self, journals: Sequence[str], *, packs: bool = True) -> None:
+    def _collect_journals(self, journals: Sequence[str]) -> None:
         # Without a claim, no conversion is running. A process that was paused and went on too late wrote the journals.
-        if packs:
-            self._control.forget(self._control.packs)
         uploads = self._store.list_uploads(self._target + "/") if journals else []
         for journal in journals:
             known = self._control.upload_ids(journal)

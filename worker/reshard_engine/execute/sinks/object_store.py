@@ -89,15 +89,6 @@ class ObjectSink:
         """The path below which the workers that share a conversion meet."""
         return join(self._control.journal_of(plan.digest), WORKERS)
 
-    @property
-    def packs_root(self) -> str:
-        """The path below which workers leave the source's metadata to one another."""
-        return self._control.packs
-
-    def forget_packs(self) -> None:
-        """Remove all packs."""
-        self._control.forget(self._control.packs)
-
     def join(self, plan: Plan, shared: Shared, *, overwrite: bool, uploads: Mapping[int, str]) -> None:
         """Write parts and objects of a target that another worker has claimed for the same plan."""
         self._plan = plan
