@@ -22,7 +22,6 @@ from reshard_engine.distributed.check_waves import (
     cut_checks,
 )
 from reshard_engine.distributed.check_work import Checks, CheckWork
-from reshard_engine.distributed.object_coordination import ObjectCoordination
 from reshard_engine.distributed.runs import in_order
 from reshard_engine.distributed.segments import to_segment
 from reshard_engine.integrity.digests import BLOCK_BYTES
@@ -30,6 +29,7 @@ from reshard_engine.integrity.file_check import TargetCheck
 from reshard_engine.integrity.manifest import Manifest, ManifestFile, ManifestTensor
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
+from reshard_engine.storage.texts import ObjectTexts
 from reshard_engine.testing.memory_store import MemoryStore
 
 
@@ -56,7 +56,7 @@ WAVES = cut_checks({SOURCE: [(n, 1) for n in range(4)], FILES: [(n, 1) for n in 
 EXPECTED = {SOURCE: {n: 10 * SOURCE + n for n in range(4)}, FILES: {n: 10 * FILES + n for n in range(3)}}
 
 
-def segment(store: ObjectCoordination, first: int, text: bytes) -> None:
+def segment(store: ObjectTexts, first: int, text: bytes) -> None:
     """Another worker, which is alive, claims and writes: it says that its run is done."""
     store.put(f"000001/claim-{SOURCE}.{first}-0001", b'{"worker": "abc-2-000000000002", "splits": []}')
     store.put(f"000001/segment-{SOURCE}.{first}-0001-1-end", text)
@@ -64,7 +64,7 @@ def segment(store: ObjectCoordination, first: int, text: bytes) -> None:
 
 def results_beside(text: bytes) -> tuple[Numbers, Mapping[int, Mapping[int, Any]]]:
     """The checks that a worker makes, and all results, where another one wrote this text for the first check."""
-    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     worker = begin(store, "abc-1-000000000001")
     segment(store, 0, text)
     worker.look()
@@ -124,7 +124,7 @@ def test_records_of_units_and_of_checks_are_not_mixed_up() -> None:
 
 
 def test_results_of_dead_workers_hold_for_the_worker_that_takes_over() -> None:
-    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     begin(store, "abc-1-000000000001")
     dead = a_worker(store, "abc-2-000000000002")
     assert not dead.enter()

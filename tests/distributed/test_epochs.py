@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import StorageError
-from reshard_engine.distributed import file_coordination
 from reshard_engine.distributed.crc_parts import CrcParts
 from reshard_engine.distributed.epoch import RunClaim
 from reshard_engine.distributed.epoch_member import EpochLostError
-from reshard_engine.distributed.file_coordination import FileCoordination
 from reshard_engine.distributed.members import Members, Timing
-from reshard_engine.distributed.object_coordination import ObjectCoordination
 from reshard_engine.distributed.runs import Run, Waves
 from reshard_engine.distributed.worker import DistributedWorker
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Chunk, Unit
+from reshard_engine.storage import texts
+from reshard_engine.storage.texts import FileTexts, ObjectTexts
 from reshard_engine.testing.faults import Fault, FaultyStore, Steps
 from reshard_engine.testing.memory_store import MemoryStore
 
@@ -41,13 +40,13 @@ class HandClock:
         self.now += seconds
 
 
-def a_worker(store: ObjectCoordination, name: str, ended: str = "") -> DistributedWorker:
+def a_worker(store: ObjectTexts, name: str, ended: str = "") -> DistributedWorker:
     clock = HandClock()
     members = Members(store, clock, TIMING, ended=lambda worker: worker == ended)
     return DistributedWorker(store, clock, members, name, timing=TIMING)
 
 
-def begin(store: ObjectCoordination, name: str, ended: str = "") -> DistributedWorker:
+def begin(store: ObjectTexts, name: str, ended: str = "") -> DistributedWorker:
     """A worker that begins an epoch, makes it ready, and claims a run. It knows that `ended` is dead."""
     worker = a_worker(store, name, ended)
     assert worker.enter()
@@ -68,7 +67,7 @@ class ShortClock(HandClock):
 @pytest.mark.parametrize("fence", [1, 2])
 def test_a_claim_that_its_worker_never_wrote_ends_after_a_lease(tmp_path: Path, fence: int) -> None:
     """A file system without hard links: the worker was killed between the creation of the file and its text."""
-    store, clock = FileCoordination(str(tmp_path / "workers")), ShortClock()
+    store, clock = FileTexts(str(tmp_path / "workers")), ShortClock()
     worker = DistributedWorker(store, clock, Members(store, clock, TIMING), "abc-1-000000000001", timing=TIMING)
     assert worker.enter()
     worker.make_ready({}, {}, ())
@@ -85,7 +84,7 @@ def test_a_claim_that_its_worker_never_wrote_ends_after_a_lease(tmp_path: Path, 
 
 
 def test_a_commit_claim_that_its_worker_never_wrote_ends_after_a_lease(tmp_path: Path) -> None:
-    store, clock = FileCoordination(str(tmp_path / "workers")), HandClock()
+    store, clock = FileTexts(str(tmp_path / "workers")), HandClock()
     worker = DistributedWorker(store, clock, Members(store, clock, TIMING), "abc-1-000000000001", timing=TIMING)
     assert worker.enter()
     worker.make_ready({}, {}, ())
@@ -102,14 +101,14 @@ def test_a_text_that_cannot_be_written_leaves_no_name(tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
-    store = FileCoordination(str(tmp_path))
+    store = FileTexts(str(tmp_path))
     monkeypatch.setattr("os.link", no_links)
-    writers = [file_coordination.write_all, full]
+    writers = [texts.write_all, full]
 
     def write(descriptor: int, text: bytes) -> None:
         writers.pop(0)(descriptor, text)
 
-    monkeypatch.setattr(file_coordination, "write_all", write)
+    monkeypatch.setattr(texts, "write_all", write)
     with pytest.raises(StorageError):
         store.create("claim", b"text")
     assert store.names() == {}
@@ -117,7 +116,7 @@ def test_a_text_that_cannot_be_written_leaves_no_name(tmp_path: Path, monkeypatc
 
 def test_an_epoch_takes_no_number_of_which_texts_are_left() -> None:
     """The removal of a journal begins with the texts of its epochs, and may be cut short."""
-    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     store.put("000001/claim-0.0-0001", b"{}")
     store.put("000001/segment-0.0-0001-1-end", b"\n")
     worker = begin(store, "abc-1-000000000001")
@@ -126,7 +125,7 @@ def test_an_epoch_takes_no_number_of_which_texts_are_left() -> None:
 
 
 def test_a_second_epoch_collects_the_first() -> None:
-    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     first = "abc-1-000000000001"
     dead = begin(store, first)
     dead.offer_upload(0, "upload of the first epoch")
@@ -140,12 +139,12 @@ def test_an_epoch_whose_first_heartbeat_failed_is_removed() -> None:
     """Seed 2567 of the simulation: the conversion had ended, so no other worker came to remove it."""
     memory = MemoryStore()
     steps = Steps({3: Fault.ERROR_BEFORE})
-    worker = a_worker(ObjectCoordination(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
+    worker = a_worker(ObjectTexts(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
     with pytest.raises(StorageError):
         worker.enter()
     failed = steps.done[2]
     assert (failed.name, failed.path) == ("put", "bucket/journal/workers/beats/abc-1-000000000001")
-    store = ObjectCoordination(memory, "bucket/journal/workers")
+    store = ObjectTexts(memory, "bucket/journal/workers")
     assert list(store.names()) == ["epoch-000001"]
     worker.leave()
     assert list(store.names()) == []
@@ -155,11 +154,11 @@ def test_a_worker_that_enters_no_epoch_removes_none() -> None:
     """Seed 16048 of the simulation: another worker had begun an epoch with the number that this one gave up."""
     script = {3: Fault.ERROR_BEFORE}
     memory, steps = MemoryStore(), Steps(script)
-    worker = a_worker(ObjectCoordination(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
+    worker = a_worker(ObjectTexts(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
     with pytest.raises(StorageError):
         worker.enter()
     worker.leave()
-    store = ObjectCoordination(memory, "bucket/journal/workers")
+    store = ObjectTexts(memory, "bucket/journal/workers")
     other = begin(store, "abc-2-000000000002")
     assert other.epoch.number == 1
     before = list(store.names())
@@ -174,9 +173,9 @@ def test_a_segment_that_was_written_too_late_is_removed_although_its_acknowledge
     """Seed 2801 of the simulation: the worker did not look at the epoch again after the failed call."""
     script = {0: Fault.ERROR_BEFORE}  # operations count from 1
     memory, steps = MemoryStore(), Steps(script)
-    worker = begin(ObjectCoordination(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
+    worker = begin(ObjectTexts(FaultyStore(memory, steps), "bucket/journal/workers"), "abc-1-000000000001")
     worker.put_record(UnitRecord(0, ()))
-    store = ObjectCoordination(memory, "bucket/journal/workers")
+    store = ObjectTexts(memory, "bucket/journal/workers")
     store.delete(list(store.names()))  # another worker has ended the conversion
     script |= {len(steps.done) + 1: Fault.ERROR_AFTER, len(steps.done) + 2: Fault.ERROR_BEFORE}
     worker.leave()
@@ -187,7 +186,7 @@ def test_a_segment_that_was_written_too_late_is_removed_although_its_acknowledge
 
 def test_the_end_that_a_lost_owner_wrote_does_not_end_the_run() -> None:
     """It may have given a part away after it had lost the run: only records under the newest fence cover it."""
-    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     worker = begin(store, "abc-1-000000000001")
     view = worker.epoch.view(["000001/claim-0.0-0001", "000001/segment-0.0-0001-1-end", "000001/claim-0.0-0002"])
     assert not view.is_done("0.0")
@@ -196,7 +195,7 @@ def test_the_end_that_a_lost_owner_wrote_does_not_end_the_run() -> None:
 
 
 def test_a_split_by_an_owner_that_has_lost_the_run_does_not_count() -> None:
-    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     worker = begin(store, "abc-1-000000000001")
     assert worker.epoch.take("0.0", 7, RunClaim("abc-2-000000000002", splits=()))
     late = worker.epoch.view(["000001/claim-0.0-0007", "000001/split-0.0-0006-1"])
@@ -207,7 +206,7 @@ def test_a_split_by_an_owner_that_has_lost_the_run_does_not_count() -> None:
 
 def test_a_worker_of_an_old_epoch_stops() -> None:
     """So it commits nothing, and aborts nothing."""
-    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     stale = begin(store, "abc-1-000000000001")
     begin(store, "abc-2-000000000002", "abc-1-000000000001")
     with pytest.raises(EpochLostError):
@@ -217,7 +216,7 @@ def test_a_worker_of_an_old_epoch_stops() -> None:
 
 
 def test_one_upload_is_used_for_a_file_whoever_begins_it() -> None:
-    store = ObjectCoordination(MemoryStore(), "bucket/journal/workers")
+    store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     first = begin(store, "abc-1-000000000001")
     second = a_worker(store, "abc-2-000000000002")
     assert not second.enter()

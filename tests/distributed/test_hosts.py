@@ -19,8 +19,8 @@ from checkpoints import write_zero_checkpoint
 from distributed.test_workers import contents, numbered, plain, result, strays
 from house.measured import say
 from reshard.local import load_engine
-from reshard_engine.distributed.file_coordination import FileCoordination
 from reshard_engine.distributed.former_work import FormerWork
+from reshard_engine.storage.texts import FileTexts
 
 HERE = Path(__file__).parent
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(16)] + [("embed.weight", (2048, 256))]
@@ -88,7 +88,7 @@ def wait_for_segments(target: Path) -> None:
 
 
 def recorded(workers: Path) -> bool:
-    return bool(FormerWork(FileCoordination(str(workers))).records())
+    return bool(FormerWork(FileTexts(str(workers))).records())
 
 
 @pytest.mark.parametrize("skewed", [False, True], ids=["without shared locks", "clocks two hours wrong"])

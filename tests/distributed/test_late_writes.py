@@ -100,9 +100,9 @@ def test_a_worker_that_was_late_by_less_than_the_end_takes_removes_its_upload() 
 def test_clean_removes_what_a_late_worker_left_that_was_killed() -> None:
     store = MemoryStore(min_part_bytes=1)
     late = late_worker(store)
-    journal = late.coordination_root(PLAN)
+    journal = late.meeting_place(PLAN)
     ((_, upload_id),) = store.list_uploads("bucket/")
-    store.put(f"{journal}/000001/upload-0", upload_text(upload_id), metadata={}, if_absent=True)
+    assert journal.create("000001/upload-0", upload_text(upload_id))
     assert {f.kind for f in leftovers(store)} == {"journal", "upload"}
     a_sink(store).discard_all()
     assert store.list_uploads("bucket/") == []

@@ -159,10 +159,10 @@ def test_a_file_of_many_records_is_divided(source: Path, tmp_path: Path) -> None
 
 
 def test_many_processes_create_one_text(tmp_path: Path) -> None:
-    from reshard_engine.distributed.file_coordination import FileCoordination
+    from reshard_engine.storage.texts import FileTexts
 
     root = tmp_path / "root"
-    stores = [FileCoordination(str(root)) for _ in range(8)]
+    stores = [FileTexts(str(root)) for _ in range(8)]
     assert [s.create("epoch-000001", f"{n}".encode()) for n, s in enumerate(stores)] == [True] + [False] * 7
     stores[3].put("beats/a", b"1")
     before = stores[0].names()
@@ -177,13 +177,13 @@ def test_many_processes_create_one_text(tmp_path: Path) -> None:
 
 
 def test_a_text_appears_on_file_systems_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from reshard_engine.distributed.file_coordination import FileCoordination
+    from reshard_engine.storage.texts import FileTexts
 
     def refused(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refused)
-    store = FileCoordination(str(tmp_path / "root"))
+    store = FileTexts(str(tmp_path / "root"))
     assert store.create("epoch-000001", b"first")
     assert not store.create("epoch-000001", b"second")
     assert (store.read("epoch-000001"), list(store.names())) == (b"first", ["epoch-000001"])

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from reshard_engine.execute.sinks import local_files
+from reshard_engine.storage import local_writes
 from reshard_engine.testing.faults import Steps
 
 _BY_PATH = ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "stat", "lstat", "scandir", "listdir")
@@ -150,6 +150,6 @@ def disturbed_calls(root: str, steps: Steps) -> Generator[SystemCalls]:
         for name in _BYTES:
             stack.enter_context(mock.patch.object(os, name, calls.by_bytes(name, getattr(os, name))))
         stack.enter_context(mock.patch.object(fcntl, "flock", calls.by_path("flock", fcntl.flock)))
-        stack.enter_context(mock.patch.object(local_files, "LIBC", calls.library(local_files.LIBC)))
+        stack.enter_context(mock.patch.object(local_writes, "LIBC", calls.library(local_writes.LIBC)))
         sys.addaudithook(calls.audit)
         yield calls

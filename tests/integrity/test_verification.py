@@ -26,7 +26,6 @@ from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.checks.block_digests import BlockDigests
-from reshard_engine.execute.sinks import local_files
 from reshard_engine.execute.sinks.local_chunk import LocalChunkFile
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.integrity.digests import (
@@ -38,6 +37,7 @@ from reshard_engine.integrity.digests import (
 )
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.operations.conversion import Conversion
+from reshard_engine.storage import local_writes
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.testing.memory_store import MemoryStore
@@ -261,7 +261,7 @@ def test_a_sync_that_fails_is_no_commit(tmp_path: Path, monkeypatch: pytest.Monk
 
     request = request_for(tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr(local_files, "LIBC", Library)
+        patch.setattr(local_writes, "LIBC", Library)
         with pytest.raises(StorageError):
             load_engine().convert(request)
     assert not (tmp_path / "out").exists()

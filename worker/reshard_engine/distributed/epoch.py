@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from reshard_engine.distributed.coordination import CoordinationStore
 from reshard_engine.distributed.runs import Run
+from reshard_engine.storage.texts import TextStore
 
 COMMIT = "commit"
 """The name under which the commit is claimed, as if it were a run."""
@@ -130,7 +130,7 @@ class EpochView:
 class Epoch:
     """One epoch of a conversion, seen by one worker."""
 
-    def __init__(self, store: CoordinationStore, number: int) -> None:
+    def __init__(self, store: TextStore, number: int) -> None:
         """Give access to the epoch with this number."""
         self.number = number
         self._store = store

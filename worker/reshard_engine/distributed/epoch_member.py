@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from reshard.errors import ReshardError, StorageError, from_problem
-from reshard_engine.distributed.coordination import Clock, CoordinationStore
 from reshard_engine.distributed.epoch import (
     AGREEING,
     Epoch,
@@ -21,7 +20,8 @@ from reshard_engine.distributed.epoch import (
     last_number,
     newest_epoch,
 )
-from reshard_engine.distributed.members import BEATS, Beat, Members, Timing
+from reshard_engine.distributed.members import BEATS, Beat, Clock, Members, Timing
+from reshard_engine.storage.texts import TextStore
 
 _TURN_S = 0.01
 _LEAVE_TRIES = 3
@@ -37,7 +37,7 @@ class EpochMember(ABC):
 
     def __init__(
         self,
-        store: CoordinationStore,
+        store: TextStore,
         clock: Clock,
         members: Members,
         name: str,
@@ -266,7 +266,7 @@ class EpochMember(ABC):
         return claim.worker if claim is not None else f"not written: {self.epoch.name(claim_name(run, fence))}"
 
     @property
-    def store(self) -> CoordinationStore:
+    def store(self) -> TextStore:
         """The place where the workers meet."""
         return self._store
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from reshard_engine.distributed.coordination import CoordinationStore
 from reshard_engine.distributed.epoch import Epoch, newest_epoch
 from reshard_engine.distributed.ready import ReadyFacts
 from reshard_engine.distributed.segments import read_segments, upload_id_in
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.storage.texts import TextStore
 
 
 class FormerWork:
     """Reads the records and uploads of all epochs of a conversion, when they are asked for."""
 
-    def __init__(self, store: CoordinationStore, *, threads: int = 8) -> None:
+    def __init__(self, store: TextStore, *, threads: int = 8) -> None:
         """Read from the place where the workers of the conversion meet."""
         self._store = store
         self._threads = threads

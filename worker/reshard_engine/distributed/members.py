@@ -9,14 +9,40 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Protocol
 
 from reshard.process_identity import process_gone, process_scope
-from reshard_engine.distributed.coordination import Clock, CoordinationStore
+from reshard_engine.storage.texts import TextStore
 
 BEATS = "beats/"
+
+
+class Clock(Protocol):
+    """The worker's own clock. No two clocks are ever compared."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+class SystemClock:
+    """The clock of this process."""
+
+    def monotonic(self) -> float:
+        """See `time.monotonic`."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """See `time.sleep`."""
+        time.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +126,7 @@ class Members:
 
     def __init__(
         self,
-        store: CoordinationStore,
+        store: TextStore,
         clock: Clock,
         timing: Timing,
         *,

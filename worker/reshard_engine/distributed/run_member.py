@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from reshard.errors import ReshardError
-from reshard_engine.distributed.coordination import Clock, CoordinationStore
 from reshard_engine.distributed.epoch import EpochView, RunClaim, claim_name, is_of_checks
 from reshard_engine.distributed.epoch_member import EpochLostError, EpochMember
 from reshard_engine.distributed.held_run import HeldRun
-from reshard_engine.distributed.members import Beat, Counters, Members, Timing
+from reshard_engine.distributed.members import Beat, Clock, Counters, Members, Timing
 from reshard_engine.distributed.runs import ItemT, Run, RunWaves, in_order, is_share_of
 from reshard_engine.distributed.segments import Record, SegmentGoneError, read_texts, to_segment
+from reshard_engine.storage.texts import TextStore
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RunMember(EpochMember):
 
     def __init__(
         self,
-        store: CoordinationStore,
+        store: TextStore,
         clock: Clock,
         members: Members,
         name: str,

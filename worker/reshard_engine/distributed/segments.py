@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from reshard.errors import StorageError
-from reshard_engine.distributed.coordination import CoordinationStore
 from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.storage.texts import TextStore
 
 _THREADS = 8
 
@@ -42,7 +42,7 @@ def from_segment(text: bytes | None) -> Iterator[UnitRecord]:
             yield record
 
 
-def read_segments(store: CoordinationStore, names: Sequence[str], *, threads: int = _THREADS) -> list[UnitRecord]:
+def read_segments(store: TextStore, names: Sequence[str], *, threads: int = _THREADS) -> list[UnitRecord]:
     """The records of units in several segments that a listing named.
 
     Raises:
@@ -51,7 +51,7 @@ def read_segments(store: CoordinationStore, names: Sequence[str], *, threads: in
     return [record for text in read_texts(store, names, threads=threads) for record in from_segment(text)]
 
 
-def read_texts(store: CoordinationStore, names: Sequence[str], *, threads: int = _THREADS) -> list[bytes]:
+def read_texts(store: TextStore, names: Sequence[str], *, threads: int = _THREADS) -> list[bytes]:
     """The texts of several segments that a listing named.
 
     Raises:

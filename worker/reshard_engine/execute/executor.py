@@ -25,11 +25,10 @@ from reshard_engine.execute.checks.record_crcs import AbandonedError, RecordCrcs
 from reshard_engine.execute.gather.concurrent_reads import CALLS_AT_ONCE
 from reshard_engine.execute.gather.fill import fill
 from reshard_engine.execute.gather.tensor_reader import TensorReader
-from reshard_engine.execute.journal import ChunkRecord, RecordSpan, UnitRecord
+from reshard_engine.execute.journal import RecordSpan, UnitRecord
 from reshard_engine.execute.progress import ProgressReport
 from reshard_engine.execute.server_copy.copier import ServerCopier
-from reshard_engine.execute.sinks.chunk_writers import Made, write_streamed, write_whole
-from reshard_engine.execute.sinks.protocol import StreamSink, WholeSink
+from reshard_engine.execute.sinks.protocol import Made, Sink
 from reshard_engine.integrity.crc import CrcBoard
 from reshard_engine.plan.budget import READ_BATCH_BYTES
 from reshard_engine.plan.model import Chunk, Plan, RecordPart, Unit
@@ -96,7 +95,7 @@ class Executor:
         checkpoint: Checkpoint,
         layout: TargetLayout,
         plan: Plan,
-        sink: WholeSink | StreamSink,
+        sink: Sink,
         *,
         done: Mapping[int, UnitRecord],
         on_progress: Callable[[Progress], None] | None,
@@ -114,16 +113,12 @@ class Executor:
         self._board = CrcBoard()
         self._memory = _Memory()
         self._local = checkpoint.is_local
-        self._streams = isinstance(sink, StreamSink)
         self._calls: ThreadPoolExecutor | None = None
-        self._write: Callable[[Unit, Made], list[ChunkRecord]]
-        if isinstance(sink, StreamSink):
+        if sink.streams:
             # Reads over a network should be long; local reads should stay in the cache.
             self._most_bytes = CACHED_BYTES if self._local else READ_BATCH_BYTES
-            self._write = lambda _, made: write_streamed(sink, made)
         else:
             self._most_bytes = max(u.length_bytes for u in plan.units)  # a chunk is one item
-            self._write = lambda unit, made: write_whole(sink, made, copier, self._calls if unit.chunks[1:] else None)
         self.records: dict[int, UnitRecord] = {}
         resumed = sum(plan.units[k].length_bytes for k in done), len(done)
         self.progress = ProgressReport(plan, on_progress, resumed)
@@ -205,7 +200,7 @@ class Executor:
     @contextmanager
     def _calling(self, threads: int) -> Generator[None]:
         """Provide a pool for concurrent calls of a unit, if calls wait for a network."""
-        if threads == 1 or (self._local and self._streams):
+        if threads == 1 or (self._local and self._sink.streams):
             yield
             return
         with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="call") as self._calls:
@@ -246,7 +241,9 @@ class Executor:
         digests = BlockDigests(self._checkpoint.shard_map, reader)
         try:
             with kept_open():
-                chunks = self._write(unit, self._made(unit, reader, crcs, digests, phase))
+                made = self._made(unit, reader, crcs, digests, phase)
+                copy_read = self._copier.copy_read if self._copier is not None else None
+                chunks = self._sink.write_made(made, copy_read, self._calls if unit.chunks[1:] else None)
         except AbandonedError:
             return
         losses = self._by_parameter(counts.losses)

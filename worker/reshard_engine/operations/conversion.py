@@ -21,10 +21,7 @@ from reshard.models import (
     VerifyLevel,
 )
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.distributed.coordination import CoordinationStore
-from reshard_engine.distributed.file_coordination import FileCoordination
 from reshard_engine.distributed.former_work import FormerWork
-from reshard_engine.distributed.object_coordination import ObjectCoordination
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.checks.before_commit import prove_complete, prove_source_unchanged, prove_structure
@@ -33,9 +30,9 @@ from reshard_engine.execute.checks.receipt import build_manifest, casts_of, with
 from reshard_engine.execute.checks.source import check_source
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.server_copy.copier import CopyingSink, ServerCopier
-from reshard_engine.execute.sinks.local import LocalSink
-from reshard_engine.execute.sinks.object_store import ObjectSink
+from reshard_engine.execute.server_copy.copier import ServerCopier
+from reshard_engine.execute.sinks.opening import sink_at
+from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.formats.registry import check_request, known_files, writer_of
 from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.operations.finished import finished_manifest
@@ -50,7 +47,7 @@ from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.spans import begin_span
 from reshard_engine.storage.confinement import refuse_writing_outside
 from reshard_engine.storage.locations import Location, open_location
-from reshard_engine.storage.protocol import CopyingStore, ObjectStore, parent_and_name, save_directory
+from reshard_engine.storage.protocol import parent_and_name, save_directory
 from reshard_engine.storage.urls import is_within, scheme_of
 from reshard_engine.tensors.layout import Pointer, TargetLayout
 
@@ -58,7 +55,7 @@ REMOTE_THREADS = 8
 """Units in flight if they wait for latency and not for the processor."""
 
 
-def sink_for(target: Location) -> LocalSink | ObjectSink | None:
+def sink_for(target: Location) -> Sink | None:
     """The sink for a target's location; None for stores that are read-only."""
     if not all(parent_and_name(target.path)):
         raise RequestError(
@@ -66,29 +63,20 @@ def sink_for(target: Location) -> LocalSink | ObjectSink | None:
             f"{printable(target.url)} is not a directory that can be created",
             fix="name one below it",
         )
-    if target.store.scheme == "file":
-        return LocalSink(target.path, known=known_files())
-    if isinstance(target.store, ObjectStore):
-        return ObjectSink(target.store, target.path, known=known_files())
-    return None
+    return sink_at(target, known=known_files())
 
 
-def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) -> None:
+def _refuse_overlap(target: Location, sink: Sink, checkpoint: Checkpoint, *, wanted: str) -> None:
     """Refuse a target that equals, contains, or lies in the checkpoint; local links are resolved on both sides.
 
     Results of `ensure` lie in a hidden folder of the checkpoint's directory, so that they are removed with it.
     """
     places = {checkpoint.url}
     single = len(checkpoint.files) == 1 and checkpoint.url == checkpoint.files[0].objects[0].path
-    if target.store.scheme == "file" and not single:
-        paths = [i.path for f in checkpoint.files if f.store.scheme == "file" for i in f.objects]
-        places |= {os.path.realpath(os.path.dirname(p)) for p in paths} | {
-            os.path.dirname(os.path.realpath(p)) for p in paths
-        }
-    if target.store.scheme != "file":
+    if not single:
         # A base model's files lie elsewhere than the checkpoint.
         there = [f for f in checkpoint.files if f.store.scheme == target.store.scheme]
-        places |= {f"{f.store.scheme}://{parent_and_name(i.path)[0]}" for f in there for i in f.objects}
+        places |= sink.places_of(i.path for f in there for i in f.objects)
     for place in places:
         if is_within(target.url, f"{place}/{RECORDS}"):
             continue
@@ -100,12 +88,11 @@ def _refuse_overlap(target: Location, checkpoint: Checkpoint, *, wanted: str) ->
             )
 
 
-def _copied_from(target: Location, checkpoint: Checkpoint, request: ConvertRequest) -> set[int]:
+def _copied_from(sink: Sink, checkpoint: Checkpoint, request: ConvertRequest) -> set[int]:
     """The numbers of the source files that the target's store can copy itself."""
-    store = target.store
-    if request.server_copy is ServerCopyPolicy.NEVER or not isinstance(store, CopyingStore):
+    if request.server_copy is ServerCopyPolicy.NEVER:
         return set()
-    return {number for number, file in enumerate(checkpoint.files) if store.reaches(file.store)}
+    return {number for number, file in enumerate(checkpoint.files) if sink.copies_from(file.store)}
 
 
 @dataclass(frozen=True)
@@ -117,7 +104,7 @@ class Conversion:
     layout: TargetLayout
     plan: Plan
     target: Location
-    sink: LocalSink | ObjectSink
+    sink: Sink
     planning: Mapping[str, float]
     """Seconds of `plan`."""
     ownership: Ownership = field(default_factory=Ownership)
@@ -144,14 +131,13 @@ class Conversion:
                 fix="write to a local path or to s3://",
             )
         checkpoint = requested_checkpoint(request, source)
-        _refuse_overlap(target, checkpoint, wanted=request.to)
+        _refuse_overlap(target, sink, checkpoint, wanted=request.to)
         layout = writer_of(request.to).lay_out(checkpoint, request, name=save_directory(target.path, checkpoint.tag)[1])
         if layout.pointer is not None and request.pointer is not False:
             refuse_writing_outside(layout.pointer.directory(target.url))
         checkpoint = replace(checkpoint, shard_map=layout.map_over(checkpoint.shard_map))
-        least = target.store.min_part_bytes if isinstance(target.store, ObjectStore) else None
-        copied_from = _copied_from(target, checkpoint, request)
-        plan = plan_conversion(checkpoint, layout, request, min_part_bytes=least, copied_from=copied_from)
+        copied_from = _copied_from(sink, checkpoint, request)
+        plan = plan_conversion(checkpoint, layout, request, min_part_bytes=sink.min_part_bytes, copied_from=copied_from)
         planning = {"plan": time.monotonic() - started}
         return cls(request, checkpoint, layout, plan, target, sink, planning, ownership or Ownership())
 
@@ -174,9 +160,9 @@ class Conversion:
         """Number of units to run in parallel, if memory allows."""
         if self.request.threads is not None:
             return self.request.threads
-        local = self.target.store.scheme == "file" and self.checkpoint.is_local
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return cores if local else max(cores, REMOTE_THREADS)
+        waits = self.sink.calls_wait or not self.checkpoint.is_local
+        return max(cores, REMOTE_THREADS) if waits else cores
 
     @property
     def threads(self) -> int:
@@ -281,19 +267,13 @@ class Conversion:
         if on_progress is not None:
             # The output of an earlier attempt is read again now, which is not a part of planning.
             on_progress(Progress(phase="running", bytes_total=plan.write_bytes, units_total=len(plan.units)))
-        former = FormerWork(self.coordination)
+        former = FormerWork(self.sink.meeting_place(plan))
         done = self.sink.begin(plan, overwrite=self.request.overwrite, earlier=former)
         executor = self.executor(done, on_progress, should_stop)
         executor.progress.report("running", force=True)
         executor.run([u for u in plan.units if not u.commit], self.threads, phase="running")
         _lap(seconds, "run", clock)
         return self.conclude(executor, set(done), disagreements, seconds, should_stop)
-
-    @property
-    def coordination(self) -> CoordinationStore:
-        """The place where workers meet that run this conversion together."""
-        sink, root = self.sink, self.sink.coordination_root(self.plan)
-        return FileCoordination(root) if isinstance(sink, LocalSink) else ObjectCoordination(sink.store, root)
 
     def executor(
         self,
@@ -303,7 +283,6 @@ class Conversion:
     ) -> Executor:
         """The executor of the plan's units, without those that are done."""
         plan, sink = self.plan, self.sink
-        copies = plan.server_copies and isinstance(sink, CopyingSink)
         return Executor(
             self.checkpoint,
             self.layout,
@@ -312,7 +291,7 @@ class Conversion:
             done=done,
             on_progress=on_progress,
             should_stop=should_stop,
-            copier=ServerCopier(self.checkpoint, plan, sink) if copies and isinstance(sink, CopyingSink) else None,
+            copier=ServerCopier(self.checkpoint, plan, sink) if plan.server_copies else None,
         )
 
     def conclude(

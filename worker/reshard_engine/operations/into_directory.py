@@ -14,12 +14,12 @@ from contextlib import suppress
 
 from reshard.errors import RequestError, printable
 from reshard.models import ConvertRequest, ConvertResult, Progress
-from reshard_engine.execute.sinks.local_files import writing
+from reshard_engine.execute.sinks.local import INNER
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.conversion import Conversion
+from reshard_engine.storage.local_writes import writing
 from reshard_engine.storage.locations import Location, open_location
 
-INNER = ".reshard-into"
 _IN_THE_WAY = frozenset({"request.target_exists", "request.overlap"})
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reshard_engine.execute.sinks.local import LocalSink
-from reshard_engine.execute.sinks.object_store import ObjectSink
+from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.plan.model import Plan
 
 
@@ -28,7 +27,7 @@ class Ownership:
         """True if the caller keeps a record of the plan, and removes by it what the conversion leaves."""
         return self.on_plan is not None
 
-    def take(self, plan: Plan, sink: LocalSink | ObjectSink) -> None:
+    def take(self, plan: Plan, sink: Sink) -> None:
         """Have the plan recorded, then remove what abandoned conversions of other plans left."""
         if self.on_plan is not None:
             self.on_plan(plan.digest, plan.write_bytes)

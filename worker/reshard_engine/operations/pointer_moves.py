@@ -68,7 +68,7 @@ def has_save_directory(target: Location, pointer: Pointer) -> bool:
     there = store.list_directory(save.path, most=_MOST_NEIGHBOURS)
     names = (*(f.path.rpartition("/")[2] for f in there.files), *there.directories)
     if all(name == own or (name.startswith(".") and RECORDS in name) for name in names):
-        return store.scheme != "file" or not _is_working_directory(save.path)
+        return not _is_working_directory(save.url)
     tags = [name for name in there.directories if name != own and _NUMBERED.match(name)][:_MOST_TAGS]
     return any(known.holds_checkpoint(_names_in(save, name)) for name in tags)
 
@@ -78,9 +78,9 @@ def _names_in(save: Location, name: str) -> list[str]:
     return [*(f.path.rpartition("/")[2] for f in there.files), *there.directories]
 
 
-def _is_working_directory(path: str) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samefile(path, os.curdir)
+def _is_working_directory(url: str) -> bool:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return os.path.samefile(url, os.curdir)
     return False
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -38,38 +36,8 @@ from reshard_engine.integrity.digests import DIGEST_BYTES, BlockRun, block_count
 from reshard_engine.integrity.file_check import Damage, FileReading, TargetCheck
 from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.plan.model import Plan
-from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.tensors.dtypes import BY_NAME
-
-
-class _LocalFiles(Mapping[str, ObjectInfo]):
-    """Files that other hosts may have written, looked at one by one, when they are needed.
-
-    A network file system caches the attributes of a file until the file is opened (close-to-open consistency of NFS,
-    RFC 7530 §1.4.6).
-    """
-
-    def __init__(self, where: Location) -> None:
-        self._where = where
-        self._found: dict[str, ObjectInfo] = {}
-
-    def __getitem__(self, path: str) -> ObjectInfo:
-        if path not in self._found:
-            place = self._where.child(path).path
-            with suppress(OSError):
-                os.close(os.open(place, os.O_RDONLY | os.O_CLOEXEC))
-            info = self._where.store.stat(place)
-            if info is None:
-                raise KeyError(path)
-            self._found[path] = info
-        return self._found[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
 
 
 class AgreementChecks(Checks):
@@ -145,8 +113,7 @@ class FullChecks(Checks):
 
     @cached_property
     def _there(self) -> Mapping[str, ObjectInfo]:
-        where = self._full.written
-        return _LocalFiles(where) if where.store.scheme == "file" else where.files()
+        return self._full.written_files()
 
     def perform(self, item: CheckItem) -> Any:
         """Read a file of the source or of the target, or gather a unit again."""

@@ -15,11 +15,10 @@ from functools import partial
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError
 from reshard.models import ConvertRequest, ConvertResult, Progress, VerifyLevel, WorkShare
 from reshard.shared_work import SharedWork
-from reshard_engine.distributed.coordination import SystemClock
 from reshard_engine.distributed.epoch import AGREEING
 from reshard_engine.distributed.epoch_member import EpochLostError
 from reshard_engine.distributed.former_work import FormerWork
-from reshard_engine.distributed.members import Members, Timing, new_worker
+from reshard_engine.distributed.members import Members, SystemClock, Timing, new_worker
 from reshard_engine.distributed.repeated import repeated
 from reshard_engine.distributed.runs import cut_into_runs
 from reshard_engine.distributed.worker import DistributedWorker
@@ -27,8 +26,7 @@ from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.checks.full import FullVerification
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.sinks.local import LocalSink
-from reshard_engine.execute.sinks.object_store import ObjectSink
+from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.operations.conversion import Conversion, sink_for
 from reshard_engine.operations.joint_progress import JointProgress
 from reshard_engine.operations.ownership import Ownership
@@ -92,8 +90,7 @@ class _SharedConversion:
             return done
         sink = conversion.sink
         conversion.ownership.take(conversion.plan, sink)
-        if isinstance(sink, LocalSink):
-            sink.make_parent()
+        sink.make_parent()
         worker = self._worker(sink)
         after = tries = 0
         with _ticking(worker):
@@ -124,8 +121,7 @@ class _SharedConversion:
     def help(self) -> WorkShare:
         """Join, execute, and leave; another worker commits."""
         sink = self.conversion.sink
-        if isinstance(sink, LocalSink):
-            sink.make_parent()
+        sink.make_parent()
         worker = self._worker(sink)
         with _ticking(worker):
             while True:
@@ -150,16 +146,15 @@ class _SharedConversion:
                     return _share(worker)
                 self._renew()
 
-    def _worker(self, sink: LocalSink | ObjectSink) -> DistributedWorker:
-        local = isinstance(sink, LocalSink)
+    def _worker(self, sink: Sink) -> DistributedWorker:
         timing = Timing(
             beat_s=min(5.0, self.work.lease_s / 6),
             lease_s=self.work.lease_s,
-            poll_s=0.05 if local else 0.2,
+            poll_s=sink.look_s,
             slow_poll_s=min(2.0, self.work.lease_s / 6),
             flush_s=min(2.0, self.work.lease_s / 3),
         )
-        store, clock = self.conversion.coordination, SystemClock()
+        store, clock = sink.meeting_place(self.conversion.plan), SystemClock()
         return DistributedWorker(
             store,
             clock,
@@ -167,7 +162,7 @@ class _SharedConversion:
             new_worker(),
             timing=timing,
             position=(self.work.number, self.work.count),
-            sync=sink.sync if isinstance(sink, LocalSink) else None,
+            sync=sink.sync,
             check=stop_check(self.should_stop),
         )
 
@@ -291,7 +286,7 @@ class _SharedConversion:
     def _agreement_checks(self, worker: DistributedWorker) -> AgreementChecks:
         return AgreementChecks(self.conversion.checkpoint, self.conversion.plan, worker.check)
 
-    def _make_ready(self, worker: DistributedWorker, sink: LocalSink | ObjectSink) -> None:
+    def _make_ready(self, worker: DistributedWorker, sink: Sink) -> None:
         """Do what the coordinator of an epoch does before others may write."""
         conversion = self.conversion
         overwrite = conversion.request.overwrite

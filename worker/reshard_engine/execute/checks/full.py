@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from reshard.errors import IntegrityError, printable
 from reshard.models import OverflowPolicy, VerifyProblem
@@ -15,6 +15,7 @@ from reshard_engine.integrity.file_check import TargetCheck
 from reshard_engine.integrity.manifest import Manifest
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.locations import Location
+from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.tensors.layout import TargetLayout
 
 
@@ -80,6 +81,10 @@ class FullVerification:
     def written(self) -> Location:
         """The location of the files before the commit."""
         return self._sink.written
+
+    def written_files(self) -> Mapping[str, ObjectInfo]:
+        """See `Sink`."""
+        return self._sink.written_files()
 
     def files_of(self, *, commit: bool) -> list[int]:
         """The numbers of the commit files, or of all other files."""

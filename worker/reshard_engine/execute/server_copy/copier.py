@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from reshard.errors import IntegrityError, printable
 from reshard_engine.checkpoint import Checkpoint
@@ -28,7 +28,6 @@ NO_RECORD = -1
 """The record number of a range that lies in no record. The offset of its span counts from the start of the file."""
 
 
-@runtime_checkable
 class CopyingSink(Protocol):
     """A sink whose store can copy chunks from its own objects."""
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 
 from reshard_engine.execute.journal import ChunkRecord
-from reshard_engine.execute.server_copy.copier import ServerCopier
-from reshard_engine.execute.sinks.protocol import ChunkFile, StreamSink, WholeSink
+from reshard_engine.execute.sinks.protocol import ChunkFile, CopyRead, Made
 from reshard_engine.plan.model import Chunk
-from reshard_engine.plan.write_items import WriteItem
 from reshard_engine.storage.checksums import crc32
 
-Made = Iterator[tuple[WriteItem, memoryview]]
-"""The items of one unit in order, each with its bytes. The bytes stay valid until the next step begins."""
 
-
-def write_streamed(sink: StreamSink, made: Made) -> list[ChunkRecord]:
+def write_streamed(open_chunk: Callable[[Chunk], ChunkFile], made: Made) -> list[ChunkRecord]:
     """Write each item at its offset in its file. One file is open at a time."""
     written: list[ChunkRecord] = []
     chunk: Chunk | None = None
@@ -29,7 +24,7 @@ def write_streamed(sink: StreamSink, made: Made) -> list[ChunkRecord]:
                     closing, file = file, None
                     closing.close()
                     written.append(ChunkRecord(chunk, crc))
-                chunk, file, crc = item.chunk, sink.open_chunk(item.chunk), 0
+                chunk, file, crc = item.chunk, open_chunk(item.chunk), 0
             crc = crc32(data, crc)
             file.put(item.begin, data)
     finally:
@@ -40,13 +35,15 @@ def write_streamed(sink: StreamSink, made: Made) -> list[ChunkRecord]:
     return written
 
 
-def write_whole(sink: WholeSink, made: Made, copier: ServerCopier | None, pool: Executor | None) -> list[ChunkRecord]:
+def write_whole(
+    send: Callable[[Chunk, memoryview, int], str], made: Made, copy_read: CopyRead | None, pool: Executor | None
+) -> list[ChunkRecord]:
     """Write whole chunks: each item is one chunk. With a pool, several chunks are sent concurrently."""
 
     def write(chunk: Chunk, data: memoryview) -> ChunkRecord:
         crc = crc32(data)
-        etag = copier.copy_read(chunk, crc) if copier is not None else None
-        return ChunkRecord(chunk, crc, sink.write(chunk, data, crc) if etag is None else etag)
+        etag = copy_read(chunk, crc) if copy_read is not None else None
+        return ChunkRecord(chunk, crc, send(chunk, data, crc) if etag is None else etag)
 
     if pool is None:
         return [write(item.chunk, data) for item, data in made]

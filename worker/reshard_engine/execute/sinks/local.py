@@ -10,14 +10,33 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from concurrent.futures import Executor
 from contextlib import suppress
 
 from reshard.errors import IntegrityError, RequestError, printable
-from reshard_engine.execute.journal import UnitRecord
+from reshard.models import Leftover
+from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.sinks.chunk_writers import write_streamed
 from reshard_engine.execute.sinks.free_space import require_room
 from reshard_engine.execute.sinks.local_chunk import LocalChunkFile
-from reshard_engine.execute.sinks.local_files import (
+from reshard_engine.execute.sinks.local_journal import LocalJournal
+from reshard_engine.execute.sinks.local_leftovers import (
+    WORKERS,
+    abandoned_bytes,
+    busy,
+    held_by_others,
+    leftovers_of,
+    plans_beside,
+    remove_unless_held,
+    targets_below,
+)
+from reshard_engine.execute.sinks.overwrite import not_to_overwrite, target_exists
+from reshard_engine.execute.sinks.protocol import CopyRead, Earlier, Made, Shared
+from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.storage.local import LocalStore
+from reshard_engine.storage.local_writes import (
     rename_new,
     sync_directory,
     sync_file_system,
@@ -25,30 +44,54 @@ from reshard_engine.execute.sinks.local_files import (
     write_file,
     writing,
 )
-from reshard_engine.execute.sinks.local_journal import LocalJournal
-from reshard_engine.execute.sinks.local_leftovers import (
-    WORKERS,
-    abandoned_bytes,
-    busy,
-    held_by_others,
-    plans_beside,
-    remove_unless_held,
-)
-from reshard_engine.execute.sinks.overwrite import not_to_overwrite, target_exists
-from reshard_engine.execute.sinks.protocol import Earlier, Shared
-from reshard_engine.integrity.manifest import MANIFEST_NAME
-from reshard_engine.plan.model import Chunk, Plan
-from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo, read_bytes, save_directory
+from reshard_engine.storage.protocol import ObjectInfo, PartInfo, Store, read_bytes, save_directory
+from reshard_engine.storage.texts import FileTexts
 from reshard_engine.tensors.layout import KnownFiles, Pointer
 
+INNER = ".reshard-into"
+"""The name of the target inside an existing directory into which a conversion writes."""
 _RIVALS_GIVE_UP_S = 2.0
 _RIVALS_LOOK_S = 0.05
 
 
+class _FilesOfOthers(Mapping[str, ObjectInfo]):
+    """Files that other hosts may have written, looked at one by one, when they are needed.
+
+    A network file system caches the attributes of a file until the file is opened (close-to-open consistency of NFS,
+    RFC 7530 §1.4.6).
+    """
+
+    def __init__(self, where: Location) -> None:
+        self._where = where
+        self._found: dict[str, ObjectInfo] = {}
+
+    def __getitem__(self, path: str) -> ObjectInfo:
+        if path not in self._found:
+            place = self._where.child(path).path
+            with suppress(OSError):
+                os.close(os.open(place, os.O_RDONLY | os.O_CLOEXEC))
+            info = self._where.store.stat(place)
+            if info is None:
+                raise KeyError(path)
+            self._found[path] = info
+        return self._found[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
 class LocalSink:
     """The sink that writes one local directory."""
+
+    streams, calls_wait, look_s = True, False, 0.05
+    min_part_bytes: int | None = None
+    repairs = False
+    """Without a meaning here: the old target stays whole until the new one takes its name."""
+    uploads: Mapping[int, str] = {}
 
     def __init__(self, target: str, *, known: KnownFiles) -> None:
         """`target` is an absolute path with symbolic links resolved; `begin` creates its parent directory."""
@@ -84,19 +127,28 @@ class LocalSink:
                 abandoned_bytes=abandoned_bytes(self._target, but=self._digest),
             )
 
-    repairs = False
-    """Without a meaning here: the old target stays whole until the new one takes its name."""
-
     def look(self, plan: Plan) -> None:
         """Do nothing (see `repairs`)."""
 
-    uploads: Mapping[int, str] = {}
-    """A file system has no uploads."""
-
-    def coordination_root(self, plan: Plan) -> str:
+    def meeting_place(self, plan: Plan) -> FileTexts:
         """The directory in which the workers that share a conversion meet."""
         self._paths(plan.digest)
-        return f"{self._staging}{WORKERS}"
+        return FileTexts(f"{self._staging}{WORKERS}")
+
+    def copies_from(self, source: Store) -> bool:
+        """See `Sink`; a file system copies nothing."""
+        return False
+
+    def copy(self, chunk: Chunk, source: ObjectInfo, offset: int) -> PartInfo | None:
+        """See `copies_from`."""
+        return None
+
+    def places_of(self, paths: Iterable[str]) -> set[str]:
+        """The directories of files, as they are named and where links lead."""
+        found = list(paths)
+        return {os.path.realpath(os.path.dirname(p)) for p in found} | {
+            os.path.dirname(os.path.realpath(p)) for p in found
+        }
 
     def make_parent(self) -> None:
         """Make the directory in which the target will lie."""
@@ -170,6 +222,10 @@ class LocalSink:
 
     # -- units ------------------------------------------------------------------------------------------
 
+    def write_made(self, made: Made, copy_read: CopyRead | None, pool: Executor | None) -> list[ChunkRecord]:
+        """Write each item at its offset in its file."""
+        return write_streamed(self.open_chunk, made)
+
     def open_chunk(self, chunk: Chunk) -> LocalChunkFile:
         """Open the staged file of a chunk for writing."""
         path = f"{self._staging}/{self._plan.files[chunk.file].path}"
@@ -208,6 +264,10 @@ class LocalSink:
     def written(self) -> Location:
         """The staging directory."""
         return Location(LocalStore(), self._staging, self._staging)
+
+    def written_files(self) -> Mapping[str, ObjectInfo]:
+        """The staged files, looked at one by one."""
+        return _FilesOfOthers(self.written)
 
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
         """Check the lengths of the commit files, and list the staged target."""
@@ -320,6 +380,23 @@ class LocalSink:
                 remove_unless_held(f"{self._stem}{digest}")
             if not plans_beside(self._target):
                 self._put_back(names)
+
+    def leftovers(self, *, idle_s: float) -> list[Leftover]:
+        """The leftovers of conversions to the directory, and into it. A lock tells which are in use."""
+        with writing(self._target):
+            return [*leftovers_of(self._target), *leftovers_of(os.path.join(self._target, INNER))]
+
+    def targets_below(self) -> list[str]:
+        """See `Sink`; without the target inside of a conversion into the directory."""
+        with writing(self._target):
+            return [path for path in targets_below(self._target) if os.path.basename(path) != INNER]
+
+    def clean(self, found: Sequence[Leftover]) -> bool:
+        """Remove all leftovers. Each is checked again under its lock."""
+        if found:
+            self.discard_all()
+            LocalSink(os.path.join(self._target, INNER), known=self._known).discard_all()
+        return True
 
     def suspect(self) -> None:
         """Do nothing: a process that has the lock on its journal is the only one that can end its conversion."""

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.sinks.local_files import write_all
 from reshard_engine.execute.sinks.local_leftovers import locked
 from reshard_engine.integrity.readback import crc_of_range
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.local import LocalStore, translated
+from reshard_engine.storage.local_writes import write_all
 
 _THREADS = 4
 

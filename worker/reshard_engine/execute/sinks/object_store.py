@@ -9,22 +9,35 @@ journal is one small object per unit beside the target.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from functools import partial
 
 from reshard.errors import IntegrityError, ReshardError, StorageError, printable
-from reshard_engine.execute.journal import UnitRecord
+from reshard.models import Leftover
+from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.sinks.chunk_writers import write_whole
 from reshard_engine.execute.sinks.control_objects import WORKERS, ControlObjects
 from reshard_engine.execute.sinks.object_leftovers import Leftovers
 from reshard_engine.execute.sinks.object_uploads import PLAN_KEY, ObjectUploads, Receipts
 from reshard_engine.execute.sinks.overwrite import not_to_overwrite, target_exists
-from reshard_engine.execute.sinks.protocol import Earlier, Shared
+from reshard_engine.execute.sinks.protocol import CopyRead, Earlier, Made, Shared
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
 from reshard_engine.plan.server_copy import part_numbers
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import DELETED_AT_ONCE, ObjectInfo, ObjectStore, PartInfo, join
+from reshard_engine.storage.protocol import (
+    DELETED_AT_ONCE,
+    CopyingStore,
+    ObjectInfo,
+    ObjectStore,
+    PartInfo,
+    Store,
+    join,
+    parent_and_name,
+)
+from reshard_engine.storage.texts import ObjectTexts
 from reshard_engine.tensors.layout import KnownFiles, Pointer
 
 CRC_KEY = "reshard-crc32"
@@ -36,6 +49,7 @@ _DOUBTFUL = frozenset({"storage.conflict", "storage.protocol", "request.target_b
 class ObjectSink:
     """The sink that writes one prefix of an object store."""
 
+    streams, calls_wait, look_s, sync = False, True, 0.2, None
     deleted_at_once = DELETED_AT_ONCE
     """Old objects that are removed after each check of the claim."""
 
@@ -76,18 +90,29 @@ class ObjectSink:
             self._leftovers.refuse_others(plan.digest)
 
     @property
-    def store(self) -> ObjectStore:
-        """The store that is written to."""
-        return self._store
+    def min_part_bytes(self) -> int | None:
+        """The least size of a part of an upload."""
+        return self._store.min_part_bytes
+
+    def copies_from(self, source: Store) -> bool:
+        """True if the store reaches the source's objects."""
+        return isinstance(self._store, CopyingStore) and self._store.reaches(source)
+
+    def places_of(self, paths: Iterable[str]) -> set[str]:
+        """The prefixes of objects."""
+        return {f"{self._store.scheme}://{parent_and_name(path)[0]}" for path in paths}
+
+    def make_parent(self) -> None:
+        """Do nothing: prefixes are not made."""
 
     @property
     def uploads(self) -> Mapping[int, str]:
         """The ids of the uploads that are known, by file number."""
         return self._uploads.ids
 
-    def coordination_root(self, plan: Plan) -> str:
-        """The path below which the workers that share a conversion meet."""
-        return join(self._control.journal_of(plan.digest), WORKERS)
+    def meeting_place(self, plan: Plan) -> ObjectTexts:
+        """The part of the journal in which the workers that share a conversion meet."""
+        return ObjectTexts(self._store, join(self._control.journal_of(plan.digest), WORKERS))
 
     def join(self, plan: Plan, shared: Shared, *, overwrite: bool, uploads: Mapping[int, str]) -> None:
         """Write parts and objects of a target that another worker has claimed for the same plan."""
@@ -187,6 +212,10 @@ class ObjectSink:
             return False
         return crc32 is None or facts.get(CRC_KEY) == f"{crc32:08x}"
 
+    def write_made(self, made: Made, copy_read: CopyRead | None, pool: Executor | None) -> list[ChunkRecord]:
+        """Write each chunk as a whole."""
+        return write_whole(self.write, made, copy_read, pool)
+
     def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
         """Put a small object, or upload one part of a large one."""
         path = self._path(chunk.file)
@@ -242,6 +271,10 @@ class ObjectSink:
     def written(self) -> Location:
         """The target itself: nothing is staged."""
         return Location(self._store, self._target, self._url)
+
+    def written_files(self) -> Mapping[str, ObjectInfo]:
+        """The target, as one listing shows it."""
+        return self.written.files()
 
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
         """Complete the uploads of the commit files; returns the listing of the target.
@@ -391,6 +424,22 @@ class ObjectSink:
     def discard(self, digests: Collection[str], *, idle_s: float = 0.0, keep_unfinished: bool = False) -> None:
         """Remove what conversions with these plans left (see `Leftovers.collect_plans`)."""
         self._leftovers.collect_plans(digests, idle_s=idle_s, keep_unfinished=keep_unfinished)
+
+    def leftovers(self, *, idle_s: float) -> list[Leftover]:
+        """See `Leftovers.found`."""
+        return self._leftovers.found(idle_s=idle_s)
+
+    def targets_below(self) -> list[str]:
+        """Nothing: a conversion into an existing prefix leaves nothing inside."""
+        return []
+
+    def clean(self, found: Sequence[Leftover]) -> bool:
+        """Remove all leftovers, unless one is in use: all of them share one claim."""
+        if any(f.in_use for f in found):
+            return False
+        for _ in range(2 if found else 0):
+            self.discard_all()  # the second time: other journals beside that of the claim, which has been removed
+        return True
 
     def suspect(self) -> None:
         """Let `close` look whether another process has ended the conversion meanwhile."""

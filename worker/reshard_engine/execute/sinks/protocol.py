@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Protocol
 
-from reshard_engine.execute.journal import UnitRecord
+from reshard.models import Leftover
+from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.plan.write_items import WriteItem
 from reshard_engine.storage.locations import Location
-from reshard_engine.storage.protocol import ObjectInfo
+from reshard_engine.storage.protocol import ObjectInfo, PartInfo, Store
+from reshard_engine.storage.texts import TextStore
 from reshard_engine.tensors.layout import Pointer
+
+Made = Iterator[tuple[WriteItem, memoryview]]
+"""The items of one unit in order, each with its bytes. The bytes stay valid until the next step begins."""
+CopyRead = Callable[[Chunk, int], str | None]
+"""Has the store copy a chunk with this CRC-32; returns the store's receipt, or None."""
 
 
 class Earlier(Protocol):
@@ -50,7 +59,62 @@ class Shared(Protocol):
 
 
 class Sink(Protocol):
-    """One target that is being written. Its methods are called in this order; chunks are written after `begin`."""
+    """One target that is being written, on whatever kind of storage: nothing else asks for the kind.
+
+    From `examine` to `close`, the methods are called in this order; chunks are written after `begin`.
+    """
+
+    repairs: bool
+    """True if the target was this plan's when the conversion began: `--overwrite` may then clear it."""
+
+    # -- the kind of storage ----------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> bool:
+        """True if chunks are written item by item; False if each is written as a whole."""
+        ...
+
+    @property
+    def calls_wait(self) -> bool:
+        """True if calls wait for a network, so that many at once are faster than one."""
+        ...
+
+    @property
+    def look_s(self) -> float:
+        """The pause of a worker that waits for others, in seconds: in proportion to what a look costs."""
+        ...
+
+    @property
+    def min_part_bytes(self) -> int | None:
+        """The least size of a part of a large file; None without such a limit."""
+        ...
+
+    @property
+    def sync(self) -> Callable[[], None] | None:
+        """Makes what this process wrote durable; None if everything that was acknowledged is."""
+        ...
+
+    def copies_from(self, source: Store) -> bool:
+        """True if the target's storage can fill chunks from objects of this store itself."""
+        ...
+
+    def places_of(self, paths: Iterable[str]) -> set[str]:
+        """The directories in which objects of the same kind of storage lie, as canonical URLs."""
+        ...
+
+    # -- before the conversion --------------------------------------------------------------------------
+
+    def meeting_place(self, plan: Plan) -> TextStore:
+        """The place beside the target where workers meet that share the conversion of a plan."""
+        ...
+
+    def make_parent(self) -> None:
+        """Make the directory in which the target will lie."""
+        ...
+
+    def look(self, plan: Plan) -> None:
+        """Note whether this plan has written the target already (see `repairs`)."""
+        ...
 
     def examine(self, plan: Plan, *, overwrite: bool) -> None:
         """Refuse what `begin` will refuse, before anything is read or written.
@@ -88,6 +152,25 @@ class Sink(Protocol):
         """
         ...
 
+    @property
+    def uploads(self) -> Mapping[int, str]:
+        """The ids of the uploads that are known, by file number. A file system has none."""
+        ...
+
+    def write_made(self, made: Made, copy_read: CopyRead | None, pool: Executor | None) -> list[ChunkRecord]:
+        """Write the items of a unit. Any thread may call this.
+
+        Args:
+            made: The items with their bytes.
+            copy_read: Has the store copy a chunk that was read; a receipt, or None if the chunk must be sent.
+            pool: Sends several chunks at once.
+        """
+        ...
+
+    def copy(self, chunk: Chunk, source: ObjectInfo, offset: int) -> PartInfo | None:
+        """Fill a chunk from an object of the same store; None if the store refuses to copy."""
+        ...
+
     def record(self, record: UnitRecord) -> None:
         """Write the record of a finished unit to the journal. Any thread may call this."""
         ...
@@ -103,6 +186,10 @@ class Sink(Protocol):
     @property
     def written(self) -> Location:
         """The location of the files before the commit."""
+        ...
+
+    def written_files(self) -> Mapping[str, ObjectInfo]:
+        """The files of `written`, by path, as they are now: other hosts may have written them."""
         ...
 
     def publish(self, records: Mapping[int, UnitRecord]) -> Sequence[ObjectInfo]:
@@ -121,6 +208,42 @@ class Sink(Protocol):
         """Release the target. The journal of a target that is not committed stays."""
         ...
 
+    # -- leftovers --------------------------------------------------------------------------------------
+
+    def finish_after_crash(self, plan: Plan, pointer: Pointer | None) -> None:
+        """Do what follows the commit of a target that is committed."""
+        ...
+
+    def suspect(self) -> None:
+        """Let `close` look whether another process has ended the conversion meanwhile."""
+        ...
+
+    def discard_all(self) -> None:
+        """Remove all leftovers of unfinished conversions into the target that no process runs any more."""
+        ...
+
+    def discard(self, digests: Collection[str], *, idle_s: float = 0.0, keep_unfinished: bool = False) -> None:
+        """Remove what conversions with these plans left.
+
+        Args:
+            digests: The digests of the plans.
+            idle_s: Seconds without a write after which a conversion counts as ended, where no lock tells it.
+            keep_unfinished: True to keep a conversion with one of these plans that has the claim and is unfinished.
+        """
+        ...
+
+    def leftovers(self, *, idle_s: float) -> list[Leftover]:
+        """What conversions into the target left; `idle_s` is as in `discard`."""
+        ...
+
+    def targets_below(self) -> list[str]:
+        """The paths of other targets in the directory, of which conversions left files."""
+        ...
+
+    def clean(self, found: Sequence[Leftover]) -> bool:
+        """Remove the leftovers that are not in use; False, and nothing is removed, if none may be."""
+        ...
+
 
 class ChunkFile(Protocol):
     """One chunk that one thread is writing."""
@@ -131,21 +254,4 @@ class ChunkFile(Protocol):
 
     def close(self) -> None:
         """Close the file, also if the chunk is incomplete."""
-        ...
-
-
-class WholeSink(Sink, Protocol):
-    """A sink that takes each chunk as a whole: as one part of an upload, or as one object."""
-
-    def write(self, chunk: Chunk, data: memoryview, crc32: int) -> str:
-        """Write one chunk; returns the store's receipt (its ETag), or an empty text. Any thread may call this."""
-        ...
-
-
-@runtime_checkable
-class StreamSink(Sink, Protocol):
-    """A sink that takes a chunk item by item."""
-
-    def open_chunk(self, chunk: Chunk) -> ChunkFile:
-        """Begin to write a chunk. Any thread may call this."""
         ...
