@@ -17,8 +17,7 @@ from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest
 from reshard.shared_work import SharedWork
-from reshard_engine.distributed.check_waves import CheckItem
-from reshard_engine.distributed.check_work import Checks
+from reshard_engine.distributed.checks import CheckItem, Checks
 from reshard_engine.operations.shared_checks import AgreementChecks, FullChecks
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.protocol import ObjectInfo

@@ -13,24 +13,22 @@ from typing import Any, TypeVar
 
 from distributed.scheduler import Scheduler
 from reshard.errors import ReshardError, SourceError, StorageError
-from reshard_engine.distributed.check_waves import (
+from reshard_engine.distributed.checks import (
     AGREEMENTS,
     FILES,
     GATHERING,
     SOURCE,
     CheckItem,
+    Checks,
     CheckWaves,
+    CheckWork,
     check_records,
     cut_checks,
 )
-from reshard_engine.distributed.check_work import Checks, CheckWork
-from reshard_engine.distributed.crc_parts import CrcParts
-from reshard_engine.distributed.epoch import AGREEING, SEALED, Epoch, newest_epoch
-from reshard_engine.distributed.epoch_member import EpochLostError
-from reshard_engine.distributed.former_work import FormerWork
 from reshard_engine.distributed.members import Counters, Members, Timing
-from reshard_engine.distributed.runs import Run, Waves
-from reshard_engine.distributed.segments import from_segment, upload_id_in
+from reshard_engine.distributed.runs import CrcParts, Run, Waves
+from reshard_engine.distributed.segments import FormerWork, from_segment, upload_id_in
+from reshard_engine.distributed.session import AGREEING, SEALED, Session, SessionLostError, newest_session
 from reshard_engine.distributed.worker import DistributedWorker
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.plan.model import Chunk, RecordPart, Unit
@@ -139,9 +137,9 @@ class World:
         self.disagrees = any(self.checks[AGREEING].runs) and self.random.random() < 0.15
         """True if tensors of the source that must agree do not."""
         self.made: dict[tuple[int, int, int], list[str]] = {}
-        """The workers that made each check: by epoch, wave and number."""
+        """The workers that made each check: by session, wave and number."""
         self.judged: dict[int, set[tuple[int, int]]] = {}
-        """The checks of which the worker that commits has results, by epoch."""
+        """The checks of which the worker that commits has results, by session."""
 
     def _plan(self) -> tuple[Waves, dict[int, int]]:
         """A few files of a few units; the last unit of some files is left for the last wave."""
@@ -221,16 +219,16 @@ class World:
             return
         self._checked = now
         names = list(self.texts)
-        newest = newest_epoch(names)
+        newest = newest_session(names)
         if not newest:
             return
-        epoch = Epoch(_Quiet(self), newest)
-        view = epoch.view(names)
+        session = Session(_Quiet(self), newest)
+        view = session.view(names)
         for waves in (self.waves, *self.checks.values()):
             for wave, planned in enumerate(waves.runs):
                 if not planned:
                     continue
-                runs = sorted(epoch.runs(planned, view), key=lambda r: r.first)
+                runs = sorted(session.runs(planned, view), key=lambda r: r.first)
                 places = [p for r in runs for p in range(r.first, r.end)]
                 assert places == list(range(planned[0].first, planned[-1].end)), "runs overlap or leave units out"
                 starts = {r.first for r in planned}
@@ -239,7 +237,7 @@ class World:
             for name in view.uploads.values():
                 upload = self.uploads.get(upload_id_in(self.texts[name][0]) or "")
                 assert upload is not None, "an upload is named that does not exist"
-                assert upload.state != "aborted", "an upload of the newest epoch was aborted"
+                assert upload.state != "aborted", "an upload of the newest session was aborted"
 
 
 class _Quiet:
@@ -302,7 +300,7 @@ class Process:
             timing=TIMING,
             position=(number, count),
         )
-        self.worker.reading_threads = 1  # a step of the scheduler is one call of one thread
+        self.worker.runs.reading_threads = 1  # a step of the scheduler is one call of one thread
         self._uploads: dict[int, str] = {}
         self._created: list[str] = []
         self._records: dict[int, UnitRecord] = {}
@@ -313,7 +311,7 @@ class Process:
         while not self.result:
             self._world.scheduler.sleep(self._world.random.uniform(0.1, 1.0))
             if not self.result:
-                self.worker.tick()
+                self.worker.runs.tick()
 
     def run(self) -> None:
         """The main thread."""
@@ -322,24 +320,24 @@ class Process:
             try:
                 self._attempt(after)
                 self.result = "done"
-            except EpochLostError:
+            except SessionLostError:
                 after = 0
             except SourceError as error:
                 self.result = error.code
             except ReshardError as error:
                 tries += 1
                 again = error.retryable and tries < 8
-                if self._world.target is None and not again and (self.worker.saw_others or tries >= 8):
+                if self._world.target is None and not again and (self.worker.member.saw_others or tries >= 8):
                     self.result = error.code
-                after = 0 if again or self.worker.saw_others else self.worker.epoch.number
-            self.worker.leave()
+                after = 0 if again or self.worker.member.saw_others else self.worker.member.session.number
+            self.worker.member.leave()
             self._close()
             if self._world.target is not None:
                 # As `Conversion.finished_by_others` does: the committer may have died before it had finished.
                 if not self.worker.is_finished_by_another and self._again(lambda: self._world.claimed):
                     self._finish()
                 self.result = "done"
-        self._world.counters.append(self.worker.counters)
+        self._world.counters.append(self.worker.runs.counters)
 
     def _again(self, act: Callable[[], _T]) -> _T:
         """Perform an operation that the real store repeats until it succeeds."""
@@ -359,7 +357,7 @@ class Process:
     def _close(self) -> None:
         """As `ObjectSink.close`: remove the uploads that this worker created after the conversion had ended."""
         claimed = bool(self._created) and self._again(lambda: self._world.claimed)
-        if not self._created or (claimed and not self.worker.is_over):
+        if not self._created or (claimed and not self.worker.member.is_over):
             return
         for upload_id in self._created:
             self._again(lambda u=self._world.uploads[upload_id]: setattr(u, "state", _aborted(u.state)))
@@ -374,14 +372,14 @@ class Process:
         world, worker = self._world, self.worker
         if world.target is not None:
             return
-        if worker.enter(after=after):
+        if worker.member.enter(after=after):
             if world.target is not None:
                 return
             self._make_ready()
         else:
-            if worker.opened(AGREEING) is not None and not worker.is_ready:
+            if worker.member.opened(AGREEING) is not None and not worker.member.is_ready:
                 self._check(AGREEING, opens=False)
-            worker.wait_until_ready()
+            worker.member.wait_until_ready()
         self._uploads = dict(worker.ready_facts().uploads)
         self._records = {r.unit: r for r in worker.resumed()}
         for unit in worker.units(world.waves, self._records, self._absorb):
@@ -398,17 +396,17 @@ class Process:
             if unit.index not in self._records:
                 self._write(unit)
         found = self._check(SEALED, opens=True)
-        world.judged[worker.epoch.number] = {(wave, index) for wave, of in found.items() for index in of}
+        world.judged[worker.member.session.number] = {(wave, index) for wave, of in found.items() for index in of}
         self._commit()
 
     def _wait_for_commit(self) -> None:
         turns, helped, worker = 0, False, self.worker
         while not worker.elect():
-            worker.check()
-            if not helped and worker.opened(SEALED) is not None:
+            worker.member.check()
+            if not helped and worker.member.opened(SEALED) is not None:
                 helped = True
                 self._check(SEALED, opens=False)
-            worker.wait(turns := turns + 1)
+            worker.member.wait(turns := turns + 1)
 
     def _check(self, name: str, *, opens: bool) -> Mapping[int, Mapping[int, Any]]:
         """As `AgreementChecks.spread` and `SharedVerification`, or as a worker that helps these."""
@@ -418,7 +416,7 @@ class Process:
         checks = _SimulatedChecks(self, waves)
         work = CheckWork(self.worker, checks)
         if opens:
-            self.worker.open_checks(name, b"{}")
+            self.worker.member.open_checks(name, b"{}")
         groups = [((AGREEMENTS,), 1)] if name == AGREEING else [((SOURCE, FILES), 1), ((GATHERING,), 1)]
         work.take_part(groups)
         return work.results() if opens else {}
@@ -426,7 +424,7 @@ class Process:
     def make(self, item: CheckItem) -> Mapping[str, str]:
         """Make a check, which takes time."""
         self._world.scheduler.sleep(self._world.random.uniform(0.1, 2))
-        made = (self.worker.epoch.number, item.wave, item.index)
+        made = (self.worker.member.session.number, item.wave, item.index)
         self._world.call(self.name, lambda: self._world.made.setdefault(made, []).append(self.name))
         return {"by": self.name}
 
@@ -434,7 +432,7 @@ class Process:
         world = self._world
         if self._check(AGREEING, opens=True) and world.disagrees:
             error = SourceError("checkpoint.disagreement", "tensors differ")
-            self.worker.fail(error)
+            self.worker.member.fail(error)
             raise error
         world.call(self.name, self._claim)
         former = FormerWork(self._store, threads=1)
@@ -453,8 +451,8 @@ class Process:
 
     def _sweep(self, keep: set[str]) -> dict[int, dict[str, str]]:
         """Abort unknown uploads, and list the parts of the others: by unit, the ETag in each upload."""
-        newest = newest_epoch(self._world.texts)
-        if newest != self.worker.epoch.number:
+        newest = newest_session(self._world.texts)
+        if newest != self.worker.member.session.number:
             return {}  # as in the real sink, a coordinator that was paused looks again before it removes anything
         held: dict[int, dict[str, str]] = {}
         for name, upload in self._world.uploads.items():
@@ -510,7 +508,7 @@ class Process:
         names = self.worker.uploads() | dict(self.worker.ready_facts().uploads)
 
         def complete() -> None:
-            if newest_epoch(world.texts) != self.worker.epoch.number:
+            if newest_session(world.texts) != self.worker.member.session.number:
                 raise StorageError("storage.conflict", "the claim is gone")
             self._prove_checked()
             found: dict[int, dict[int, str]] = {}
@@ -529,12 +527,12 @@ class Process:
         self._finish()
 
     def _prove_checked(self) -> None:
-        """Each check of this epoch was made before the commit, and the committer knows its result."""
-        epoch = self.worker.epoch.number
+        """Each check of this session was made before the commit, and the committer knows its result."""
+        session = self.worker.member.session.number
         for name in (AGREEING, SEALED):
             for wave, index in ((i.wave, i.index) for items in self._world.checks[name].units for i in items):
-                assert self._world.made.get((epoch, wave, index)), f"committed before check {wave}.{index} was made"
-                known = self._world.judged.get(epoch, set())
+                assert self._world.made.get((session, wave, index)), f"committed before check {wave}.{index} was made"
+                known = self._world.judged.get(session, set())
                 assert name == AGREEING or (wave, index) in known, f"the result of check {wave}.{index} is unknown"
 
 

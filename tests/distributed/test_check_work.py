@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distributed.test_epochs import a_worker, begin
-from reshard_engine.distributed.check_waves import (
+from distributed.test_sessions import a_worker, begin
+from reshard_engine.distributed.checks import (
     FILES,
     GATHERING,
     SOURCE,
     CheckItem,
     CheckRecord,
+    Checks,
     CheckWaves,
+    CheckWork,
     check_records,
     cut_checks,
 )
-from reshard_engine.distributed.check_work import Checks, CheckWork
 from reshard_engine.distributed.runs import in_order
 from reshard_engine.distributed.segments import to_segment
 from reshard_engine.integrity.digests import BLOCK_BYTES
@@ -67,7 +68,7 @@ def results_beside(text: bytes) -> tuple[Numbers, Mapping[int, Mapping[int, Any]
     store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     worker = begin(store, "abc-1-000000000001")
     segment(store, 0, text)
-    worker.look()
+    worker.member.look()
     checks = Numbers(WAVES)
     work = CheckWork(worker, checks)
     work.take_part([((SOURCE, FILES), 2)])
@@ -127,18 +128,18 @@ def test_results_of_dead_workers_hold_for_the_worker_that_takes_over() -> None:
     store = ObjectTexts(MemoryStore(), "bucket/journal/workers")
     begin(store, "abc-1-000000000001")
     dead = a_worker(store, "abc-2-000000000002")
-    assert not dead.enter()
+    assert not dead.member.enter()
     line = CheckRecord(SOURCE, 0, "these bytes", {"number": 30}).to_line()
     store.put(f"000001/claim-{SOURCE}.0-0001", b'{"worker": "abc-2-000000000002", "splits": []}')
     store.put(f"000001/segment-{SOURCE}.0-0001-1", line + b"\n")
     heir = a_worker(store, "abc-3-000000000003", ended="abc-2-000000000002")
-    assert not heir.enter()
+    assert not heir.member.enter()
     checks = Numbers(WAVES)
     work = CheckWork(heir, checks)
     work.take_part([((SOURCE, FILES), 1)])
     assert {wave: of for wave, of in work.results().items() if of} == EXPECTED
     assert (SOURCE, 0) not in checks.made
-    assert heir.counters.takeovers == 1
+    assert heir.runs.counters.takeovers == 1
 
 
 def test_a_worker_gathers_the_units_of_others_first() -> None:

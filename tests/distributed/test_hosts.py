@@ -19,7 +19,7 @@ from checkpoints import write_zero_checkpoint
 from distributed.test_workers import contents, numbered, plain, result, strays
 from house.measured import say
 from reshard.local import load_engine
-from reshard_engine.distributed.former_work import FormerWork
+from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.storage.texts import FileTexts
 
 HERE = Path(__file__).parent
@@ -112,8 +112,8 @@ def test_hosts_that_share_a_directory_and_nothing_else(skewed: bool, source: Pat
     say(f"3 hosts, one killed, clocks {skews}: {'namespaces and boot ids of their own' if isolated else 'one kernel'}")
 
 
-def test_another_host_begins_a_second_epoch_with_what_the_first_host_synced(source: Path, tmp_path: Path) -> None:
-    """Under another boot id, only synced data count: those of segments. The first epoch is collected."""
+def test_another_host_begins_a_second_session_with_what_the_first_host_synced(source: Path, tmp_path: Path) -> None:
+    """Under another boot id, only synced data count: those of segments. The first session is collected."""
     expected = plain(source, tmp_path / "alone", FLAGS)
     target, isolated = tmp_path / "together", namespaces_work()
     lost = on_host("host0", convert(source, target, *numbered(0, 2)), tmp_path, isolated=isolated)

@@ -13,14 +13,14 @@ from checkpoints import write_zero_checkpoint
 from house.measured import say
 from reshard._wire import convert_request
 from reshard.models import SourceSpec
-from reshard_engine.distributed.crc_parts import copied_records
-from reshard_engine.distributed.held_run import HeldRun
+from reshard_engine.distributed.claimed_runs import HeldRun
 from reshard_engine.distributed.runs import (
     GROUPS,
     SHRINKING_RUNS,
     SUMMED_AGAIN,
     Run,
     Waves,
+    copied_records,
     cut_into_runs,
     runs_of,
 )

@@ -21,8 +21,8 @@ from reshard._wire import convert_request
 from reshard.errors import SourceError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec
-from reshard_engine.distributed.check_waves import AGREEMENTS, FILES, GATHERING, SOURCE, CheckItem
-from reshard_engine.distributed.worker import DistributedWorker
+from reshard_engine.distributed.checks import AGREEMENTS, FILES, GATHERING, SOURCE, CheckItem
+from reshard_engine.distributed.session import SessionMember
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.shared_checks import FullChecks
 from servers.s3 import S3Server
@@ -162,14 +162,14 @@ def test_a_damaged_target_byte_is_told_by_all_workers(source: Path, tmp_path: Pa
     target = tmp_path / "together"
 
     def disturb(_: int) -> None:
-        real = DistributedWorker.open_checks
+        real = SessionMember.open_checks
 
-        def open_checks(self: DistributedWorker, name: str, text: bytes) -> None:
+        def open_checks(self: SessionMember, name: str, text: bytes) -> None:
             (staging,) = tmp_path.glob(f".{target.name}.reshard-" + "?" * 16)
             flip(staging / "zero" / "embed.weight" / "exp_avg.pt")
             real(self, name, text)
 
-        DistributedWorker.open_checks = open_checks  # type: ignore[method-assign]
+        SessionMember.open_checks = open_checks  # type: ignore[method-assign]
 
     ended = convert_together(request_for(source, target, "universal", {}), tmp_path / "said", WORKERS, disturb=disturb)
     failed_alike(ended, "integrity.mismatch", target)
@@ -226,9 +226,9 @@ def test_checks_of_a_killed_worker_are_taken_over(victim: str, source: Path, tmp
 
     def disturb(number: int) -> None:
         opened: list[str] = []
-        real, check = DistributedWorker.open_checks, FullChecks.perform
+        real, check = SessionMember.open_checks, FullChecks.perform
 
-        def open_checks(self: DistributedWorker, name: str, text: bytes) -> None:
+        def open_checks(self: SessionMember, name: str, text: bytes) -> None:
             opened.append(name)
             real(self, name, text)
 
@@ -243,7 +243,7 @@ def test_checks_of_a_killed_worker_are_taken_over(victim: str, source: Path, tmp
             return check(self, item)
 
         perform.count = 0  # type: ignore[attr-defined]
-        DistributedWorker.open_checks, FullChecks.perform = open_checks, perform  # type: ignore[method-assign]
+        SessionMember.open_checks, FullChecks.perform = open_checks, perform  # type: ignore[method-assign]
         assert number < WORKERS
 
     ended = convert_together(

@@ -53,7 +53,7 @@ def run(seeds: range) -> Counter[str]:
             counts["runs"] += one.runs
             counts["takeovers"] += one.takeovers
             counts["splits"] += one.splits
-            counts["epochs lost"] += one.epochs_lost
+            counts["sessions lost"] += one.epochs_lost
     return counts
 
 
@@ -63,7 +63,7 @@ def test_conversions_end_whole_whatever_happens_to_their_workers(chunk: int) -> 
     counts = run(range(chunk * size, (chunk + 1) * size))
     say(f"simulated conversions of 4 workers, seeds {chunk * size} to {(chunk + 1) * size - 1}: {dict(counts)}")
     assert counts["committed"] > 0.9 * size
-    assert min(counts[what] for what in ("takeovers", "splits", "epochs lost", "killed")) > 0, "too little happened"
+    assert min(counts[what] for what in ("takeovers", "splits", "sessions lost", "killed")) > 0, "too little happened"
 
 
 @pytest.mark.full

@@ -37,7 +37,7 @@ _RUNS = 2
 _UNIT_S = 0.005
 """Each part takes so long, so that others have time to wait for a split."""
 _KINDS = {
-    "begin the epoch": r"/epoch-\d+$",
+    "begin the session": r"/epoch-\d+$",
     "make ready": r"/ready$|segment-resumed",
     "elect": "/claim-commit-",
     "claim": "/claim-[0-9]",

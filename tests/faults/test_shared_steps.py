@@ -24,7 +24,7 @@ SHORT = {f: f.removesuffix(" past the lease").removeprefix("effect done, then ")
 SHORT[Fault.ERROR_AFTER] = "error after"
 SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)
 STEPS = {
-    "begin the epoch",
+    "begin the session",
     "make ready",
     "claim",
     "record",
@@ -41,8 +41,8 @@ STEPS = {
 
 
 def by_kind(operations: list[Operation]) -> dict[str, list[int]]:
-    """The numbers of the operations of each kind of step, from the first epoch on."""
-    begun = next(o.number for o in operations if shared_trials.kind_of(o) == "begin the epoch")
+    """The numbers of the operations of each kind of step, from the first session on."""
+    begun = next(o.number for o in operations if shared_trials.kind_of(o) == "begin the session")
     found: dict[str, list[int]] = {}
     for operation in operations:
         kind = shared_trials.kind_of(operation)

@@ -120,7 +120,7 @@ def test_a_real_run_logs_json_with_its_jobs_and_no_secrets(logged: Logged) -> No
     assert {line["attempt"] for line in work} == {1}
     runs = [line for line in work if "run" in line]
     assert runs
-    assert {line["logger"] for line in runs} == {"reshard_engine.distributed.run_member"}
+    assert {line["logger"] for line in runs} == {"reshard_engine.distributed.claimed_runs"}
     supervising = {line["pid"] for line in work if line["logger"] == "reshard_worker.supervisor"}
     assert not supervising & {line["pid"] for line in runs}
     # A line says both ids of a job that its caller has named.

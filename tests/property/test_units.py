@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from reshard_engine.distributed.crc_parts import CrcParts
+from reshard_engine.distributed.runs import CrcParts
 from reshard_engine.plan.model import Chunk, Unit
 from reshard_engine.plan.planner import chunks_of
 from reshard_engine.tensors.layout import FileTemplate, TargetFile

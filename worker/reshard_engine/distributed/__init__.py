@@ -1,1 +1,1 @@
-"""One conversion on many workers: runs of units, claims, journal segments, epochs and the election of a committer."""
+"""One conversion on many workers: runs of units, claims, journal segments, sessions and the election of a committer."""

@@ -1,4 +1,4 @@
-"""The workers of a conversion: their names, their heartbeats, and which of them are alive.
+"""The workers of a conversion: their names, their clocks, their heartbeats, and which of them are alive.
 
 Each worker writes a text of its own every few seconds. It counts as dead when its text has not changed for a lease by
 the observer's clock, when it removed the text (it left), or when it is a process of this host that has ended.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -166,3 +168,28 @@ class Members:
         """The last heartbeats of the other workers, dead or alive, by worker."""
         found = {w: Beat.from_text(self._store.read(f"{BEATS}{w}")) for w in sorted(self.present) if w != but}
         return {w: beat for w, beat in found.items() if beat is not None}
+
+
+@contextmanager
+def repeated(call: Callable[[], bool], *, every_s: float, name: str) -> Generator[None]:
+    """Make a call now, and again after each pause, until the block ends.
+
+    Args:
+        call: The call. It raises nothing, and returns False if it need not be made again.
+        every_s: The pause in seconds.
+        name: The name of the thread.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        again = call()
+        while again and not ended.wait(every_s):
+            again = call()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,4 +1,4 @@
-"""One worker of a distributed conversion: it makes an epoch ready, executes units, and stands for election.
+"""One worker of a distributed conversion: it makes a session ready, executes units, and stands for election.
 
 The worker knows nothing of the bytes. The executor takes units from `units` and gives each record to `put_record`.
 """
@@ -8,28 +8,72 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
 
-from reshard_engine.distributed.epoch import COMMIT, RESUMED, RunClaim, claim_name, dead_names
-from reshard_engine.distributed.epoch_member import EpochLostError
-from reshard_engine.distributed.held_run import HeldRun
-from reshard_engine.distributed.ready import ReadyFacts
-from reshard_engine.distributed.run_member import RunMember, Wanted
+from reshard_engine.distributed.claimed_runs import HeldRun, RunTaker, Wanted
+from reshard_engine.distributed.members import Clock, Members, Timing
 from reshard_engine.distributed.runs import Run, Waves
-from reshard_engine.distributed.segments import from_segment, to_segment, upload_id_in, upload_text
+from reshard_engine.distributed.segments import ReadyFacts, from_segment, to_segment, upload_id_in, upload_text
+from reshard_engine.distributed.session import (
+    COMMIT,
+    RESUMED,
+    RunClaim,
+    SessionLostError,
+    SessionMember,
+    claim_name,
+    dead_names,
+)
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Unit
+from reshard_engine.storage.texts import TextStore
 
 
-class DistributedWorker(RunMember):
-    """The protocol of one worker, as far as units, uploads and the commit are concerned."""
+class DistributedWorker:
+    """The protocol of one worker, as far as units, uploads and the commit are concerned.
 
-    def _begin(self) -> None:
-        """Forget the runs of the last epoch."""
-        super()._begin()
+    Attributes:
+        member: The worker as a member of a session.
+        runs: What it claims there.
+    """
+
+    def __init__(
+        self,
+        store: TextStore,
+        clock: Clock,
+        members: Members,
+        name: str,
+        *,
+        timing: Timing,
+        position: tuple[int, int] = (0, 1),
+        sync: Callable[[], None] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare a worker; nothing is read or written yet.
+
+        Args:
+            store: Where the workers of this plan meet.
+            clock: The worker's clock.
+            members: The heartbeats that this worker watches.
+            name: The worker's own name (see `new_worker`).
+            timing: The periods of the protocol.
+            position: Its number and the number of workers, so that workers begin at different runs.
+            sync: Makes the data of finished units durable. It is called before their records are written.
+            check: Raises if the caller wants the worker to stop.
+        """
+        self._forget()
+        self.member = SessionMember(store, clock, members, name, timing=timing, check=check)
+        self.runs = RunTaker(self.member, position=position, sync=sync, on_forget=self._forget)
+
+    @property
+    def is_over(self) -> bool:
+        """True if no session is left: the conversion is finished or was removed."""
+        return self.member.is_over
+
+    def _forget(self) -> None:
+        """Forget the runs of the last session."""
         self._of_unit: dict[int, HeldRun[Unit]] = {}
         self._known_segments: set[str] = set()
         """Segments that this worker has read. They never change."""
 
-    # -- the epoch ------------------------------------------------------------------------------------
+    # -- the session ------------------------------------------------------------------------------------
 
     def make_ready(
         self, records: Mapping[int, UnitRecord], uploads: Mapping[int, str], warnings: Sequence[str]
@@ -41,22 +85,22 @@ class DistributedWorker(RunMember):
             uploads: The ids of their uploads that still hold, by file number.
             warnings: Disagreements between the replicas of the source.
         """
-        resumed, ready = self.epoch.name(f"segment-{RESUMED}-0001-1-end"), self.epoch.name("ready")
-        self._written += [resumed, ready]
+        resumed, ready = self.member.session.name(f"segment-{RESUMED}-0001-1-end"), self.member.session.name("ready")
+        self.member.written += [resumed, ready]
         if records:
-            self._store.put(resumed, to_segment(records.values()))
-        self._store.put(ready, ReadyFacts(uploads, tuple(warnings)).to_text())
-        self._ready = True
-        self._store.delete(dead_names(self._names, self.epoch.number))
-        self.look()
+            self.member.store.put(resumed, to_segment(records.values()))
+        self.member.store.put(ready, ReadyFacts(uploads, tuple(warnings)).to_text())
+        self.member.made_ready = True
+        self.member.store.delete(dead_names(self.member.names, self.member.session.number))
+        self.member.look()
 
     def ready_facts(self) -> ReadyFacts:
         """The facts that the coordinator found out."""
-        return ReadyFacts.from_text(self._store.read(self.epoch.name("ready")))
+        return ReadyFacts.from_text(self.member.store.read(self.member.session.name("ready")))
 
     def resumed(self) -> list[UnitRecord]:
         """The records that the coordinator took from earlier attempts."""
-        return self._read([name for _, name in self._view.segments.get(RESUMED, [])])
+        return self._read([name for _, name in self.member.view.segments.get(RESUMED, [])])
 
     # -- units ----------------------------------------------------------------------------------------
 
@@ -76,23 +120,23 @@ class DistributedWorker(RunMember):
             failed: True if a unit of this worker failed, after which no more are made.
 
         Raises:
-            EpochLostError: The epoch is not the newest one.
+            SessionLostError: The session is not the newest one.
             ReshardError: The conversion cannot succeed, or the store failed.
         """
         planned = [run for runs in waves.runs for run in runs]
         wanted = Wanted(waves, planned, lambda names: absorb(self._read(names)), failed)
-        while (held := self._next_run(wanted)) is not None:
+        while (held := self.runs.next_run(wanted)) is not None:
             needed = waves.needed_by(held.run)
             if needed:
                 # The slots of the last wave hold CRCs of bytes that any worker may have written.
                 absorb(self._records_at(needed, waves))
                 # Those that the records of their runs do not cover are executed again.
                 yield from (u for u in (waves.units[0][place] for place in needed) if u.index not in done)
-            self._current = held
+            self.runs.current = held
             while (unit := held.next_unit(done)) is not None:
                 self._of_unit[unit.index] = held
                 yield unit
-            self._end_run(held)
+            self.runs.end_run(held)
 
     def run_of(self, unit: Unit) -> Run | None:
         """The run in which this worker began a unit; None if it belongs to no run of this worker."""
@@ -101,51 +145,51 @@ class DistributedWorker(RunMember):
 
     @property
     def own_units(self) -> Container[int]:
-        """The units that this worker has executed in this epoch."""
+        """The units that this worker has executed in this session."""
         return self._of_unit
 
     def put_record(self, record: UnitRecord) -> None:
         """Take the record of a finished unit. It is written with others, soon after the end of its run at the latest.
 
         Raises:
-            EpochLostError: The epoch is not the newest one.
+            SessionLostError: The session is not the newest one.
         """
-        if isinstance(self._ended, EpochLostError):
-            raise self._ended
+        if isinstance(self.member.ended, SessionLostError):
+            raise self.member.ended
         held = self._of_unit.get(record.unit)
         if held is None:
             self._put_committed(record)
             return
         length_bytes = sum(c.chunk.length_bytes for c in record.chunks)
-        self._done_bytes += length_bytes
-        self._done_units += 1
-        if held.add(record.unit, record, length_bytes=length_bytes) and self._sync is None:
-            self.flush_soon()
+        self.runs.done_bytes += length_bytes
+        self.runs.done_units += 1
+        if held.add(record.unit, record, length_bytes=length_bytes) and self.runs.sync is None:
+            self.runs.flush_soon()
 
     def _put_committed(self, record: UnitRecord) -> None:
         """Write the record of a unit that belongs to no run: the elected worker writes the commit files."""
-        if self._sync is not None:
-            self._sync()
-        fence = self._view.fences.get(COMMIT, 0)
-        name = self.epoch.name(f"segment-{COMMIT}-{fence:04}-{record.unit}")
-        self._written.append(name)
-        self._store.put(name, to_segment([record]))
+        if self.runs.sync is not None:
+            self.runs.sync()
+        fence = self.member.view.fences.get(COMMIT, 0)
+        name = self.member.session.name(f"segment-{COMMIT}-{fence:04}-{record.unit}")
+        self.member.written.append(name)
+        self.member.store.put(name, to_segment([record]))
 
     def others_records(self) -> list[UnitRecord]:
-        """Records of other workers of this epoch and of earlier attempts that the executor does not have yet."""
-        return self._read(self.look().segments_of_units())
+        """Records of other workers of this session and of earlier attempts that the executor does not have yet."""
+        return self._read(self.member.look().segments_of_units())
 
     def _records_at(self, places: Sequence[int], waves: Waves) -> list[UnitRecord]:
         """The records of the runs of the first wave that hold these places, as far as the executor lacks them."""
-        view = self.look()
-        runs = sorted(self.epoch.runs(waves.runs[0], view), key=lambda r: r.first)
+        view = self.member.look()
+        runs = sorted(self.member.session.runs(waves.runs[0], view), key=lambda r: r.first)
         starts = [run.first for run in runs]
         holding = {runs[bisect_right(starts, place) - 1].name for place in places}
         return self._read([name for run in sorted(holding) for _, name in view.segments.get(run, [])])
 
     def _read(self, names: Sequence[str]) -> list[UnitRecord]:
-        new = [name for name in names if name not in self._own and name not in self._known_segments]
-        texts = self.texts_of(new)
+        new = [name for name in names if name not in self.runs.own and name not in self._known_segments]
+        texts = self.runs.texts_of(new)
         self._known_segments.update(new)
         return [record for text in texts for record in from_segment(text)]
 
@@ -153,18 +197,18 @@ class DistributedWorker(RunMember):
 
     def offer_upload(self, file: int, upload_id: str) -> str:
         """Name an upload as that of a file; returns the id of the upload that all workers use."""
-        name = self.epoch.name(f"upload-{file}")
-        self._written.append(name)
-        created = self._store.create(name, upload_text(upload_id))
+        name = self.member.session.name(f"upload-{file}")
+        self.member.written.append(name)
+        created = self.member.store.create(name, upload_text(upload_id))
         return upload_id if created else self.upload(file) or upload_id
 
     def upload(self, file: int) -> str | None:
-        """The id of the upload of a file, if a worker of this epoch has begun it."""
-        return upload_id_in(self._store.read(self.epoch.name(f"upload-{file}")))
+        """The id of the upload of a file, if a worker of this session has begun it."""
+        return upload_id_in(self.member.store.read(self.member.session.name(f"upload-{file}")))
 
     def uploads(self) -> dict[int, str]:
-        """The uploads that the workers of this epoch began."""
-        texts = {file: self._store.read(name) for file, name in self.look().uploads.items()}
+        """The uploads that the workers of this session began."""
+        texts = {file: self.member.store.read(name) for file, name in self.member.look().uploads.items()}
         return {file: upload_id for file, text in texts.items() if (upload_id := upload_id_in(text)) is not None}
 
     # -- the commit -----------------------------------------------------------------------------------
@@ -172,35 +216,35 @@ class DistributedWorker(RunMember):
     @property
     def is_finished_by_another(self) -> bool:
         """True if another worker commits or has committed, and is alive: it removes what means nothing any more."""
-        claim = self.epoch.known_claim(COMMIT, self._fences.get(COMMIT, 0))
-        return claim is not None and claim.worker != self._name and self._members.is_alive(claim.worker)
+        claim = self.member.session.known_claim(COMMIT, self.member.fences.get(COMMIT, 0))
+        return claim is not None and claim.worker != self.member.name and self.member.members.is_alive(claim.worker)
 
     def elect(self) -> bool:
         """Stand for the commit; True if this worker is to commit, False if a worker that is alive does it.
 
         Raises:
-            EpochLostError: The conversion is finished, or began again in another epoch.
+            SessionLostError: The conversion is finished, or began again in another session.
             ReshardError: The conversion cannot succeed, or the store failed.
         """
         if self.is_committed_by_another():
             return False
-        fence = self._fences.get(COMMIT, 0)
-        self._written.append(self.epoch.name(claim_name(COMMIT, fence + 1)))
-        if not self.epoch.take(COMMIT, fence + 1, RunClaim(self._name)):
+        fence = self.member.fences.get(COMMIT, 0)
+        self.member.written.append(self.member.session.name(claim_name(COMMIT, fence + 1)))
+        if not self.member.session.take(COMMIT, fence + 1, RunClaim(self.member.name)):
             return False
-        self._know(COMMIT, fence + 1)
+        self.member.know(COMMIT, fence + 1)
         return True
 
     def is_committed_by_another(self) -> bool:
         """Look, and tell if another worker has the commit and is alive, or may be.
 
         Raises:
-            EpochLostError: The conversion is finished, or began again in another epoch.
+            SessionLostError: The conversion is finished, or began again in another session.
             ReshardError: The conversion cannot succeed, or the store failed.
         """
-        fence = self.look().fences.get(COMMIT, 0)
+        fence = self.member.look().fences.get(COMMIT, 0)
         if not fence:
             return False
-        self._know(COMMIT, fence)
-        owner = self._owner(COMMIT, fence)
-        return owner != self._name and self._members.is_alive(owner)
+        self.member.know(COMMIT, fence)
+        owner = self.member.owner_of(COMMIT, fence)
+        return owner != self.member.name and self.member.members.is_alive(owner)

@@ -21,7 +21,7 @@ from reshard.models import (
     VerifyLevel,
 )
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.distributed.former_work import FormerWork
+from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.execute.casts.kernels import default_kernel
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.checks.before_commit import prove_complete, prove_source_unchanged, prove_structure

@@ -49,7 +49,7 @@ class JointProgress:
         if now - self._looked_at > _OTHERS_S:
             self._looked_at = now
             with suppress(ReshardError):
-                self._others |= self._worker.others()
+                self._others |= self._worker.member.others()
         done_bytes = own.bytes_done + sum(b.done_bytes for b in self._others.values())
         done_units = own.units_done + sum(b.done_units for b in self._others.values())
         if own.phase == "running":

@@ -15,12 +15,10 @@ from functools import partial
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError
 from reshard.models import ConvertRequest, ConvertResult, Progress, VerifyLevel, WorkShare
 from reshard.shared_work import SharedWork
-from reshard_engine.distributed.epoch import AGREEING
-from reshard_engine.distributed.epoch_member import EpochLostError
-from reshard_engine.distributed.former_work import FormerWork
-from reshard_engine.distributed.members import Members, SystemClock, Timing, new_worker
-from reshard_engine.distributed.repeated import repeated
+from reshard_engine.distributed.members import Members, SystemClock, Timing, new_worker, repeated
 from reshard_engine.distributed.runs import cut_into_runs
+from reshard_engine.distributed.segments import FormerWork
+from reshard_engine.distributed.session import AGREEING, SessionLostError
 from reshard_engine.distributed.worker import DistributedWorker
 from reshard_engine.execute.checks.agreements import check_agreements
 from reshard_engine.execute.checks.full import FullVerification
@@ -30,8 +28,7 @@ from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.operations.conversion import Conversion, sink_for
 from reshard_engine.operations.joint_progress import JointProgress
 from reshard_engine.operations.ownership import Ownership
-from reshard_engine.operations.shared_checks import AgreementChecks
-from reshard_engine.operations.shared_verification import CheckHelper, SharedVerification
+from reshard_engine.operations.shared_checks import AgreementChecks, CheckHelper, SharedVerification
 from reshard_engine.plan.model import RecordPart, Unit
 from reshard_engine.spans import begin_span
 
@@ -97,22 +94,22 @@ class _SharedConversion:
             while True:
                 try:
                     return self._attempt(worker, after)
-                except EpochLostError:
+                except SessionLostError:
                     # The conversion is finished, or all workers were taken for dead and another attempt began.
                     after = 0
                 except (StorageError, IntegrityError) as error:
                     tries += 1
-                    again = error.retryable and tries < _TRIES and not worker.failed_for_all
-                    hopeless = worker.failed_for_all or worker.saw_others or after or tries >= _TRIES
+                    again = error.retryable and tries < _TRIES and not worker.member.failed_for_all
+                    hopeless = worker.member.failed_for_all or worker.member.saw_others or after or tries >= _TRIES
                     if not again and hopeless and not self._is_finished:
                         raise
-                    # What earlier workers left may not hold any more: their uploads expire. A new epoch checks it.
-                    after = 0 if again else worker.epoch.number
+                    # What earlier workers left may not hold any more: their uploads expire. A new session checks it.
+                    after = 0 if again else worker.member.session.number
                 except RequestError:
                     if not self._is_finished:
                         raise
                 finally:
-                    worker.leave()
+                    worker.member.leave()
                     self.conversion.sink.close()
                 if (result := self._finished_meanwhile(tidy=not worker.is_finished_by_another)) is not None:
                     return result
@@ -126,21 +123,21 @@ class _SharedConversion:
         with _ticking(worker):
             while True:
                 try:
-                    worker.enter(begin=False)
+                    worker.member.enter(begin=False)
                     self._prepare(worker)
                     executor, _, _ = self._execute(worker)
                     if (helper := self._check_helper(worker)) is not None:
                         executor.progress.report("verifying", force=True)
                         helper.follow(self.work.lease_s)
                     return _share(worker)
-                except EpochLostError:
+                except SessionLostError:
                     pass
                 except (StorageError, RequestError):
                     # A heartbeat may have met the end of the conversion, which removes the place where workers meet.
                     if not self._is_finished:
                         raise
                 finally:
-                    worker.leave()
+                    worker.member.leave()
                     self.conversion.sink.close()
                 if self._is_finished:
                     return _share(worker)
@@ -187,8 +184,8 @@ class _SharedConversion:
         plan = conversion.plan
         seconds = dict(conversion.planning)
         began = time.monotonic()
-        coordinates = worker.enter(after=after)
-        # The conversion may have ended, and its journal be gone, just before this epoch began.
+        coordinates = worker.member.enter(after=after)
+        # The conversion may have ended, and its journal be gone, just before this session began.
         if coordinates and (finished := self._finished_meanwhile()) is not None:
             return finished
         try:
@@ -208,7 +205,7 @@ class _SharedConversion:
         except (SourceError, IntegrityError) as error:
             if not error.retryable:
                 # The source is wrong, whoever reads it: the other workers need not find out too.
-                worker.fail(error)
+                worker.member.fail(error)
             raise
 
     def _execute(self, worker: DistributedWorker) -> tuple[Executor, set[int], Sequence[str]]:
@@ -250,17 +247,17 @@ class _SharedConversion:
         """Return when this worker is to commit. Until then, make the checks that the elected worker opens.
 
         Raises:
-            EpochLostError: The elected worker has removed the epoch.
+            SessionLostError: The elected worker has removed the session.
         """
         helper, turns = self._check_helper(worker), 0
         while not worker.elect():
-            worker.check()
+            worker.member.check()
             if helper is not None and helper.help():
                 turns = 0
                 continue
             if turns == 0 and helper is not None:
                 executor.progress.report("verifying", force=True)
-            worker.wait(turns)
+            worker.member.wait(turns)
             turns += 1
 
     def _check_helper(self, worker: DistributedWorker) -> CheckHelper | None:
@@ -269,25 +266,25 @@ class _SharedConversion:
         if conversion.request.verify is not VerifyLevel.FULL:
             return None
         full = FullVerification(
-            conversion.checkpoint, conversion.layout, conversion.plan, conversion.sink, should_stop=worker.check
+            conversion.checkpoint, conversion.layout, conversion.plan, conversion.sink, should_stop=worker.member.check
         )
         return CheckHelper(full, worker, conversion.threads)
 
     def _prepare(self, worker: DistributedWorker) -> None:
-        """Help the coordinator of the epoch to compare what must agree, until the epoch is ready.
+        """Help the coordinator of the session to compare what must agree, until the session is ready.
 
         Raises:
-            EpochLostError: The coordinator is dead.
+            SessionLostError: The coordinator is dead.
         """
-        if worker.opened(AGREEING) is not None and not worker.is_ready:
+        if worker.member.opened(AGREEING) is not None and not worker.member.is_ready:
             self._agreement_checks(worker).take_part(worker)
-        worker.wait_until_ready()
+        worker.member.wait_until_ready()
 
     def _agreement_checks(self, worker: DistributedWorker) -> AgreementChecks:
-        return AgreementChecks(self.conversion.checkpoint, self.conversion.plan, worker.check)
+        return AgreementChecks(self.conversion.checkpoint, self.conversion.plan, worker.member.check)
 
     def _make_ready(self, worker: DistributedWorker, sink: Sink) -> None:
-        """Do what the coordinator of an epoch does before others may write."""
+        """Do what the coordinator of a session does before others may write."""
         conversion = self.conversion
         overwrite = conversion.request.overwrite
         conversion.examine()
@@ -299,15 +296,15 @@ class _SharedConversion:
         if shared:
             disagreements = checks.spread(worker, policy)
         else:
-            disagreements = check_agreements(conversion.checkpoint, policy, worker.check)
+            disagreements = check_agreements(conversion.checkpoint, policy, worker.member.check)
         end_span()
-        former = FormerWork(worker.store)
+        former = FormerWork(worker.member.store)
         done = sink.begin(conversion.plan, overwrite=overwrite, earlier=former, shared=True)
         worker.make_ready(done, sink.uploads, disagreements)
 
 
 def _share(worker: DistributedWorker) -> WorkShare:
-    done = worker.counters
+    done = worker.runs.counters
     return WorkShare(
         runs=done.runs,
         takeovers=done.takeovers,
@@ -322,7 +319,7 @@ def _ticking(worker: DistributedWorker) -> AbstractContextManager[None]:
     """Call the worker's `tick` from a thread until the block ends."""
 
     def tick() -> bool:
-        worker.tick()
+        worker.runs.tick()
         return True
 
     return repeated(tick, every_s=_TICK_S, name="reshard-worker-tick")

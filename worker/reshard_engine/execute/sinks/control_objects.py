@@ -33,7 +33,7 @@ _UPLOAD = re.compile(rf"upload-[0-9]+\.json|{WORKERS}/[0-9]+/upload-[0-9]+")
 def _in_order(paths: Sequence[str]) -> list[list[str]]:
     """The objects of a journal in three groups, each of which is removed when the one before is gone.
 
-    Without the text that begins an epoch its workers stop, so they do not take half of a journal for one whose runs
+    Without the text that begins a session its workers stop, so they do not take half of a journal for one whose runs
     are free. Heartbeats go last: while they are there, the others leave the rest to the worker that removes it.
     """
     first = [p for p in paths if p.endswith("/plan.json") or _EPOCH.search(p)]

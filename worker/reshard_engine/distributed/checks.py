@@ -1,4 +1,8 @@
-"""One worker's part in the checks that are open, and the results of all workers."""
+"""Checks as work that is handed out: waves of items, a worker's part in them, and the results of all workers.
+
+A check has no effect but its record. The elected worker reads the records and judges: what has no record, or one that
+cannot be understood, is checked again.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,92 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from reshard_engine.distributed.check_waves import GATHERING, CheckItem, CheckRecord, CheckWaves, check_records
-from reshard_engine.distributed.held_run import HeldRun
-from reshard_engine.distributed.run_member import Wanted
+from reshard_engine.distributed.claimed_runs import HeldRun, Wanted
+from reshard_engine.distributed.runs import RUN_BYTES, Run, RunWaves, runs_of
+from reshard_engine.distributed.session import FIRST_CHECKS
 from reshard_engine.distributed.worker import DistributedWorker
+from reshard_engine.execute.journal import facts_in, line_of
+
+AGREEMENTS, SOURCE, FILES, GATHERING, COMMIT_FILES = range(FIRST_CHECKS, FIRST_CHECKS + 5)
+"""The waves: tensors that must agree; source files; target files; units, which are gathered again; commit files."""
+_MOST_RUNS, _LEAST_RUNS = 256, 16
+
+
+@dataclass(frozen=True, slots=True)
+class CheckItem:
+    """One check."""
+
+    wave: int
+    index: int
+    cost_bytes: int
+    """The time that it takes, in bytes."""
+
+
+@dataclass(frozen=True)
+class CheckWaves(RunWaves[CheckItem]):
+    """The checks that are open at a time. A wave that is not open has no items."""
+
+    def cost_of(self, item: CheckItem) -> int:
+        """The cost of a check."""
+        return item.cost_bytes
+
+    @property
+    def is_worth_sharing(self) -> bool:
+        """True if the checks take longer than it takes to hand them out."""
+        costs = [item.cost_bytes for items in self.units for item in items]
+        return len(costs) > 1 and sum(costs) > RUN_BYTES
+
+
+def cut_checks(costs: Mapping[int, Sequence[tuple[int, int]]]) -> CheckWaves:
+    """Cut checks into runs; `costs` has (index, cost) of each item, by wave. All workers cut alike."""
+    waves = [tuple(CheckItem(wave, *item) for item in costs.get(wave, ())) for wave in range(max(costs) + 1)]
+    return CheckWaves(
+        tuple(waves),
+        tuple(_runs(wave, items) for wave, items in enumerate(waves)),
+        tuple((True,) * len(items) for items in waves),
+    )
+
+
+def _runs(wave: int, items: Sequence[CheckItem]) -> tuple[Run, ...]:
+    costs = [item.cost_bytes for item in items]
+    run_bytes = max(1, sum(costs) // _MOST_RUNS, min(RUN_BYTES, sum(costs) // _LEAST_RUNS))
+    return runs_of(wave, costs, [0] * len(costs), run_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckRecord:
+    """The result of one check."""
+
+    wave: int
+    index: int
+    tie: str
+    """The digest of what was compared with: a result for other facts is none."""
+    result: Any
+    """JSON values."""
+
+    def to_line(self) -> bytes:
+        """The record as a line of a segment."""
+        return line_of({"check": [self.wave, self.index], "tie": self.tie, "result": self.result})
+
+    @staticmethod
+    def from_line(line: bytes) -> CheckRecord | None:
+        """The record in a line; None if the line holds none, because a crash cut it off or it was damaged."""
+        try:
+            facts: dict[str, Any] = facts_in(line)
+            wave, index = facts["check"]
+            return CheckRecord(int(wave), int(index), str(facts["tie"]), facts["result"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+
+def check_records(text: bytes) -> Iterator[CheckRecord]:
+    """The records in a segment of checks."""
+    for line in text.split(b"\n"):
+        if line and (record := CheckRecord.from_line(line)) is not None:
+            yield record
 
 
 class Checks(ABC):
@@ -53,7 +137,7 @@ class CheckWork:
             groups: The numbers of waves, and the number of threads that make their checks, in the order of preference.
 
         Raises:
-            EpochLostError: The epoch is not the newest one.
+            SessionLostError: The session is not the newest one.
             ReshardError: A check could not be made, or the conversion cannot succeed.
         """
         if groups[1:]:
@@ -65,7 +149,7 @@ class CheckWork:
         runs, items_of = self._checks.waves.runs, self._checks.waves.units
         fewest = min((len(items_of[wave]) for wave in waves if items_of[wave]), default=0)
         # More checks at a time than its share would keep the others from taking theirs: a run of one file has no parts.
-        threads = max(1, min(threads, -(-fewest // self._worker.present_count)))
+        threads = max(1, min(threads, -(-fewest // self._worker.member.present_count)))
         wanted = Wanted(
             self._checks.waves,
             [run for wave in waves for run in runs[wave]],
@@ -76,7 +160,7 @@ class CheckWork:
         )
         if not wanted.planned:
             return
-        items, one_at_a_time = self._worker.taken(wanted, self._found), threading.Lock()
+        items, one_at_a_time = self._worker.runs.taken(wanted, self._found), threading.Lock()
         if threads == 1:
             self._make(items, one_at_a_time)
             return
@@ -97,7 +181,7 @@ class CheckWork:
                 result = self._checks.perform(item)
                 self._found[item.wave][item.index] = self._checks.understood(item.wave, item.index, result)
                 record = CheckRecord(item.wave, item.index, self._checks.tie_of(item.wave), result)
-                self._worker.put_check(held, item.index, record)
+                self._worker.runs.put_check(held, item.index, record)
         except BaseException:
             self._failed.set()
             raise
@@ -106,7 +190,7 @@ class CheckWork:
         """Take the results in segments, if they are results of these checks."""
         items = self._checks.waves.units
         planned = {wave: {item.index for item in items[wave]} for wave in range(len(items)) if items[wave]}
-        for text in self._worker.texts_of(names):
+        for text in self._worker.runs.texts_of(names):
             for record in check_records(text):
                 wave = record.wave
                 if record.index not in planned.get(wave, ()) or record.tie != self._checks.tie_of(wave):
@@ -120,16 +204,16 @@ class CheckWork:
         """The results of all workers, by wave and index. A check without a result is made now.
 
         Raises:
-            EpochLostError: The epoch is not the newest one.
+            SessionLostError: The session is not the newest one.
             ReshardError: As `take_part`.
         """
-        segments = self._worker.look().segments
+        segments = self._worker.member.look().segments
         runs = {run for run in segments if self._is_open(run)}
         self._absorb([name for run in sorted(runs) for _, name in segments[run]])
         for wave, items in enumerate(self._checks.waves.units):
             for item in items:
                 if item.index not in self._found[wave]:
-                    self._worker.check()
+                    self._worker.member.check()
                     self._found[wave][item.index] = self._checks.understood(
                         wave, item.index, self._checks.perform(item)
                     )
