@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StorageError,
     )
     from reshard.examining import diff, inspect, picture, verify
+    from reshard.layout_svg import Picture
     from reshard.models import (
         ConvertRequest,
         ConvertResult,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         VerifyReport,
         WeightDtype,
     )
-    from reshard.pictures import LayoutPair, LayoutPicture, Picture
+    from reshard.pictures import LayoutPair, LayoutPicture
 
     __version__: str
 
@@ -86,7 +87,7 @@ _HOME = {
     **dict.fromkeys(("convert", "plan"), "reshard.converting"),
     **dict.fromkeys(("diff", "inspect", "picture", "verify"), "reshard.examining"),
     **dict.fromkeys(("DiffOptions", "DiffReport"), "reshard.diffs"),
-    **dict.fromkeys(("LayoutPair", "LayoutPicture", "Picture"), "reshard.pictures"),
+    **dict.fromkeys(("LayoutPair", "LayoutPicture"), "reshard.pictures"),
     **dict.fromkeys(
         (
             *("CODES", "ExitCode", "IntegrityError", "JobError", "RequestError", "ReshardError", "SourceError"),
@@ -96,6 +97,7 @@ _HOME = {
     ),
     "AsyncClient": "reshard.async_client",
     "Client": "reshard.client",
+    "Picture": "reshard.layout_svg",
     "ensure": "reshard.ensuring",
 }
 """The module of each public name; names that are not here are models."""

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from pydantic import ValidationError
 
 from reshard._exchange import Exchange, Run
-from reshard._wire import Call, invalid
+from reshard._wire import Call
 from reshard.choices import TokenScope
 from reshard.identity_models import (
     DEFAULT_TOKEN_S,
@@ -22,6 +22,7 @@ from reshard.identity_models import (
     Token,
     TokenList,
 )
+from reshard.validation import invalid
 
 
 class AdminClient:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from reshard._wire import invalid
-from reshard.cli.sizes import SIZE_FIELDS, parse_percent, size_of
 from reshard.errors import SEE_HELP
 from reshard.models import ConvertRequest, Progress, SourceSpec
 from reshard.nested_options import nested
+from reshard.option_files import read_order, read_rules
+from reshard.sizes import SIZE_FIELDS, parse_percent, size_of
+from reshard.validation import invalid
 
 if TYPE_CHECKING:
     from reshard.client import Client
@@ -82,8 +83,6 @@ def source_of(
         RequestError: `request.invalid`.
     """
     if isinstance(param_order, str | os.PathLike):
-        from reshard.cli.flags import read_order
-
         param_order = read_order(os.fspath(param_order))
     try:
         return SourceSpec.model_validate(
@@ -105,8 +104,6 @@ def rules_of(place: PathLike) -> str:
     Raises:
         RequestError: `request.invalid`.
     """
-    from reshard.cli.flags import read_rules
-
     return read_rules(Path(place))
 
 

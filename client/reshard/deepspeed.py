@@ -12,10 +12,10 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard._wire import ConvertOptions, convert_request
-from reshard.cli.sizes import size_of
 from reshard.errors import RequestError, printable
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat, WeightDtype
+from reshard.sizes import size_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from pydantic import ValidationError
 
-from reshard._wire import invalid
 from reshard.arguments import (
     KEYWORDS,
     OnProgress,
@@ -21,11 +20,13 @@ from reshard.arguments import (
 )
 from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, printable
+from reshard.layout_svg import Picture
 from reshard.local import load_engine
 from reshard.models import Inspection, SourceSpec, VerifyReport
 from reshard.options import DeepSpeedOptions, Options
-from reshard.pictures import LayoutPicture, Picture
+from reshard.pictures import LayoutPicture
 from reshard.progress import progress_of
+from reshard.validation import invalid
 
 
 def inspect(

@@ -6,6 +6,8 @@ and draws 4,096 ranks as it draws 4: ranges of ranks share a row, and the pictur
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.drawing import marks
@@ -13,6 +15,7 @@ from reshard.drawing.bars import draw_bars
 from reshard.drawing.movement import draw_movement
 from reshard.drawing.parts import first_moving, named, unlike
 from reshard.drawing.sheet import Sheet
+from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:
     from reshard.pictures import LayoutPicture
@@ -54,3 +57,41 @@ def render(
     title = f"Layout of {source.url}" if target is None else f"From {source.url} to {target.url}"
     told = " ".join(sheet.told)
     return marks.picture(width, sheet.y + 14, "\n".join(sheet.marks), title=title, told=told, styled=styled)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The picture of a checkpoint's layout, or of two side by side. A notebook shows it."""
+
+    source: LayoutPicture
+    target: LayoutPicture | None = None
+    tensor: str | None = None
+    """`NAME` or `NAME/STATE` of the tensor that is drawn; None for the first that `source` lists."""
+
+    def svg(self, *, width: int = WIDTH) -> str:
+        """The picture as the text of an SVG; below 760 pixels source and target are one above the other."""
+        return render(self.source, self.target, self.tensor, width=width)
+
+    def save(self, path: str | os.PathLike[str], *, width: int = WIDTH) -> None:
+        """Write the picture into a file.
+
+        Args:
+            path: The file, such as `moves.svg`.
+            width: Its width in pixels.
+
+        Raises:
+            RequestError: `request.invalid` if the file cannot be written.
+        """
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(self.svg(width=width))
+        except OSError as error:
+            raise RequestError(
+                "request.invalid",
+                f"{printable(os.fspath(path))}: {error.strerror}",
+                fix="name a file in a directory that exists",
+            ) from None
+
+    def _repr_html_(self) -> str:
+        """The picture in a notebook."""
+        return self.svg()

@@ -28,9 +28,14 @@ from reshard.choices import (
 from reshard.nested_options import OfInstalledFormats, default_options, nested
 from reshard.options import NativeLayout as NativeLayout, Options as Options
 from reshard.target_name import TargetName
-from reshard.wire_model import MOST_BYTES, RequestModel, ShownModel, WireModel as WireModel
+from reshard.wire_model import (
+    MOST_BYTES,
+    SCHEMA_VERSION as SCHEMA_VERSION,
+    RequestModel,
+    ShownModel,
+    WireModel as WireModel,
+)
 
-SCHEMA_VERSION = 1
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20
 

@@ -6,12 +6,14 @@ Names come from checkpoints and from services, so every text is escaped. Nothing
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from reshard.diffs import Difference, DiffReport, DiffSide
 from reshard.drawing.marks import markup
-from reshard.errors import counted, format_size
+from reshard.errors import ReshardError, counted, format_size
+from reshard.layout_svg import Picture, render
+from reshard.local import load_engine
 from reshard.models import (
+    ConvertRequest,
     ConvertResult,
     FileEntry,
     Inspection,
@@ -20,19 +22,22 @@ from reshard.models import (
     NotCarried,
     PlanSummary,
     Problem,
+    SourceSpec,
     VerifyReport,
 )
-
-if TYPE_CHECKING:
-    from reshard.pictures import Picture
-    from reshard.wire_model import ShownModel
+from reshard.pictures import LayoutPair, LayoutPicture
+from reshard.wire_model import RenderedModel, ShownModel
 
 MAX_ROWS = 50
 """The most rows of a table; the rest are counted."""
 
 
-def shown(model: ShownModel, picture: Picture | None) -> str:
-    """The HTML of a result, with its picture if there is one."""
+def rendered(model: RenderedModel) -> str:
+    """The HTML of a layout, or of a result with its picture if there is one."""
+    if isinstance(model, LayoutPicture):
+        return render(model)
+    if isinstance(model, LayoutPair):
+        return render(model.source, model.target)
     parts = {
         Inspection: _inspection,
         PlanSummary: _plan,
@@ -44,7 +49,22 @@ def shown(model: ShownModel, picture: Picture | None) -> str:
     }
     draw = next((draw for kind, draw in parts.items() if isinstance(model, kind)), None)
     body = _facts(model.model_dump(mode="json").items()) if draw is None else draw(model)  # pyright: ignore[reportArgumentType]
+    picture = _picture_of(model.drawn) if isinstance(model, ShownModel) else None
     return f'<div class="reshard">{body}{"" if picture is None else picture.svg()}</div>'
+
+
+def _picture_of(subject: object) -> Picture | None:
+    """Read the metadata of what a result is about; None if that is not possible here, or not any more."""
+    try:
+        if isinstance(subject, SourceSpec):
+            return Picture(load_engine().picture(subject))
+        if isinstance(subject, ConvertRequest):
+            pair = load_engine().planned_pictures(subject)
+            return Picture(pair.source, pair.target)
+    except ReshardError:
+        # The source may have been removed since. A table without a picture still says what happened.
+        return None
+    return None
 
 
 def _inspection(found: Inspection) -> str:

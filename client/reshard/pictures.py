@@ -1,13 +1,8 @@
-"""Wire models of a checkpoint's layout: the file that holds each part of each tensor; and the picture of one or two."""
+"""Wire models of a checkpoint's layout: the file that holds each part of each tensor."""
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-
-from reshard.errors import RequestError, printable
-from reshard.layout_svg import WIDTH, render
-from reshard.models import SCHEMA_VERSION, WireModel
+from reshard.wire_model import SCHEMA_VERSION, RenderedModel, WireModel
 
 
 class Region(WireModel):
@@ -49,7 +44,7 @@ class FileShare(WireModel):
     bytes_by_state: dict[str, int]
 
 
-class LayoutPicture(WireModel):
+class LayoutPicture(RenderedModel):
     """The layout of a checkpoint: its files, and the tensors that were asked for."""
 
     schema_version: int = SCHEMA_VERSION
@@ -59,55 +54,9 @@ class LayoutPicture(WireModel):
     files: tuple[FileShare, ...]
     tensors: tuple[TensorPicture, ...] = ()
 
-    def _repr_html_(self) -> str:
-        """The picture in a notebook."""
-        return render(self)
 
-
-class LayoutPair(WireModel):
+class LayoutPair(RenderedModel):
     """The layouts of a conversion's source, and of its target as it is planned, each with the parts of one tensor."""
 
     source: LayoutPicture
     target: LayoutPicture
-
-    def _repr_html_(self) -> str:
-        """The picture in a notebook."""
-        return render(self.source, self.target)
-
-
-@dataclass(frozen=True)
-class Picture:
-    """The picture of a checkpoint's layout, or of two side by side. A notebook shows it."""
-
-    source: LayoutPicture
-    target: LayoutPicture | None = None
-    tensor: str | None = None
-    """`NAME` or `NAME/STATE` of the tensor that is drawn; None for the first that `source` lists."""
-
-    def svg(self, *, width: int = WIDTH) -> str:
-        """The picture as the text of an SVG; below 760 pixels source and target are one above the other."""
-        return render(self.source, self.target, self.tensor, width=width)
-
-    def save(self, path: str | os.PathLike[str], *, width: int = WIDTH) -> None:
-        """Write the picture into a file.
-
-        Args:
-            path: The file, such as `moves.svg`.
-            width: Its width in pixels.
-
-        Raises:
-            RequestError: `request.invalid` if the file cannot be written.
-        """
-        try:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(self.svg(width=width))
-        except OSError as error:
-            raise RequestError(
-                "request.invalid",
-                f"{printable(os.fspath(path))}: {error.strerror}",
-                fix="name a file in a directory that exists",
-            ) from None
-
-    def _repr_html_(self) -> str:
-        """The picture in a notebook."""
-        return self.svg()

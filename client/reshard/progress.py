@@ -11,6 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import format_size
+from reshard.progress_bars import progress_shown
 
 if TYPE_CHECKING:
     from reshard.models import Progress
@@ -68,8 +69,6 @@ def _bar() -> Generator[Callable[[Progress], None]]:
         finally:
             shown.close()
         return
-    from reshard.cli.progress import progress_shown
-
     with progress_shown(quiet=False) as show:
         yield show
 

@@ -9,7 +9,8 @@ from urllib.parse import quote
 from pydantic import BaseModel, ValidationError
 
 from reshard._exchange import Exchange, Run
-from reshard._wire import Call, invalid
+from reshard._wire import Call
+from reshard.validation import invalid
 from reshard.webhook_models import (
     ENDINGS,
     Delivery,

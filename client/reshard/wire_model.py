@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self, get_args
+from pkgutil import resolve_name
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from reshard.drawn import Drawn
-
-if TYPE_CHECKING:
-    from reshard.models import ConvertRequest, SourceSpec
-
+SCHEMA_VERSION = 1
+"""The version of the models that a program may keep: results, plans, jobs."""
 MOST_BYTES = 1 << 62
 """The largest size in a request. A sum of it and a few others still fits into 64 bits."""
 
@@ -51,18 +51,53 @@ def _types_of(annotation: Any) -> set[Any]:
     return set[Any]().union(*map(_types_of, within)) if within else {annotation}
 
 
-class ShownModel(WireModel):
+_RENDERER = "reshard.notebook:rendered"
+"""The function that makes HTML of a model. It knows every model, so no model imports it: its name leads to it."""
+
+
+@cache
+def _renderer() -> Callable[[RenderedModel], str]:
+    return resolve_name(_RENDERER)
+
+
+class RenderedModel(WireModel):
+    """Base of the models that a notebook shows as HTML."""
+
+    def _repr_html_(self) -> str:
+        """The model in a notebook; all texts are escaped."""
+        return _renderer()(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """The checkpoint, or the conversion, whose layout a notebook shows beside a result.
+
+    It is no part of the result: equal results stay equal, however they were made.
+    """
+
+    subject: WireModel | None = None
+    """A `SourceSpec` or a `ConvertRequest`. None if this process cannot read it: a service may."""
+
+    def __eq__(self, other: object) -> bool:
+        """Equal to any other, so that it never tells apart two results."""
+        return isinstance(other, Drawn)
+
+    def __hash__(self) -> int:
+        """The hash of all of them."""
+        return hash(Drawn)
+
+
+class ShownModel(RenderedModel):
     """Base of the models that a notebook shows as a table and, if it can be drawn, with the picture of the layout."""
 
     _drawn: Drawn = PrivateAttr(default_factory=Drawn)
 
-    def _repr_html_(self) -> str:
-        """The model in a notebook; all texts are escaped."""
-        from reshard.notebook import shown
+    @property
+    def drawn(self) -> WireModel | None:
+        """What a notebook is to draw beside the model."""
+        return self._drawn.subject
 
-        return shown(self, self._drawn.picture())
-
-    def drawn_from(self, subject: SourceSpec | ConvertRequest) -> Self:
+    def drawn_from(self, subject: WireModel) -> Self:
         """Remember what a notebook is to draw beside the model; returns the model itself."""
         self._drawn = Drawn(subject)
         return self

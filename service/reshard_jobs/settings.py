@@ -15,8 +15,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, printable
+from reshard.sizes import parse_size
 from reshard_jobs.logs import FORMAT_VARIABLE
 from reshard_jobs.maxima import MOST_THREADS, Maxima, maxima_of_this_machine
 from reshard_jobs.roots import Roots

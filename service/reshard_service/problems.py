@@ -14,8 +14,8 @@ from sqlalchemy.exc import DataError, DBAPIError, TimeoutError as PoolTimeout
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match, Route
 
-from reshard._wire import said_of
 from reshard.errors import JobError, RequestError, ReshardError, printable
+from reshard.validation import said_of
 from reshard_jobs.database import is_away
 
 logger = logging.getLogger(__name__)

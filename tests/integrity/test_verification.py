@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from integrity.covered import covered_spans
 from reshard.cli.main import app
-from reshard.cli.sizes import parse_percent
 from reshard.errors import IntegrityError, JobError, RequestError, ReshardError, SourceError, StorageError
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
+from reshard.sizes import parse_percent
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.checks.block_digests import BlockDigests
 from reshard_engine.execute.sinks.local_chunk import LocalChunkFile

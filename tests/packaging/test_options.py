@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from house.repository import ROOT
-from reshard._wire import ConvertOptions, convert_request, invalid
+from reshard._wire import ConvertOptions, convert_request
 from reshard.cli import format_flags
 from reshard.cli.flags import CALLED, ConversionFlags
 from reshard.errors import RequestError
@@ -24,6 +24,7 @@ from reshard.installed_formats import plain_kind
 from reshard.models import ConvertRequest, SourceSpec, SubmitRequest, TargetFormat
 from reshard.nested_options import option_fields
 from reshard.options import DeepSpeedOptions, NativeLayout, Options, PeftOptions, WeightsOptions
+from reshard.validation import invalid
 from reshard_engine.plan.planner import request_facts
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app

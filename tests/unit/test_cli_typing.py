@@ -14,13 +14,14 @@ from rich.console import Console
 
 from house.promises import command
 from house.saves import DATA
+from reshard import progress_bars as bars
 from reshard.choices import WeightDtype
-from reshard.cli import bars, colours
-from reshard.cli.bars import facts_of, line_of
+from reshard.cli import colours
 from reshard.cli.choosing import DTYPE_NAMES, chosen
 from reshard.cli.next_steps import next_steps
-from reshard.cli.sizes import format_duration
 from reshard.models import Progress
+from reshard.progress_bars import facts_of, line_of
+from reshard.sizes import format_duration
 
 SOURCE = str(DATA / "zero2_tiny")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli.sizes import format_size, parse_size
 from reshard.errors import RequestError
 from reshard.models import ConvertRequest, JobState, Progress, SourceSpec, TargetFormat
 from reshard.options import Options, PeftOptions
+from reshard.sizes import format_size, parse_size
 from reshard_jobs.limits import SERVICE, TenantLimits
 from reshard_jobs.roots import Roots, normalized_url
 from reshard_jobs.settings import JobSettings

@@ -16,7 +16,6 @@ import pytest
 import reshard
 from house.repository import ROOT
 from reshard.diffs import DifferenceKind, DiffReport
-from reshard.drawn import Drawn
 from reshard.local import load_engine
 from reshard.models import (
     ConvertRequest,
@@ -30,7 +29,7 @@ from reshard.models import (
     VerifyReport,
 )
 from reshard.notebook import MAX_ROWS
-from reshard.wire_model import ShownModel, WireModel
+from reshard.wire_model import Drawn, ShownModel, WireModel
 
 DATA = ROOT / "tests" / "data"
 EVIL = "</td></svg><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00\x1b[31m\u202e\udcff"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from reshard._wire import ConvertOptions, convert_request
+from pydantic import ValidationError
+
 from reshard.checkups import Finding
 from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, SourceError, printable
@@ -31,6 +32,7 @@ from reshard.models import (
 )
 from reshard.pictures import LayoutPair, LayoutPicture
 from reshard.shared_work import SharedWork
+from reshard.validation import invalid
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
@@ -151,10 +153,17 @@ class LocalEngine:
         from reshard_engine.operations.slimming import slim
 
         # Foreign objects are kept as data and never executed: the source contains them already.
-        options: ConvertOptions = {"overwrite": overwrite, "opaque": OpaquePolicy.KEEP}
-        if target_profile is not None:
-            options["target_profile"] = target_profile
-        request = convert_request(source, target, TargetFormat.SLIM, options, flags={"target": "DST", "url": "SRC"})
+        try:
+            request = ConvertRequest(
+                source=source,
+                target=target,
+                to=TargetFormat.SLIM,
+                overwrite=overwrite,
+                opaque=OpaquePolicy.KEEP,
+                target_profile=target_profile,
+            )
+        except ValidationError as error:
+            raise invalid(error, {"target": "DST", "url": "SRC"}) from None
         return slim(request, on_progress=on_progress, should_stop=should_stop)
 
     def state_dicts(self) -> StateDicts:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from reshard.cli.choosing import choice
-from reshard.cli.flags import SourceFlags, read_rules, takes_two_sources
+from reshard.cli.flags import SourceFlags, takes_two_sources
 from reshard.cli.help_pages import COMPARISON, GENERAL, HERE, SOURCE
 from reshard.cli.local import JsonFlag, QuietFlag
-from reshard.cli.progress import progress_shown
-from reshard.cli.sizes import counted, format_size, parse_percent
 from reshard.errors import ExitCode, printable
 from reshard.local import load_engine
+from reshard.option_files import read_rules
+from reshard.progress_bars import progress_shown
+from reshard.sizes import counted, format_size, parse_percent
 
 if TYPE_CHECKING:
     from reshard.diffs import Difference, DiffReport, DiffSide

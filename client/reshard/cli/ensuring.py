@@ -14,12 +14,13 @@ import typer
 
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.cli.choosing import DTYPE_NAMES, choice
-from reshard.cli.flags import CheckpointFlags, MemoryLimitFlag, read_rules, takes_checkpoint, target_among
+from reshard.cli.flags import CheckpointFlags, MemoryLimitFlag, takes_checkpoint, target_among
 from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.next_steps import DISTRIBUTED, followed
-from reshard.cli.progress import progress_shown
-from reshard.cli.sizes import parse_size
+from reshard.option_files import read_rules
+from reshard.progress_bars import progress_shown
+from reshard.sizes import parse_size
 
 
 def register(app: typer.Typer) -> None:

@@ -22,7 +22,6 @@ from reshard.choices import (
     NameScheme,
     OpaquePolicy,
     OverflowPolicy,
-    ParamOrder,
     ReplicaPolicy,
     RngPolicy,
     ServerCopyPolicy,
@@ -34,8 +33,9 @@ from reshard.choices import (
 )
 from reshard.cli.choosing import DTYPE_NAMES, TARGET_FIXES, TARGET_NAMES, choice, chosen
 from reshard.cli.help_pages import ADAPTERS, CHECKING, LAYOUT, RESOURCES, SOURCE, TARGET
-from reshard.cli.sizes import SIZE_FIELDS, parse_size
 from reshard.errors import RequestError, printable
+from reshard.option_files import read_order, read_rules
+from reshard.sizes import SIZE_FIELDS, parse_size
 
 if TYPE_CHECKING:
     # Commands import the models when they make one: the help of a command needs only the choices.
@@ -49,8 +49,6 @@ CALLED = {
     "memory_limit_bytes": "--memory-limit",
 }
 """The flag of each request field whose flag has another name than the field."""
-_MAX_RULES_BYTES = 1 << 16
-_MAX_ORDER_BYTES = 1 << 26
 _TARGETS = "|".join(TargetFormat)
 
 
@@ -146,8 +144,8 @@ class CheckpointFlags:
         """
         from pydantic import ValidationError
 
-        from reshard._wire import invalid
         from reshard.models import SourceSpec
+        from reshard.validation import invalid
 
         said = {f.name: getattr(self, f.name) for f in fields(SourceFlags) if hasattr(self, f.name)}
         said["param_order"] = read_order(self.param_order)
@@ -397,9 +395,9 @@ class ConversionFlags(SourceFlags):
         """
         from pydantic import ValidationError
 
-        from reshard._wire import invalid
         from reshard.models import ConvertRequest
         from reshard.nested_options import nested
+        from reshard.validation import invalid
 
         of_source = {f.name for f in fields(SourceFlags)}
         said: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in of_source}
@@ -413,42 +411,6 @@ class ConversionFlags(SourceFlags):
             return ConvertRequest.model_validate(nested(said | {"source": spec, "target": target}))
         except ValidationError as error:
             raise invalid(error, CALLED) from None
-
-
-def read_rules(path: Path) -> str:
-    """Read the text of a rules file.
-
-    Raises:
-        RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
-    """
-    return _read_text(path, "--rules", _MAX_RULES_BYTES, fix="name a YAML file that you may read: docs/rules.md")
-
-
-def read_order(order: str | None) -> str | tuple[str, ...] | None:
-    """The order of parameters: one of the words for it, or the names in a file, one a line.
-
-    Raises:
-        RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
-    """
-    if order is None or order in tuple(ParamOrder):
-        return order
-    text = _read_text(Path(order), "--param-order", _MAX_ORDER_BYTES, fix="name a file with a parameter's name a line")
-    return tuple(line for line in map(str.strip, text.splitlines()) if line)
-
-
-def _read_text(path: Path, flag: str, limit_bytes: int, *, fix: str) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit_bytes + 1)
-        text = data.decode()
-    except OSError as error:
-        said = f"{flag} {printable(str(path))}: {error.strerror}"
-        raise RequestError("request.invalid", said, fix=fix) from None
-    except UnicodeDecodeError:
-        raise RequestError("request.invalid", f"{flag} {printable(str(path))} is not text", fix=fix) from None
-    if len(data) > limit_bytes:
-        raise RequestError("request.invalid", f"{flag} {printable(str(path))} has more than {limit_bytes} bytes")
-    return text
 
 
 def takes_conversion(command: Callable[..., None]) -> Callable[..., None]:

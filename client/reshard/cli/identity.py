@@ -214,8 +214,8 @@ def _settings(
 ) -> TenantSettings:
     from pydantic import ValidationError
 
-    from reshard._wire import invalid
     from reshard.identity_models import TenantSettings
+    from reshard.validation import invalid
 
     values: dict[str, Any] = before.model_dump(exclude={"name", "created_at"}) if before is not None else {}
     values |= {name: None if given == [_NONE] else given for name, given in lists.items() if given}
@@ -228,7 +228,7 @@ def _settings(
 
 
 def _number(name: str, text: str) -> int | None:
-    from reshard.cli.sizes import parse_size
+    from reshard.sizes import parse_size
 
     if text == _NONE:
         return None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from reshard.choices import JobKind, JobState
 from reshard.cli.colours import Style, painted_on_stdout
-from reshard.cli.sizes import counted, format_size
 from reshard.errors import printable
+from reshard.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -23,16 +23,15 @@ from reshard.cli.format_flags import ConversionCommand
 from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, TARGET
 from reshard.cli.next_steps import followed, next_steps, possible_commands
 from reshard.cli.picture import html_of, picture_lines
-from reshard.cli.progress import progress_shown
-from reshard.cli.sizes import counted, format_size, parse_percent
 from reshard.cli.tables import cast_line, inspection_lines, not_carried_lines, plan_lines
 from reshard.errors import ExitCode, JobError, RequestError, printable
-from reshard.layout_svg import render
+from reshard.layout_svg import Picture, render
 from reshard.local import load_engine
+from reshard.progress_bars import progress_shown
+from reshard.sizes import counted, format_size, parse_percent
 
 if TYPE_CHECKING:
     from reshard.models import ConvertRequest, ConvertResult, PlanSummary, VerifyReport
-    from reshard.pictures import Picture
     from reshard.shared_work import SharedWork
 
 Source = Annotated[

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from reshard.choices import TargetFormat
 from reshard.errors import printable
+from reshard.names_on_disk import POINTERS
 
 if TYPE_CHECKING:
     from reshard.models import Inspection
@@ -22,7 +23,6 @@ _STAGES = re.compile(r"; stages ([\w, ]+)")
 """The stages that `inspect` lists for the target `zero --dp`."""
 _RESUME = "Resume on N GPUs"
 _NUMBER_OF_RANKS = re.compile(r"--dp \d+")
-_POINTERS = ("latest", "latest_universal")
 
 
 def remote(source: str) -> bool:
@@ -94,10 +94,10 @@ def followed(source: str, tag: str | None) -> str | None:
     """A line that names the pointer that was followed, if it is not `latest`."""
     if tag is not None or remote(source):
         return None
-    there = [name for name in _POINTERS if os.path.isfile(os.path.join(source, name))]
-    if not there or there[0] == _POINTERS[0]:
+    there = [name for name in POINTERS if os.path.isfile(os.path.join(source, name))]
+    if not there or there[0] == POINTERS[0]:
         return None
-    return f"followed `{there[0]}`: {printable(source)} has no `{_POINTERS[0]}`"
+    return f"followed `{there[0]}`: {printable(source)} has no `{POINTERS[0]}`"
 
 
 def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:

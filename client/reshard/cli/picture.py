@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from html import escape
 from typing import TYPE_CHECKING
 
-from reshard.cli.sizes import format_size
 from reshard.errors import printable
 from reshard.layout_svg import render
+from reshard.sizes import format_size
 
 if TYPE_CHECKING:
     from reshard.pictures import LayoutPicture, TensorPicture

@@ -10,9 +10,9 @@ import typer
 from reshard.cli.flags import SourceFlags
 from reshard.cli.help_pages import HERE, SOURCE, TARGET
 from reshard.cli.local import JsonFlag, QuietFlag, TargetProfile, stoppable
-from reshard.cli.progress import progress_shown
-from reshard.cli.sizes import format_size
 from reshard.local import load_engine
+from reshard.progress_bars import progress_shown
+from reshard.sizes import format_size
 
 
 def register(app: typer.Typer) -> None:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from reshard.cli.sizes import counted, format_size
 from reshard.errors import printable
+from reshard.sizes import counted, format_size
 
 if TYPE_CHECKING:
     from reshard.models import CastLoss, Inspection, NotCarried, PlanSummary, PossibleTarget, TensorInfo

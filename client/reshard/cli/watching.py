@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from reshard.choices import JobState
-from reshard.cli import bars
 from reshard.errors import ExitCode, JobError, from_problem, printable
+from reshard.progress_bars import line_of, shown
 
 if TYPE_CHECKING:
     from reshard.client import Client
@@ -63,7 +63,7 @@ def succeeded(job: Job) -> Job:
 
 @contextmanager
 def _screen(*, quiet: bool) -> Generator[Callable[[JobEvent], None]]:
-    with bars.shown(quiet=quiet) as show:
+    with shown(quiet=quiet) as show:
 
         def show_event(event: JobEvent) -> None:
             show(event.state.value, event.progress)
@@ -77,4 +77,4 @@ def log_line(event: JobEvent) -> str:
     if event.worker is not None:
         worker, gone = event.worker, event.worker.left_at is not None
         return f"{at}  {event.state.value}  {worker.role} {printable(worker.worker)} {'left' if gone else 'joined'}"
-    return f"{at}  {bars.line_of(event.state.value, event.progress)}"
+    return f"{at}  {line_of(event.state.value, event.progress)}"

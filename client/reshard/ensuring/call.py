@@ -20,7 +20,6 @@ from enum import StrEnum
 
 from reshard.arguments import Order, source_of
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
-from reshard.cli.sizes import size_of
 from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election
 from reshard.ensuring.helping import Helper
@@ -41,6 +40,7 @@ from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Framework, La
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
 from reshard.options import DeepSpeedOptions, NativeLayout, Options
+from reshard.sizes import size_of
 
 
 class Outcome(StrEnum):

@@ -19,13 +19,9 @@ from dataclasses import dataclass
 
 from reshard.errors import SourceError, StorageError, listed, printable
 from reshard.file_errors import storage_code
+from reshard.names_on_disk import MANIFEST, POINTERS, RECORDS
 
-RECORDS = ".reshard"
-"""Folder of results and records inside a save directory. It is hidden, because Trainer and Accelerate delete
-checkpoints by the names in the directory above. It lies inside, so that it is deleted with its checkpoint."""
-MANIFEST = "reshard.json"
 INCOMPLETE = "checkpoint-is-incomplete.txt"
-_POINTERS = ("latest", "latest_universal")
 _MAX_POINTER_BYTES = 1_024
 _COPIED_BYTES = 16 << 20
 """Largest size of a file that is copied; larger ones are linked."""
@@ -150,7 +146,7 @@ def _below(directory: str) -> str:
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
-                pointed = any(os.path.isfile(os.path.join(entry.path, name)) for name in _POINTERS)
+                pointed = any(os.path.isfile(os.path.join(entry.path, name)) for name in POINTERS)
                 if pointed or is_distributed(entry.path):
                     found.append((entry.stat().st_mtime, entry.path))
     return f"the newest checkpoint below it is {printable(max(found)[1])}" if found else ""
@@ -227,7 +223,7 @@ def _tags_there(directory: str) -> str:
 
 
 def _pointed(directory: str) -> str | None:
-    for name in _POINTERS:
+    for name in POINTERS:
         with suppress(FileNotFoundError):
             with open(os.path.join(directory, name), "rb") as file:
                 text = file.read(_MAX_POINTER_BYTES + 1)
@@ -273,7 +269,7 @@ def place_companions(source: LocalSource, target: str, ranks: int) -> None:
     if source.distributed and not any(map(_SHARD_FOLDERS.fullmatch, os.listdir(source.home))):
         return  # the shards lie in the directory itself, and no trainer's files do
     with os.scandir(source.home) as entries:
-        found = [e for e in entries if not e.name.startswith(".") and e.name not in (*_POINTERS, MANIFEST, INCOMPLETE)]
+        found = [e for e in entries if not e.name.startswith(".") and e.name not in (*POINTERS, MANIFEST, INCOMPLETE)]
     files = {e.name: e.path for e in found if e.is_file()}
     by_rank: dict[tuple[str, str], dict[int, str]] = {}
     for name in list(files):
@@ -360,7 +356,7 @@ def finished(save_directory: str, tags: tuple[str, ...]) -> bool:
 
 
 def _pointed_latest(directory: str) -> str | None:
-    return _pointed(directory) if os.path.isfile(os.path.join(directory, _POINTERS[0])) else None
+    return _pointed(directory) if os.path.isfile(os.path.join(directory, POINTERS[0])) else None
 
 
 class writing:  # noqa: N801 - reads as a sentence: `with writing(path):`

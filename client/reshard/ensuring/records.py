@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from reshard.ensuring.local_checkpoints import RECORDS, writing
+from reshard.ensuring.local_checkpoints import writing
 from reshard.ensuring.world import Layout
 from reshard.errors import ReshardError, from_problem
+from reshard.names_on_disk import RECORDS
 
 
 class Record(BaseModel):

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError, ReshardError
 from reshard.models import Inspection, Job, SubmitRequest
+from reshard.sizes import parse_size
 from reshard_engine.storage.urls import is_within
 from reshard_jobs.roots import Roots, normalized_url
 from reshard_service.pages.words import label_of, places_in

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard.errors import IntegrityError, printable
 from reshard.models import CastLoss, NotCarried, VerifyLevel
+from reshard.names_on_disk import MANIFEST
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
 
-MANIFEST_NAME = "reshard.json"
+MANIFEST_NAME = MANIFEST
 MANIFEST_SCHEMA_VERSION = 2
 MAX_MANIFEST_BYTES = 1 << 30
 _TAIL = b',"sha256":"%s"}\n'

@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
-from reshard.ensuring.local_checkpoints import RECORDS
 from reshard.errors import IntegrityError, JobError, RequestError, StorageError, counted, printable
 from reshard.models import (
     ConvertRequest,
@@ -20,6 +19,7 @@ from reshard.models import (
     ServerCopyPolicy,
     VerifyLevel,
 )
+from reshard.names_on_disk import RECORDS
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.execute.casts.kernels import default_kernel

@@ -12,8 +12,8 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from reshard.ensuring.local_checkpoints import RECORDS
 from reshard.errors import RequestError, printable
+from reshard.names_on_disk import RECORDS
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import known_files
 from reshard_engine.formats.sources import pointed_tag

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 
-from reshard.cli.sizes import parse_size
 from reshard.errors import RequestError
 from reshard.install import install_line
+from reshard.sizes import parse_size
 from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
 
 DEVICE_VARIABLE = "RESHARD_DEVICE"

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from reshard.choices import TargetFormat
 from reshard.errors import RequestError, counted, listed
 from reshard.models import ConvertRequest, PossibleTarget
+from reshard.names_on_disk import POINTERS
 from reshard.options import Options
 from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.formats.deepspeed.facts import facts_of
-from reshard_engine.formats.deepspeed.names import POINTERS
 from reshard_engine.formats.deepspeed.reader.native.files import rank_of
 from reshard_engine.formats.deepspeed.reader.native.reader import DeepSpeedReader
 from reshard_engine.formats.deepspeed.reader.universal.reader import UniversalReader

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 
-LATEST, LATEST_UNIVERSAL = POINTERS = ("latest", "latest_universal")
+from reshard.names_on_disk import POINTERS
+
+LATEST, LATEST_UNIVERSAL = POINTERS
 """Pointer files beside tag directories: the training run's own, then that of universal checkpoints."""
 
 INFO = "universal_checkpoint_info"

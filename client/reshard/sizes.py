@@ -1,4 +1,4 @@
-"""Sizes, percentages and times of the command line: `5GB` is decimal, `1GiB` is binary."""
+"""Sizes, percentages and times as texts: `5GB` is decimal, `1GiB` is binary."""
 
 from __future__ import annotations
 

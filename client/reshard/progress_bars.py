@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from reshard.cli.sizes import format_duration, format_size
+from reshard.sizes import format_duration, format_size
 
 if TYPE_CHECKING:
     from reshard.models import Progress
@@ -32,6 +32,17 @@ def shown(*, quiet: bool) -> Generator[Show]:
             yield show
     else:
         yield _Lines().show
+
+
+@contextmanager
+def progress_shown(*, quiet: bool) -> Generator[Callable[[Progress], None]]:
+    """A function that shows the progress of a local conversion for as long as the context lasts."""
+    with shown(quiet=quiet) as show:
+
+        def show_phase(progress: Progress) -> None:
+            show(progress.phase, progress)
+
+        yield show_phase
 
 
 def line_of(phase: str, progress: Progress | None) -> str:
