@@ -34,7 +34,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages locks sbom docs site test quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages locks sbom docs site test test-changed quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -76,6 +76,10 @@ demo: $(READY) ## DeepSpeed resumes on other ranks from what our service wrote (
 test: $(READY) ## all tests but the long ones
 	@$(BIN)/$(COMPILE)
 	@$(PYTEST) $(SPREAD) --durations=20 $(ARGS)
+
+test-changed: $(READY) ## the tests that reach what changed since main, nearest first (BASE=branch, WITHIN=imports)
+	@files=$$($(BIN)/python scripts/changed_tests.py $(if $(BASE),--base $(BASE)) $(if $(WITHIN),--within $(WITHIN))) \
+	  && if [ -n "$$files" ]; then $(PYTEST) $(SPREAD) $$files $(ARGS); fi
 
 $(QUICK)/.ready: pyproject.toml constraints.txt
 	$(call install,$(QUICK),quick)
