@@ -1,9 +1,8 @@
-"""A claim under watch while the database comes and goes. The database is the mocked edge; time is real."""
+"""A claim under watch while the database comes and goes. The database is the mocked edge, and so is the clock."""
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,40 +54,61 @@ class Edge:
             raise OperationalError("SELECT", {}, Exception("away"))
 
 
+class Clock:
+    """The clock of the watch, in the place of the module `time`: it goes on where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        """What happens at a time."""
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        while self.later and self.later[0][0] <= self.now:
+            self.later.pop(0)[1]()
+
+    def tick_for(self, watch: LeaseHeartbeat, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            watch.tick()
+            self.sleep(0.01)
+
+
 @pytest.fixture
 def edge() -> Edge:
     return Edge()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("reshard_worker.lease_heartbeat.time", clock)
+    return clock
 
 
 def watch_of(edge: Any) -> LeaseHeartbeat:
     return LeaseHeartbeat(edge, CLAIM, SETTINGS)
 
 
-def tick_for(watch: LeaseHeartbeat, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        watch.tick()
-        time.sleep(0.01)
-
-
-def test_beats_and_looks_are_paced(edge: Edge) -> None:
+def test_beats_and_looks_are_paced(edge: Edge, clock: Clock) -> None:
     watch = watch_of(edge)
-    tick_for(watch, 0.55)
+    clock.tick_for(watch, 0.55)
     assert 3 <= len(edge.beats) <= 6
     assert edge.peeks >= 3
     edge.cancel = True
-    tick_for(watch, 0.12)
+    clock.tick_for(watch, 0.12)
     assert watch.pulse == LeaseStatus(held=True, cancel_requested=True)
 
 
-def test_progress_is_throttled_but_a_new_phase_is_not(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("reshard_worker.lease_heartbeat.time.monotonic", lambda: now[0])
+def test_progress_is_throttled_but_a_new_phase_is_not(edge: Edge, clock: Clock) -> None:
     watch = watch_of(edge)
     for done in range(40):
         watch.note(Progress(phase="running", bytes_done=done))
         watch.tick()
-        now[0] += 0.01
+        clock.now += 0.01
     recorded = [progress for progress in edge.beats if progress is not None]
     # The first of a phase at once, and then one in 0.15 s of 0.4 s; a heartbeat, each 0.1 s, carries what is new, too.
     assert 2 <= len(recorded) <= 5
@@ -97,42 +117,43 @@ def test_progress_is_throttled_but_a_new_phase_is_not(edge: Edge, monkeypatch: p
     assert edge.beats[-1] == Progress(phase="verifying")
 
 
-def test_a_short_outage_is_survived_and_a_long_one_is_not(edge: Edge) -> None:
+def test_a_short_outage_is_survived_and_a_long_one_is_not(edge: Edge, clock: Clock) -> None:
     watch = watch_of(edge)
     edge.away = True
-    tick_for(watch, 0.25)
+    clock.tick_for(watch, 0.25)
     assert watch.pulse.held
     edge.away = False
-    tick_for(watch, 0.15)
+    clock.tick_for(watch, 0.15)
     assert edge.beats
     edge.away = True
-    tick_for(watch, 0.7)
+    clock.tick_for(watch, 0.7)
     assert not watch.pulse.held
     assert watch.in_doubt
 
 
-def test_a_claim_in_doubt_is_settled_by_the_answer_of_the_database(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_in_doubt_is_settled_by_the_answer_of_the_database(
+    edge: Edge, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watch = watch_of(edge)
     edge.away = True
-    tick_for(watch, 0.7)
-    back = threading.Timer(0.6, lambda: setattr(edge, "away", False))
-    back.start()
+    clock.tick_for(watch, 0.7)
+    clock.later.append((clock.now + 0.6, lambda: setattr(edge, "away", False)))
     assert watch.regain().held
     assert not watch.in_doubt
     edge.away = True
-    tick_for(watch, 0.7)
+    clock.tick_for(watch, 0.7)
     lost = LeaseStatus(held=False, cancel_requested=False)
     monkeypatch.setattr(edge, "heartbeat", lambda *_: lost)
     assert watch.regain() == lost
     assert not watch.in_doubt
 
 
-def test_an_end_is_recorded_however_long_the_database_was_away() -> None:
+def test_an_end_is_recorded_however_long_the_database_was_away(clock: Clock) -> None:
     watch = watch_of(Edge())
-    until = time.monotonic() + 3 * Edge.lease_s
+    until = clock.now + 3 * Edge.lease_s
 
     def write() -> bool:
-        if time.monotonic() < until:
+        if clock.now < until:
             raise OperationalError("UPDATE", {}, Exception("away"))
         return True
 
@@ -144,12 +165,12 @@ def test_an_end_is_recorded_however_long_the_database_was_away() -> None:
     assert not watch.persist(refused), "a statement that never succeeds is not repeated for ever"
 
 
-def test_what_is_to_be_recorded_waits_for_the_database(edge: Edge) -> None:
+def test_what_is_to_be_recorded_waits_for_the_database(edge: Edge, clock: Clock) -> None:
     watch = watch_of(edge)
     tries: list[float] = []
 
     def write() -> bool:
-        tries.append(time.monotonic())
+        tries.append(clock.now)
         if len(tries) == 1:
             raise OperationalError("UPDATE", {}, Exception("away"))
         return True
