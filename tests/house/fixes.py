@@ -32,12 +32,15 @@ def _text(node: ast.expr) -> str:
 
 def _fixes(path: Path) -> Iterator[tuple[str, str]]:
     """(code, fix) of every error that a module raises; a fix that is a name stands as what was assigned to it."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if "fix=" not in text:
+        return
+    nodes = list(ast.walk(ast.parse(text)))
     named: dict[str, list[str]] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             named.setdefault(node.targets[0].id, []).append(_text(node.value))
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         for keyword in node.keywords:

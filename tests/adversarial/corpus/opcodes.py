@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 
@@ -37,6 +38,7 @@ def push(value: Any) -> Code:
             raise TypeError(type(value))
 
 
+@lru_cache(maxsize=1024)  # some entries hold a million
 def _integer(value: int) -> Code:
     if 0 <= value < 256:
         return Code(b"K" + bytes([value]))
