@@ -13,10 +13,10 @@ endif
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
-# Two files of tests at a time, as many as cores: with three, tests of leases failed. What files share (trained models,
-# servers) is made once for each process. A process of tests that crashes ends the run: pytest-xdist 3.8.0 waits forever
-# for the one that replaces it (its issue 1327).
-SPREAD ?= -n 2 --dist loadfile --max-worker-restart=0
+# Four files of tests at a time on two cores, for a third of them wait for servers and processes. Files are handed out in
+# the order of the collection, longest first. What files share (trained models, servers) is made once for each process. A
+# process of tests that crashes ends the run: pytest-xdist 3.8.0 waits forever for the one that replaces it (its issue 1327).
+SPREAD ?= -n 4 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # Where Python may not keep what it compiles (PYTHONDONTWRITEBYTECODE), each process that tests and benchmarks start would
 # compile our modules again, for 0.3 s. pip compiles all others when it installs them.
 COMPILE = python -m compileall -q client worker service tests bench
@@ -34,7 +34,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages locks sbom docs site test test-changed quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -73,9 +73,13 @@ workflows: $(READY) ## .github/workflows against the schema of GitHub's workflow
 demo: $(READY) ## DeepSpeed resumes on other ranks from what our service wrote (ARGS="--stay [--open]" keeps the servers)
 	@$(BIN)/python deploy/demo/run.py $(ARGS)
 
-test: $(READY) ## all tests but the long ones
+test: $(READY) ## all quick tests, and a sample of each longer file (RESHARD_TURN=0, 1, 2, 3 draws each test once)
 	@$(BIN)/$(COMPILE)
-	@$(PYTEST) $(SPREAD) --durations=20 $(ARGS)
+	@$(PYTEST) $(SPREAD) --sampled --durations=20 $(ARGS)
+
+smoke: $(READY) ## two minutes: the engine's units, laws of geometry, frozen files, and a writer against DeepSpeed itself
+	@$(BIN)/$(COMPILE)
+	@$(PYTEST) $(SPREAD) $$(grep -v '^#' tests/smoke.txt) $(ARGS)
 
 test-changed: $(READY) ## the tests that reach what changed since main, nearest first (BASE=branch, WITHIN=imports)
 	@files=$$($(BIN)/python scripts/changed_tests.py $(if $(BASE),--base $(BASE)) $(if $(WITHIN),--within $(WITHIN))) \
@@ -146,7 +150,7 @@ site: $(DOCS)/.ready ## the documents as a site in site/, strict, in an environm
 	@echo "site/index.html; to read it in a browser: python3 -m http.server --directory site 8080"
 
 golden: $(READY) ## accept the command line's help and all fixes as they are now
-	@RESHARD_GOLDEN=write $(PYTEST) -q tests/packaging/test_cli_frozen.py tests/packaging/test_fixes.py tests/packaging/test_help.py
+	@RESHARD_GOLDEN=write $(PYTEST) -q -m 'full or not full' tests/packaging/test_cli_frozen.py tests/packaging/test_fixes.py tests/packaging/test_help.py
 
 bench: $(READY) ## our converter, DeepSpeed's scripts and cp in turn (ARGS="--suite small|wide|functions|dcp|scale|all")
 	@$(BIN)/$(COMPILE)

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from house.budget import budget_lines
 from house.measured import said, say
-from house.tiers import take_turns
+from house.order import longest_first
+from house.subjects import SUBJECTS, mark_subjects
+from house.tiers import SHARES, sample_files, sampling_turn, take_turns
 
 _DRIVERS = ("embedded", "celery")
 TURNS = {"stack": _DRIVERS, "stacks": _DRIVERS, "api": _DRIVERS, "place": ("local", "s3")}
 """Parameters of which each test gets one value, unless `full` asks for all: drivers of a service, kinds of storage."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run take the sample of `make test`."""
+    parser.addoption("--sampled", action="store_true", help="of long files a sample, which RESHARD_TURN=N draws again")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the subjects; leave long tests, and those for a GPU, out of what `-m` selects, unless it speaks of them."""
+    for subject, words in SUBJECTS.items():
+        config.addinivalue_line("markers", f"{subject}: tests of a subject, whose names say {words}")
+    chosen = config.option.markexpr
+    if not any(word in chosen for word in ("full", "gpu")):
+        config.option.markexpr = f"({chosen or 'True'}) and not full and not gpu"
+    if config.option.sampled and "PYTEST_XDIST_WORKER" not in os.environ:
+        # Worker processes of pytest-xdist take the sample of this one.
+        os.environ["RESHARD_TURN"] = str(sampling_turn())
+        say(f"the sample of RESHARD_TURN={os.environ['RESHARD_TURN']}; make full runs all tests")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -21,9 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A case that was asked for by its name runs.
     """
+    mark_subjects(items)
     if not any("[" in argument for argument in config.args):
         for parameter, values in TURNS.items():
             take_turns(items, parameter, values)
+    if config.option.sampled:
+        sample_files(items, SHARES, sampling_turn())
+        longest_first(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+from house.repository import ROOT
 
 
 def rest_full(cases: Iterable[Any], *always: Any) -> list[Any]:
@@ -43,4 +47,48 @@ def take_turns(items: Iterable[pytest.Item], parameter: str, values: Sequence[st
         chosen = values[zlib.crc32(test.encode()) % len(values)]
         for value, others in found.items():
             for item in others if value != chosen else ():
+                item.add_marker(pytest.mark.full)
+
+
+SHARES: Mapping[str, int] = {
+    "acceptance": 4,
+    "adversarial": 4,
+    "browser": 4,
+    "contract": 4,
+    "distributed": 4,
+    "faults": 4,
+    "integration": 3,
+    "laws": 3,
+    "oracle": 4,
+    "packaging/test_tutorial.py": 3,
+    "recipes": 4,
+}
+"""Of each file in these folders below tests/, and of these files, `make test` runs one test of so many."""
+
+
+def sampling_turn() -> int:
+    """The number that draws the sample: RESHARD_TURN, or one of the commit, so that a commit has one sample.
+
+    Another commit draws anew. Where there is no git, as in an unpacked sdist, it is 0.
+    """
+    if given := os.environ.get("RESHARD_TURN"):
+        return int(given)
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return zlib.crc32(done.stdout.strip().encode()) % 1000 if done.returncode == 0 else 0
+
+
+def sample_files(items: Iterable[pytest.Item], shares: Mapping[str, int], turn: int) -> None:
+    """Mark tests `full`, but for the sample of this turn: of each file every n-th test, and at least one.
+
+    As many turns in a row as the share says have each test once. The first test differs from file to file.
+    """
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("full") is None and item.get_closest_marker("gpu") is None:
+            files.setdefault(item.nodeid.partition("::")[0].removeprefix("tests/"), []).append(item)
+    for file, found in files.items():
+        share = min(shares.get(file) or shares.get(file.partition("/")[0]) or 1, len(found))
+        chosen = found[(zlib.crc32(file.encode()) + turn) % share :: share]
+        for item in found if share > 1 else ():
+            if item not in chosen:
                 item.add_marker(pytest.mark.full)
