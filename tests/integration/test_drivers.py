@@ -129,7 +129,8 @@ def test_cancel_stops_a_running_job_and_removes_what_it_left(service: Service, w
         assert service.client.cancel(job.id).state is JobState.CANCELLING
         ended = service.client.wait(job.id, timeout_s=10)
         assert ended.state is JobState.CANCELLED
-        assert time.monotonic() - began < 5
+        # The engine of either job would work for 20 s.
+        assert time.monotonic() - began < 15
         assert not service.target(name).exists()
         assert not journal_of(job.request).exists()
         assert runners_of(worker.pid) == []

@@ -1,4 +1,4 @@
-"""Help as people see it: frozen at 80 columns, in `make full` at 120 too, never cut off, with examples that are commands."""
+"""Help as people see it: frozen at 80 columns, at 120 in `make full`, never cut off; its examples are commands."""
 
 from __future__ import annotations
 

@@ -52,18 +52,18 @@ def test_another_protocol_is_said_once_and_not_spoken(caplog: pytest.LogCaptureF
 
 
 def test_spans_that_are_off_do_nothing_and_cost_little() -> None:
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(1000):
         with begin_span("x", {"a": 1}, parent=None) as span:
             span.set({"b": 2})
             span.fail("x")
-    service_s = time.perf_counter() - began
+    service_s = time.thread_time() - began
     assert (span, span.traceparent, span.trace_id, span.log_fields, span.recording) == (OFF, None, "", {}, False)
     assert current() is OFF
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(1000):
         begin_engine_span("run", run="0.0")(units=1)
-    engine_s = time.perf_counter() - began
+    engine_s = time.thread_time() - began
     say(f"1,000 spans that are off: {service_s * 1e3:.2f} ms in the service, {engine_s * 1e3:.2f} ms in the engine")
     assert service_s + engine_s < 0.5
 
