@@ -21,6 +21,7 @@ TURNS = {"stack": _DRIVERS, "stacks": _DRIVERS, "api": _DRIVERS, "place": ("loca
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run take the sample of `make test`."""
     parser.addoption("--sampled", action="store_true", help="of long files a sample, which RESHARD_TURN=N draws again")
+    parser.addoption("--share", type=int, default=1, help="of other files one test of so many, with --sampled")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for parameter, values in TURNS.items():
             take_turns(items, parameter, values)
     if config.option.sampled:
-        sample_files(items, SHARES, sampling_turn())
+        sample_files(items, SHARES, sampling_turn(), others=config.option.share)
         longest_first(items)
 
 

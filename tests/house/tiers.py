@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -57,10 +58,14 @@ SHARES: Mapping[str, int] = {
     "contract": 4,
     "distributed": 4,
     "faults": 4,
-    "integration": 3,
-    "laws": 3,
+    "integration": 4,
+    "integrity": 3,
+    "laws": 4,
+    "memory": 2,
     "oracle": 4,
     "packaging/test_tutorial.py": 3,
+    "planted": 2,
+    "plugin": 2,
     "recipes": 4,
 }
 """Of each file in these folders below tests/, and of these files, `make test` runs one test of so many."""
@@ -69,25 +74,27 @@ SHARES: Mapping[str, int] = {
 def sampling_turn() -> int:
     """The number that draws the sample: RESHARD_TURN, or one of the commit, so that a commit has one sample.
 
-    Another commit draws anew. Where there is no git, as in an unpacked sdist, it is 0.
+    Another commit draws anew, and so does another minor version of Python. Where there is no git, as in an unpacked
+    sdist, only the version counts.
     """
     if given := os.environ.get("RESHARD_TURN"):
         return int(given)
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return zlib.crc32(done.stdout.strip().encode()) % 1000 if done.returncode == 0 else 0
+    return zlib.crc32(done.stdout.strip().encode()) % 1000 + sys.version_info.minor
 
 
-def sample_files(items: Iterable[pytest.Item], shares: Mapping[str, int], turn: int) -> None:
+def sample_files(items: Iterable[pytest.Item], shares: Mapping[str, int], turn: int, *, others: int = 1) -> None:
     """Mark tests `full`, but for the sample of this turn: of each file every n-th test, and at least one.
 
-    As many turns in a row as the share says have each test once. The first test differs from file to file.
+    As many turns in a row as the share says have each test once. The first test differs from file to file. `others` is
+    the share of files that have none of their own.
     """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("full") is None and item.get_closest_marker("gpu") is None:
             files.setdefault(item.nodeid.partition("::")[0].removeprefix("tests/"), []).append(item)
     for file, found in files.items():
-        share = min(shares.get(file) or shares.get(file.partition("/")[0]) or 1, len(found))
+        share = min(shares.get(file) or shares.get(file.partition("/")[0]) or others, len(found))
         chosen = found[(zlib.crc32(file.encode()) + turn) % share :: share]
         for item in found if share > 1 else ():
             if item not in chosen:
