@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adversarial.fuzz.run import SHARES, Report, fuzz_all
+from adversarial.fuzz.run import SHARES, fuzz_all
 from adversarial.fuzz.targets import TARGETS
 from reshard.errors import ReshardError
 
@@ -16,18 +16,19 @@ SECONDS = 6.0
 pytestmark = pytest.mark.skipif(find_spec("atheris") is None, reason="atheris has no build for this platform")
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    found = fuzz_all(list(SHARES), SECONDS, 2, tmp_path_factory.mktemp("finds"))
-    return {r.target: r for r in found}
+# Each run of `dcp` takes 20 ms, since it converts what it reads; it has 8 seeds.
+LEAST = {"dcp": 20}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_no_target_finds_anything(target: str, reports: dict[str, Report]) -> None:
-    report = reports[target]
+def test_no_target_finds_anything(target: str, tmp_path: Path) -> None:
+    seconds, least = 2 * SECONDS * SHARES[target] / sum(SHARES.values()), LEAST.get(target, 100)
+    (report,) = fuzz_all([target], seconds, 1, tmp_path)
+    if not report.finds and report.executions <= least:
+        # A busy machine makes few in this time: then it gets more.
+        (report,) = fuzz_all([target], 30.0, 1, tmp_path)
     assert report.finds == (), report.log
-    # Each run of `dcp` takes 20 ms, since it converts what it reads; it has 8 seeds.
-    assert report.executions > (20 if target == "dcp" else 100)
+    assert report.executions > least
     assert report.edges > 0, "the engine is instrumented"
 
 
