@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from keywords_module import KEYWORDS, keywords_module
 from layout_pictures import pictures
 from llms_page import LLMS, llms_page
 from reference_pages import REST, commands_pages, rest_page
@@ -206,6 +207,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield from modules_pages().items()
     yield REST, rest_page()
     yield SETTINGS, settings_page()
+    yield KEYWORDS, keywords_module()
     yield from commands_pages().items()
     yield from pictures()
     yield LLMS, llms_page()

@@ -3,93 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
 from reshard.choices import (
     JobState,
-    NameScheme,
-    OpaquePolicy,
-    OverflowPolicy,
-    ParamOrder,
-    ReplicaPolicy,
-    RngPolicy,
-    ServerCopyPolicy,
     TargetFormat,
-    VerifyLevel,
-    WeightDecayGroups,
-    WeightDtype,
-    ZeroStage,
 )
 from reshard.errors import JobError, ReshardError, from_problem, printable
+from reshard.keywords import ConvertOptions
 from reshard.models import ConvertRequest, SourceSpec
 from reshard.nested_options import nested
-from reshard.options import NativeLayout, Options
 from reshard.validation import invalid
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-class ConvertOptions(TypedDict, total=False):
-    """Options of a conversion; see `ConvertRequest`."""
-
-    tag: str | None
-    model_key: str | None
-    optimizer_key: str | None
-    scheduler_key: str | None
-    param_order: ParamOrder | str | Sequence[str] | None
-    buffers: str | None
-    profile: str | None
-    target_profile: str | None
-    dtype: WeightDtype | str | None
-    max_shard_bytes: int | None
-    options: Options | Mapping[str, Any]
-    """The options by format, nested as in requests; options of reshard's own formats may also be given unnested."""
-    layout: NativeLayout | None
-    """The layout of a native target as one value."""
-    zero_stage: ZeroStage | str | None
-    dp: int
-    tp: int
-    pp: int
-    ep: int
-    partition_method: str | None
-    pipeline_layers: int | None
-    vocab_divisor: int | None
-    round_robin_gradients: bool | None
-    parameter_alignment: bool | None
-    sub_group_size: int | None
-    rng: RngPolicy | str
-    rules: str | None
-    family: str | None
-    names: NameScheme | str | None
-    weight_decay_groups: WeightDecayGroups | str
-    replicas: ReplicaPolicy | str
-    exclude_frozen: bool
-    model_files: str | None
-    merge_adapter: bool
-    adapter: str | None
-    lora_alpha: float | None
-    base: str | None
-    grammar: str | None
-    files: int | None
-    target_model_key: str | None
-    target_optimizer_key: str | None
-    trainer_files: str | None
-    torch_file: str
-    missing_moments: str
-    on_overflow: OverflowPolicy | str
-    opaque: OpaquePolicy | str
-    verify: VerifyLevel | str
-    overwrite: bool
-    pointer: bool | None
-    memory_limit_bytes: int
-    part_bytes: int
-    threads: int | None
-    server_copy: ServerCopyPolicy | str
 
 
 USER_AGENT = "reshard"

@@ -6,6 +6,7 @@ third of the time of `--help`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -32,6 +33,14 @@ class WeightDtype(StrEnum):
     FP32 = "fp32"
     BF16 = "bf16"
     FP16 = "fp16"
+
+
+DTYPE_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("float32", "torch.float32", "float", "f32"), "fp32"),
+    **dict.fromkeys(("float16", "torch.float16", "half", "f16"), "fp16"),
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
+}
+"""Other names of element types, and ours."""
 
 
 class EnsureWorkers(StrEnum):

@@ -15,9 +15,10 @@ import httpx
 
 from reshard import _wire
 from reshard._exchange import Exchange, Flow, Listen, NextLine, Pause, Talk
-from reshard._wire import Answer, Call, ConvertOptions, ModelT
+from reshard._wire import Answer, Call, ModelT
 from reshard.admin import AdminClient
 from reshard.errors import RequestError
+from reshard.keywords import ConvertOptions
 from reshard.models import (
     ConvertRequest,
     ConvertResult,

@@ -11,7 +11,8 @@ from typing import Annotated
 from pydantic import Field
 
 from reshard.installed_formats import InstalledFormat
-from reshard.options import FormatOptions, Place
+from reshard.option import Option, Place
+from reshard.options import FormatOptions
 
 
 class Grammar(StrEnum):
@@ -42,35 +43,35 @@ class MissingMoments(StrEnum):
 class DcpOptions(FormatOptions):
     """Options of distributed checkpoints."""
 
-    grammar: Grammar | None = Field(
+    grammar: Annotated[Grammar | None, Option(label="Framework that loads it")] = Field(
         default=None, description="Keys and files as this framework loads them; default: the source's, or accelerate."
     )
-    files: int | None = Field(
+    files: Annotated[int | None, Option(label="Number of files")] = Field(
         default=None, ge=1, le=1 << 16, description="Number of .distcp files; default: one for each 4 GB."
     )
-    target_model_key: str | None = Field(
+    target_model_key: Annotated[str | None, Option(label="Place of the model")] = Field(
         default=None,
         max_length=256,
         description="Place of the model in DST, such as app.model; default: that of --grammar.",
     )
-    target_optimizer_key: str | None = Field(
+    target_optimizer_key: Annotated[str | None, Option(label="Place of the optimizer")] = Field(
         default=None,
         max_length=256,
         description="Place of the optimizer in DST, such as app.optim; default: that of --grammar.",
     )
-    trainer_files: Annotated[str | None, Place()] = Field(
+    trainer_files: Annotated[str | None, Option(label="Files of the trainer"), Place()] = Field(
         default=None,
         min_length=1,
         max_length=4096,
         description="Directory of a trainer's files (trainer_state.json, schedulers, random states) for the target.",
     )
-    torch_file: str = Field(
+    torch_file: Annotated[str, Option(label="Name of the file")] = Field(
         default="checkpoint.pt",
         pattern=r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}",
         max_length=128,
         description="With --to torch_save, the name of the file.",
     )
-    missing_moments: MissingMoments = Field(
+    missing_moments: Annotated[MissingMoments, Option(label="Parameters without optimizer states")] = Field(
         default=MissingMoments.ZERO,
         description="Trained parameters without optimizer states: zero (default), omit, refuse.",
     )

@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reshard._wire import ConvertOptions, convert_request
+from reshard._wire import convert_request
 from reshard.errors import RequestError, printable
+from reshard.keywords import ConvertOptions
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat, WeightDtype
 from reshard.sizes import size_of

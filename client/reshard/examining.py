@@ -4,55 +4,50 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Unpack
 
 from pydantic import ValidationError
 
 from reshard.arguments import (
-    KEYWORDS,
     OnProgress,
-    Order,
-    PathLike,
     client_of,
     for_service,
     fraction_of,
-    rules_of,
+    keywords,
+    of_side,
+    of_two_sources,
     source_of,
+    takes_keywords,
 )
+from reshard.declared import options_of_source
 from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, printable
+from reshard.keywords import SourceKeywords, TwoSourceKeywords
 from reshard.layout_svg import Picture
 from reshard.local import load_engine
 from reshard.models import Inspection, SourceSpec, VerifyReport
+from reshard.option import PathLike
+from reshard.option_files import read_rules
 from reshard.options import DeepSpeedOptions, Options
 from reshard.pictures import LayoutPicture
 from reshard.progress import progress_of
 from reshard.validation import invalid
 
 
+@takes_keywords(options_of_source())
 def inspect(
     source: PathLike,
     *,
-    tag: str | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
-    scheduler_key: str | None = None,
-    param_order: Order | None = None,
-    buffers: str | None = None,
-    profile: str | None = None,
     url: str | None = None,
     token: str | None = None,
+    **given: Unpack[SourceKeywords],
 ) -> Inspection:
     """Describe a checkpoint from its metadata: format, step, ranks, tensors, possible targets. Nothing in it runs.
 
     Args:
         source: A directory or URL: a save directory, a tag directory, or a directory of weights.
-        tag: Checkpoint tag; by default what `latest` (or `latest_universal`) names.
-        model_key: Model to read, if the state dict holds several, such as `unet`; `.` is its root.
-        optimizer_key: Optimizer to read, if there are several.
-        scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
-        param_order: Order of parameters that files number and do not name, as for `convert`.
-        buffers: Buffers that the files do not tell from frozen parameters, as for `convert`.
-        profile: Storage profile of the source (see `RESHARD_PROFILES`).
+        **given: The options of the source.
         url: URL of a service that reads it, in place of this process.
         token: Token of the service; by default `RESHARD_TOKEN`.
 
@@ -69,27 +64,21 @@ def inspect(
         >>> found.format, found.world, found.step
         ('deepspeed-zero2', {'dp': 2, 'tp': 1, 'pp': 1}, 3)
     """
-    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key, "buffers": buffers}
     place = source if url is None else for_service(source)
-    spec = source_of(place, tag, profile, **keys, param_order=param_order)
+    spec = source_of(place, given)
     if url is not None:
         with client_of(url, token) as client:
             return client.inspect(spec)
     return load_engine().inspect(spec).drawn_from(spec)
 
 
+@takes_keywords(options_of_source())
 def picture(
     source: PathLike,
     *,
     tensor: str | None = None,
     beside: PathLike | None = None,
-    tag: str | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
-    scheduler_key: str | None = None,
-    param_order: Order | None = None,
-    buffers: str | None = None,
-    profile: str | None = None,
+    **given: Unpack[SourceKeywords],
 ) -> Picture:
     """Draw what each rank of a checkpoint holds and, with `tensor`, which rank holds which part of a tensor.
 
@@ -97,13 +86,7 @@ def picture(
         source: A checkpoint, as for `inspect`.
         tensor: `NAME` or `NAME/STATE` of a tensor to draw.
         beside: Another checkpoint, such as the one that `source` was converted to, to draw on the right.
-        tag: Checkpoint tag of `source`.
-        model_key: Model to read, if the state dict holds several, such as `unet`; `.` is its root.
-        optimizer_key: Optimizer to read, if there are several.
-        scheduler_key: Learning-rate scheduler of that optimizer, if there are several.
-        param_order: Order of parameters that files number and do not name, as for `convert`.
-        buffers: Buffers that the files do not tell from frozen parameters, as for `convert`.
-        profile: Storage profile of both.
+        **given: The options of `source`. Its storage profile is that of both.
 
     Returns:
         The picture. A notebook shows it; `svg()` is its text, and `save("moves.svg")` writes it.
@@ -118,11 +101,10 @@ def picture(
         '<svg '
     """
     engine = load_engine()
-    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key, "buffers": buffers}
-    here = engine.picture(source_of(source, tag, profile, **keys, param_order=param_order), tensor)
+    here = engine.picture(source_of(source, given), tensor)
     if beside is None:
         return Picture(here)
-    return Picture(here, _beside(source_of(beside, None, profile), tensor))
+    return Picture(here, _beside(source_of(beside, {"profile": given.get("profile")}), tensor))
 
 
 def verify(target: PathLike, *, sample: float | str | None = None, profile: str | None = None) -> VerifyReport:
@@ -150,22 +132,11 @@ def verify(target: PathLike, *, sample: float | str | None = None, profile: str 
     return load_engine().verify(os.fspath(target), profile=profile, sample=fraction_of(sample))
 
 
+@takes_keywords(of_two_sources())
 def diff(
     a: PathLike,
     b: PathLike,
     *,
-    tag_a: str | None = None,
-    tag_b: str | None = None,
-    model_key_a: str | None = None,
-    optimizer_key_a: str | None = None,
-    scheduler_key_a: str | None = None,
-    param_order_a: Order | None = None,
-    buffers_a: str | None = None,
-    model_key_b: str | None = None,
-    optimizer_key_b: str | None = None,
-    scheduler_key_b: str | None = None,
-    param_order_b: Order | None = None,
-    buffers_b: str | None = None,
     states: str = "all",
     weights_only: bool = False,
     common: bool = False,
@@ -173,28 +144,16 @@ def diff(
     sample: float | str | None = None,
     rules: PathLike | None = None,
     family: str | None = None,
-    profile_a: str | None = None,
-    profile_b: str | None = None,
     on_progress: OnProgress | None = None,
     progress: bool | None = None,
+    **given: Unpack[TwoSourceKeywords],
 ) -> DiffReport:
     """Compare two checkpoints by logical tensor, bit by bit, across layouts and formats.
 
     Args:
         a: A checkpoint, as for `inspect`.
         b: The checkpoint to compare it with.
-        tag_a: Checkpoint tag of `a`; by default what `latest` names.
-        tag_b: Checkpoint tag of `b`.
-        model_key_a: Model of `a`, if its state dict holds several; as for `inspect`, and so are the next four.
-        optimizer_key_a: Optimizer of `a`.
-        scheduler_key_a: Scheduler of `a`.
-        param_order_a: Order of the parameters of `a`.
-        buffers_a: Buffers of `a`.
-        model_key_b: Model of `b`.
-        optimizer_key_b: Optimizer of `b`.
-        scheduler_key_b: Scheduler of `b`.
-        param_order_b: Order of the parameters of `b`.
-        buffers_b: Buffers of `b`.
+        **given: The options of both sources.
         states: `all`, or `weights` to skip optimizer states, counters and client state.
         weights_only: Short for `states="weights"`.
         common: True to ignore tensors and values that only one side has.
@@ -202,8 +161,6 @@ def diff(
         sample: Compare only a random part of the elements: a fraction such as `0.02`, or `"2%"`.
         rules: File of rules (YAML) for tensor-parallel sides that do not say how they are cut.
         family: Built-in set of rules, such as `gpt-megatron`.
-        profile_a: Storage profile of `a`.
-        profile_b: Storage profile of `b`.
         on_progress: Called with each `Progress`, from one thread at a time.
         progress: True for a bar, False for none; by default as for `convert`.
 
@@ -221,23 +178,8 @@ def diff(
     """
     if states not in ("all", "weights"):
         raise RequestError("request.invalid", f"states is {printable(states)!r}", fix="states is one of: all, weights")
-    keys_a = {
-        "model_key": model_key_a,
-        "optimizer_key": optimizer_key_a,
-        "scheduler_key": scheduler_key_a,
-        "buffers": buffers_a,
-    }
-    keys_b = {
-        "model_key": model_key_b,
-        "optimizer_key": optimizer_key_b,
-        "scheduler_key": scheduler_key_b,
-        "buffers": buffers_b,
-    }
-    sides = (
-        source_of(a, tag_a, profile_a, **keys_a, param_order=param_order_a),
-        source_of(b, tag_b, profile_b, **keys_b, param_order=param_order_b),
-    )
-    deepspeed = DeepSpeedOptions(rules=None if rules is None else rules_of(rules), family=family)
+    sides = (source_of(a, of_side(given, "a")), source_of(b, of_side(given, "b")))
+    deepspeed = DeepSpeedOptions(rules=None if rules is None else read_rules(Path(rules)), family=family)
     try:
         asked = DiffOptions(
             weights_only=weights_only or states == "weights",
@@ -247,7 +189,7 @@ def diff(
             options=Options(deepspeed=deepspeed),
         )
     except ValidationError as error:
-        raise invalid(error, KEYWORDS, keywords=True) from None
+        raise invalid(error, keywords(), keywords=True) from None
     with progress_of(on_progress, progress) as show:
         return load_engine().diff(*sides, asked, on_progress=show)
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from reshard.choices import TargetFormat
 from reshard.errors import RequestError, printable
+from reshard.option import Option
+from reshard.options import ConversionOptions, FormatOptions, Options, SourceSpec
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
-
-    from reshard.options import FormatOptions
 
 ENTRY_POINT_GROUP = "reshard.formats"
 BUILT_IN = ("deepspeed", "weights", "peft", "torch_files")
@@ -83,8 +83,6 @@ def plain_kind(info: FieldInfo) -> type | None:
 
 def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
     """The reason why a format conflicts with the others; None if it does not."""
-    from reshard.options import Options
-
     if not all(map(_NAME.fullmatch, (new.name, *new.targets))):
         return "its name and those of its targets are lower-case letters, digits and _"
     if new.name in (*BUILT_IN, *(f.name for f in others)):
@@ -98,21 +96,25 @@ def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
         return f"its option {odd[0]} is no text, number, choice or truth value"
     if required := [n for n, f in new.options.model_fields.items() if f.is_required()]:
         return f"its option {required[0]} has no default"
-    models = [f.default_factory for f in Options.model_fields.values()] + [f.options for f in others]
-    names = {n for model in models for n in getattr(model, "model_fields", ())} | _REQUEST_FIELDS
-    if taken := sorted(names & {*new.options.model_fields}):
+    ours = (SourceSpec, ConversionOptions, *(f.default_factory for f in Options.model_fields.values()))
+    names = {name for model in (*ours, *(f.options for f in others)) for name in _names_in(model)}
+    if taken := sorted((names | _OTHER_NAMES) & {*new.options.model_fields}):
         return f"another option is called {taken[0]}"
     return None
 
 
-_REQUEST_FIELDS = frozenset({
-    "to", "tag", "profile", "source", "target", "target_profile", "dtype", "layout", "options", "replicas",
-    "exclude_frozen", "model_files", "opaque", "overwrite", "on_overflow", "verify", "memory_limit", "part_size",
-    "memory_limit_bytes", "part_bytes", "threads", "server_copy", "label", "max_attempts", "wait",
-    "idempotency_key", "id", "job_id", "wait_timeout", "max_workers", "priority", "workers",
-    "worker", "pointer", "dry_run", "json", "as_json", "quiet", "url", "help", "max_shard_size",
+def _names_in(model: Any) -> set[str]:
+    """The names of the options of a model, and those of their flags."""
+    fields: Mapping[str, FieldInfo] = getattr(model, "model_fields", {})
+    return {*fields, *(m.name for info in fields.values() for m in info.metadata if isinstance(m, Option))}
+
+
+_OTHER_NAMES = frozenset({
+    "to", "source", "target", "layout", "options", "label", "max_attempts", "wait", "idempotency_key", "id",
+    "job_id", "wait_timeout", "max_workers", "priority", "workers", "worker", "dry_run", "json", "as_json", "quiet",
+    "url", "help",
 })  # fmt: skip
-"""Names that requests and commands have taken."""
+"""Names that requests and commands have taken for what is no option of a conversion."""
 
 
 def refused_format(name: str, package: str, reason: str) -> RequestError:

@@ -26,65 +26,26 @@ from reshard.choices import (
     ZeroStage as ZeroStage,
 )
 from reshard.nested_options import OfInstalledFormats, default_options, nested
-from reshard.options import NativeLayout as NativeLayout, Options as Options
+from reshard.options import (
+    DEFAULT_MEMORY_LIMIT_BYTES as DEFAULT_MEMORY_LIMIT_BYTES,
+    DEFAULT_PART_BYTES as DEFAULT_PART_BYTES,
+    ConversionOptions,
+    NativeLayout as NativeLayout,
+    Options as Options,
+    SourceChoices as SourceChoices,
+    SourceSpec as SourceSpec,
+)
 from reshard.target_name import TargetName
 from reshard.wire_model import (
-    MOST_BYTES,
     SCHEMA_VERSION as SCHEMA_VERSION,
     RequestModel,
     ShownModel,
     WireModel as WireModel,
 )
 
-DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
-DEFAULT_PART_BYTES = 64 << 20
-
-
-_Name = Annotated[str, Field(min_length=1, max_length=1024)]
-
-
-def _is_none(value: object) -> bool:
-    return value is None
-
 
 def _is_empty(value: object) -> bool:
     return not value
-
-
-class SourceChoices(RequestModel):
-    """The user's choices where the files of a checkpoint leave several ways to read it.
-
-    Fields that are None are left out of the JSON, so that older programs can read it.
-    """
-
-    model_key: str | None = Field(default=None, max_length=512, exclude_if=_is_none)
-    """Place of the model to read, such as `unet` or `app.model`, if there are several; `.` is the root."""
-    optimizer_key: str | None = Field(default=None, max_length=512, exclude_if=_is_none)
-    """Place of the optimizer to read, such as `opt_g`, if there are several."""
-    scheduler_key: str | None = Field(default=None, max_length=512, exclude_if=_is_none)
-    """Place of the learning-rate scheduler of that optimizer, such as `sched_g` or `scheduler_1.bin`."""
-    param_order: ParamOrder | Annotated[tuple[_Name, ...], Field(max_length=1 << 20)] | None = Field(
-        default=None, exclude_if=_is_none
-    )
-    """Order of the parameters of an optimizer whose files keep numbers and no names, or names and no order: `model`,
-    `groups`, or the names themselves."""
-    buffers: str | None = Field(default=None, min_length=1, max_length=1 << 20, exclude_if=_is_none)
-    """Names of the tensors that are buffers, where the files do not tell them from frozen parameters, separated by
-    commas; `*` stands for any text. `none`: all are parameters."""
-
-    def given(self) -> dict[str, Any]:
-        """The choices that were made, by their names."""
-        names = SourceChoices.model_fields
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-
-class SourceSpec(SourceChoices):
-    """The checkpoint to read."""
-
-    url: str = Field(min_length=1, max_length=4096)
-    tag: str | None = Field(default=None, max_length=512)
-    profile: str | None = Field(default=None, max_length=128)
-    """Name of a storage profile that the operator configured. Requests never contain credentials."""
 
 
 def _place(source: object) -> object:
@@ -96,38 +57,18 @@ Place = Annotated[str, Field(min_length=1, max_length=4096)]
 """A directory or a URL."""
 
 
-class ConvertRequest(RequestModel):
-    """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
+class _Places(RequestModel):
+    """What is converted into what."""
 
     source: Annotated[SourceSpec, BeforeValidator(_place, json_schema_input_type=SourceSpec | Place)]
     """The checkpoint to read. A text is short for a source that has nothing but this `url`."""
     target: str = Field(min_length=1, max_length=4096)
     to: TargetName
-    target_profile: str | None = Field(default=None, max_length=128)
-    dtype: WeightDtype | None = None
-    """Consolidated weights: the type of floats. By default nothing is cast: masters where there are any, and everything
-    else as it is stored. Native targets: the type of the model, by default the source's."""
-    replicas: ReplicaPolicy = ReplicaPolicy.ERROR
-    exclude_frozen: bool = False
-    model_files: str | None = Field(default=None, min_length=1, max_length=4096)
-    """Consolidated weights: a directory whose configuration, tokenizer and generation files are copied beside the
-    weights, so that `from_pretrained` opens the target. PEFT: a directory with `adapter_config.json`, by default the
-    one beside the source. It is read with the source's storage profile."""
-    opaque: OpaquePolicy = OpaquePolicy.REFUSE
-    overwrite: bool = False
-    pointer: bool | None = Field(default=None, exclude_if=_is_none)
-    """`zero` and `universal`: whether `latest` (or `latest_universal`) is written beside the target. By default it is
-    where the target's parent is a save directory: it has such a file, holds another tag directory, or holds nothing but
-    the target and is not the working directory. None is left out of the JSON, as in `SourceChoices`."""
-    on_overflow: OverflowPolicy = OverflowPolicy.INF
-    """Policy for finite elements that a narrower type cannot hold. Losses are counted under every policy."""
-    verify: VerifyLevel = VerifyLevel.DEFAULT
-    memory_limit_bytes: int = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1, le=MOST_BYTES)
-    part_bytes: int = Field(default=DEFAULT_PART_BYTES, ge=1 << 10, le=MOST_BYTES)
-    """Bytes of one unit of work and of one part of a multipart upload."""
-    threads: int | None = Field(default=None, ge=1, le=1024)
-    server_copy: ServerCopyPolicy = ServerCopyPolicy.AUTO
-    """With `auto` the object store itself copies ranges that move unchanged within it (server-side copies)."""
+
+
+class ConvertRequest(ConversionOptions, _Places):
+    """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
+
     options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
     """Options of single formats, by format."""
 

@@ -1,21 +1,258 @@
-"""The options that formats add to a conversion, nested in a request by the format's name.
+"""The options of a conversion: of its source, of the conversion itself, and of the formats, nested by format.
 
-The formats that reshard brings are fields of `Options`; `reshard.nested_options` adds those of other packages.
+An option is one field: `reshard.option.Option` says how its flag, its keyword argument and its label are. The formats
+that reshard brings are fields of `Options`; `reshard.nested_options` adds those of other packages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from reshard.choices import NameScheme, RngPolicy, WeightDecayGroups, ZeroStage
+from reshard.choices import (
+    DTYPE_NAMES,
+    NameScheme,
+    OpaquePolicy,
+    OverflowPolicy,
+    ParamOrder,
+    ReplicaPolicy,
+    RngPolicy,
+    ServerCopyPolicy,
+    VerifyLevel,
+    WeightDecayGroups,
+    WeightDtype,
+    ZeroStage,
+)
+from reshard.option import Option, Place, Section
+from reshard.option_files import read_order, read_rules
+from reshard.sizes import parse_size
 from reshard.wire_model import MOST_BYTES, RequestModel
 
+DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
+DEFAULT_PART_BYTES = 64 << 20
+_AS_IN_TARGET_RUN = "As in the ds_config of the target run; default: as in SRC."
+_ParameterName = Annotated[str, Field(min_length=1, max_length=1024)]
 
-class Place:
-    """Marks an option that is a URL from which the engine reads: a service allows it only below its roots."""
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+class SourceChoices(RequestModel):
+    """The user's choices where the files of a checkpoint leave several ways to read it.
+
+    Fields that are None are left out of the JSON, so that older programs can read it.
+    """
+
+    model_key: Annotated[
+        str | None,
+        Option(
+            "Model to read, if the state dict holds several, such as unet.",
+            Section.SOURCE,
+            2,
+            metavar="KEY",
+            label="Model to read",
+        ),
+    ] = Field(default=None, max_length=512, exclude_if=_is_none)
+    """Place of the model to read, such as `unet` or `app.model`, if there are several; `.` is the root."""
+    optimizer_key: Annotated[
+        str | None,
+        Option("Optimizer to read, if there are several.", Section.SOURCE, 3, metavar="KEY", label="Optimizer to read"),
+    ] = Field(default=None, max_length=512, exclude_if=_is_none)
+    """Place of the optimizer to read, such as `opt_g`, if there are several."""
+    scheduler_key: Annotated[
+        str | None,
+        Option(
+            "Scheduler of that optimizer, if there are several.",
+            Section.SOURCE,
+            4,
+            metavar="KEY",
+            label="Scheduler to read",
+        ),
+    ] = Field(default=None, max_length=512, exclude_if=_is_none)
+    """Place of the learning-rate scheduler of that optimizer, such as `sched_g` or `scheduler_1.bin`."""
+    param_order: Annotated[
+        ParamOrder | Annotated[tuple[_ParameterName, ...], Field(max_length=1 << 20)] | None,
+        Option(
+            "Order of parameters that files only number: `model`, `groups` (the model's within each group), or a "
+            "file with their names.",
+            Section.SOURCE,
+            5,
+            metavar="ORDER",
+            parse=read_order,
+            label="Order of the optimizer's parameters",
+        ),
+    ] = Field(default=None, exclude_if=_is_none)
+    """Order of the parameters of an optimizer whose files keep numbers and no names, or names and no order: `model`,
+    `groups`, or the names themselves."""
+    buffers: Annotated[
+        str | None,
+        Option(
+            "Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text.",
+            Section.SOURCE,
+            6,
+            metavar="NAMES",
+            label="Tensors that are buffers",
+        ),
+    ] = Field(default=None, min_length=1, max_length=1 << 20, exclude_if=_is_none)
+    """Names of the tensors that are buffers, where the files do not tell them from frozen parameters, separated by
+    commas; `*` stands for any text. `none`: all are parameters."""
+
+    def given(self) -> dict[str, Any]:
+        """The choices that were made, by their names."""
+        names = SourceChoices.model_fields
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class SourceSpec(SourceChoices):
+    """The checkpoint to read."""
+
+    url: str = Field(min_length=1, max_length=4096)
+    tag: Annotated[
+        str | None,
+        Option(
+            "Checkpoint tag; default: what `latest` (or `latest_universal`) names.",
+            Section.SOURCE,
+            1,
+            metavar="NAME",
+            label="Tag",
+        ),
+    ] = Field(default=None, max_length=512)
+    profile: Annotated[
+        str | None,
+        Option("Storage profile (see RESHARD_PROFILES).", Section.SOURCE, 7, metavar="NAME", label="Storage profile"),
+    ] = Field(default=None, max_length=128)
+    """Name of a storage profile that the operator configured. Requests never contain credentials."""
+
+
+class ConversionOptions(RequestModel):
+    """The options of a conversion that belong to no format; `ConvertRequest` has them as fields of its own."""
+
+    target_profile: Annotated[
+        str | None,
+        Option("Storage profile for DST.", Section.TARGET, 9, metavar="NAME", label="Storage profile of the target"),
+    ] = Field(default=None, max_length=128)
+    dtype: Annotated[
+        WeightDtype | None,
+        Option(
+            "Type of weights; default: masters and all else as stored; --to zero: as in SRC.",
+            Section.TARGET,
+            1,
+            also=DTYPE_NAMES,
+            label="Element type",
+        ),
+    ] = None
+    """Consolidated weights: the type of floats. By default nothing is cast: masters where there are any, and everything
+    else as it is stored. Native targets: the type of the model, by default the source's."""
+    replicas: Annotated[
+        ReplicaPolicy,
+        Option(
+            "If copies that must be equal differ: stop, or take the first.",
+            Section.CHECKING,
+            3,
+            label="Copies that differ",
+        ),
+    ] = ReplicaPolicy.ERROR
+    exclude_frozen: Annotated[
+        bool, Option("Leave out frozen parameters.", Section.TARGET, 3, label="Leave frozen parameters out")
+    ] = False
+    model_files: Annotated[
+        str | None,
+        Option(
+            "Copy config.json, tokenizer and generation files of DIR beside the weights.",
+            Section.TARGET,
+            6,
+            metavar="DIR",
+            label="Model files",
+        ),
+        Place(),
+    ] = Field(default=None, min_length=1, max_length=4096)
+    """Consolidated weights: a directory whose configuration, tokenizer and generation files are copied beside the
+    weights, so that `from_pretrained` opens the target. PEFT: a directory with `adapter_config.json`, by default the
+    one beside the source. It is read with the source's storage profile."""
+    opaque: Annotated[
+        OpaquePolicy,
+        Option(
+            "Policy for objects of classes that are not on the allow-list.",
+            Section.CHECKING,
+            4,
+            label="Objects of unknown classes",
+        ),
+    ] = OpaquePolicy.REFUSE
+    overwrite: Annotated[
+        bool,
+        Option(
+            "Replace DST. Its old contents are lost, even if the run fails.",
+            Section.TARGET,
+            7,
+            label="Replace an existing target",
+        ),
+    ] = False
+    pointer: Annotated[
+        bool | None,
+        Option("Write `latest` beside DST; default: where its parent is a save directory.", Section.TARGET, 8),
+    ] = Field(default=None, exclude_if=_is_none)
+    """`zero` and `universal`: whether `latest` (or `latest_universal`) is written beside the target. By default it is
+    where the target's parent is a save directory: it has such a file, holds another tag directory, or holds nothing but
+    the target and is not the working directory. None is left out of the JSON, as in `SourceChoices`."""
+    on_overflow: Annotated[
+        OverflowPolicy,
+        Option(
+            "Elements too large for --dtype: infinity, largest number, or stop.",
+            Section.CHECKING,
+            2,
+            label="Numbers too large for the element type",
+        ),
+    ] = OverflowPolicy.INF
+    """Policy for finite elements that a narrower type cannot hold. Losses are counted under every policy."""
+    verify: Annotated[
+        VerifyLevel,
+        Option("`full` also reads all of SRC and of the output.", Section.CHECKING, 1, label="Checks"),
+    ] = VerifyLevel.DEFAULT
+    memory_limit_bytes: Annotated[
+        int,
+        Option(
+            "Memory for buffers and metadata, such as 1GiB (the default).",
+            Section.RESOURCES,
+            1,
+            name="memory_limit",
+            metavar="SIZE",
+            parse=parse_size,
+            label="Memory limit",
+        ),
+    ] = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1, le=MOST_BYTES)
+    part_bytes: Annotated[
+        int,
+        Option(
+            "Size of a unit of work and of a multipart part, such as 64MiB (the default).",
+            Section.RESOURCES,
+            2,
+            name="part_size",
+            metavar="SIZE",
+            parse=parse_size,
+            label="Size of a unit of work",
+        ),
+    ] = Field(default=DEFAULT_PART_BYTES, ge=1 << 10, le=MOST_BYTES)
+    """Bytes of one unit of work and of one part of a multipart upload."""
+    threads: Annotated[
+        int | None,
+        Option(
+            "Units in parallel; default: one per core, more for object stores.", Section.RESOURCES, 3, label="Threads"
+        ),
+    ] = Field(default=None, ge=1, le=1024)
+    server_copy: Annotated[
+        ServerCopyPolicy,
+        Option(
+            "`never`: no server-side copies; read and send every byte.",
+            Section.RESOURCES,
+            4,
+            label="Copies made by the store",
+        ),
+    ] = ServerCopyPolicy.AUTO
+    """With `auto` the object store itself copies ranges that move unchanged within it (server-side copies)."""
 
 
 class FormatOptions(RequestModel):
@@ -34,23 +271,64 @@ class FormatOptions(RequestModel):
 class NativeLayout(FormatOptions):
     """The layout of a native DeepSpeed target. An option that is None is as in the source, or DeepSpeed's default."""
 
-    zero_stage: ZeroStage | None = None
-    dp: int | None = Field(default=None, ge=1, le=1 << 20)
+    zero_stage: Annotated[
+        ZeroStage | None, Option("ZeRO stage; default: as in SRC.", Section.LAYOUT, 5, label="ZeRO stage")
+    ] = None
+    dp: Annotated[int | None, Option("Data-parallel ranks.", Section.LAYOUT, 1, label="Data-parallel ranks (GPUs)")] = (
+        Field(default=None, ge=1, le=1 << 20)
+    )
     """Data-parallel ranks; with sequence parallelism, the product of both. A native target needs this option."""
-    tp: int = Field(default=1, ge=1, le=1 << 12)
-    pp: int = Field(default=1, ge=1, le=1 << 12)
-    ep: int = Field(default=1, ge=1, le=1 << 12)
-    partition_method: str | None = Field(default=None, max_length=4096)
+    tp: Annotated[int, Option("Tensor-parallel ranks.", Section.LAYOUT, 2, label="Tensor-parallel ranks")] = Field(
+        default=1, ge=1, le=1 << 12
+    )
+    pp: Annotated[int, Option("Pipeline stages.", Section.LAYOUT, 3, label="Pipeline stages")] = Field(
+        default=1, ge=1, le=1 << 12
+    )
+    ep: Annotated[int, Option("Expert-parallel ranks.", Section.LAYOUT, 4, label="Expert-parallel ranks")] = Field(
+        default=1, ge=1, le=1 << 12
+    )
+    partition_method: Annotated[
+        str | None,
+        Option(
+            "Pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6.",
+            Section.LAYOUT,
+            6,
+            metavar="METHOD",
+            label="Division into pipeline stages",
+        ),
+    ] = Field(default=None, max_length=4096)
     """Division into pipeline stages: `uniform`, `parameters`, `type:REGEX`, or each stage's first layer: `0,3,6`."""
-    pipeline_layers: int | None = Field(default=None, ge=1, le=4096)
+    pipeline_layers: Annotated[
+        int | None,
+        Option("Number of layers, for --partition-method uniform.", Section.LAYOUT, 7, label="Layers of the pipeline"),
+    ] = Field(default=None, ge=1, le=4096)
     """Number of layers of the whole pipeline, including those without parameters; `uniform` needs it."""
-    vocab_divisor: int | None = Field(default=None, ge=1, le=1 << 20)
+    vocab_divisor: Annotated[
+        int | None,
+        Option(
+            "Pad the vocabulary to a multiple of this times --tp.", Section.LAYOUT, 8, label="Divisor of the vocabulary"
+        ),
+    ] = Field(default=None, ge=1, le=1 << 20)
     """Megatron's `make_vocab_size_divisible_by`: the vocabulary is padded to a multiple of this value times `tp`."""
-    round_robin_gradients: bool | None = None
-    parameter_alignment: bool | None = None
-    sub_group_size: int | None = Field(default=None, ge=1, le=MOST_BYTES)
+    round_robin_gradients: Annotated[
+        bool | None, Option(_AS_IN_TARGET_RUN, Section.LAYOUT, 9, label="Round-robin gradients")
+    ] = None
+    parameter_alignment: Annotated[
+        bool | None, Option(_AS_IN_TARGET_RUN, Section.LAYOUT, 10, label="Alignment of parameters")
+    ] = None
+    sub_group_size: Annotated[
+        int | None, Option(_AS_IN_TARGET_RUN, Section.LAYOUT, 11, label="Elements of a sub-group")
+    ] = Field(default=None, ge=1, le=MOST_BYTES)
     """Stage 3: elements of one rank's partition after which a sub-group is closed."""
-    rng: RngPolicy = RngPolicy.KEEP
+    rng: Annotated[
+        RngPolicy,
+        Option(
+            "Random states: `keep` gives rank r those of source rank r mod N.",
+            Section.LAYOUT,
+            12,
+            label="Random states",
+        ),
+    ] = RngPolicy.KEEP
 
     @property
     def world_size(self) -> int:
@@ -61,13 +339,49 @@ class NativeLayout(FormatOptions):
 class DeepSpeedOptions(NativeLayout):
     """Options of DeepSpeed's checkpoints: the layout to write, cut rules of the source, and names of parameters."""
 
-    rules: str | None = Field(default=None, max_length=1 << 16)
+    rules: Annotated[
+        str | None,
+        Option(
+            "Rules (YAML) for a tensor-parallel SRC that does not say how it is cut.",
+            Section.SOURCE,
+            8,
+            metavar="FILE",
+            parse=read_rules,
+            takes=Path,
+            label="Cut rules",
+        ),
+    ] = Field(default=None, max_length=1 << 16)
     """Rules as YAML (docs/rules.md): how tensor parallelism cuts parameters, if the source does not say."""
-    family: str | None = Field(default=None, max_length=64)
+    family: Annotated[
+        str | None,
+        Option(
+            "Built-in set of rules: gpt-megatron, llama-megatron, bloom.",
+            Section.SOURCE,
+            9,
+            metavar="NAME",
+            label="Family of cut rules",
+        ),
+    ] = Field(default=None, max_length=64)
     """A built-in set of cut rules, such as `gpt-megatron`."""
-    names: NameScheme | None = None
+    names: Annotated[
+        NameScheme | None,
+        Option(
+            "Names of a model with or without pipeline; default: as in SRC.",
+            Section.TARGET,
+            4,
+            label="Names of parameters",
+        ),
+    ] = None
     """Naming scheme for the parameters of Megatron-DeepSpeed's GPT and Llama models; None keeps the source's names."""
-    weight_decay_groups: WeightDecayGroups = WeightDecayGroups.STAGE
+    weight_decay_groups: Annotated[
+        WeightDecayGroups,
+        Option(
+            "Megatron-DeepSpeed's param groups: as it makes them at DST's stage, or as in SRC.",
+            Section.TARGET,
+            5,
+            label="Groups of weight decay",
+        ),
+    ] = WeightDecayGroups.STAGE
 
     @property
     def asks_for_layout(self) -> bool:
@@ -78,20 +392,66 @@ class DeepSpeedOptions(NativeLayout):
 class WeightsOptions(FormatOptions):
     """Options of consolidated weights."""
 
-    max_shard_bytes: int | None = Field(default=None, ge=1, le=MOST_BYTES)
+    max_shard_bytes: Annotated[
+        int | None,
+        Option(
+            "Largest weights file, such as 5GB.",
+            Section.TARGET,
+            2,
+            name="max_shard_size",
+            metavar="SIZE",
+            parse=parse_size,
+            label="Largest file",
+        ),
+    ] = Field(default=None, ge=1, le=MOST_BYTES)
     """Largest size of one weights file; the default is 5 GB."""
 
 
 class PeftOptions(FormatOptions):
     """Options of LoRA adapters."""
 
-    merge_adapter: bool = False
+    merge_adapter: Annotated[
+        bool,
+        Option(
+            "Merge a LoRA adapter into the weights, with the names of the base model.",
+            Section.ADAPTERS,
+            1,
+            label="Merge the adapter",
+        ),
+    ] = False
     """Consolidated weights only: merge an adapter into the weights, and name them as the model without PEFT does."""
-    adapter: str | None = Field(default=None, min_length=1, max_length=256)
+    adapter: Annotated[
+        str | None,
+        Option(
+            "Adapter to write or to merge, if SRC has several.",
+            Section.ADAPTERS,
+            2,
+            metavar="NAME",
+            label="Name of the adapter",
+        ),
+    ] = Field(default=None, min_length=1, max_length=256)
     """Name of the LoRA adapter to write or to merge, if there are several."""
-    lora_alpha: float | None = Field(default=None, gt=0, lt=1e9)
+    lora_alpha: Annotated[
+        float | None,
+        Option(
+            "Scale of an adapter that has no adapter_config.json.",
+            Section.ADAPTERS,
+            3,
+            label="Scale of the adapter (lora_alpha)",
+        ),
+    ] = Field(default=None, gt=0, lt=1e9)
     """The scale of an adapter without `adapter_config.json`."""
-    base: Annotated[str | None, Place()] = Field(default=None, min_length=1, max_length=4096)
+    base: Annotated[
+        str | None,
+        Option(
+            "Weights of the base model, if SRC was saved without frozen parameters.",
+            Section.SOURCE,
+            10,
+            metavar="DIR",
+            label="Base model",
+        ),
+        Place(),
+    ] = Field(default=None, min_length=1, max_length=4096)
     """A directory with the base model's weights, or its directory in the cache of the Hugging Face hub. `merge_adapter`
     needs it if the checkpoint has no frozen parameters. It is read with the source's storage profile."""
 

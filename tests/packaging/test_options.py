@@ -6,21 +6,21 @@ import json
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import annotated_types
 import pytest
-import typer
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from house.repository import ROOT
-from reshard._wire import ConvertOptions, convert_request
-from reshard.cli import format_flags
-from reshard.cli.flags import CALLED, ConversionFlags
+from reshard._wire import convert_request
+from reshard.cli import flags as flags_module
+from reshard.cli.flags import ConversionFlags, called
 from reshard.errors import RequestError
 from reshard.installed_formats import plain_kind
+from reshard.keywords import ConvertOptions
 from reshard.models import ConvertRequest, SourceSpec, SubmitRequest, TargetFormat
 from reshard.nested_options import option_fields
 from reshard.options import DeepSpeedOptions, NativeLayout, Options, PeftOptions, WeightsOptions
@@ -63,17 +63,26 @@ OF_ENTRY_POINTS = {n for n, (name, _) in OF_FORMATS.items() if name not in Optio
 """Options of formats that an entry point names: the command line makes their flags of their fields."""
 
 
+CALLED = called()
+
+
 def flag_of(field: str) -> str:
-    """The attribute of `ConversionFlags` that an option is, or the name of the flag that is made of its field."""
+    """The name of the flag that an option is, with underscores."""
     return CALLED[field].removeprefix("--").replace("-", "_") if field in CALLED else field
 
 
+def made_flags(*, of_others: bool) -> list[Any]:
+    """The parameters of the command line that are made of options: of entry points' formats, or all others."""
+    parameters = flags_module._parameters(ConversionFlags, "", of_others=of_others)  # pyright: ignore[reportPrivateUsage]
+    return flags_module._made(list(parameters))  # pyright: ignore[reportPrivateUsage]
+
+
+FLAGS = {p.name: p for of_others in (False, True) for p in made_flags(of_others=of_others)}
+
+
 def option_of(flag: str) -> Any:
-    """The typer option of a flag, or the parameter that is made of an option of an entry point's format."""
-    if flag in OF_ENTRY_POINTS:
-        return next(p for p in made_flags() if p.name == flag)
-    hint = get_type_hints(ConversionFlags, include_extras=True)[flag]
-    return next(a for a in get_args(hint) if isinstance(a, typer.models.OptionInfo))
+    """The parameter of the command line that is made of an option."""
+    return FLAGS[flag]
 
 
 def sample(field: str) -> Any:
@@ -86,19 +95,13 @@ def sample(field: str) -> Any:
         if isinstance(kind, type) and issubclass(kind, StrEnum):
             return next(value.value for value in kind if value is not info.default)
         return 7 if kind is int else "something"
-    default = ConversionFlags.__dataclass_fields__[flag_of(field)].default
-    hint = get_type_hints(ConversionFlags)[flag_of(field)]
-    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not type(None)]
-    if kinds == [bool]:
+    default = option_of(flag_of(field)).default
+    kind = plain_kind(FIELDS[field])
+    if kind is bool:
         return not default
-    if hasattr(kinds[0], "__members__"):
-        return next(value for value in kinds[0] if value is not default)
-    return 7 if kinds == [int] else "something"
-
-
-def made_flags() -> list[Any]:
-    """The parameters of the command line that are made of the options of entry points' formats."""
-    return format_flags._flags()  # pyright: ignore[reportPrivateUsage]
+    if hasattr(kind, "__members__"):
+        return next(value for value in kind if value is not default)
+    return 7 if kind is int else "something"
 
 
 def flags_with(field: str, value: Any) -> ConversionFlags:
@@ -108,9 +111,9 @@ def flags_with(field: str, value: Any) -> ConversionFlags:
 
 
 def test_every_option_is_a_flag_and_every_flag_an_option() -> None:
-    flags = set(ConversionFlags.__dataclass_fields__) - {"to", "options_of_formats"}
+    flags = {p.name for p in made_flags(of_others=False)} - {"to", "options_of_formats"}
     assert flags == {flag_of(field) for field in FIELDS if field not in OF_ENTRY_POINTS}
-    assert {p.name for p in made_flags()} == OF_ENTRY_POINTS
+    assert {p.name for p in made_flags(of_others=True)} == OF_ENTRY_POINTS
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -134,7 +137,7 @@ def test_a_flag_arrives_in_its_field(field: str, tmp_path: Path) -> None:
 def test_defaults_and_bounds_are_the_same(field: str) -> None:
     flag, info = flag_of(field), FIELDS[field]
     made = field in OF_ENTRY_POINTS
-    default = info.default if made else ConversionFlags.__dataclass_fields__[flag].default
+    default = info.default if made else option_of(flag).default
     if field not in {"memory_limit_bytes", "part_bytes", "max_shard_bytes", "rules"}:
         assert default == info.default
     option = option_of(flag)

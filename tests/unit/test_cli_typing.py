@@ -15,9 +15,9 @@ from rich.console import Console
 from house.promises import command
 from house.saves import DATA
 from reshard import progress_bars as bars
-from reshard.choices import WeightDtype
+from reshard.choices import DTYPE_NAMES, WeightDtype
 from reshard.cli import colours
-from reshard.cli.choosing import DTYPE_NAMES, chosen
+from reshard.cli.choosing import chosen
 from reshard.cli.next_steps import next_steps
 from reshard.models import Progress
 from reshard.progress_bars import facts_of, line_of

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from house.repository import ROOT
-from reshard._wire import ConvertOptions, convert_request
+from reshard._wire import convert_request
 from reshard.errors import RequestError
+from reshard.keywords import ConvertOptions
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec
 from reshard.pictures import LayoutPicture

@@ -13,12 +13,6 @@ from reshard.errors import printable
 
 ChoiceT = TypeVar("ChoiceT", bound=StrEnum)
 
-DTYPE_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("float32", "torch.float32", "float", "f32"), "fp32"),
-    **dict.fromkeys(("float16", "torch.float16", "half", "f16"), "fp16"),
-    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
-}
-"""Other names of element types, and ours."""
 TARGET_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("ucp", "deepspeed-universal"), "universal"),
     **dict.fromkeys(("hf", "huggingface", "transformers"), "safetensors"),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from reshard.cli.choosing import choice
-from reshard.cli.flags import SourceFlags, takes_two_sources
+from reshard.cli.flags import OptionsCommand, SourceFlags, takes_two_sources
 from reshard.cli.help_pages import COMPARISON, GENERAL, HERE, SOURCE
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.errors import ExitCode, printable
@@ -38,7 +38,7 @@ class States(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module to the app."""
-    app.command(rich_help_panel=HERE)(diff)
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(diff)
 
 
 @takes_two_sources

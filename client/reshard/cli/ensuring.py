@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
-from reshard.cli.choosing import DTYPE_NAMES, choice
-from reshard.cli.flags import CheckpointFlags, MemoryLimitFlag, takes_checkpoint, target_among
+from reshard.choices import DTYPE_NAMES, EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
+from reshard.cli.choosing import choice
+from reshard.cli.flags import CheckpointFlags, MemoryLimitFlag, OptionsCommand, takes_checkpoint, target_among
 from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.next_steps import DISTRIBUTED, followed
@@ -25,7 +25,7 @@ from reshard.sizes import parse_size
 
 def register(app: typer.Typer) -> None:
     """Add the command of this module to the app."""
-    app.command(rich_help_panel=HERE)(ensure)
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(ensure)
 
 
 @takes_checkpoint

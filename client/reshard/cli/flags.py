@@ -1,55 +1,36 @@
-"""The flags of a conversion, defined once for every command that takes them.
+"""The flags of a conversion on the command line: one for each option that a model declares (`reshard.declared`).
 
-`takes_conversion` gives a command with a parameter `flags: ConversionFlags` all the options of that class.
+`takes_conversion` gives a command with a parameter `flags: ConversionFlags` all these options. `OptionsCommand` makes
+them when the command runs or shows its help: `reshard --help` needs none, and loads no models.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from contextvars import ContextVar
 from functools import wraps
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from reshard.choices import (
-    NameScheme,
-    OpaquePolicy,
-    OverflowPolicy,
-    ReplicaPolicy,
-    RngPolicy,
-    ServerCopyPolicy,
-    TargetFormat,
-    VerifyLevel,
-    WeightDecayGroups,
-    WeightDtype,
-    ZeroStage,
-)
-from reshard.cli.choosing import DTYPE_NAMES, TARGET_FIXES, TARGET_NAMES, choice, chosen
-from reshard.cli.help_pages import ADAPTERS, CHECKING, LAYOUT, RESOURCES, SOURCE, TARGET
+from reshard.choices import TargetFormat
+from reshard.cli.choosing import TARGET_FIXES, TARGET_NAMES, choice, chosen
+from reshard.cli.help_pages import RESOURCES, TARGET, HelpedCommand
 from reshard.errors import RequestError, printable
-from reshard.option_files import read_order, read_rules
-from reshard.sizes import SIZE_FIELDS, parse_size
 
 if TYPE_CHECKING:
-    # Commands import the models when they make one: the help of a command needs only the choices.
+    # Commands import the models when they make one, or show the flags that these declare.
+    from reshard.declared import Declared
     from reshard.models import ConvertRequest, SourceSpec
 
-CALLED = {
-    "url": "SRC",
-    "target": "DST",
-    "max_shard_bytes": "--max-shard-size",
-    "part_bytes": "--part-size",
-    "memory_limit_bytes": "--memory-limit",
-}
-"""The flag of each request field whose flag has another name than the field."""
 _TARGETS = "|".join(TargetFormat)
+_OF_FORMATS = "options_of_formats"
+_GIVEN: ContextVar[Mapping[str, Any]] = ContextVar("_GIVEN")
+"""The flags of the command that runs, by their names."""
 
 
 def target_name(text: str) -> str:
@@ -90,51 +71,41 @@ MemoryLimitFlag = Annotated[
         rich_help_panel=RESOURCES,
     ),
 ]
+_ToFlag = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        parser=target_name,
+        metavar=_TARGETS,
+        help="Format to write; `universal` fits any number of ranks, `zero` one layout, the others hold weights.",
+        rich_help_panel=TARGET,
+    ),
+]
+_OfFormatsFlag = Annotated[str | None, typer.Option("--options-of-formats", hidden=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:
     """The options that say which checkpoint of a place is read, and how where its files leave several ways."""
 
-    tag: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Checkpoint tag; default: what `latest` (or `latest_universal`) names.",
-            rich_help_panel=SOURCE,
-        ),
-    ] = None
-    model_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY", help="Model to read, if the state dict holds several, such as unet.", rich_help_panel=SOURCE
-        ),
-    ] = None
-    optimizer_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Optimizer to read, if there are several.", rich_help_panel=SOURCE),
-    ] = None
-    scheduler_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", help="Scheduler of that optimizer, if there are several.", rich_help_panel=SOURCE),
-    ] = None
-    param_order: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ORDER",
-            help="Order of parameters that files only number: `model`, `groups` (the model's within each group), or a "
-            "file with their names.",
-            rich_help_panel=SOURCE,
-        ),
-    ] = None
-    buffers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="Buffers that files do not tell from frozen parameters: `none`, or NAME,NAME with `*` for any text.",
-            rich_help_panel=SOURCE,
-        ),
-    ] = None
+    def __init__(self, **given: Any) -> None:
+        """Take the values by the names of the flags; what is left out has its default."""
+        self._given = given
+
+    @classmethod
+    def options(cls) -> dict[str, Declared]:
+        """The declared options among the flags, by their names."""
+        from reshard.declared import options_of_source
+
+        return {name: option for name, option in options_of_source().items() if name != "profile"}
+
+    @property
+    def tag(self) -> str | None:
+        """The checkpoint's tag."""
+        return self._given.get("tag")
+
+    def given(self) -> dict[str, Any]:
+        """The flags that were given, as keyword arguments."""
+        return {name: value for name, value in self._given.items() if value is not None}
 
     def spec(self, url: str) -> SourceSpec:
         """Make the wire model of a source.
@@ -144,248 +115,48 @@ class CheckpointFlags:
         """
         from pydantic import ValidationError
 
+        from reshard.declared import options_of_source
         from reshard.models import SourceSpec
         from reshard.validation import invalid
 
-        said = {f.name: getattr(self, f.name) for f in fields(SourceFlags) if hasattr(self, f.name)}
-        said["param_order"] = read_order(self.param_order)
         try:
-            return SourceSpec(url=url, **said)
+            return SourceSpec(url=url, **self._values(options_of_source()))
         except ValidationError as error:
-            raise invalid(error, CALLED) from None
+            raise invalid(error, called()) from None
 
     def words(self) -> str:
-        """The flags that were given, as they are typed behind a command; empty if none was."""
-        said = ((f.name, getattr(self, f.name, None)) for f in fields(SourceFlags))
-        return "".join(f" --{n.replace('_', '-')} {shlex.quote(v)}" for n, v in said if v is not None)
+        """The flags of the source that were given, as they are typed behind a command; empty if none was."""
+        from reshard.declared import options_of_source
+
+        said = ((option.flag, self._given.get(name)) for name, option in options_of_source().items())
+        return "".join(f" {flag} {shlex.quote(value)}" for flag, value in said if value is not None)
+
+    def _values(self, options: Mapping[str, Declared]) -> dict[str, Any]:
+        """The fields of these options that were given."""
+        names = {name: option for option in options.values() for name in (option.name, *option.former)}
+        return {names[n].field: names[n].value(value) for n, value in self.given().items() if n in names}
 
 
-@dataclass(frozen=True, kw_only=True)
 class SourceFlags(CheckpointFlags):
     """The options of a source: its checkpoint, and the credentials to read it with."""
 
-    profile: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Storage profile (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
-    ] = None
+    @classmethod
+    def options(cls) -> dict[str, Declared]:
+        """The declared options among the flags, by their names."""
+        from reshard.declared import options_of_source
+
+        return options_of_source()
 
 
-@dataclass(frozen=True, kw_only=True)
 class ConversionFlags(SourceFlags):
-    """The options of a conversion on the command line, one for each field."""
+    """The options of a conversion."""
 
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Rules (YAML) for a tensor-parallel SRC that does not say how it is cut.",
-            rich_help_panel=SOURCE,
-        ),
-    ] = None
-    family: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Built-in set of rules: gpt-megatron, llama-megatron, bloom.", rich_help_panel=SOURCE
-        ),
-    ] = None
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Weights of the base model, if SRC was saved without frozen parameters.",
-            rich_help_panel=SOURCE,
-        ),
-    ] = None
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            parser=target_name,
-            metavar=_TARGETS,
-            help="Format to write; `universal` fits any number of ranks, `zero` one layout, the others hold weights.",
-            rich_help_panel=TARGET,
-        ),
-    ]
-    dtype: Annotated[
-        WeightDtype | None,
-        choice(
-            WeightDtype,
-            also=DTYPE_NAMES,
-            help="Type of weights; default: masters and all else as stored; --to zero: as in SRC.",
-            rich_help_panel=TARGET,
-        ),
-    ] = None
-    max_shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Largest weights file, such as 5GB.", rich_help_panel=TARGET)
-    ] = None
-    exclude_frozen: Annotated[
-        bool, typer.Option("--exclude-frozen", help="Leave out frozen parameters.", rich_help_panel=TARGET)
-    ] = False
-    names: Annotated[
-        NameScheme | None,
-        choice(
-            NameScheme, help="Names of a model with or without pipeline; default: as in SRC.", rich_help_panel=TARGET
-        ),
-    ] = None
-    weight_decay_groups: Annotated[
-        WeightDecayGroups,
-        choice(
-            WeightDecayGroups,
-            help="Megatron-DeepSpeed's param groups: as it makes them at DST's stage, or as in SRC.",
-            rich_help_panel=TARGET,
-        ),
-    ] = WeightDecayGroups.STAGE
-    model_files: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Copy config.json, tokenizer and generation files of DIR beside the weights.",
-            rich_help_panel=TARGET,
-        ),
-    ] = None
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite",
-            help="Replace DST. Its old contents are lost, even if the run fails.",
-            rich_help_panel=TARGET,
-        ),
-    ] = False
-    pointer: Annotated[
-        bool | None,
-        typer.Option(
-            "--pointer/--no-pointer",
-            help="Write `latest` beside DST; default: where its parent is a save directory.",
-            rich_help_panel=TARGET,
-        ),
-    ] = None
-    target_profile: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Storage profile for DST.", rich_help_panel=TARGET)
-    ] = None
-    dp: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks.", rich_help_panel=LAYOUT)] = None
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.", rich_help_panel=LAYOUT)] = 1
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline stages.", rich_help_panel=LAYOUT)] = 1
-    ep: Annotated[int, typer.Option(min=1, help="Expert-parallel ranks.", rich_help_panel=LAYOUT)] = 1
-    zero_stage: Annotated[
-        ZeroStage | None, choice(ZeroStage, help="ZeRO stage; default: as in SRC.", rich_help_panel=LAYOUT)
-    ] = None
-    partition_method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METHOD",
-            help="Pipeline stages: uniform, parameters, type:REGEX, or each stage's first layer: 0,3,6.",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None
-    pipeline_layers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of layers, for --partition-method uniform.", rich_help_panel=LAYOUT),
-    ] = None
-    vocab_divisor: Annotated[
-        int | None,
-        typer.Option(min=1, help="Pad the vocabulary to a multiple of this times --tp.", rich_help_panel=LAYOUT),
-    ] = None
-    round_robin_gradients: Annotated[
-        bool | None,
-        typer.Option(
-            "--round-robin-gradients/--no-round-robin-gradients",
-            help="As in the ds_config of the target run; default: as in SRC.",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None
-    parameter_alignment: Annotated[
-        bool | None,
-        typer.Option(
-            "--parameter-alignment/--no-parameter-alignment",
-            help="As in the ds_config of the target run; default: as in SRC.",
-            rich_help_panel=LAYOUT,
-        ),
-    ] = None
-    sub_group_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="As in the ds_config of the target run; default: as in SRC.", rich_help_panel=LAYOUT),
-    ] = None
-    rng: Annotated[
-        RngPolicy,
-        choice(
-            RngPolicy, help="Random states: `keep` gives rank r those of source rank r mod N.", rich_help_panel=LAYOUT
-        ),
-    ] = RngPolicy.KEEP
-    merge_adapter: Annotated[
-        bool,
-        typer.Option(
-            "--merge-adapter",
-            help="Merge a LoRA adapter into the weights, with the names of the base model.",
-            rich_help_panel=ADAPTERS,
-        ),
-    ] = False
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Adapter to write or to merge, if SRC has several.", rich_help_panel=ADAPTERS
-        ),
-    ] = None
-    lora_alpha: Annotated[
-        float | None,
-        typer.Option(min=0.0, help="Scale of an adapter that has no adapter_config.json.", rich_help_panel=ADAPTERS),
-    ] = None
-    verify: Annotated[
-        VerifyLevel,
-        choice(VerifyLevel, help="`full` also reads all of SRC and of the output.", rich_help_panel=CHECKING),
-    ] = VerifyLevel.DEFAULT
-    on_overflow: Annotated[
-        OverflowPolicy,
-        choice(
-            OverflowPolicy,
-            help="Elements too large for --dtype: infinity, largest number, or stop.",
-            rich_help_panel=CHECKING,
-        ),
-    ] = OverflowPolicy.INF
-    replicas: Annotated[
-        ReplicaPolicy,
-        choice(
-            ReplicaPolicy,
-            help="If copies that must be equal differ: stop, or take the first.",
-            rich_help_panel=CHECKING,
-        ),
-    ] = ReplicaPolicy.ERROR
-    opaque: Annotated[
-        OpaquePolicy,
-        choice(
-            OpaquePolicy,
-            help="Policy for objects of classes that are not on the allow-list.",
-            rich_help_panel=CHECKING,
-        ),
-    ] = OpaquePolicy.REFUSE
-    memory_limit: MemoryLimitFlag = None
-    part_size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Size of a unit of work and of a multipart part, such as 64MiB (the default).",
-            rich_help_panel=RESOURCES,
-        ),
-    ] = None
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1024,
-            help="Units in parallel; default: one per core, more for object stores.",
-            rich_help_panel=RESOURCES,
-        ),
-    ] = None
-    server_copy: Annotated[
-        ServerCopyPolicy,
-        choice(
-            ServerCopyPolicy,
-            help="`never`: no server-side copies; read and send every byte.",
-            rich_help_panel=RESOURCES,
-        ),
-    ] = ServerCopyPolicy.AUTO
+    @classmethod
+    def options(cls) -> dict[str, Declared]:
+        """The declared options among the flags, by their names."""
+        from reshard.declared import declared_options
 
-    options_of_formats: Annotated[str | None, typer.Option("--options-of-formats", hidden=True)] = None
-    """The options of formats of other packages, as JSON. `ConversionCommand` collects their flags in this field."""
+        return declared_options()
 
     def request(self, source: str, target: str) -> ConvertRequest:
         """Make the wire model from the flags.
@@ -399,73 +170,188 @@ class ConversionFlags(SourceFlags):
         from reshard.nested_options import nested
         from reshard.validation import invalid
 
-        of_source = {f.name for f in fields(SourceFlags)}
-        said: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in of_source}
-        spec = self.spec(source)
-        said["rules"] = read_rules(self.rules) if self.rules else None
-        for flag, field in SIZE_FIELDS.items():
-            if (text := said.pop(flag)) is not None:
-                said[field] = parse_size(text)
-        said |= json.loads(said.pop("options_of_formats") or "{}")
+        of_conversion = {n: o for n, o in self.options().items() if o.within != ("source",)}
+        said = self._values(of_conversion) | json.loads(self._given.get(_OF_FORMATS) or "{}")
+        said |= {"source": self.spec(source), "target": target, "to": self._given["to"]}
         try:
-            return ConvertRequest.model_validate(nested(said | {"source": spec, "target": target}))
+            return ConvertRequest.model_validate(nested(said))
         except ValidationError as error:
-            raise invalid(error, CALLED) from None
+            raise invalid(error, called()) from None
+
+
+def called() -> dict[str, str]:
+    """The flag of each request field whose flag has another name than the field."""
+    from reshard.declared import declared_options
+
+    renamed = {o.field: o.flag for o in declared_options().values() if o.name != o.field}
+    return {"url": "SRC", "target": "DST", **renamed}
+
+
+class OptionsCommand(HelpedCommand):
+    """A command with flags for declared options, among them those of formats of other packages.
+
+    They are made when this command runs or shows its help, because the models and the metadata of packages take longer
+    to load than another command takes to start.
+    """
+
+    _own: list[Any]
+    _all: list[Any] | None = None
+
+    @property
+    def params(self) -> list[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The arguments, then the flags of our options, then the other flags of the command.
+
+        It is one list: typer appends its own `--help` to it, and takes that away again.
+        """
+        if self._all is None:
+            own = sorted(self._own, key=lambda p: p.param_type_name != "argument")
+            count = sum(p.param_type_name == "argument" for p in own)
+            self._all = [*own[:count], *self._flags(of_others=False), *own[count:]]
+        return self._all
+
+    @params.setter
+    def params(self, own: list[Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._own = own
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """As `params`, with the flags of formats of other packages behind the others."""
+        found = super().get_params(ctx)
+        taken = _taken_by(self)
+        if not any(issubclass(kind, ConversionFlags) for kind, _ in taken.values()):
+            return found
+        from reshard.installed_formats import target_names
+
+        for parameter in found:
+            if parameter.name == "to":
+                parameter.metavar = "|".join(target_names())
+        return [*found, *self._flags(of_others=True)]
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; its flags for options are not arguments of its function."""
+        own = {parameter.name for parameter in self._own}
+        token = _GIVEN.set({name: ctx.params.pop(name) for name in set(ctx.params) - own})
+        try:
+            return super().invoke(ctx)
+        finally:
+            _GIVEN.reset(token)
+
+    def _flags(self, *, of_others: bool) -> list[Any]:
+        return _made(
+            [
+                parameter
+                for kind, side in _taken_by(self).values()
+                for parameter in _parameters(kind, side, of_others=of_others)
+            ]
+        )
+
+
+def _taken_by(command: Any) -> dict[str, tuple[type[CheckpointFlags], str]]:
+    """The classes of flags that the function of a command takes, by parameter, each with the letter of its side."""
+    return command.callback.takes
+
+
+def _made(parameters: Sequence[inspect.Parameter]) -> list[Any]:
+    """The options of the command line for parameters of a function."""
+
+    def command(**_: Any) -> None:
+        """Carries the parameters; it is never called."""
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return [p for p in typer.main.get_command(app).params if p.name != "help"] if parameters else []
+
+
+def _parameters(kind: type[CheckpointFlags], side: str, *, of_others: bool) -> Iterator[inspect.Parameter]:
+    """The parameters for a class of flags; with `of_others` those for formats that an entry point names, else ours."""
+    whole = issubclass(kind, ConversionFlags)
+    needs_to = whole and not of_others
+    for option in kind.options().values():
+        if bool(option.option.section) is of_others:
+            continue
+        if needs_to and option.section == TARGET:
+            needs_to = False
+            yield _parameter("to", _ToFlag, inspect.Parameter.empty)
+        name = f"{option.name}_{side}" if side else option.name
+        yield _parameter(name, _annotation(option, side), option.default)
+    if whole and not of_others:
+        for option in kind.options().values():
+            for name in option.former:
+                yield _parameter(name, _annotation(option, former=name), None)
+        yield _parameter(_OF_FORMATS, _OfFormatsFlag, None)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _annotation(option: Declared, side: str = "", *, former: str = "") -> Any:
+    """The type and the flag of an option; `side` is the letter of one of two sources, `former` a name it had."""
+    kind, flag = option.kind, option.flag
+    shown: dict[str, Any] = {"help": option.help, "rich_help_panel": option.section}
+    if side:
+        flag, shown["help"] = f"{flag}-{side}", f"{side.upper()}: {option.help}"
+    if former:
+        flag, shown = f"--{former.replace('_', '-')}", {"hidden": True}
+    if option.choices:
+        return Annotated[kind | None, choice(kind, flag, also=option.option.also, **shown)]
+    if kind is bool and option.default is not False:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    if kind in (int, float):
+        bounds = {word: getattr(m, bound) for m in option.info.metadata for word, bound in _BOUNDS if hasattr(m, bound)}
+        shown |= bounds
+    if option.option.metavar is not None:
+        shown["metavar"] = option.option.metavar
+    return Annotated[kind | None, typer.Option(flag, **shown)]
+
+
+_BOUNDS = (("min", "ge"), ("max", "le"))
 
 
 def takes_conversion(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the options of `ConversionFlags` in place of its parameter `flags`."""
-    return _with_options(command, {"flags": (ConversionFlags, "")})
+    return _taking(command, {"flags": (ConversionFlags, "")})
 
 
 def takes_source(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the options of `SourceFlags` in place of its parameter `flags`."""
-    return _with_options(command, {"flags": (SourceFlags, "")})
+    return _taking(command, {"flags": (SourceFlags, "")})
 
 
 def takes_checkpoint(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the options of `CheckpointFlags` in place of its parameter `flags`."""
-    return _with_options(command, {"flags": (CheckpointFlags, "")})
+    return _taking(command, {"flags": (CheckpointFlags, "")})
 
 
 def takes_two_sources(command: Callable[..., None]) -> Callable[..., None]:
     """The command with `--tag-a`, `--tag-b` and the like in place of its parameters `flags_a` and `flags_b`."""
-    return _with_options(command, {"flags_a": (SourceFlags, "a"), "flags_b": (SourceFlags, "b")})
+    return _taking(command, {"flags_a": (SourceFlags, "a"), "flags_b": (SourceFlags, "b")})
 
 
-def _with_options(command: Callable[..., None], wanted: Mapping[str, tuple[type[Any], str]]) -> Callable[..., None]:
-    """The command with an option for each field of the classes of flags, in place of the parameters of these names."""
-    own = inspect.signature(command, eval_str=True)
-    options = {name: dict(_options(kind, side)) for name, (kind, side) in wanted.items()}
-    first = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    last = [p for n, p in own.parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY and n not in wanted]
-    parameters = [*first, *(p for found in options.values() for p in found.values()), *last]
+def _taking(
+    command: Callable[..., None], taken: Mapping[str, tuple[type[CheckpointFlags], str]]
+) -> Callable[..., None]:
+    """The command as `OptionsCommand` calls it: flags of these classes in place of the parameters of these names."""
 
     @wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
+        given = _GIVEN.get()
         made = {
-            name: kind(**{field: kwargs.pop(p.name) for field, p in options[name].items()})
-            for name, (kind, _) in wanted.items()
+            name: kind(
+                **{
+                    n.removesuffix(f"_{side}") if side else n: value
+                    for n, value in given.items()
+                    if not side or n.endswith(f"_{side}")
+                }
+            )
+            for name, (kind, side) in taken.items()
         }
         command(*args, **made, **kwargs)
 
+    own = inspect.signature(command, eval_str=True)
+    parameters = [p for name, p in own.parameters.items() if name not in taken]
     run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.takes = taken  # type: ignore[attr-defined]
     return run
-
-
-def _options(kind: type[Any], side: str) -> Iterator[tuple[str, inspect.Parameter]]:
-    """The option of each field, by the field's name; those of one of two sources have its letter behind the name."""
-    hints = get_type_hints(kind, include_extras=True)
-    for field in fields(kind):
-        annotation, name = hints[field.name], field.name
-        if side:
-            base, option = get_args(annotation)
-            option = copy.copy(option)
-            option.help, name = f"{side.upper()}: {option.help}", f"{field.name}_{side}"
-            annotation = Annotated[base, option]
-        default = inspect.Parameter.empty if field.default is MISSING else field.default
-        yield (
-            field.name,
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation),
-        )

@@ -16,16 +16,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from reshard.cli.colours import Style, painted_on_stdout
 from reshard.cli.examples import examples_of
+from reshard.option import Section
 
-SOURCE = "Source"
-TARGET = "Target"
-LAYOUT = "Target layout (--to zero)"
+SOURCE = Section.SOURCE
+TARGET = Section.TARGET
+LAYOUT = Section.LAYOUT
 WORLD = "Target layout"
-ADAPTERS = "LoRA adapters"
+ADAPTERS = Section.ADAPTERS
 PICTURE = "Picture"
 COMPARISON = "Comparison"
-CHECKING = "Checking"
-RESOURCES = "Resources"
+CHECKING = Section.CHECKING
+RESOURCES = Section.RESOURCES
 JOB = "Job"
 TENANT = "Tenant"
 SERVICE = "Service"

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from reshard.cli.colours import complain, warn
-from reshard.cli.flags import ConversionFlags, SourceFlags, takes_conversion, takes_source
-from reshard.cli.format_flags import ConversionCommand
+from reshard.cli.flags import ConversionFlags, OptionsCommand, SourceFlags, takes_conversion, takes_source
 from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, TARGET
 from reshard.cli.next_steps import followed, next_steps, possible_commands
 from reshard.cli.picture import html_of, picture_lines
@@ -49,9 +47,9 @@ QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.", r
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
-    app.command(rich_help_panel=HERE)(inspect)
-    app.command(cls=ConversionCommand, rich_help_panel=HERE)(plan)
-    app.command(cls=ConversionCommand, rich_help_panel=HERE)(convert)
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(inspect)
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(plan)
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(convert)
     app.command(rich_help_panel=HERE)(verify)
 
 
@@ -96,7 +94,7 @@ def inspect(
         from reshard.examining import picture  # it loads the models, which `reshard --help` does not need
 
         flags.spec(source)  # its errors name flags
-        drawn = picture(source, tensor=tensor, beside=beside, **asdict(flags))
+        drawn = picture(source, tensor=tensor, beside=beside, **flags.given())
         _write(drawn, svg, html)
         for line in [drawn.source.model_dump_json()] if as_json else _table_of(drawn):
             _say(line)

@@ -14,8 +14,7 @@ import typer
 from reshard.choices import JobKind, JobState
 from reshard.cli import job_tables
 from reshard.cli.choosing import choice
-from reshard.cli.flags import ConversionFlags, takes_conversion
-from reshard.cli.format_flags import ConversionCommand
+from reshard.cli.flags import ConversionFlags, OptionsCommand, takes_conversion
 from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands
 from reshard.cli.job_ids import whole_id
 from reshard.cli.local import JsonFlag, QuietFlag, show_plan
@@ -50,7 +49,7 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="The job's id, or a beg
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to the app."""
-    app.command(cls=ConversionCommand, rich_help_panel=REMOTE)(submit)
+    app.command(cls=OptionsCommand, rich_help_panel=REMOTE)(submit)
     app.add_typer(jobs, name="jobs", rich_help_panel=REMOTE)
     app.command(rich_help_panel=OPERATION)(serve)
     app.command(rich_help_panel=OPERATION)(worker)

@@ -17,9 +17,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Unpack
 
-from reshard.arguments import Order, source_of
+from reshard.arguments import source_of, takes_keywords
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
+from reshard.declared import choices_of_source
 from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election
 from reshard.ensuring.helping import Helper
@@ -38,6 +40,7 @@ from reshard.ensuring.records import Invitation, Records
 from reshard.ensuring.together import LATE_S, Launch, Sharing
 from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Framework, Layout, Wanted, fits, name_of
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
+from reshard.keywords import ChoiceKeywords
 from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
 from reshard.options import DeepSpeedOptions, NativeLayout, Options
 from reshard.sizes import size_of
@@ -63,6 +66,7 @@ class Ensured:
     """The layout of the conversion; None if nothing was converted."""
 
 
+@takes_keywords(choices_of_source())
 def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     src: str | os.PathLike[str],
     *,
@@ -75,11 +79,6 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     to: str | None = None,
     grammar: str | None = None,
     tag: str | int | None = None,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
-    scheduler_key: str | None = None,
-    param_order: Order | None = None,
-    buffers: str | None = None,
     out: str | os.PathLike[str] | None = None,
     rules: str | None = None,
     family: str | None = None,
@@ -88,6 +87,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     timeout_s: float | None = None,
     workers: EnsureWorkers | str = EnsureWorkers.AUTO,
     memory_limit: int | str | None = None,
+    **given: Unpack[ChoiceKeywords],
 ) -> str:
     """Return the path of a checkpoint in the wanted layout. Every process of a run may call this; one converts.
 
@@ -106,13 +106,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
             or `lightning`; by default the source's.
         tag: Tag of a save directory, a text or a number, as for `save_checkpoint`; by default the one that `latest`
             names.
-        model_key: Model to read, if the source's state dict holds several, such as `unet`.
-        optimizer_key: Optimizer to read, if there are several.
-        scheduler_key: Scheduler of that optimizer, if there are several.
-        param_order: Order of parameters that the source's files number and do not name: `model`, `groups`, a list of
-            names, or a file with a name a line.
-        buffers: Buffers that the source's files do not tell from frozen parameters: `NAME,…` with `*` for any text, or
-            `none`.
+        **given: Choices where the source's files leave several ways to read it.
         out: Save directory to create; by default one below `.reshard` in the source's save directory.
         rules: Rules as YAML: how tensor parallelism cuts parameters, if the source does not say.
         family: Built-in set of such rules.
@@ -135,7 +129,6 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         JobError: `job.wait_timeout`.
     """
     axes, name = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}, None if tag is None else str(tag)
-    keys = {"model_key": model_key, "optimizer_key": optimizer_key, "scheduler_key": scheduler_key, "buffers": buffers}
     found = Wanted.of(
         axes,
         zero_stage=zero_stage,
@@ -146,7 +139,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         environ=os.environ,
         framework=framework_of(src, name, to=to, grammar=grammar),
     )
-    wanted = replace(found, choices=source_of(src, name, None, **keys, param_order=param_order).given())
+    wanted = replace(found, choices=source_of(src, {**given, "tag": name}).given())
     if memory_limit is not None:
         wanted = replace(wanted, memory_limit_bytes=size_of(memory_limit))
     return ensured(src, wanted, tag=name, out=out, url=url, timeout_s=timeout_s, workers=workers).path

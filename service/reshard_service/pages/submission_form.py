@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from reshard.declared import declared_options
 from reshard.errors import RequestError, ReshardError
 from reshard.models import Inspection, Job, SubmitRequest
 from reshard.sizes import parse_size
@@ -53,9 +54,9 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "labels": ("labels",),
 }
 """The place of each field in the body of `POST /v1/jobs`."""
-_SIZES = {"max_shard", "memory_limit"}
-_NUMBERS = {"dp", "tp", "pp", "ep", "dcp_files", "max_workers", "priority"}
-_SWITCHES = {"overwrite", "exclude_frozen", "merge_adapter"}
+_OPTIONS = {option.place: option for option in declared_options().values()}
+_OPTION_OF = {name: option for name, place in _PLACES.items() if (option := _OPTIONS.get(".".join(place)))}
+_KINDS = {name: option.kind for name, option in _OPTION_OF.items()} | {"max_workers": int, "priority": int}
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _REST = "more"
 """The field for whatever else a request may say, as JSON."""
@@ -228,11 +229,11 @@ def _rest_of(text: str) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    if name in _SIZES:
+    if (option := _OPTION_OF.get(name)) is not None and option.option.parse is parse_size:
         return parse_size(text)
-    if name in _NUMBERS and _WHOLE.fullmatch(text):
+    if _KINDS.get(name) is int and _WHOLE.fullmatch(text):
         return int(text)  # anything else is left to the model, which says what is wrong
-    if name in _SWITCHES:
+    if _KINDS.get(name) is bool:
         return text not in ("", "false")
     if name == "labels":
         pairs = [part.partition("=") for part in text.replace("\n", ",").split(",") if part.strip()]

@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
+from reshard.declared import declared_options
 from reshard.errors import format_size
 from reshard.installed_formats import installed_formats
 from reshard.models import ConvertRequest, JobState, TargetFormat
+from reshard.sizes import parse_size
 
 _TARGETS = {
     TargetFormat.ZERO.value: "DeepSpeed, for N GPUs",
@@ -25,74 +27,22 @@ _STATES = {
     JobState.VERIFYING: "Checking",
     JobState.CANCELLING: "Cancelling",
 }
+_OPTIONS = {option.place: option for option in declared_options().values()}
 LABELS: Mapping[str, str] = {
     "source.url": "Checkpoint",
-    "source.tag": "Tag",
-    "source.profile": "Storage profile",
-    "source.model_key": "Model to read",
-    "source.optimizer_key": "Optimizer to read",
-    "source.scheduler_key": "Scheduler to read",
-    "source.param_order": "Order of the optimizer's parameters",
-    "source.buffers": "Tensors that are buffers",
     "target": "Target",
     "to": "Format of the target",
-    "target_profile": "Storage profile of the target",
-    "dtype": "Element type",
-    "replicas": "Copies that differ",
-    "exclude_frozen": "Leave frozen parameters out",
-    "model_files": "Model files",
-    "opaque": "Objects of unknown classes",
-    "overwrite": "Replace an existing target",
-    "on_overflow": "Numbers too large for the element type",
-    "verify": "Checks",
-    "memory_limit_bytes": "Memory limit",
-    "part_bytes": "Size of a unit of work",
-    "threads": "Threads",
-    "server_copy": "Copies made by the store",
+    **{place: option.label for place, option in _OPTIONS.items()},
     "max_attempts": "Attempts at most",
     "max_workers": "Workers at most",
     "priority": "Priority",
     "labels": "Labels",
-    "options.deepspeed.zero_stage": "ZeRO stage",
-    "options.deepspeed.dp": "Data-parallel ranks (GPUs)",
-    "options.deepspeed.tp": "Tensor-parallel ranks",
-    "options.deepspeed.pp": "Pipeline stages",
-    "options.deepspeed.ep": "Expert-parallel ranks",
-    "options.deepspeed.family": "Family of cut rules",
-    "options.deepspeed.names": "Names of parameters",
-    "options.deepspeed.rules": "Cut rules",
-    "options.deepspeed.partition_method": "Division into pipeline stages",
-    "options.deepspeed.pipeline_layers": "Layers of the pipeline",
-    "options.deepspeed.vocab_divisor": "Divisor of the vocabulary",
-    "options.deepspeed.round_robin_gradients": "Round-robin gradients",
-    "options.deepspeed.parameter_alignment": "Alignment of parameters",
-    "options.deepspeed.sub_group_size": "Elements of a sub-group",
-    "options.deepspeed.rng": "Random states",
-    "options.deepspeed.weight_decay_groups": "Groups of weight decay",
-    "options.weights.max_shard_bytes": "Largest file",
-    "options.peft.merge_adapter": "Merge the adapter",
-    "options.peft.adapter": "Name of the adapter",
-    "options.peft.lora_alpha": "Scale of the adapter (lora_alpha)",
-    "options.peft.base": "Base model",
-    "options.dcp.grammar": "Framework that loads it",
-    "options.dcp.files": "Number of files",
-    "options.dcp.target_model_key": "Place of the model",
-    "options.dcp.target_optimizer_key": "Place of the optimizer",
-    "options.dcp.trainer_files": "Files of the trainer",
-    "options.dcp.torch_file": "Name of the file",
-    "options.dcp.missing_moments": "Parameters without optimizer states",
 }
 """The name of each field of a request, by its place in the body of `POST /v1/jobs`."""
-_FLAGS = {
-    "memory_limit_bytes": "memory-limit",
-    "part_bytes": "part-size",
-    "max_shard_bytes": "max-shard-size",
-    "labels": "label",
-}
 _FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*[a-z0-9])(?: ([a-z][a-z0-9_-]*\|[a-z0-9_|-]+|[A-Z]+(?![a-z])))?")
 _TARGET = re.compile(r"(?<![\w-])--to ([a-z][a-z0-9_]*)")
 _COMMAND = re.compile(r"\b(?:reshard [a-z]|export [A-Z]|pip install)")
-_SIZED = {"memory_limit_bytes", "part_bytes", "max_shard_bytes"}
+_SIZED = {option.field for option in _OPTIONS.values() if option.option.parse is parse_size}
 
 
 def target_name(to: str) -> str:
@@ -150,8 +100,10 @@ def value_of(place: str, value: Any) -> str:
 
 def flag_of(place: str) -> str:
     """The flag of the command line for a field of a request, without its dashes."""
-    last = place.rpartition(".")[2]
-    return _FLAGS.get(last) or last.replace("_", "-")
+    if place == "labels":
+        return "label"
+    option = _OPTIONS.get(place)
+    return place.rpartition(".")[2].replace("_", "-") if option is None else option.flag.removeprefix("--")
 
 
 _BY_FLAG = {flag_of(place): place for place in reversed(LABELS)}

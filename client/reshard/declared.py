@@ -1,0 +1,163 @@
+"""All options of a conversion, each with what its field declares: the one list that flags, keywords and pages share."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+from pydantic import AliasChoices
+
+from reshard.installed_formats import plain_kind
+from reshard.nested_options import option_fields
+from reshard.option import Option, Place, Section
+from reshard.options import ConversionOptions, SourceChoices, SourceSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic.fields import FieldInfo
+
+_SECTIONS = tuple(Section)
+_WORDS = (
+    (re.compile(r"--to ([\w]+)"), r'`to="\1"`'),
+    (re.compile(r"\ba ([\w-]+) SRC\b"), r"a \1 source"),
+    (re.compile(r"\bSRC\b"), "the source"),
+    (re.compile(r"\bDST\b"), "the target"),
+)
+_FLAG = re.compile(r"--([a-z][a-z-]*)")
+
+
+@dataclass(frozen=True, eq=False)
+class Declared:
+    """One option: its field, and where that is."""
+
+    field: str
+    within: tuple[str, ...]
+    """The place of the model that has the field, within a request: `("options", "deepspeed")`."""
+    info: FieldInfo
+    option: Option
+
+    @property
+    def name(self) -> str:
+        """The name of the flag and of the keyword argument, with underscores."""
+        return self.option.name or self.field
+
+    @property
+    def flag(self) -> str:
+        """The flag."""
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def former(self) -> tuple[str, ...]:
+        """Former names, which still work."""
+        alias = self.info.validation_alias
+        names = alias.choices if isinstance(alias, AliasChoices) else ()
+        return tuple(str(name) for name in names if name != self.field)
+
+    @property
+    def kind(self) -> Any:
+        """The type of what the flag takes: bool, int, float, str, a `StrEnum`, or what `parse` takes."""
+        return self.option.takes if self.option.parse is not None else plain_kind(self.info) or str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values of a closed list; empty for any other option."""
+        return tuple(self.kind) if issubclass(self.kind, StrEnum) else ()
+
+    @property
+    def section(self) -> str:
+        """The part of the help that the flag is in."""
+        return self.option.section or f"Format {self.within[-1]}"
+
+    @property
+    def default(self) -> Any:
+        """The default of the flag and of the keyword argument; None stands for that of the field."""
+        own = self.option.section and self.option.parse is None
+        return self.info.get_default() if own else None
+
+    @property
+    def help(self) -> str:
+        """The text of the flag."""
+        return self.option.help or self.info.description or ""
+
+    @property
+    def meaning(self) -> str:
+        """The text for who writes a keyword argument or a field: no flags, and the choices of a closed list."""
+        text = self.help
+        for found, put in _WORDS:
+            text = found.sub(put, text)
+        text = _FLAG.sub(lambda flag: f"`{flag[1].replace('-', '_')}`", text)
+        missing = [c for c in self.choices if not re.search(rf"\b{re.escape(c)}\b", text)]
+        listed = ", ".join(f"`{c}`" for c in self.choices)
+        return f"{text[:1].upper()}{text[1:]}{f' One of {listed}.' if missing else ''}"
+
+    @property
+    def label(self) -> str:
+        """The label on pages."""
+        return self.option.label or self.field.replace("_", " ")
+
+    @property
+    def place(self) -> str:
+        """The place of the field in the body of `POST /v1/jobs`."""
+        return ".".join((*self.within, self.field))
+
+    @property
+    def names_place(self) -> bool:
+        """True if the value is a path or a URL."""
+        return any(isinstance(m, Place) for m in self.info.metadata)
+
+    def value(self, given: Any) -> Any:
+        """The value of the field, from that of the flag or of the keyword argument.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+        text = os.fspath(cast("os.PathLike[str]", given)) if isinstance(given, os.PathLike) else given
+        if self.option.parse is not None and isinstance(text, str):
+            return self.option.parse(self.option.takes(text))
+        is_number = isinstance(text, int) and not isinstance(text, bool)
+        return str(text) if is_number and self.choices else text
+
+
+@cache
+def declared_options() -> dict[str, Declared]:
+    """Every option by the name of its keyword argument: in the order of the help, then those of formats' own sections.
+
+    Raises:
+        RequestError: `request.bad_format`: a format of another package cannot be used.
+    """
+    found = sorted((*options_of_source().values(), *_others()), key=_order)
+    return {d.name: d for d in found}
+
+
+@cache
+def options_of_source() -> dict[str, Declared]:
+    """The options of a source, in the order of the help."""
+    fields = {n: info for n, info in SourceSpec.model_fields.items() if n != "url"}
+    found = sorted((Declared(n, ("source",), info, _option_of(info)) for n, info in fields.items()), key=_order)
+    return {d.name: d for d in found}
+
+
+def choices_of_source() -> dict[str, Declared]:
+    """The options that choose what of a checkpoint is read."""
+    return {n: d for n, d in options_of_source().items() if d.field in SourceChoices.model_fields}
+
+
+def _others() -> Iterator[Declared]:
+    for name, info in ConversionOptions.model_fields.items():
+        yield Declared(name, (), info, _option_of(info))
+    for name, (format_name, info) in option_fields().items():
+        yield Declared(name, ("options", format_name), info, _option_of(info))
+
+
+def _option_of(info: FieldInfo) -> Option:
+    return next((m for m in info.metadata if isinstance(m, Option)), Option())
+
+
+def _order(option: Declared) -> tuple[int, int]:
+    section = option.option.section
+    return (_SECTIONS.index(Section(section)) if section else len(_SECTIONS), option.option.place)
