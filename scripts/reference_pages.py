@@ -62,7 +62,7 @@ def rest_page() -> str:
     for name, texts in groups.items():
         lines += ["", f"## {name.capitalize()}", "", "\n\n".join(texts)]
     lines += ["", "## Bodies"]
-    fields = dict(_documented_fields())
+    fields = _meanings()
     for name, schema in sorted(document["components"]["schemas"].items()):
         lines += ["", f"### `{name}`", "", *_schema(name, schema, fields)]
     return "\n".join(lines) + "\n"
@@ -164,21 +164,47 @@ def _default(schema: Mapping[str, Any]) -> str:
     return "" if value is None or value in ("", [], {}) else f"`{value}`"
 
 
-def _documented_fields() -> Iterator[tuple[tuple[str, str], str]]:
-    """The texts below the fields of every model, by class and field."""
+def _meanings() -> dict[tuple[str, str], str]:
+    """The meaning of every field, by class and field: the text below it, or what its option says."""
+    texts: dict[str, dict[str, str]] = {}
+    bases: dict[str, list[str]] = {}
     for folder in ("client", "service"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.ClassDef):
-                    yield from _texts_below(node)
+                    texts[node.name] = dict(_texts_below(node))
+                    bases[node.name] = [b.id for b in node.bases if isinstance(b, ast.Name)]
+
+    def of(name: str) -> dict[str, str]:
+        inherited = [of(base) for base in bases.get(name, ())]
+        return {field: text for found in (*inherited, texts.get(name, {})) for field, text in found.items()}
+
+    found = {(name, field): text for name in texts for field, text in of(name).items()}
+    return dict(_of_options()) | found
 
 
-def _texts_below(node: ast.ClassDef) -> Iterator[tuple[tuple[str, str], str]]:
+def _of_options() -> Iterator[tuple[tuple[str, str], str]]:
+    """The meanings of options, by the model of the API's document that has them."""
+    from reshard.declared import declared_options
+    from reshard.nested_options import options_model
+
+    names: dict[tuple[str, ...], tuple[str, ...]] = {
+        (): ("ConvertRequest", "SubmitRequest"),
+        ("source",): ("SourceSpec",),
+    }
+    for name, field in options_model().model_fields.items():
+        names["options", name] = (getattr(field.annotation, "__name__", ""),)
+    for option in declared_options().values():
+        for model in names[option.within]:
+            yield (model, option.field), option.meaning
+
+
+def _texts_below(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for field, text in zip(node.body, node.body[1:], strict=False):
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-            yield (node.name, field.target.id), text.value.value
+            yield field.target.id, text.value.value
 
 
 def _plain(text: str) -> str:
