@@ -240,7 +240,7 @@ class SessionLostError(Exception):
 
 
 class Activity(Protocol):
-    """What a member of a session does in it."""
+    """The work that a member of a session does in it."""
 
     def forget(self) -> None:
         """Forget what belongs to the last session."""

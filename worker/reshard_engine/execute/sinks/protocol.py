@@ -233,7 +233,7 @@ class Sink(Protocol):
         ...
 
     def leftovers(self, *, idle_s: float) -> list[Leftover]:
-        """What conversions into the target left; `idle_s` is as in `discard`."""
+        """The files that conversions into the target left; `idle_s` is as in `discard`."""
         ...
 
     def targets_below(self) -> list[str]:
