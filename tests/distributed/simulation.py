@@ -27,10 +27,10 @@ from reshard_engine.distributed.checks import (
 )
 from reshard_engine.distributed.members import Counters, Members, Timing
 from reshard_engine.distributed.runs import CrcParts, Run, Waves
-from reshard_engine.distributed.segments import FormerWork, from_segment, upload_id_in
+from reshard_engine.distributed.segments import FormerWork, upload_id_in
 from reshard_engine.distributed.session import AGREEING, SEALED, Session, SessionLostError, newest_session
 from reshard_engine.distributed.worker import DistributedWorker
-from reshard_engine.execute.journal import ChunkRecord, UnitRecord
+from reshard_engine.execute.journal import ChunkRecord, UnitRecord, records_in
 from reshard_engine.plan.model import Chunk, RecordPart, Unit
 
 _T = TypeVar("_T")
@@ -200,7 +200,7 @@ class World:
     def write(self, name: str, text: bytes) -> None:
         """Write a text. A record may be written only after its part was acknowledged."""
         if "/segment-" in name:
-            for record in from_segment(text):
+            for record in records_in(text):
                 assert record.chunks[0].etag in self.acknowledged, (
                     f"the record of unit {record.unit} was written before its data"
                 )

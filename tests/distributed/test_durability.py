@@ -17,7 +17,7 @@ from faults.os_faults import disturbed_calls
 from reshard.local import load_engine
 from reshard.models import ConvertRequest, SourceSpec, TargetFormat
 from reshard.shared_work import SharedWork
-from reshard_engine.distributed.segments import from_segment
+from reshard_engine.execute.journal import records_in
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.testing.faults import Steps
 
@@ -77,7 +77,7 @@ def test_a_worker_syncs_its_data_before_their_record_and_before_the_commit(tmp_p
         if not text:
             continue
         synced = max((n for n in range(at) if calls[n][0] == "syncfs"), default=-1)
-        for record in from_segment(text.encode()):
+        for record in records_in(text.encode()):
             for entry in record.chunks:
                 path, size = files[entry.chunk.file].path, files[entry.chunk.file].size_bytes
                 if entry.chunk.length_bytes < size:

@@ -6,14 +6,14 @@ A segment holds the records of several items of one run, one record a line. The 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from reshard.errors import StorageError
 from reshard_engine.distributed.session import Session, newest_session
-from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.journal import UnitRecord, records_in
 from reshard_engine.storage.texts import TextStore
 
 _THREADS = 8
@@ -40,20 +40,13 @@ def to_segment(records: Iterable[Record]) -> bytes:
     return b"\n".join([*(r.to_line() for r in records), b""]) or b"\n"
 
 
-def from_segment(text: bytes | None) -> Iterator[UnitRecord]:
-    """The records in a segment. A line that holds none, because it was cut off or damaged, is left out."""
-    for line in (text or b"").split(b"\n"):
-        if line and (record := UnitRecord.from_line(line)) is not None:
-            yield record
-
-
 def read_segments(store: TextStore, names: Sequence[str], *, threads: int = _THREADS) -> list[UnitRecord]:
     """The records of units in several segments that a listing named.
 
     Raises:
         SegmentGoneError: One does not exist any more: the conversion ended meanwhile.
     """
-    return [record for text in read_texts(store, names, threads=threads) for record in from_segment(text)]
+    return [record for text in read_texts(store, names, threads=threads) for record in records_in(text)]
 
 
 def read_texts(store: TextStore, names: Sequence[str], *, threads: int = _THREADS) -> list[bytes]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from reshard_engine.distributed.claimed_runs import HeldRun, RunTaker, Wanted
 from reshard_engine.distributed.members import Clock, Members, Timing
 from reshard_engine.distributed.runs import Run, Waves
-from reshard_engine.distributed.segments import ReadyFacts, from_segment, to_segment, upload_id_in, upload_text
+from reshard_engine.distributed.segments import ReadyFacts, to_segment, upload_id_in, upload_text
 from reshard_engine.distributed.session import (
     COMMIT,
     RESUMED,
@@ -21,9 +21,9 @@ from reshard_engine.distributed.session import (
     claim_name,
     dead_names,
 )
-from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.journal import UnitRecord, records_in
 from reshard_engine.plan.model import Unit
-from reshard_engine.storage.texts import TextStore
+from reshard_engine.storage.texts import TextStore, agreed_text
 
 
 class DistributedWorker:
@@ -191,7 +191,7 @@ class DistributedWorker:
         new = [name for name in names if name not in self.runs.own and name not in self._known_segments]
         texts = self.runs.texts_of(new)
         self._known_segments.update(new)
-        return [record for text in texts for record in from_segment(text)]
+        return [record for text in texts for record in records_in(text)]
 
     # -- uploads --------------------------------------------------------------------------------------
 
@@ -199,8 +199,7 @@ class DistributedWorker:
         """Name an upload as that of a file; returns the id of the upload that all workers use."""
         name = self.member.session.name(f"upload-{file}")
         self.member.written.append(name)
-        created = self.member.store.create(name, upload_text(upload_id))
-        return upload_id if created else self.upload(file) or upload_id
+        return upload_id_in(agreed_text(self.member.store, name, upload_text(upload_id))) or upload_id
 
     def upload(self, file: int) -> str | None:
         """The id of the upload of a file, if a worker of this session has begun it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from base64 import b64decode, b64encode
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,3 +88,8 @@ class UnitRecord:
             return UnitRecord(int(facts["unit"]), chunks, spans, blocks, int(facts["read_bytes"]), losses)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
+
+
+def records_in(text: bytes) -> Iterator[UnitRecord]:
+    """The records in a journal. A line that holds none, because it was cut off or damaged, is left out."""
+    return (r for line in text.split(b"\n") if line and (r := UnitRecord.from_line(line)) is not None)

@@ -58,6 +58,16 @@ class TextStore(Protocol):
         ...
 
 
+def agreed_text(store: TextStore, name: str, text: bytes) -> bytes | None:
+    """Claim a name with a text; returns the text that has it, this one or another's. None if it comes and goes."""
+    for _ in range(_NAME_TRIES):
+        if store.create(name, text):
+            return text
+        if (there := store.read(name)) is not None:
+            return there
+    return None
+
+
 class FileTexts:
     """Texts as files below one directory."""
 

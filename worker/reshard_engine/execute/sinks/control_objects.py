@@ -13,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.errors import IntegrityError, RequestError, SourceError, StorageError, printable
+from reshard.errors import IntegrityError, RequestError, SourceError, printable
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, parent_and_name, read_bytes
+from reshard_engine.storage.texts import ObjectTexts, agreed_text
 
 _THREADS = 8
 MAX_CONTROL_BYTES = 256 << 20
@@ -47,6 +48,10 @@ class Claim:
 
     plan: str
     clearing: bool
+
+    def to_text(self) -> bytes:
+        """The claim as JSON text."""
+        return json.dumps({"plan": self.plan, "clearing": self.clearing}).encode()
 
 
 def _facts(path: str, text: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
@@ -81,7 +86,9 @@ class ControlObjects:
         self._parent, name = parent_and_name(target)
         self._url = f"{store.scheme}://{target}"
         self._head = f".{name}.reshard-"
-        self._claim_path = join(self._parent, f"{self._head}claim")
+        self._beside = ObjectTexts(store, self._parent)
+        self._claim_name = f"{self._head}claim"
+        self._claim_path = join(self._parent, self._claim_name)
         self._journal = ""
 
     def journal_of(self, digest: str) -> str:
@@ -114,8 +121,9 @@ class ControlObjects:
             IntegrityError: `integrity.journal` if the object of that name is no claim.
         """
         text = self._read(self._claim_path)
-        if text is None:
-            return None
+        return None if text is None else self._claim_in(text)
+
+    def _claim_in(self, text: bytes) -> Claim:
         facts = _facts(self._claim_path, text, {"plan": str, "clearing": bool})
         return Claim(facts["plan"], facts["clearing"])
 
@@ -131,23 +139,11 @@ class ControlObjects:
             RequestError: `request.target_busy` if an unfinished conversion of another plan holds the claim.
         """
         self.use_journal(plan.digest)
-        wanted = Claim(plan.digest, clearing=False)
-        for _ in range(_TRIES):
-            try:
-                self._put_claim(wanted, if_absent=True)
-            except StorageError as error:
-                if error.code != "storage.conflict" and not error.retryable:
-                    raise
-                there = self.claimed_by()
-                if there is None and error.retryable:
-                    raise
-                if there is not None and there.plan != plan.digest:
-                    raise self.busy(there.plan) from error
-                if there is not None:
-                    return there
-            else:
-                return wanted
-        raise self.busy("")
+        text = agreed_text(self._beside, self._claim_name, Claim(plan.digest, clearing=False).to_text())
+        claim = None if text is None else self._claim_in(text)
+        if claim is None or claim.plan != plan.digest:
+            raise self.busy("" if claim is None else claim.plan)
+        return claim
 
     def require_claim(self, plan: Plan) -> None:
         """Stop a conversion that no longer holds the claim: another process took, finished or discarded the target.
@@ -197,7 +193,7 @@ class ControlObjects:
 
     def allow_clearing(self, plan: Plan) -> None:
         """Record in the claim that the old contents may be removed, so that a later attempt need not check again."""
-        self._put_claim(Claim(plan.digest, clearing=True), if_absent=False)
+        self._beside.put(self._claim_name, Claim(plan.digest, clearing=True).to_text())
 
     def settle(self, plan: Plan) -> None:
         """Store the plan. From now on, all objects below the target belong to this conversion."""
@@ -206,10 +202,6 @@ class ControlObjects:
     def is_settled(self) -> bool:
         """True if an attempt at this plan has begun to write."""
         return self._store.stat(join(self._journal, "plan.json")) is not None
-
-    def _put_claim(self, claim: Claim, *, if_absent: bool) -> None:
-        text = json.dumps({"plan": claim.plan, "clearing": claim.clearing})
-        self._store.put(self._claim_path, text.encode(), metadata={}, if_absent=if_absent)
 
     def _put(self, name: str, data: bytes) -> None:
         self._store.put(join(self._journal, name), data, metadata={}, if_absent=False)
@@ -232,21 +224,11 @@ class ControlObjects:
 
     def offer_upload(self, file: int, upload_id: str) -> str:
         """Name the upload of a file, before its first part is sent; returns the id of the one that has the name."""
-        path, text = join(self._journal, f"upload-{file}.json"), json.dumps({"id": upload_id}).encode()
-        for _ in range(_TRIES):
-            try:
-                self._store.put(path, text, metadata={}, if_absent=True)
-            except StorageError as error:
-                if error.code != "storage.conflict" and not error.retryable:
-                    raise
-                there = self._read(path)
-                if there is not None:
-                    return str(_facts(path, there, {"id": str})["id"])
-                if error.retryable:
-                    raise
-            else:
-                return upload_id
-        raise self.busy("")
+        name = f"upload-{file}.json"
+        there = agreed_text(ObjectTexts(self._store, self._journal), name, json.dumps({"id": upload_id}).encode())
+        if there is None:
+            raise self.busy("")
+        return str(_facts(join(self._journal, name), there, {"id": str})["id"])
 
     def replace_upload(self, file: int, upload_id: str) -> None:
         """Name the upload of a file in place of one that no longer exists."""

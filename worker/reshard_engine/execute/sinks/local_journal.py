@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.journal import UnitRecord, records_in
 from reshard_engine.execute.sinks.local_leftovers import locked
 from reshard_engine.integrity.readback import crc_of_range
 from reshard_engine.plan.model import Plan
@@ -77,11 +77,11 @@ class LocalJournal:
             same = False
         durable = [r for r in synced if r.belongs_to(plan)]
         if same and os.path.isdir(staging):
-            found = [UnitRecord.from_line(line) for line in lines[1:-1]]
+            found = records_in(b"\n".join(lines[1:-1]))
             # A torn last line is cut off, so that the next one does not continue it.
             os.ftruncate(self._descriptor, size - len(lines[-1]))
             os.lseek(self._descriptor, 0, os.SEEK_END)
-            return _still_valid(plan, staging, [*durable, *(r for r in found if r is not None and r.belongs_to(plan))])
+            return _still_valid(plan, staging, [*durable, *(r for r in found if r.belongs_to(plan))])
         if durable and os.path.isdir(staging):
             os.ftruncate(self._descriptor, 0)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
