@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from servers.fixtures import s3, server_directory
+from servers.fixtures import s3
 
-__all__ = ["s3", "server_directory"]
+__all__ = ["s3"]

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from oracle.fixtures import oracle, trained, worlds
-from servers.fixtures import s3, server_directory
+from servers.fixtures import s3
 
-__all__ = ["oracle", "s3", "server_directory", "trained", "worlds"]
+__all__ = ["oracle", "s3", "trained", "worlds"]

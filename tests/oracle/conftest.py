@@ -4,7 +4,7 @@ from oracle.conversions import bf16_spread, universal
 from oracle.dcp_fixtures import fsdp, saved
 from oracle.fixtures import oracle, trained, worlds
 from oracle.parallel_fixtures import parallel, trained_3d
-from servers.fixtures import s3, server_directory
+from servers.fixtures import s3
 
 __all__ = [
     "bf16_spread",
@@ -13,7 +13,6 @@ __all__ = [
     "parallel",
     "s3",
     "saved",
-    "server_directory",
     "trained",
     "trained_3d",
     "universal",

@@ -1,18 +1,26 @@
-"""Fixtures: the servers that a whole test run shares, and a stack for each test."""
+"""Fixtures: the servers that all folders of a process of tests share, and a stack for each test."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+from house.shared import started_once
 from servers.postgres import PostgresServer, postgres_server
 from servers.redis import redis_server
 from servers.s3 import S3Server, s3_server
 from servers.stack import Stack
+
+_Server = TypeVar("_Server")
+_POSTGRES = pytest.StashKey[PostgresServer]()
+_REDIS = pytest.StashKey[str]()
+_S3 = pytest.StashKey[S3Server]()
 
 
 @pytest.fixture(scope="session")
@@ -23,25 +31,33 @@ def server_directory() -> Generator[Path]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+@contextmanager
+def _in_its_directory(server: Callable[[Path], AbstractContextManager[_Server]]) -> Generator[_Server]:
+    """A server with its data in a directory of its own."""
+    directory = Path(tempfile.mkdtemp(prefix="rs"))
+    try:
+        with server(directory / "data") as found:
+            yield found
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
-def postgres(server_directory: Path) -> Generator[PostgresServer]:
+def postgres(request: pytest.FixtureRequest) -> PostgresServer:
     """PostgreSQL."""
-    with postgres_server(server_directory / "pg") as server:
-        yield server
+    return started_once(request.config, _POSTGRES, lambda: _in_its_directory(postgres_server))
 
 
 @pytest.fixture(scope="session")
-def redis(server_directory: Path) -> Generator[str]:
+def redis(request: pytest.FixtureRequest) -> str:
     """Redis; its URL."""
-    with redis_server(server_directory / "redis") as url:
-        yield url
+    return started_once(request.config, _REDIS, lambda: _in_its_directory(redis_server))
 
 
 @pytest.fixture(scope="session")
-def s3(server_directory: Path) -> Generator[S3Server]:
+def s3(request: pytest.FixtureRequest) -> S3Server:
     """SeaweedFS."""
-    with s3_server(server_directory / "s3") as server:
-        yield server
+    return started_once(request.config, _S3, lambda: _in_its_directory(s3_server))
 
 
 @pytest.fixture
