@@ -52,17 +52,17 @@ def take_turns(items: Iterable[pytest.Item], parameter: str, values: Sequence[st
 
 
 SHARES: Mapping[str, int] = {
-    "acceptance": 4,
+    "acceptance": 5,
     "adversarial": 4,
     "browser": 4,
     "contract": 4,
     "distributed": 4,
-    "faults": 4,
-    "integration": 4,
+    "faults": 5,
+    "integration": 5,
     "integrity": 3,
     "laws": 4,
     "memory": 2,
-    "oracle": 4,
+    "oracle": 5,
     "packaging/test_tutorial.py": 3,
     "planted": 2,
     "plugin": 2,
