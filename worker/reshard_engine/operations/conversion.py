@@ -168,8 +168,8 @@ class Conversion:
     def threads(self) -> int:
         """Number of units that run in parallel."""
         plan = self.plan
-        limit_bytes = self.request.memory_limit_bytes
-        return threads_within(limit_bytes, plan.metadata_bytes, plan.chunk_bytes, self.wanted_threads)
+        memory_limit_bytes = self.request.memory_limit_bytes
+        return threads_within(memory_limit_bytes, plan.metadata_bytes, plan.chunk_bytes, self.wanted_threads)
 
     @property
     def peak_bytes(self) -> int:

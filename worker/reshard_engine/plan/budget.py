@@ -76,7 +76,7 @@ def unit_bytes(chunk_bytes: int) -> int:
 
 
 def chunk_bytes_within(
-    limit_bytes: int, metadata: int, write_bytes: int, wanted_bytes: int, *, least_bytes: int
+    memory_limit_bytes: int, metadata: int, write_bytes: int, wanted_bytes: int, *, least_bytes: int
 ) -> int:
     """The largest chunk size, up to the wanted one, with which the metadata and at least one unit fit the limit.
 
@@ -91,22 +91,22 @@ def chunk_bytes_within(
     # Smaller chunks need less memory for buffers and more for the table of units: the minimum lies in between.
     needs = [running_bytes(metadata, write_bytes, grain) + unit_bytes(grain) for grain in grains]
     for grain, need in zip(grains, needs, strict=True):
-        if need <= limit_bytes:
+        if need <= memory_limit_bytes:
             return grain
     need = min(needs)
     held = running_bytes(metadata, write_bytes, grains[needs.index(need)])
     raise RequestError(
         "request.budget_too_small",
         f"names, shapes and plan of this checkpoint take {held} bytes of memory and one unit needs {need - held}, "
-        f"the limit is {limit_bytes}",
+        f"the limit is {memory_limit_bytes}",
         fix=f"--memory-limit {-(-need // (1 << 20))}MiB",
-        details={"need_bytes": need, "metadata_bytes": held, "limit_bytes": limit_bytes},
+        details={"need_bytes": need, "metadata_bytes": held, "limit_bytes": memory_limit_bytes},
     )
 
 
-def threads_within(limit_bytes: int, metadata: int, chunk_bytes: int, wanted: int) -> int:
+def threads_within(memory_limit_bytes: int, metadata: int, chunk_bytes: int, wanted: int) -> int:
     """The number of units that may run at once: as many as fit the limit beside the metadata, from 1 to `wanted`."""
-    return max(1, min(wanted, (limit_bytes - metadata) // unit_bytes(chunk_bytes)))
+    return max(1, min(wanted, (memory_limit_bytes - metadata) // unit_bytes(chunk_bytes)))
 
 
 def peak_bytes(metadata: int, threads: int, unit_lengths: Sequence[int]) -> int:
