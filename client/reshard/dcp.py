@@ -8,6 +8,7 @@ differs. Nothing in a checkpoint is executed, and memory stays bounded.
 from __future__ import annotations
 
 import os
+import shutil
 
 from reshard._wire import convert_request
 from reshard.errors import RequestError, printable
@@ -122,6 +123,4 @@ def refuse_remote_removal(checkpoint_dir: Path, *, wanted: bool) -> None:
 
 def remove(checkpoint_dir: Path) -> None:
     """Remove the shards of a local checkpoint, as Accelerate does after it has merged them."""
-    import shutil
-
     shutil.rmtree(os.fspath(checkpoint_dir))

@@ -6,9 +6,7 @@ import re
 
 from reshard.errors import RequestError, counted, format_size, printable
 
-__all__ = ["SIZE_FIELDS", "counted", "format_duration", "format_size", "parse_percent", "parse_size", "size_of"]
-SIZE_FIELDS = {"max_shard_size": "max_shard_bytes", "memory_limit": "memory_limit_bytes", "part_size": "part_bytes"}
-"""Options of a conversion that take a size with a unit (`5GB`), and the fields of the request that they fill."""
+__all__ = ["counted", "format_duration", "format_size", "parse_percent", "parse_size", "size_of"]
 _UNITS = {
     "": 1,
     "b": 1,

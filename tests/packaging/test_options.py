@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 from house.repository import ROOT
 from reshard._wire import convert_request
 from reshard.cli import flags as flags_module
-from reshard.cli.flags import ConversionFlags, called
+from reshard.cli.flags import ConversionFlags
+from reshard.cli.given import called
 from reshard.errors import RequestError
 from reshard.installed_formats import plain_kind
 from reshard.keywords import ConvertOptions

@@ -33,7 +33,10 @@ from reshard.models import (
 from reshard.pictures import LayoutPair, LayoutPicture
 from reshard.shared_work import SharedWork
 from reshard.validation import invalid
-from reshard_engine.formats.sources import read_checkpoint
+from reshard_engine.formats.registry import rules_of
+from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
+from reshard_engine.integrity.manifest import MANIFEST_NAME
+from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 
@@ -43,8 +46,6 @@ class LocalEngine:
 
     def inspect(self, source: SourceSpec) -> Inspection:
         """Describe the checkpoint. Foreign objects are listed and never refused, because nothing is written."""
-        from reshard_engine.operations.inspection import describe
-
         ledger = OpaqueLedger(OpaquePolicy.KEEP)
         return describe(
             read_checkpoint(open_location(source.url, source.profile), source.tag, ledger, choices=source), source
@@ -183,8 +184,6 @@ class LocalEngine:
 
         A directory without a manifest stands for the checkpoint that its `latest` names, as in `inspect` and `diff`.
         """
-        from reshard_engine.formats.sources import find_checkpoint
-        from reshard_engine.integrity.manifest import MANIFEST_NAME
         from reshard_engine.operations.verification import verify_target
 
         location = open_location(target, profile)
@@ -206,7 +205,6 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
         """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
-        from reshard_engine.formats.registry import rules_of
         from reshard_engine.operations.diff.comparison import diff_checkpoints
 
         rules = rules_of(options.options)

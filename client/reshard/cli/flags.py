@@ -7,7 +7,6 @@ them when the command runs or shows its help: `reshard --help` needs none, and l
 from __future__ import annotations
 
 import inspect
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,9 +93,7 @@ class CheckpointFlags:
     @classmethod
     def options(cls) -> dict[str, Declared]:
         """The declared options among the flags, by their names."""
-        from reshard.declared import options_of_source
-
-        return {name: option for name, option in options_of_source().items() if name != "profile"}
+        return {name: option for name, option in _declared().options_of_source().items() if name != "profile"}
 
     @property
     def tag(self) -> str | None:
@@ -113,28 +110,12 @@ class CheckpointFlags:
         Raises:
             RequestError: `request.invalid`.
         """
-        from pydantic import ValidationError
-
-        from reshard.declared import options_of_source
-        from reshard.models import SourceSpec
-        from reshard.validation import invalid
-
-        try:
-            return SourceSpec(url=url, **self._values(options_of_source()))
-        except ValidationError as error:
-            raise invalid(error, called()) from None
+        return _models().spec_of(url, self.given())
 
     def words(self) -> str:
         """The flags of the source that were given, as they are typed behind a command; empty if none was."""
-        from reshard.declared import options_of_source
-
-        said = ((option.flag, self._given.get(name)) for name, option in options_of_source().items())
+        said = ((option.flag, self._given.get(name)) for name, option in _declared().options_of_source().items())
         return "".join(f" {flag} {shlex.quote(value)}" for flag, value in said if value is not None)
-
-    def _values(self, options: Mapping[str, Declared]) -> dict[str, Any]:
-        """The fields of these options that were given."""
-        names = {name: option for option in options.values() for name in (option.name, *option.former)}
-        return {names[n].field: names[n].value(value) for n, value in self.given().items() if n in names}
 
 
 class SourceFlags(CheckpointFlags):
@@ -143,9 +124,7 @@ class SourceFlags(CheckpointFlags):
     @classmethod
     def options(cls) -> dict[str, Declared]:
         """The declared options among the flags, by their names."""
-        from reshard.declared import options_of_source
-
-        return options_of_source()
+        return _declared().options_of_source()
 
 
 class ConversionFlags(SourceFlags):
@@ -154,9 +133,7 @@ class ConversionFlags(SourceFlags):
     @classmethod
     def options(cls) -> dict[str, Declared]:
         """The declared options among the flags, by their names."""
-        from reshard.declared import declared_options
-
-        return declared_options()
+        return _declared().declared_options()
 
     def request(self, source: str, target: str) -> ConvertRequest:
         """Make the wire model from the flags.
@@ -164,27 +141,19 @@ class ConversionFlags(SourceFlags):
         Raises:
             RequestError: `request.invalid`.
         """
-        from pydantic import ValidationError
-
-        from reshard.models import ConvertRequest
-        from reshard.nested_options import nested
-        from reshard.validation import invalid
-
-        of_conversion = {n: o for n, o in self.options().items() if o.within != ("source",)}
-        said = self._values(of_conversion) | json.loads(self._given.get(_OF_FORMATS) or "{}")
-        said |= {"source": self.spec(source), "target": target, "to": self._given["to"]}
-        try:
-            return ConvertRequest.model_validate(nested(said))
-        except ValidationError as error:
-            raise invalid(error, called()) from None
+        return _models().request_of(source, target, self.given(), self._given.get(_OF_FORMATS))
 
 
-def called() -> dict[str, str]:
-    """The flag of each request field whose flag has another name than the field."""
-    from reshard.declared import declared_options
+def _declared() -> Any:
+    from reshard import declared
 
-    renamed = {o.field: o.flag for o in declared_options().values() if o.name != o.field}
-    return {"url": "SRC", "target": "DST", **renamed}
+    return declared
+
+
+def _models() -> Any:
+    from reshard.cli import given
+
+    return given
 
 
 class OptionsCommand(HelpedCommand):

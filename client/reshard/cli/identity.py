@@ -14,7 +14,8 @@ from reshard.choices import TokenScope
 from reshard.cli.choosing import choice
 from reshard.cli.help_pages import OPERATION, REMOTE, Commands
 from reshard.cli.local import JsonFlag
-from reshard.errors import RequestError, printable
+from reshard.errors import RequestError, format_size, printable
+from reshard.sizes import parse_size
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -228,7 +229,6 @@ def _settings(
 
 
 def _number(name: str, text: str) -> int | None:
-    from reshard.sizes import parse_size
 
     if text == _NONE:
         return None
@@ -263,7 +263,6 @@ def _token_row(token: Token) -> tuple[str, ...]:
 
 
 def _tenant_row(tenant: Tenant) -> tuple[str, ...]:
-    from reshard.errors import format_size
 
     limits = (tenant.max_queued, tenant.max_running, tenant.max_workers)
     size = "-" if tenant.bytes_per_day is None else format_size(tenant.bytes_per_day)

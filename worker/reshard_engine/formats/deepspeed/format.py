@@ -11,10 +11,13 @@ from reshard.models import ConvertRequest, PossibleTarget
 from reshard.names_on_disk import POINTERS
 from reshard.options import Options
 from reshard_engine.checkpoint import Checkpoint, Question
+from reshard_engine.formats.deepspeed.cautions import sectioned
 from reshard_engine.formats.deepspeed.facts import facts_of
 from reshard_engine.formats.deepspeed.reader.native.files import rank_of
 from reshard_engine.formats.deepspeed.reader.native.reader import DeepSpeedReader
 from reshard_engine.formats.deepspeed.reader.universal.reader import UniversalReader
+from reshard_engine.formats.deepspeed.relabel import relabelled
+from reshard_engine.formats.deepspeed.run_facts import run_facts
 from reshard_engine.formats.format import DryRun, Format, RunFacts
 from reshard_engine.formats.reader import Reader
 from reshard_engine.formats.writer import Writer
@@ -64,8 +67,6 @@ class DeepSpeed(Format):
 
     def relabelled(self, checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         """The checkpoint under the names of `--names`, with the rules of the request in its own metadata."""
-        from reshard_engine.formats.deepspeed.relabel import relabelled
-
         return relabelled(checkpoint, request)
 
     def indifferent(self, checkpoint: Checkpoint, request: ConvertRequest) -> tuple[Question, ...]:
@@ -103,8 +104,6 @@ class DeepSpeed(Format):
 
     def cautions(self, checkpoint: Checkpoint) -> list[str]:
         """Warnings about cuts that the files do not prove, or do not describe."""
-        from reshard_engine.formats.deepspeed.cautions import sectioned
-
         names = checkpoint.unexplained
         if not names:
             return sectioned(checkpoint, None) if checkpoint.world.get("tp", 1) > 1 else []
@@ -113,8 +112,6 @@ class DeepSpeed(Format):
 
     def joined_cautions(self, checkpoint: Checkpoint, request: ConvertRequest) -> list[str]:
         """The warning that nothing proves the order inside fused matrices; none where nothing was cut."""
-        from reshard_engine.formats.deepspeed.cautions import sectioned
-
         return sectioned(checkpoint, request) if checkpoint.world.get("tp", 1) > 1 else []
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
@@ -125,6 +122,4 @@ class DeepSpeed(Format):
 
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
         """The state that `diff` compares: model states without entries of the layout; loss scale; gradient clipping."""
-        from reshard_engine.formats.deepspeed.run_facts import run_facts
-
         return run_facts(checkpoint)

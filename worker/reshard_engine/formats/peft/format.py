@@ -13,6 +13,7 @@ from reshard.options import Options, PeftOptions
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.formats.format import DryRun, Format
 from reshard_engine.formats.peft.adapter_files import adapter_files
+from reshard_engine.formats.peft.names import adapter_names, adapter_parts
 from reshard_engine.formats.writer import Writer
 
 _ANY_ALPHA = 1.0
@@ -94,8 +95,6 @@ class Peft(Format):
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """The export of an adapter. Runs without LoRA get no entry."""
-        from reshard_engine.formats.peft.names import adapter_names, adapter_parts
-
         names = adapter_names(adapter_parts(p.fqn for p in tried.checkpoint.parameters))
         if not names:
             return []

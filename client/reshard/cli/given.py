@@ -1,0 +1,53 @@
+"""The models that the flags of a command make. They load when a command runs, not when it shows its help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from reshard.declared import Declared, declared_options, options_of_source
+from reshard.models import ConvertRequest, SourceSpec
+from reshard.nested_options import nested
+from reshard.validation import invalid
+
+
+def spec_of(url: str, given: Mapping[str, Any]) -> SourceSpec:
+    """Make the wire model of a source from what was given of its flags.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    try:
+        return SourceSpec(url=url, **_values(options_of_source(), given))
+    except ValidationError as error:
+        raise invalid(error, called()) from None
+
+
+def request_of(source: str, target: str, given: Mapping[str, Any], of_formats: str | None) -> ConvertRequest:
+    """Make the wire model of a conversion from what was given of its flags, and from options of formats as JSON.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    of_conversion = {n: o for n, o in declared_options().items() if o.within != ("source",)}
+    said = _values(of_conversion, given) | json.loads(of_formats or "{}")
+    said |= {"source": spec_of(source, given), "target": target, "to": given["to"]}
+    try:
+        return ConvertRequest.model_validate(nested(said))
+    except ValidationError as error:
+        raise invalid(error, called()) from None
+
+
+def called() -> dict[str, str]:
+    """The flag of each request field whose flag has another name than the field."""
+    renamed = {o.field: o.flag for o in declared_options().values() if o.name != o.field}
+    return {"url": "SRC", "target": "DST", **renamed}
+
+
+def _values(options: Mapping[str, Declared], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of these options that were given, also by a former name."""
+    names = {name: option for option in options.values() for name in (option.name, *option.former)}
+    return {names[n].field: names[n].value(value) for n, value in given.items() if n in names}
