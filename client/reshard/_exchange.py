@@ -139,7 +139,11 @@ class Exchange:
         job = yield from self.wait(_wire.parse(answer, Job).id, None)
         outcome = yield from self.result(job.id)
         if not isinstance(outcome, PlanSummary):
-            raise JobError("service.protocol", "a planning job has no plan")
+            raise JobError(
+                "service.protocol",
+                "a planning job has no plan",
+                fix="install the same release of reshard as the service has: reshard --version",
+            )
         return outcome
 
     def result(self, job_id: str) -> Flow[ConvertResult | PlanSummary]:
@@ -287,4 +291,8 @@ def _job_event(data: str) -> JobEvent:
     try:
         return JobEvent.model_validate_json(data)
     except ValidationError as error:
-        raise JobError("service.protocol", "the service sent an event of another kind") from error
+        raise JobError(
+            "service.protocol",
+            "the service sent an event of another kind",
+            fix="install the same release of reshard as the service has: reshard --version",
+        ) from error

@@ -163,5 +163,9 @@ def _by_service(
         raise
     result = client.result(job.id)
     if not isinstance(result, ConvertResult):
-        raise JobError("service.protocol", "a conversion has no result")
+        raise JobError(
+            "service.protocol",
+            "a conversion has no result",
+            fix="install the same release of reshard as the service has: reshard --version",
+        )
     return result

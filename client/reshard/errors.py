@@ -184,13 +184,21 @@ CODES: Mapping[str, CodeEntry] = {
 }
 
 
+_COPY_AGAIN = "copy the checkpoint again from where it was written, then: reshard inspect SRC"
 SEE_HELP = "see the command's --help"
 """A placeholder; the command line replaces it by the help of the command that was run."""
 _DEFAULT_FIXES: Mapping[str, str] = {
     "request": SEE_HELP,
-    "source": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
-    "checkpoint": "copy the checkpoint again from where it was written, then: reshard inspect SRC",
-    "rules": "see docs/rules.md",
+    "source": _COPY_AGAIN,
+    "source.unsupported": "this release does not read it; please report it with the program and version that wrote it",
+    "source.unsupported_version": "save it with a version that docs/supported.md lists, or report the version",
+    "checkpoint": _COPY_AGAIN,
+    "checkpoint.bad_latest": "write the name of the checkpoint's directory into it, or name that directory itself",
+    "checkpoint.ambiguous": "keep one of the two and move the other away; if one file holds both, save it again",
+    "checkpoint.malformed": f"{_COPY_AGAIN}; if it fails again, report the version of the program that wrote it",
+    "checkpoint.mixed": "copy one whole save into an empty directory, then: reshard inspect SRC",
+    "checkpoint.too_large": f"{_COPY_AGAIN}; if the size is right, please report it: the limit is reshard's own",
+    "rules": "correct them as in docs/rules.md, or give others: --rules FILE",
     "name": "save the checkpoint again without this name",
     "pickle": "copy the file again; if it still fails, do not load it with torch.load either",
     "tensor": "copy the file again; if it still fails, do not load it with torch.load either",
@@ -198,9 +206,12 @@ _DEFAULT_FIXES: Mapping[str, str] = {
     "zip": "copy the file again; if it still fails, do not load it with torch.load either",
     "safetensors": "copy the file again",
     "storage": "run the same command again: it resumes",
+    "storage.conflict": "wait until the other conversion has ended, then run the same command again",
+    "storage.protocol": "run the same command again; if it fails again, report the name and version of the store",
     "storage.no_space": "free space there, or have the quota raised, then run the same command again: it resumes",
     "integrity": "run the same command again with --overwrite; if it fails again, please report it",
     "job": "reshard jobs list",
+    "job.lost": "the service tries the job again, as often as it may; to see it: reshard jobs list",
     "service": "check RESHARD_URL and run the same command again",
     "internal": "please report it with the output of the command",
 }

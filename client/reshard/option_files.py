@@ -43,5 +43,9 @@ def _read_text(path: Path, flag: str, limit_bytes: int, *, fix: str) -> str:
     except UnicodeDecodeError:
         raise RequestError("request.invalid", f"{flag} {printable(str(path))} is not text", fix=fix) from None
     if len(data) > limit_bytes:
-        raise RequestError("request.invalid", f"{flag} {printable(str(path))} has more than {limit_bytes} bytes")
+        raise RequestError(
+            "request.invalid",
+            f"{flag} {printable(str(path))} has more than {limit_bytes} bytes",
+            fix=f"give {flag} a file of at most {limit_bytes} bytes",
+        )
     return text

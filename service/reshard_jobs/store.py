@@ -232,7 +232,12 @@ class JobStore:
                 or self._require(session, job_id)
             )
             if row.state == JobState.SUCCEEDED.value:
-                raise JobError("job.finished", f"job {job_id} is already {row.state}", details={"state": row.state})
+                raise JobError(
+                    "job.finished",
+                    f"job {job_id} is already {row.state}",
+                    details={"state": row.state},
+                    fix=f"reshard jobs show {job_id}",
+                )
             if JobState(row.state).terminal and row.discard_at is not None:
                 row.discard_at = min(row.discard_at, session.execute(select(db_now())).scalar_one())
                 row.discard_asked, row.discard_tries = 1, 0

@@ -87,7 +87,14 @@ class ReadBody:
 
 
 async def _refuse(status: int, text: str, scope: Scope, receive: Receive, send: Send) -> None:
-    answer = problem_response(RequestError("request.invalid", text), status=status)
+    answer = problem_response(
+        RequestError(
+            "request.invalid",
+            text,
+            fix="send the request again, complete and with a smaller body",
+        ),
+        status=status,
+    )
     answer.headers["Connection"] = "close"
     await answer(scope, receive, send)
 

@@ -66,7 +66,11 @@ def install_handlers(
     def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code in (404, 405):
-            unknown = RequestError("request.not_found", f"there is no page {printable(request.url.path)}")
+            unknown = RequestError(
+                "request.not_found",
+                f"there is no page {printable(request.url.path)}",
+                fix="see /openapi.json for the API, / for the dashboard",
+            )
             if (page := as_page(request, unknown)) is not None:
                 return page
         code = "request.not_found" if error.status_code == 404 else "request.invalid"

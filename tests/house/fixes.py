@@ -14,18 +14,18 @@ FOLDERS = ("client", "worker", "service")
 _COMMAND = re.compile(r"(?<![\w'/.$-])(?:reshard (?!service\b)[a-z]|pip install |export [A-Z])[^;,`)]*")
 
 
-def _text(node: ast.expr) -> str:
+def text_of(node: ast.expr) -> str:
     """What an expression says, with braces for what is only known when it is raised."""
     match node:
         case ast.Constant(value=str(text)):
             return text
         case ast.JoinedStr(values=parts):
-            return "".join(_text(p) if isinstance(p, ast.Constant) else "{}" for p in parts)
+            return "".join(text_of(p) if isinstance(p, ast.Constant) else "{}" for p in parts)
         case ast.BinOp(left=left, right=right) | ast.BoolOp(values=[left, right]):
             between = " | " if isinstance(node, ast.BoolOp) else ""
-            return f"{_text(left)}{between}{_text(right)}"
+            return f"{text_of(left)}{between}{text_of(right)}"
         case ast.IfExp(body=first, orelse=second):
-            return f"{_text(first)} | {_text(second)}"
+            return f"{text_of(first)} | {text_of(second)}"
         case _:
             return "{}"
 
@@ -39,15 +39,15 @@ def _fixes(path: Path) -> Iterator[tuple[str, str]]:
     named: dict[str, list[str]] = {}
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            named.setdefault(node.targets[0].id, []).append(_text(node.value))
+            named.setdefault(node.targets[0].id, []).append(text_of(node.value))
     for node in nodes:
         if not isinstance(node, ast.Call):
             continue
         for keyword in node.keywords:
             if keyword.arg != "fix":
                 continue
-            code = _text(node.args[0]) if node.args else "{}"
-            found = named.get(keyword.value.id, []) if isinstance(keyword.value, ast.Name) else [_text(keyword.value)]
+            code = text_of(node.args[0]) if node.args else "{}"
+            found = named.get(keyword.value.id, []) if isinstance(keyword.value, ast.Name) else [text_of(keyword.value)]
             yield from ((code, text) for text in found if text.strip("{} |"))
 
 

@@ -101,7 +101,11 @@ class Parameter:
             RequestError: `request.unsatisfiable` if the checkpoint stores none.
         """
         if self.best is None:
-            raise RequestError("request.unsatisfiable", f"the checkpoint stores no value for {printable(self.fqn)}")
+            raise RequestError(
+                "request.unsatisfiable",
+                f"the checkpoint stores no value for {printable(self.fqn)}",
+                fix="resume from an older checkpoint: no file holds this parameter",
+            )
         return self.best
 
 

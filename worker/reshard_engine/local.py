@@ -242,7 +242,11 @@ class LocalEngine:
 
         sink = sink_for(open_location(request.target, request.target_profile))
         if sink is None:
-            raise RequestError("request.unknown_scheme", f"nothing can be written to {printable(request.target)}")
+            raise RequestError(
+                "request.unknown_scheme",
+                f"nothing can be written to {printable(request.target)}",
+                fix="give a local path or s3://bucket/path",
+            )
         if plans is None:
             sink.discard_all()
         else:

@@ -227,4 +227,5 @@ class ServiceConverter:
         raise JobError(
             "job.attempts_exhausted",
             f"{_MAX_SUBMISSIONS} jobs for this conversion have ended, and its result is missing",
+            fix="reshard jobs list --state FAILED",
         )

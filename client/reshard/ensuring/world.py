@@ -68,7 +68,11 @@ def _told(environ: Mapping[str, str]) -> tuple[int, str] | None:
         if not text:
             continue
         if not text.isdecimal() or int(text) < 1:
-            raise RequestError("request.invalid", f"{name} is {printable(text)!r}, not a number of processes")
+            raise RequestError(
+                "request.invalid",
+                f"{name} is {printable(text)!r}, not a number of processes",
+                fix=f"export {name}=N with the number of processes, or: unset {name}",
+            )
         if name != "SLURM_NTASKS" or int(text) > 1:
             return int(text), name
     return None
@@ -242,7 +246,11 @@ class Wanted:
             return NativeLayout.model_validate({"dp": dp, "zero_stage": stage, **sizes})
         except ValidationError as error:
             first = error.errors()[0]
-            raise RequestError("request.invalid", f"{first['loc'][0]}: {first['msg']}") from None
+            raise RequestError(
+                "request.invalid",
+                f"{first['loc'][0]}: {first['msg']}",
+                fix="give whole numbers from 1 on; reshard ensure --help names the options of a layout",
+            ) from None
 
 
 def is_distributed(found: Inspection) -> bool:

@@ -57,7 +57,11 @@ def static_file(name: str, request: Request) -> Response:
     """Serve one of the files."""
     file = _files().get(name)
     if file is None:
-        raise RequestError("request.not_found", f"there is no file {printable(name, max_chars=64)!r}")
+        raise RequestError(
+            "request.not_found",
+            f"there is no file {printable(name, max_chars=64)!r}",
+            fix="load the page again: its files have the names of this release",
+        )
     kept = request.query_params.get("v") == file.digest
     headers = {"Cache-Control": _A_YEAR if kept else "no-cache", "X-Content-Type-Options": "nosniff"}
     return Response(file.content, media_type=file.media_type, headers=headers)

@@ -26,7 +26,11 @@ def parse_json(data: bytes, *, code: str, what: str) -> Any:
     """
     structure = data.count(b",") + data.count(b"[") + data.count(b"{")
     if structure > MAX_STRUCTURE:
-        raise SourceError("checkpoint.too_large", f"{what} has {structure} parts, the limit is {MAX_STRUCTURE}")
+        raise SourceError(
+            "checkpoint.too_large",
+            f"{what} has {structure} parts, the limit is {MAX_STRUCTURE}",
+            fix="copy the file again; if it is right, please report it with its size",
+        )
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)

@@ -40,14 +40,22 @@ def read_legacy_stream(
         value, at = _next_pickle(cached, at, ledger, limits)
         values.append(value)
         if number == 0 and value != MAGIC_NUMBER:
-            raise SourceError("source.unknown_kind", f"{name} is a pickle, but not a torch stream")
+            raise SourceError(
+                "source.unknown_kind",
+                f"{name} is a pickle, but not a torch stream",
+                fix="name a file of torch.save, or the checkpoint's directory",
+            )
         if number == 1 and value != PROTOCOL_VERSION:
             raise SourceError(
                 "pickle.malformed", f"{name}: torch stream protocol {printable(str(value), max_chars=40)}"
             )
     system = mapping_items(values[2], what="sys_info")
     if system.get("little_endian") is not True:
-        raise SourceError("zip.bad_record", f"{name} was not written on a little-endian machine")
+        raise SourceError(
+            "zip.bad_record",
+            f"{name} was not written on a little-endian machine",
+            fix="save it again on a little-endian machine",
+        )
     keys = values[4].items if isinstance(values[4], PList) else None
     well_formed = keys is not None and len(keys) <= _MAX_STORAGES and all(type(k) is str for k in keys)
     if keys is None or not well_formed or len(set(keys)) != len(keys):

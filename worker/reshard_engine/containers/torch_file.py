@@ -119,13 +119,23 @@ def _open_zip(cached: CachedFile, pickles: SharedPickles, limits: PickleLimits) 
     entries = directory.entries
     name = printable(cached.file.name)
     if "constants.pkl" in entries or any(n.startswith("code/") for n in entries):
-        raise SourceError("source.unknown_kind", f"{name} is a TorchScript archive, not a checkpoint")
+        raise SourceError(
+            "source.unknown_kind",
+            f"{name} is a TorchScript archive, not a checkpoint",
+            fix="save the state dict: torch.save(model.state_dict(), FILE)",
+        )
     if "data.pkl" not in entries:
         raise SourceError(
-            "source.unknown_kind", f"{name} is a zip archive without data.pkl: torch.save did not write it"
+            "source.unknown_kind",
+            f"{name} is a zip archive without data.pkl: torch.save did not write it",
+            fix="name a file of torch.save, or the checkpoint's directory",
         )
     if _small_record(cached, entries, "byteorder", b"little") != b"little":
-        raise SourceError("zip.bad_record", f"{name} was not written on a little-endian machine")
+        raise SourceError(
+            "zip.bad_record",
+            f"{name} was not written on a little-endian machine",
+            fix="save it again on a little-endian machine",
+        )
     if not _small_record(cached, entries, "version", b"3").strip().isdigit():
         raise SourceError("zip.bad_record", f"{name}: the record `version` is not a number")
     data = read_record(cached, entries["data.pkl"], limit_bytes=limits.stream_bytes)

@@ -136,17 +136,28 @@ def parse_manifest(data: bytes) -> Manifest:
         raise IntegrityError(
             "integrity.mismatch",
             f"{MANIFEST_NAME} is damaged, or of another version of this tool: it does not match its own SHA-256",
+            fix="copy the directory again, or convert again with --overwrite",
         )
     try:
         manifest = Manifest.model_validate_json(head + b"}")
     except ValidationError as error:
         raise IntegrityError(
-            "integrity.mismatch", f"{MANIFEST_NAME} is damaged: {printable(str(error.errors()[0]['msg']))}"
+            "integrity.mismatch",
+            f"{MANIFEST_NAME} is damaged: {printable(str(error.errors()[0]['msg']))}",
+            fix="copy the directory again, or convert again with --overwrite",
         ) from None
     if manifest.schema_version != MANIFEST_SCHEMA_VERSION:
-        raise IntegrityError("integrity.mismatch", f"{MANIFEST_NAME} has schema version {manifest.schema_version}")
+        raise IntegrityError(
+            "integrity.mismatch",
+            f"{MANIFEST_NAME} has schema version {manifest.schema_version}",
+            fix="verify with the release that wrote it, or convert again with --overwrite",
+        )
     if (problem := _contradiction(manifest)) is not None:
-        raise IntegrityError("integrity.mismatch", f"{MANIFEST_NAME} contradicts itself: {problem}")
+        raise IntegrityError(
+            "integrity.mismatch",
+            f"{MANIFEST_NAME} contradicts itself: {problem}",
+            fix="copy the directory again, or convert again with --overwrite",
+        )
     return manifest
 
 
@@ -175,5 +186,9 @@ def read_manifest(target: Location) -> Manifest | None:
     if info is None:
         return None
     if info.size_bytes > MAX_MANIFEST_BYTES:
-        raise IntegrityError("integrity.mismatch", f"{MANIFEST_NAME} has {info.size_bytes} bytes")
+        raise IntegrityError(
+            "integrity.mismatch",
+            f"{MANIFEST_NAME} has {info.size_bytes} bytes",
+            fix="copy the directory again, or convert again with --overwrite",
+        )
     return parse_manifest(read_bytes(target.store, info))

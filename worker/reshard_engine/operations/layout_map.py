@@ -210,6 +210,7 @@ def _of_view(shard_map: ShardMap, number: int, view: View, columns: int) -> list
         raise RequestError(
             "request.unsatisfiable",
             f"the tensor is stored in up to {count} separate runs; up to {MAX_STRETCHES} are drawn (see --files)",
+            fix="leave --tensor out, or list the files: --files",
         )
     return _runs(shard_map, number, columns)
 

@@ -94,7 +94,11 @@ def _completed(checkpoint: Checkpoint, request: ConvertRequest) -> Checkpoint:
         said += [] if lost is None else [lost]
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, *said)) if said else checkpoint
     if request.model_files is not None and not written.takes_model_files:
-        raise RequestError("request.invalid", f"model files lie beside weights, not in {request.to}")
+        raise RequestError(
+            "request.invalid",
+            f"model files lie beside weights, not in {request.to}",
+            fix="leave --model-files out, or write weights: --to safetensors",
+        )
     # Adapters are merged before the files beside the weights are read: those say which names are tied.
     for known in reversed(formats()):
         checkpoint = known.completed(checkpoint, request, base)

@@ -162,7 +162,11 @@ def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cut
             flush(commit=False)
     flush(commit=was_commit)
     if not units:
-        raise RequestError("request.unsatisfiable", "there is nothing to write")
+        raise RequestError(
+            "request.unsatisfiable",
+            "there is nothing to write",
+            fix="name a source with tensors: reshard inspect SRC lists what this one holds",
+        )
     return units
 
 

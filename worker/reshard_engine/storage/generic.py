@@ -83,7 +83,11 @@ class FsspecStore:
                 fix="copy the checkpoint to a local directory, and name that",
             )
         if isinstance(error, PermissionError):
-            return StorageError("storage.denied", f"{where}: {printable(str(error))}")
+            return StorageError(
+                "storage.denied",
+                f"{where}: {printable(str(error))}",
+                fix="check the credentials of the store, then run the same command again",
+            )
         text = f"{where} cannot be reached: {printable(str(error))}"
         return StorageError(
             "storage.unavailable",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import stat as stat_module
 import threading
 from collections.abc import Generator
@@ -44,7 +45,11 @@ class translated:  # noqa: N801 - reads as the function that it is used as
         """The typed error for a system error."""
         path = printable(self._path)
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            return SourceError("source.not_found", f"{path} does not exist")
+            return SourceError(
+                "source.not_found",
+                f"{path} does not exist",
+                fix=f"correct the path, or copy the file again: ls {shlex.quote(os.path.dirname(path) or '.')}",
+            )
         if isinstance(error, FileExistsError):
             return StorageError("storage.denied", f"{path} is no directory", fix="choose another target")
         reason = f"{path}: {error.strerror}"

@@ -85,5 +85,9 @@ def profile_named(name: str | None) -> S3Profile:
     entry = table[name]
     allowed = {"endpoint_url", "access_key_id", "secret_access_key", "session_token", "region"}
     if unknown := sorted(set(entry) - allowed):
-        raise RequestError("request.invalid", f"storage profile {printable(name)!r} has unknown keys {unknown}")
+        raise RequestError(
+            "request.invalid",
+            f"storage profile {printable(name)!r} has unknown keys {unknown}",
+            fix=f"remove them from the file that {PROFILES_VARIABLE} names; known are {', '.join(sorted(allowed))}",
+        )
     return S3Profile(**entry)

@@ -55,7 +55,9 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         text = f"{where}: {printable(code)}: {printable(str(facts.get('Message', '')))}"
         if code == "NoSuchUpload":
             return StorageError(
-                "storage.conflict", f"{where}: the upload no longer exists: another conversion took over the target"
+                "storage.conflict",
+                f"{where}: the upload no longer exists: another conversion took over the target",
+                fix="wait until the other conversion has ended, then run the same command again",
             )
         if code == "NoSuchBucket":
             bucket = path.partition("/")[0]
@@ -65,7 +67,9 @@ def _typed(error: BaseException, path: str) -> ReshardError:
         if code in _DENIED or status in (401, 403):
             return _denied(code, text)
         if code in _NOT_FOUND or status == 404:
-            return SourceError("source.not_found", f"{where} does not exist")
+            return SourceError(
+                "source.not_found", f"{where} does not exist", fix="correct the URL: a key is compared letter by letter"
+            )
         if code in _CONFLICT:
             return StorageError(
                 "storage.conflict", f"{where} already exists", fix="choose another target, or --overwrite"

@@ -44,12 +44,18 @@ def canonical_url(url: str) -> str:
         RequestError: `request.invalid` for a URL that two parsers could read in two ways.
     """
     if "\0" in url or not url.strip():
-        raise RequestError("request.invalid", f"{printable(url)!r} names no location")
+        raise RequestError(
+            "request.invalid",
+            f"{printable(url)!r} names no location",
+            fix="give a path or a URL, such as s3://bucket/path",
+        )
     if is_local(url):
         # The kernel resolves `a/link/../b` with the link first and the dots after it, so this function does the same.
         return os.path.realpath(_local_path(url))
     if _SCHEME.fullmatch(scheme_of(url)) is None:
-        raise RequestError("request.invalid", f"{printable(url)} has no valid scheme")
+        raise RequestError(
+            "request.invalid", f"{printable(url)} has no valid scheme", fix="write s3://bucket/path, or a local path"
+        )
     rest = url.partition("://")[2].rstrip("/")
     if not rest or any(part in ("", ".", "..") for part in rest.split("/")):
         raise RequestError("request.invalid", f"{printable(url)} is not a clean URL", fix="write s3://bucket/path")

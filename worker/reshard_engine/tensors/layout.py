@@ -234,7 +234,11 @@ class TargetLayout:
             clean = all(p not in ("", ".", "..") and len(p.encode("utf-8", "replace")) <= MAX_NAME_BYTES for p in parts)
             taken = any("/".join(parts[:n]) in paths for n in range(1, len(parts)))
             if not clean or taken or not file.path.isprintable() or "\\" in file.path:
-                raise SourceError("name.invalid", f"{printable(file.path)!r} cannot be a file of the target")
+                raise SourceError(
+                    "name.invalid",
+                    f"{printable(file.path)!r} cannot be a file of the target",
+                    fix="save the checkpoint with other names: its names become names of files",
+                )
         if len(paths) != len(self.files):
             raise SourceError("name.invalid", "two files of the target have the same name")
 

@@ -69,9 +69,15 @@ class NumpyCast:
     def cast_into(self, data: ByteArray, source: Dtype, target: Dtype, out: ByteArray) -> int:
         """Put the elements in the target's type into memory; returns how many results are zero, infinite or NaN."""
         if source.name not in _FLOATS:
-            raise SourceError("tensor.unsupported", f"cannot cast from {source.name}")
+            raise SourceError(
+                "tensor.unsupported",
+                f"cannot cast from {source.name}",
+                fix="leave --dtype out: elements of this type are written as they are",
+            )
         if target.name not in _FLOATS or target.name == "float64":
-            raise RequestError("request.unsatisfiable", f"cannot cast to {target.name}")
+            raise RequestError(
+                "request.unsatisfiable", f"cannot cast to {target.name}", fix="use --dtype fp32, fp16 or bf16"
+            )
         wide, narrow = source.itemsize_bytes, target.itemsize_bytes
         scratch, found = self._scratch.at_least(len(data) // wide), 0
         # numpy's views of wider elements need aligned memory. Tiles have the alignment of the whole memory.

@@ -41,5 +41,7 @@ def default_kernel() -> CastKernel:
             "request.invalid", f"{DEVICE_VARIABLE}={wanted} needs torch", fix=install_line("worker")
         ) from None
     except RuntimeError as error:
-        raise RequestError("request.invalid", f"{DEVICE_VARIABLE}={wanted}: {error}") from None
+        raise RequestError(
+            "request.invalid", f"{DEVICE_VARIABLE}={wanted}: {error}", fix=f"cast on the CPU: unset {DEVICE_VARIABLE}"
+        ) from None
     return kernel

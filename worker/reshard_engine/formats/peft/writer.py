@@ -48,7 +48,9 @@ class PeftWriter:
                 parameters that are no part of it, or an unknown scale.
         """
         if request.exclude_frozen:
-            raise RequestError("request.invalid", "an adapter is one file of all that it has")
+            raise RequestError(
+                "request.invalid", "an adapter is one file of all that it has", fix="leave --exclude-frozen out"
+            )
         held = [p.fqn for p in checkpoint.parameters]
         buffers = [b.fqn for b in checkpoint.buffers]
         parts = adapter_parts([*held, *buffers])

@@ -108,7 +108,11 @@ def _tree(builder: ShardMapBuilder, parsed: TorchFile, number: int) -> Node:
 
     def reference(tensor: Node) -> Node:
         if not isinstance(tensor, PTensor):
-            raise RequestError("request.unsatisfiable", f"{printable(parsed.file.name)} holds tensors of another kind")
+            raise RequestError(
+                "request.unsatisfiable",
+                f"{printable(parsed.file.name)} holds tensors of another kind",
+                fix="reshard slim rewrites plain dense tensors only; keep this file as it is",
+            )
         place = place_of(tensor)
         if place not in known:
             name = f"{parsed.file.name}#{len(known)}"

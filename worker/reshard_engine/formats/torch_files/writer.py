@@ -22,7 +22,11 @@ class SlimWriter:
             RequestError: `request.invalid` for options that would change what tensors hold.
         """
         if request.dtype is not None or request.exclude_frozen:
-            raise RequestError("request.invalid", "files keep their tensors: no --dtype, and nothing is left out")
+            raise RequestError(
+                "request.invalid",
+                "files keep their tensors: no --dtype, and nothing is left out",
+                fix="leave --dtype and --exclude-frozen out",
+            )
         files: list[TargetFile] = []
         for path, tree in files_of(checkpoint).items():
             if isinstance(tree, PTensorRef) and checkpoint.shard_map.tensors[tree.index].state == FILE_STATE:

@@ -230,7 +230,11 @@ class _Reading:
                 outcome.difference if known is None else known.joined(outcome.difference)
             )
         if self._should_stop is not None and self._should_stop():
-            raise JobError("job.cancelled", "the comparison was stopped; nothing was written")
+            raise JobError(
+                "job.cancelled",
+                "the comparison was stopped; nothing was written",
+                fix="run the same command again; it starts anew",
+            )
         self._report()
 
     def _report(self) -> None:

@@ -29,6 +29,7 @@ LANE_FACTOR = 32
 """Device memory that a lane takes per byte of its slice, at most. The worst case: 16-bit elements are gathered by index
 and widened. `tests/property/test_device_casts.py` compares this number with a trace of all allocations."""
 _SAMPLE_ELEMS = 128
+_CPU_FIX = "cast on the CPU: unset RESHARD_DEVICE; if it happens again there, please report it"
 _MAX_ROWS = 1 << 16
 _LEAST_SLICE_BYTES = 64 << 10
 Facts = npt.NDArray[np.int64]
@@ -141,9 +142,13 @@ class _Lane:
         wide, narrow = (k.itemsize_bytes for k in job.kinds)
         result = self._out.numpy()[: padded_bytes(job.count * narrow)]
         if int(facts[0]) != job.sums:
-            raise IntegrityError("integrity.mismatch", f"{self._device} received other bytes than were sent")
+            raise IntegrityError(
+                "integrity.mismatch", f"{self._device} received other bytes than were sent", fix=_CPU_FIX
+            )
         if int(facts[1]) != position_sum(result):
-            raise IntegrityError("integrity.mismatch", f"other bytes came back from {self._device} than it computed")
+            raise IntegrityError(
+                "integrity.mismatch", f"other bytes came back from {self._device} than it computed", fix=_CPU_FIX
+            )
         self._check_sample(job, result)
         length = job.rows.length // wide * narrow
         copy_rows(result, starts_of(length), target, job.rows.at, length)
@@ -160,7 +165,9 @@ class _Lane:
         before = staged[: len(staged) // wide * wide].reshape(-1, wide)[place]
         expected = self._reference.cast(before.reshape(-1), *job.kinds)
         if result.reshape(-1, narrow)[number].tobytes() != expected.tobytes():
-            raise IntegrityError("integrity.mismatch", f"{self._device} casts differently from the reference")
+            raise IntegrityError(
+                "integrity.mismatch", f"{self._device} casts differently from the reference", fix=_CPU_FIX
+            )
 
     def drain(self) -> None:
         """Wait for the slice in flight and drop it."""

@@ -44,7 +44,11 @@ def parse_rules(text: str) -> dict[str, Any]:
         found = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = printable(" ".join(str(error).split()), max_chars=200)
-        raise RequestError("request.invalid", f"--rules: not a YAML document of this kind: {reason}") from None
+        raise RequestError(
+            "request.invalid",
+            f"--rules: not a YAML document of this kind: {reason}",
+            fix="write it as in docs/rules.md: a mapping of names to lists of patterns",
+        ) from None
     if not isinstance(found, dict):
         raise RequestError("request.invalid", "--rules: the document is no mapping", fix="see docs/rules.md")
     facts = {str(k): v for k, v in cast("dict[Any, Any]", found).items()}
@@ -56,5 +60,9 @@ def parse_rules(text: str) -> dict[str, Any]:
             fix=f"known are {', '.join(sorted(KNOWN))}",
         )
     if facts.get(DEFAULT) not in (None, "refuse", "column"):
-        raise RequestError("request.invalid", f"--rules: {DEFAULT} is `refuse` or `column`")
+        raise RequestError(
+            "request.invalid",
+            f"--rules: {DEFAULT} is `refuse` or `column`",
+            fix=f"write `{DEFAULT}: refuse` or `{DEFAULT}: column`",
+        )
     return facts

@@ -49,7 +49,11 @@ def lay_out_weights(
     """
     weights = weights_of(checkpoint, request)
     if not weights:
-        raise RequestError("request.unsatisfiable", "the checkpoint holds no weights")
+        raise RequestError(
+            "request.unsatisfiable",
+            "the checkpoint holds no weights",
+            fix="name the checkpoint that has the model: reshard inspect SRC lists what this one holds",
+        )
     written = {w.fqn for w in weights}
     aliases = {a: o for a, o in sorted(checkpoint.shared.items()) if o in written and a not in written}
     shards = _shards(weights, request.options.weights.max_shard_bytes or DEFAULT_SHARD_BYTES)

@@ -193,7 +193,9 @@ def fused_experts(model: ModelStates) -> FusedExperts:
         return FusedExperts()
     if model.entries.get(_FOLDING) is not None:
         raise SourceError(
-            "source.unsupported", "AutoEP and AutoTP shared their ranks (`folding`), which this version does not read"
+            "source.unsupported",
+            "AutoEP and AutoTP shared their ranks (`folding`), which this version does not read",
+            fix="save it without AutoTP, or with an own group of ranks for the experts",
         )
     placements: dict[str, Placement] = {}
     for item in as_items(plain_value(node, what=FUSED_LAYERS), FUSED_LAYERS):

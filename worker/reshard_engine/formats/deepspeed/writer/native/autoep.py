@@ -26,6 +26,8 @@ from reshard_engine.pickles.nodes import Node, PList, is_mapping, mapping_items,
 from reshard_engine.pickles.plain import node_of
 from reshard_engine.tensors.shard_map import packed_stride
 
+_OTHER_MODEL = "resume from an older checkpoint: its fused layers and its parameters are of different models"
+
 
 def _layers(entries: Mapping[str | int, Node]) -> list[dict[str | int, Node]]:
     node = entries.get(FUSED_LAYERS, entries.get(FUSED_LAYERS_LEGACY))
@@ -55,6 +57,7 @@ def fused_experts(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
                 raise RequestError(
                     "request.unsatisfiable",
                     f"{printable(name)} is {there.get(name, 'nowhere')}, and {FUSED_LAYERS} says that it fuses experts",
+                    fix=_OTHER_MODEL,
                 )
             found[name] = there[name]
     return found
@@ -121,7 +124,9 @@ def expert_weights(model: LocalModel, checkpoint: Checkpoint) -> Iterator[tuple[
         number, members = entry.get("moe_layer_id"), [by_name[name] for name in _names(entry) if name in by_name]
         if type(number) is not int or len(members) != len(FUSED_WEIGHTS):
             raise RequestError(
-                "request.unsatisfiable", f"{FUSED_LAYERS} does not describe the experts that the model has"
+                "request.unsatisfiable",
+                f"{FUSED_LAYERS} does not describe the experts that the model has",
+                fix=_OTHER_MODEL,
             )
         for expert in range(members[0].shape[0]):
             parts = [slice_of(p, p.shape[0], expert) for p in members]

@@ -63,7 +63,9 @@ def experts_by_layer(names: Iterable[str]) -> dict[str, int]:
     for head, numbers in seen.items():
         if numbers != set(range(len(numbers))):
             raise RequestError(
-                "request.unsatisfiable", f"{printable(head)} has only experts {sorted(numbers)[:8]}: others are missing"
+                "request.unsatisfiable",
+                f"{printable(head)} has only experts {sorted(numbers)[:8]}: others are missing",
+                fix="copy the files of all experts of the tag, then run the same command again",
             )
     return {head: len(numbers) for head, numbers in seen.items()}
 

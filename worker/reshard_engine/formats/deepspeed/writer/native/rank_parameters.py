@@ -72,7 +72,11 @@ def _stages(checkpoint: Checkpoint, layout: NativeLayout) -> list[list[Parameter
         return [everything]
     stray = [p.fqn for p in everything if p.layer is None]
     if stray:
-        raise RequestError("request.unsatisfiable", f"{printable(stray[0])} belongs to no layer of the pipeline")
+        raise RequestError(
+            "request.unsatisfiable",
+            f"{printable(stray[0])} belongs to no layer of the pipeline",
+            fix="write it without a pipeline, for a model without one: --pp 1",
+        )
     ordered = sorted(everything, key=lambda p: (not p.fqn.startswith(TIED), 0 if p.fqn.startswith(TIED) else p.layer))
     if layout.pp == 1:
         return [ordered]

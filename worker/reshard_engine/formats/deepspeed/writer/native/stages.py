@@ -69,7 +69,9 @@ def boundaries(
         block, repeats = kinds.most_common(1)[0] if kinds else (None, 0)
         if repeats < 2:
             raise RequestError(
-                "request.invalid", "no two layers are of one kind: `type:` would match one layer at most"
+                "request.invalid",
+                "no two layers are of one kind: `type:` would match one layer at most",
+                fix="--partition-method parameters, or each stage's first layer: 0,3,6",
             )
         return _balanced([1 if shapes.get(i) == block else 0 for i in range(count)], layout.pp)
     raise RequestError(

@@ -101,7 +101,11 @@ class UniversalWriter:
             RequestError: `request.unsatisfiable` if moments are missing for some parameters only.
         """
         if request.dtype is not None:
-            raise RequestError("request.invalid", "a universal checkpoint holds fp32 masters: --dtype is for weights")
+            raise RequestError(
+                "request.invalid",
+                "a universal checkpoint holds fp32 masters: --dtype is for weights",
+                fix="leave --dtype out",
+            )
         require_optimizer(checkpoint, "a universal checkpoint")
         before = checkpoint
         checkpoint, recomputed = without_recomputed(checkpoint)
