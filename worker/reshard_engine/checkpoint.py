@@ -332,10 +332,10 @@ class Checkpoint:
             )
         tensors = self.shard_map.tensors
         stored = (t for i, t in enumerate(tensors) if i not in self.shard_map.derived)
-        wanted, there = sum(t.size_bytes for t in stored), sum(f.size_bytes for f in self.files)
-        if wanted > MAX_AMPLIFICATION * there:
+        wanted, held_bytes = sum(t.size_bytes for t in stored), sum(f.size_bytes for f in self.files)
+        if wanted > MAX_AMPLIFICATION * held_bytes:
             raise SourceError(
-                "tensor.amplification", f"its tensors have {wanted} bytes, and its files only {there} bytes"
+                "tensor.amplification", f"its tensors have {wanted} bytes, and its files only {held_bytes} bytes"
             )
         for parameter in self.parameters:
             numbers = [*parameter.states.values(), *([] if parameter.weight is None else [parameter.weight])]

@@ -94,10 +94,10 @@ def followed(source: str, tag: str | None) -> str | None:
     """A line that names the pointer that was followed, if it is not `latest`."""
     if tag is not None or remote(source):
         return None
-    there = [name for name in POINTERS if os.path.isfile(os.path.join(source, name))]
-    if not there or there[0] == POINTERS[0]:
+    pointers = [name for name in POINTERS if os.path.isfile(os.path.join(source, name))]
+    if not pointers or pointers[0] == POINTERS[0]:
         return None
-    return f"followed `{there[0]}`: {printable(source)} has no `{POINTERS[0]}`"
+    return f"followed `{pointers[0]}`: {printable(source)} has no `{POINTERS[0]}`"
 
 
 def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:

@@ -191,13 +191,13 @@ def nothing_at(location: Location) -> SourceError:
         fix = "check the path and the profile"
         return SourceError("source.not_found", f"nothing exists at {where}", fix=fix)
     parent, name = parent_and_name(location.path)
-    there: tuple[str, ...] = ()
+    siblings: tuple[str, ...] = ()
     with suppress(ReshardError):  # a service may not show the directory around its roots
-        there = location.store.list_directory(parent).directories
-    if name in there:
+        siblings = location.store.list_directory(parent).directories
+    if name in siblings:
         fix = "name the directory that training saved into"
         return SourceError("source.not_found", f"{where} is an empty directory", fix=fix)
-    if near := get_close_matches(name, there, n=1):
+    if near := get_close_matches(name, siblings, n=1):
         fix = f"check the path: {printable(near[0])} is beside it"
         return SourceError("source.not_found", f"nothing exists at {where}", fix=fix)
     fix = "check the path"

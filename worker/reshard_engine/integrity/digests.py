@@ -65,18 +65,18 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.digests = bytearray()
-        self.there = bytearray()
+        self.written = bytearray()
 
     def put(self, number: int, digest: bytes) -> bool:
         """Store a digest; False if the block has another digest already."""
-        missing = number + 1 - len(self.there)
+        missing = number + 1 - len(self.written)
         if missing > 0:
-            self.there += bytes(missing)
+            self.written += bytes(missing)
             self.digests += bytes(missing * DIGEST_BYTES)
         at = number * DIGEST_BYTES
-        if self.there[number]:
+        if self.written[number]:
             return bytes(self.digests[at : at + DIGEST_BYTES]) == digest
-        self.there[number] = 1
+        self.written[number] = 1
         self.digests[at : at + DIGEST_BYTES] = digest
         return True
 
@@ -107,15 +107,15 @@ class TensorDigests:
 
     def missing(self, tensor: int, dtype: str, size_bytes: int) -> list[int]:
         """The numbers of the blocks of a tensor that have no digest yet."""
-        there = self._blocks.get((tensor, dtype), _Blocks()).there
-        return [n for n in range(block_count(size_bytes)) if n >= len(there) or not there[n]]
+        written = self._blocks.get((tensor, dtype), _Blocks()).written
+        return [n for n in range(block_count(size_bytes)) if n >= len(written) or not written[n]]
 
     def runs(self) -> list[BlockRun]:
         """All digests so far."""
         found: list[BlockRun] = []
         for (tensor, dtype), blocks in self._blocks.items():
-            for number, there in enumerate(blocks.there):
-                if not there:
+            for number, written in enumerate(blocks.written):
+                if not written:
                     continue
                 digest = bytes(blocks.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
                 last = found[-1] if found else None
@@ -129,7 +129,7 @@ class TensorDigests:
         """The digest of a tensor of `size_bytes` bytes; None while blocks are missing."""
         known = self._blocks.get((tensor, dtype), _Blocks())
         count = block_count(size_bytes)
-        if len(known.there) != count or known.there.count(1) != count:
+        if len(known.written) != count or known.written.count(1) != count:
             return None
         return tensor_digest(known.digests)
 

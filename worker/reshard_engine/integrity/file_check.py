@@ -99,10 +99,10 @@ class TargetCheck:
         for held in self._held.values():
             held.sort(key=lambda h: h.offset)
 
-    def read(self, store: Store, there: Mapping[str, ObjectInfo], files: Sequence[int]) -> None:
+    def read(self, store: Store, listing: Mapping[str, ObjectInfo], files: Sequence[int]) -> None:
         """Read files of the manifest, by number, and note their problems."""
         with ThreadPoolExecutor(_THREADS) as pool:
-            for found in pool.map(partial(self._read_file, store, there), files):
+            for found in pool.map(partial(self._read_file, store, listing), files):
                 self.problems += found
 
     def conclude(self) -> None:
@@ -147,8 +147,8 @@ class TargetCheck:
         """The digest of a tensor as it was read; None if it was not read whole."""
         return self._stream.digests.digest(number, self.manifest.tensors[number].dtype, self._sizes[number])
 
-    def _read_file(self, store: Store, there: Mapping[str, ObjectInfo], number: int) -> list[VerifyProblem]:
-        reading = self._reading(store, there, number, self._feed)
+    def _read_file(self, store: Store, listing: Mapping[str, ObjectInfo], number: int) -> list[VerifyProblem]:
+        reading = self._reading(store, listing, number, self._feed)
         with self._lock:
             self.absorb(reading)
         return reading.problems
@@ -162,7 +162,7 @@ class TargetCheck:
         if reading.sha256 is not None:
             self.sha256[self.manifest.files[reading.file].path] = reading.sha256
 
-    def read_alone(self, store: Store, there: Mapping[str, ObjectInfo], number: int) -> FileReading:
+    def read_alone(self, store: Store, listing: Mapping[str, ObjectInfo], number: int) -> FileReading:
         """Read one file, of which tensors may go on in files that others read. Any thread may call it.
 
         The result has the digests of all blocks that begin in the file. The rest of a block that ends elsewhere is
@@ -174,21 +174,21 @@ class TargetCheck:
             for piece in _overlapping(held, at, at + len(view)):
                 self._feed_own(stream, piece, at, view)
                 if piece.offset < piece.stop <= at + len(view):
-                    self._feed_rest(stream, piece, store, there)
+                    self._feed_rest(stream, piece, store, listing)
 
-        reading = self._reading(store, there, number, feed)
+        reading = self._reading(store, listing, number, feed)
         return replace(reading, blocks=stream.digests.runs())
 
     def _reading(
         self,
         store: Store,
-        there: Mapping[str, ObjectInfo],
+        listing: Mapping[str, ObjectInfo],
         number: int,
         feed: Callable[[Sequence[TensorRange], int, memoryview], None],
     ) -> FileReading:
         """Read one file, and pass its bytes to `feed`."""
         file = self.manifest.files[number]
-        info = there.get(file.path)
+        info = listing.get(file.path)
         if (problem := size_problem(file, info)) is not None or info is None:
             return FileReading(number, None, 0, [problem or _problem(file.path, "missing")])
         sha256, damaged, held = hashlib.sha256(), list[Damage](), self._held.get(number, [])
@@ -224,30 +224,30 @@ class TargetCheck:
             stream.feed(piece.tensor, dtype, size, begin=begin, data=view[low - at : high - at])
 
     def _feed_rest(
-        self, stream: TensorStream, piece: TensorRange, store: Store, there: Mapping[str, ObjectInfo]
+        self, stream: TensorStream, piece: TensorRange, store: Store, listing: Mapping[str, ObjectInfo]
     ) -> None:
         """Feed the rest of the block that begins in a range and ends behind it."""
         start = piece.end // BLOCK_BYTES * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, self._sizes[piece.tensor])
         if start >= piece.begin and start < piece.end < stop:
-            self._feed_bytes(stream, piece.tensor, (piece.end, stop), store, there)
+            self._feed_bytes(stream, piece.tensor, (piece.end, stop), store, listing)
 
     def _feed_bytes(
-        self, stream: TensorStream, tensor: int, span: tuple[int, int], store: Store, there: Mapping[str, ObjectInfo]
+        self, stream: TensorStream, tensor: int, span: tuple[int, int], store: Store, listing: Mapping[str, ObjectInfo]
     ) -> None:
         """Read bytes of a tensor from the files that hold them, and feed them; nothing if a file cannot be read."""
         places = [e for e in self.manifest.tensors[tensor].extents if e[2] < span[1] and e[3] > span[0]]
         files = [self.manifest.files[file] for file, _, _, _ in places]
-        if any(size_problem(file, there.get(file.path)) is not None for file in files):
+        if any(size_problem(file, listing.get(file.path)) is not None for file in files):
             return  # the check of that file says so
         for file, (_, offset, begin, end) in zip(files, places, strict=True):
             low, high = max(begin, span[0]), min(end, span[1])
             held = TensorRange(tensor, offset + low - begin, low, high)
-            for at, view in pieces_of(partial(store.read_into, there[file.path]), held.offset, held.stop):
+            for at, view in pieces_of(partial(store.read_into, listing[file.path]), held.offset, held.stop):
                 self.should_stop()
                 self._feed_range(stream, held, at, view)
 
-    def read_missing(self, store: Store, there: Mapping[str, ObjectInfo]) -> None:
+    def read_missing(self, store: Store, listing: Mapping[str, ObjectInfo]) -> None:
         """Read the blocks of tensors that have no digest although all of their files were read, each file alone.
 
         They end in a file that could not be read yet when the file was read in which they begin.
@@ -258,7 +258,7 @@ class TargetCheck:
                 continue
             for block in self._stream.digests.missing(number, tensor.dtype, size):
                 span = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, size)
-                self._feed_bytes(self._stream, number, span, store, there)
+                self._feed_bytes(self._stream, number, span, store, listing)
 
 
 def size_problem(file: ManifestFile, info: ObjectInfo | None) -> VerifyProblem | None:

@@ -46,13 +46,13 @@ def _snapshot(location: Location) -> tuple[Location, Listing]:
     if "snapshots" not in listing.directories:
         return location, listing
     snapshots = location.child("snapshots")
-    there = snapshots.store.list_directory(snapshots.path).directories
-    commit = _main(location) or (there[0] if len(there) == 1 else "")
-    if commit not in there or _COMMIT.fullmatch(commit) is None:
+    snapshot_names = snapshots.store.list_directory(snapshots.path).directories
+    commit = _main(location) or (snapshot_names[0] if len(snapshot_names) == 1 else "")
+    if commit not in snapshot_names or _COMMIT.fullmatch(commit) is None:
         raise SourceError(
-            "checkpoint.ambiguous" if there else "source.not_found",
-            f"{printable(location.url)} has {len(there)} snapshots, and refs/main names none of them",
-            fix=f"--base {printable(snapshots.child(there[0]).url)}" if there else _FIX,
+            "checkpoint.ambiguous" if snapshot_names else "source.not_found",
+            f"{printable(location.url)} has {len(snapshot_names)} snapshots, and refs/main names none of them",
+            fix=f"--base {printable(snapshots.child(snapshot_names[0]).url)}" if snapshot_names else _FIX,
         )
     chosen = snapshots.child(commit)
     return chosen, chosen.store.list_directory(chosen.path)

@@ -119,14 +119,14 @@ def _place(url: str, profile: str | None) -> Finding:
 
 def _directory(path: str) -> Finding:
     shown = printable(path)
-    there = path
-    while not os.path.isdir(there):
-        there = os.path.dirname(there)
-    missing = "" if there == path else f"; it is not there yet, below {printable(there)}"
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = path
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    missing = "" if existing == path else f"; it is not there yet, below {printable(existing)}"
+    if not os.access(existing, os.W_OK | os.X_OK):
         fix = "choose another directory as a target, or ask for the right to write there"
         return Finding("place", Health.WARN, f"{shown} can be read and not written{missing}", fix)
-    room = room_at(there)
+    room = room_at(existing)
     free = "an unknown number of bytes" if room is None else format_size(room.free_bytes)
     text = f"{shown} can be written, {free} free{missing}"
     if room is not None and room.free_bytes < LEAST_FREE_BYTES:

@@ -17,12 +17,12 @@ def finished_manifest(target: Location, plan: Plan) -> Manifest | None:
         return None  # the target is not an output of reshard, or is damaged: `--overwrite` decides
     if manifest is None or manifest.content_digest != plan.content_digest:
         return None
-    there = target.files()
-    there.pop(MANIFEST_NAME, None)
-    sizes = {path: info.size_bytes for path, info in there.items()}
+    listing = target.files()
+    listing.pop(MANIFEST_NAME, None)
+    sizes = {path: info.size_bytes for path, info in listing.items()}
     if sizes != {f.path: f.size_bytes for f in manifest.files}:
         return None
-    if all(there[f.path].pin == f.pin for f in manifest.files):
+    if all(listing[f.path].pin == f.pin for f in manifest.files):
         return manifest
     # A worker that was paused and lost its run may have written the same bytes once more, after the commit.
     return manifest if verify_target(target).ok else None

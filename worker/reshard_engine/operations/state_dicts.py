@@ -160,8 +160,8 @@ def load(model: Any, tensors: Mapping[str, LazyTensor]) -> None:
     Raises:
         RequestError: `request.unsatisfiable` if both sides have names that the other lacks, or a shape differs.
     """
-    there: Mapping[str, Any] = model.state_dict()
-    missing, unexpected = [n for n in there if n not in tensors], [n for n in tensors if n not in there]
+    own_state: Mapping[str, Any] = model.state_dict()
+    missing, unexpected = [n for n in own_state if n not in tensors], [n for n in tensors if n not in own_state]
     if missing and unexpected:
         raise RequestError(
             "request.unsatisfiable",
@@ -170,19 +170,19 @@ def load(model: Any, tensors: Mapping[str, LazyTensor]) -> None:
             fix="build the model that was trained, or rename: get_fp32_state_dict_from_zero_checkpoint returns a dict",
             details={"missing": missing[:64], "unexpected": unexpected[:64]},
         )
-    wrong = [n for n in tensors if n in there and tuple(there[n].shape) != tuple(tensors[n].shape)]
+    wrong = [n for n in tensors if n in own_state and tuple(own_state[n].shape) != tuple(tensors[n].shape)]
     if wrong:
         first = wrong[0]
         raise RequestError(
             "request.unsatisfiable",
             f"{len(wrong)} tensors have another shape in the model: {printable(first)} is "
-            f"{tuple(there[first].shape)} there and {tuple(tensors[first].shape)} in the checkpoint",
+            f"{tuple(own_state[first].shape)} there and {tuple(tensors[first].shape)} in the checkpoint",
             fix="build the model that was trained; an embedding may have been resized",
         )
     model.cpu()
     part: dict[str, LazyTensor] = {}
     held = 0
-    for name in (n for n in tensors if n in there):
+    for name in (n for n in tensors if n in own_state):
         if part and held + tensors[name].nbytes > _LOADED_BYTES:
             model.load_state_dict(whole(part), strict=False)
             part, held = {}, 0

@@ -42,14 +42,14 @@ def verify_target(
             f"{printable(target.url)} has no {MANIFEST_NAME}",
             fix="name a directory that `reshard convert` wrote",
         )
-    there = target.files()
+    listing = target.files()
     check = TargetCheck(manifest, should_stop)
     if sample is None:
-        check.read(target.store, there, range(len(manifest.files)))
+        check.read(target.store, listing, range(len(manifest.files)))
         check.conclude()
     else:
-        _read_sample(check, target, there, sample)
-    problems = [*check.problems, *_strangers(manifest, there), *_pointer(manifest, target)]
+        _read_sample(check, target, listing, sample)
+    problems = [*check.problems, *_strangers(manifest, listing), *_pointer(manifest, target)]
     return VerifyReport(
         target=target.url,
         files=len(manifest.files),
@@ -62,12 +62,12 @@ def verify_target(
     )
 
 
-def _read_sample(check: TargetCheck, target: Location, there: Mapping[str, ObjectInfo], fraction: float) -> None:
+def _read_sample(check: TargetCheck, target: Location, listing: Mapping[str, ObjectInfo], fraction: float) -> None:
     """Compare a random choice of the checksummed ranges, at least one, that makes up a fraction of the bytes."""
     files = check.manifest.files
     sound: list[tuple[int, tuple[int, int, int]]] = []
     for number, file in enumerate(files):
-        if (problem := size_problem(file, there.get(file.path))) is not None:
+        if (problem := size_problem(file, listing.get(file.path))) is not None:
             check.problems.append(problem)
         else:
             sound += [(number, chunk) for chunk in file.chunks if chunk[1]]
@@ -81,7 +81,7 @@ def _read_sample(check: TargetCheck, target: Location, there: Mapping[str, Objec
     def read(choice: tuple[int, tuple[int, int, int]]) -> VerifyProblem | None:
         number, (offset, length, expected) = choice
         path = files[number].path
-        crc = crc_of_range(target.store, there[path], offset, length)
+        crc = crc_of_range(target.store, listing[path], offset, length)
         if crc == expected:
             return None
         damage = Damage(number, offset, offset + length, crc, expected)
@@ -96,11 +96,11 @@ def _read_sample(check: TargetCheck, target: Location, there: Mapping[str, Objec
         check.problems += [p for p in pool.map(read, chosen) if p is not None]
 
 
-def _strangers(manifest: Manifest, there: Mapping[str, ObjectInfo]) -> list[VerifyProblem]:
+def _strangers(manifest: Manifest, listing: Mapping[str, ObjectInfo]) -> list[VerifyProblem]:
     known = {f.path for f in manifest.files} | {MANIFEST_NAME}
     return [
         VerifyProblem(path=printable(path), offset=None, length_bytes=None, problem="not in the manifest")
-        for path in sorted(set(there) - known)
+        for path in sorted(set(listing) - known)
     ]
 
 

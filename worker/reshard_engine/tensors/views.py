@@ -109,12 +109,12 @@ def _strides(grid: Sequence[int]) -> list[int]:
 
 def _box_runs(box: Box, grid: tuple[int, ...], begin: int, end: int) -> tuple[Column, Column, Column, Column]:
     """(begin in the view, tensor, begin in the tensor, length) of the runs of one box in `[begin, end)`."""
-    there, here = _strides(box.grid), _strides(grid)
+    source_strides, here = _strides(box.grid), _strides(grid)
     first = sum(o * s for o, s in zip(box.offset, here, strict=True))
-    source = sum(o * s for o, s in zip(box.source, there, strict=True))
+    source = sum(o * s for o, s in zip(box.source, source_strides, strict=True))
     # Join dimensions, from the last one on, while a step in a dimension equals the length joined so far on both sides.
     length, dim = 1, len(grid)
-    while dim and (box.lengths[dim - 1] == 1 or (here[dim - 1] == length and there[dim - 1] == length)):
+    while dim and (box.lengths[dim - 1] == 1 or (here[dim - 1] == length and source_strides[dim - 1] == length)):
         length *= box.lengths[dim - 1]
         dim -= 1
     starts, sources = np.array([first], dtype=np.int64), np.array([source], dtype=np.int64)
@@ -124,7 +124,7 @@ def _box_runs(box: Box, grid: tuple[int, ...], begin: int, end: int) -> tuple[Co
         reach = range(max(0, (begin - most) // here[d]), min(box.lengths[d], -(-(end - least) // here[d])))
         steps = np.arange(reach.start, reach.stop, dtype=np.int64)
         starts = (starts[:, None] + steps * here[d]).reshape(-1)
-        sources = (sources[:, None] + steps * there[d]).reshape(-1)
+        sources = (sources[:, None] + steps * source_strides[d]).reshape(-1)
         # All inner dimensions lie within one step of this one, so starts that miss the interval are dropped now.
         keep = (starts < end) & (starts + here[d] > begin)
         starts, sources = starts[keep], sources[keep]

@@ -270,8 +270,8 @@ def _parameters(
 def _owners(draw: st.DrawFn, trainable: Sequence[bool], wanted: int, *, frozen: bool) -> list[int | None]:
     """The param group of each parameter, None for frozen ones; each group that is numbered has a parameter."""
     drawn = st.sampled_from(range(-1 if frozen else 0, wanted))
-    owners = [draw(drawn) if there else -1 for there in trainable]
-    first = [i for i, there in enumerate(trainable) if there]
+    owners = [draw(drawn) if is_trainable else -1 for is_trainable in trainable]
+    first = [i for i, is_trainable in enumerate(trainable) if is_trainable]
     for group, index in enumerate(first[:wanted]):
         owners[index] = group
     return [None if group < 0 else min(group, len(first) - 1) for group in owners]

@@ -94,9 +94,9 @@ def _matrices(begin: Column, at: Column, length: Column) -> list[tuple[int, int]
     count = len(length)
     if count < MATRIX_ROWS:
         return None
-    here, there = np.diff(begin), np.diff(at)
-    fit = (length[1:] == length[:-1]) & (here >= length[:-1]) & (there >= length[:-1])
-    goes_on = fit[1:] & fit[:-1] & (here[1:] == here[:-1]) & (there[1:] == there[:-1])
+    here, target_steps = np.diff(begin), np.diff(at)
+    fit = (length[1:] == length[:-1]) & (here >= length[:-1]) & (target_steps >= length[:-1])
+    goes_on = fit[1:] & fit[:-1] & (here[1:] == here[:-1]) & (target_steps[1:] == target_steps[:-1])
     stops = np.flatnonzero(~goes_on) + 1  # a step that differs from the one before: the row before it ends a group
     if (len(stops) + 1) * MATRIX_ROWS > count:
         return None

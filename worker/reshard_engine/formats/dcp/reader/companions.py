@@ -67,17 +67,19 @@ def read_companions(location: Location, listing: Listing, ledger: OpaqueLedger) 
         SourceError: `zip.*`, `pickle.*`, `checkpoint.malformed` for files that are not as trainers write them.
     """
     found = Companions()
-    there = {f.path.rpartition("/")[2]: f for f in listing.files}
+    infos_by_name = {f.path.rpartition("/")[2]: f for f in listing.files}
     torch_names = [
-        n for n in there if n == META or SCHEDULER.fullmatch(n) or RANK_STATES.fullmatch(n) or _OBJECTS.fullmatch(n)
+        n
+        for n in infos_by_name
+        if n == META or SCHEDULER.fullmatch(n) or RANK_STATES.fullmatch(n) or _OBJECTS.fullmatch(n)
     ]
-    parts = [SourceFile(location.store, n, (there[n],)) for n in sorted(torch_names, key=_order)]
+    parts = [SourceFile(location.store, n, (infos_by_name[n],)) for n in sorted(torch_names, key=_order)]
     for parsed in open_all(parts, lambda f: open_torch_file(f, ledger)):
         _take(found, parsed)
     if missing := [r for r in range(max(found.ranks, default=0)) if r not in found.ranks]:
         found.not_carried += named([f"random states of rank {rank}" for rank in found.ranks[missing[0] :]], _NO_RANK)
         del found.rng[missing[0] :]
-    if (info := there.get(TRAINER_STATE)) is not None:
+    if (info := infos_by_name.get(TRAINER_STATE)) is not None:
         if info.size_bytes > _STATE_LIMIT_BYTES:
             raise SourceError("checkpoint.too_large", f"{TRAINER_STATE} has {info.size_bytes} bytes")
         found.texts[TRAINER_STATE] = read_bytes(location.store, info)

@@ -200,12 +200,12 @@ class _Sorting:
         """The place that the user named; None if the user named none."""
         if key is None:
             return None
-        there = list(places)
-        exact = [p for p in there if key_of(p) == key]
-        below = [p for p in there if p and key_of(p[:1]) == key]
+        known_places = list(places)
+        exact = [p for p in known_places if key_of(p) == key]
+        below = [p for p in known_places if p and key_of(p[:1]) == key]
         if exact or len(below) == 1:
             return (exact or below)[0]
-        raise no_such_place(what, key, list(map(key_of, there)))
+        raise no_such_place(what, key, list(map(key_of, known_places)))
 
     def _paired(
         self, first: tuple[KeyPath | None, KeyPath | None], fitting: Mapping[KeyPath, Sequence[KeyPath]]
@@ -254,10 +254,10 @@ def choose(question: Question, keys: Sequence[str], text: str) -> Undecided:
     return Undecided(question, f"{text}: {listed(keys)}", _flags(question.value, keys))
 
 
-def no_such_place(what: str, key: str, there: Sequence[str]) -> RequestError:
+def no_such_place(what: str, key: str, known_places: Sequence[str]) -> RequestError:
     """The error for a key of the user where nothing of the kind is: `model`, `optimizer` or `scheduler`."""
-    text = f"the source has no {what} at {printable(key)!r}; there is {listed(there) or 'none'}"
-    return RequestError("request.invalid", text, fix=_flags(what, there))
+    text = f"the source has no {what} at {printable(key)!r}; there is {listed(known_places) or 'none'}"
+    return RequestError("request.invalid", text, fix=_flags(what, known_places))
 
 
 def _flags(what: str, keys: Sequence[str]) -> str:

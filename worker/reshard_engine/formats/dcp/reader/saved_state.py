@@ -108,16 +108,16 @@ def read_state(location: Location, listing: Listing, *, folder: str = "") -> Sav
     Raises:
         SourceError: `checkpoint.incomplete`, `checkpoint.mixed`, and all errors of the metadata.
     """
-    there = {f.path.rpartition("/")[2]: f for f in listing.files}
-    names = _metadata_names(location, there)
-    infos = [there[n] for n in names]
+    infos_by_name = {f.path.rpartition("/")[2]: f for f in listing.files}
+    names = _metadata_names(location, infos_by_name)
+    infos = [infos_by_name[n] for n in names]
     sources = [SourceFile(location.store, n, (i,)) for n, i in zip(names, infos, strict=True)]
     parsed = open_all(sources, lambda f: parse_metadata(read_bytes(f.store, f.objects[0]), f.name))
     files: list[SourceFile] = []
     parts: list[Part] = []
     for metadata in parsed:
-        _refuse_overlaps(metadata, location, there)
-        plain = decompressed(metadata, _files_of(metadata, location, there, folder))
+        _refuse_overlaps(metadata, location, infos_by_name)
+        plain = decompressed(metadata, _files_of(metadata, location, infos_by_name, folder))
         parts.append(Part(plain.metadata, len(files)))
         files += plain.files
     state = _state_of_ranks(parts) if len(parts) > 1 else _state_of(parts[0])
@@ -126,13 +126,13 @@ def read_state(location: Location, listing: Listing, *, folder: str = "") -> Sav
     return replace(state, files=tuple(files), counters=Counters(**counted))
 
 
-def _metadata_names(location: Location, there: Mapping[str, ObjectInfo]) -> list[str]:
+def _metadata_names(location: Location, infos_by_name: Mapping[str, ObjectInfo]) -> list[str]:
     """The metadata files of a directory: the one of the whole save, or one for each rank."""
-    if METADATA in there:
+    if METADATA in infos_by_name:
         return [METADATA]
-    ranks = {int(m[1]): n for n in there if (m := RANK_METADATA.fullmatch(n))}
+    ranks = {int(m[1]): n for n in infos_by_name if (m := RANK_METADATA.fullmatch(n))}
     if not ranks:
-        count = sum(n.endswith(SUFFIX) for n in there)
+        count = sum(n.endswith(SUFFIX) for n in infos_by_name)
         raise SourceError(
             "checkpoint.incomplete",
             f"{printable(location.url)} has {counted(count, 'file')} *{SUFFIX} and no `{METADATA}`: "
@@ -149,9 +149,11 @@ def _metadata_names(location: Location, there: Mapping[str, ObjectInfo]) -> list
     return [ranks[r] for r in sorted(ranks)]
 
 
-def _files_of(metadata: Metadata, location: Location, there: Mapping[str, ObjectInfo], folder: str) -> list[SourceFile]:
+def _files_of(
+    metadata: Metadata, location: Location, infos_by_name: Mapping[str, ObjectInfo], folder: str
+) -> list[SourceFile]:
     """The data files that the metadata names, with the ranges of their archives."""
-    if missing := [n for n in metadata.files if n not in there]:
+    if missing := [n for n in metadata.files if n not in infos_by_name]:
         raise SourceError(
             "checkpoint.incomplete",
             f"the metadata names {counted(len(metadata.files), 'file')}, "
@@ -162,7 +164,7 @@ def _files_of(metadata: Metadata, location: Location, there: Mapping[str, Object
     first = np.searchsorted(file, np.arange(len(metadata.files) + 1))
     found: list[SourceFile] = []
     for number, name in enumerate(metadata.files):
-        rows, info = slice(int(first[number]), int(first[number + 1])), there[name]
+        rows, info = slice(int(first[number]), int(first[number + 1])), infos_by_name[name]
         end = int((offset[rows] + length[rows]).max(initial=0))
         if end > info.size_bytes:
             raise SourceError(
@@ -186,7 +188,7 @@ def _all_records(metadata: Metadata) -> tuple[Column, Column, Column]:
     return file[order], offset[order], length[order]
 
 
-def _refuse_overlaps(metadata: Metadata, location: Location, there: Mapping[str, ObjectInfo]) -> None:
+def _refuse_overlaps(metadata: Metadata, location: Location, infos_by_name: Mapping[str, ObjectInfo]) -> None:
     """Refuse records that share bytes: one of them would be read as another one.
 
     Raises:
@@ -199,8 +201,8 @@ def _refuse_overlaps(metadata: Metadata, location: Location, there: Mapping[str,
         return
     row = int(np.flatnonzero(shared)[0])
     name = metadata.files[int(file[row])]
-    if name in there:
-        whole = SourceFile(location.store, name, (there[name],))
+    if name in infos_by_name:
+        whole = SourceFile(location.store, name, (infos_by_name[name],))
         begin = min(int(offset[row]), whole.size_bytes)
         refuse_other_streams(whole.part(begin, min(4, whole.size_bytes - begin)))
     raise SourceError(

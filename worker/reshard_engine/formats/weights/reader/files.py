@@ -47,7 +47,7 @@ class WeightFiles:
         return [n for n in self.named if _SHARD.fullmatch(n.removesuffix(self.suffix)) is None]
 
     @property
-    def there(self) -> bool:
+    def present(self) -> bool:
         """True if a file or an index of this form exists."""
         return bool(self.named or self.indexes)
 

@@ -28,7 +28,7 @@ class SafetensorsReader:
 
     def recognises(self, listing: Listing) -> bool:
         """True if there are safetensors files, or an index of such files."""
-        return _files(listing).there
+        return _files(listing).present
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the weights of a directory; the stem `model` takes precedence over other names.

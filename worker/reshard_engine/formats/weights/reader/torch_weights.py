@@ -35,7 +35,7 @@ class TorchWeightsReader:
 
     def recognises(self, listing: Listing) -> bool:
         """True if there are files with Hugging Face's names for such weights."""
-        return _files(listing).there
+        return _files(listing).present
 
     def read(self, location: Location, listing: Listing, options: ReadOptions) -> Checkpoint:
         """Read the weights of a directory. Names that share their elements are tied; the first one is the owner.

@@ -139,19 +139,19 @@ class FusedExperts:
         for name in self.placements:
             count = self.count(name)
             singles = [found.pop(f"{name}.{expert}", None) for expert in range(count)]
-            there = [tensor for tensor in singles if tensor is not None]
-            if not there:
+            present = [tensor for tensor in singles if tensor is not None]
+            if not present:
                 continue
-            shapes = {builder.tensors[t].shape for t in there}
-            if len(there) != count or len(shapes) != 1:
+            shapes = {builder.tensors[t].shape for t in present}
+            if len(present) != count or len(shapes) != 1:
                 raise SourceError(
                     "checkpoint.incomplete",
-                    f"{printable(name)}: weights of {len(there)} of {count} experts in {len(shapes)} shapes",
+                    f"{printable(name)}: weights of {len(present)} of {count} experts in {len(shapes)} shapes",
                     fix="copy every layer_*_expert_*_model_states.pt of the tag",
                 )
             rest = shapes.pop()
             zero = (0,) * len(rest)
-            boxes = [Box(t, (1, *rest), (0, *zero), (i, *zero), (1, *rest)) for i, t in enumerate(there)]
+            boxes = [Box(t, (1, *rest), (0, *zero), (i, *zero), (1, *rest)) for i, t in enumerate(present)]
             found[name] = _added(builder, name, "weight", View((count, *rest), tuple(boxes)))
         return found
 

@@ -74,8 +74,8 @@ class ModelStates:
     def aliases_left(self) -> tuple[str, ...]:
         """Names of tied weights that stayed in `module` when the weight's own name was left out as frozen."""
         trained = {n for group in self.param_shapes or () for n, _ in group}
-        there = self.module.keys() | trained | self.frozen_fragments.keys()
-        return tuple(n for n, owner in self.shared.items() if owner not in there and n in self.module)
+        stored_names = self.module.keys() | trained | self.frozen_fragments.keys()
+        return tuple(n for n, owner in self.shared.items() if owner not in stored_names and n in self.module)
 
     @property
     def version(self) -> str | None:

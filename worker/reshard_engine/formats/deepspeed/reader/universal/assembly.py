@@ -167,10 +167,10 @@ class Assembly:
         found: list[Parameter] = []
         for index, group in enumerate(self._groups):
             step = self._optimizer.step_of(index)
-            for name, there in group:
-                cut, layer = self._cut_of(name, there), self._notes.layer_of(name)
+            for name, stored_shape in group:
+                cut, layer = self._cut_of(name, stored_shape), self._notes.layer_of(name)
                 # The model states of one tensor-parallel rank count the padding behind a vocabulary.
-                shape = cut.data_shape(there) if cut is not None else there
+                shape = cut.data_shape(stored_shape) if cut is not None else stored_shape
                 empty = Parameter(name, shape, group_of[index], None, cut=cut, layer=layer)
                 found.append(self._with_states(builder, empty, atoms, number, step=step))
         return found
@@ -275,10 +275,17 @@ def _shapes(model: ModelStates) -> tuple[Shapes, ...]:
 def _with_weight(builder: ShardMapBuilder, parameter: Parameter, module: ModuleTensors) -> Parameter:
     """The parameter with its weight of `module`, if that is there, and with the padding behind the weight's rows."""
     name, shape, number = parameter.fqn, parameter.shape, module.weights.get(parameter.fqn)
-    there = builder.tensors[number].shape if number is not None else shape
-    if number is None or parameter.cut is None or there == shape or parameter.cut.data_shape(there) != shape:
+    stored_shape = builder.tensors[number].shape if number is not None else shape
+    if (
+        number is None
+        or parameter.cut is None
+        or stored_shape == shape
+        or parameter.cut.data_shape(stored_shape) != shape
+    ):
         return replace(parameter, weight=module.weight_of(name, shape))
-    data, behind = (rows_of(there, number, first, last) for first, last in ((0, shape[0]), (shape[0], there[0])))
+    data, behind = (
+        rows_of(stored_shape, number, first, last) for first, last in ((0, shape[0]), (shape[0], stored_shape[0]))
+    )
     weight, padding = builder.view(name, "weight", data, shape), parameter.padding
     if padding:  # rows of padding that only the weight has would not be those of its master
         padding = {**padding, "weight": builder.view(f"{name}@padding", "weight", behind, behind.grid)}

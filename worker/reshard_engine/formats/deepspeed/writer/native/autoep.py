@@ -49,17 +49,17 @@ def fused_experts(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         RequestError: `request.unsatisfiable` if a parameter is not there, or has another number of experts than the
             model states say.
     """
-    there = {p.fqn: p.shape for p in checkpoint.parameters}
+    sizes = {p.fqn: p.shape for p in checkpoint.parameters}
     found: dict[str, tuple[int, ...]] = {}
     for entry in _layers(facts_of(checkpoint).entries):
         for name in _names(entry):
-            if there.get(name, ())[:1] != (entry.get("num_experts"),):
+            if sizes.get(name, ())[:1] != (entry.get("num_experts"),):
                 raise RequestError(
                     "request.unsatisfiable",
-                    f"{printable(name)} is {there.get(name, 'nowhere')}, and {FUSED_LAYERS} says that it fuses experts",
+                    f"{printable(name)} is {sizes.get(name, 'nowhere')}, and {FUSED_LAYERS} says that it fuses experts",
                     fix=_OTHER_MODEL,
                 )
-            found[name] = there[name]
+            found[name] = sizes[name]
     return found
 
 

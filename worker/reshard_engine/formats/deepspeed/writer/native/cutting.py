@@ -122,9 +122,9 @@ class Cutter:
         rows, row = self._rows(cut, shape) // self._tp, prod(shape[1:])
         kept = 0
         if padding is not None:
-            there = self._checkpoint.shard_map.tensors[padding].shape
-            kept = min(there[0], rows * self._tp - shape[0])
-            padding = padding if kept == there[0] else self._padding_part(padding, there, kept)
+            padding_shape = self._checkpoint.shard_map.tensors[padding].shape
+            kept = min(padding_shape[0], rows * self._tp - shape[0])
+            padding = padding if kept == padding_shape[0] else self._padding_part(padding, padding_shape, kept)
         found: list[Run] = []
         first = 0
         for tensor, count in ((data, shape[0]), (padding, kept), (ZEROS, rows * self._tp - shape[0] - kept)):
@@ -135,11 +135,11 @@ class Cutter:
             first += max(count, 0)
         return tuple(found)
 
-    def _padding_part(self, padding: int, there: tuple[int, ...], kept: int) -> int:
+    def _padding_part(self, padding: int, padding_shape: tuple[int, ...], kept: int) -> int:
         """The number of a tensor with the first rows of a padding. Digests cover whole tensors, so it is one."""
         known = self._numbers.get((padding, -1))
         if known is None:
-            stored, view = self._checkpoint.shard_map.tensors[padding], rows_of(there, padding, 0, kept)
+            stored, view = self._checkpoint.shard_map.tensors[padding], rows_of(padding_shape, padding, 0, kept)
             self.parts.append((LogicalTensor(stored.fqn, stored.state, stored.dtype, view.grid), view))
             known = self._numbers[padding, -1] = self._first + len(self.parts) - 1
         return known

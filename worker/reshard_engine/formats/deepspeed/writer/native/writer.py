@@ -331,11 +331,13 @@ class _Files:
 
 
 def _rng_warnings(checkpoint: Checkpoint, target: Target) -> list[str]:
-    there = list(checkpoint.rng[0]) if checkpoint.rng else []
+    rng_states = list(checkpoint.rng[0]) if checkpoint.rng else []
     layout = target.layout
     world = (target.dp, layout.tp, layout.pp)
-    if not there or world == tuple(checkpoint.world.get(axis, 1) for axis in ("dp", "tp", "pp")):
+    if not rng_states or world == tuple(checkpoint.world.get(axis, 1) for axis in ("dp", "tp", "pp")):
         return []
     if layout.rng is RngPolicy.DROP:
-        return [f"random states ({', '.join(there)}) were left out, as asked"]
-    return [f"random states ({', '.join(there)}) do not fit other worlds: rank r gets those of source rank r mod N"]
+        return [f"random states ({', '.join(rng_states)}) were left out, as asked"]
+    return [
+        f"random states ({', '.join(rng_states)}) do not fit other worlds: rank r gets those of source rank r mod N"
+    ]
