@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
@@ -44,10 +44,10 @@ def takes_keywords(options: Mapping[str, Declared]) -> Callable[[FunctionT], Fun
     """
 
     def listing(function: FunctionT) -> FunctionT:
-        own, text = inspect.signature(function), function.__doc__ or ""
+        own, text = signature(function), function.__doc__ or ""
         begin = text.index(_LISTED)
         made = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=o.default, annotation=_type_of(name, o))
+            Parameter(name, Parameter.KEYWORD_ONLY, default=o.default, annotation=_type_of(name, o))
             for name, o in options.items()
         ]
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
