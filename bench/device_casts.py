@@ -33,7 +33,7 @@ from checkpoints import write_zero_checkpoint
 from measure import measure
 
 from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
-from reshard_engine.execute.casts.device.kernel import DeviceCast
+from reshard_engine.execute.casts.device import DeviceCast
 from reshard_engine.execute.casts.rows import Kind, Rows
 from reshard_engine.tensors.dtypes import BY_NAME
 

@@ -36,12 +36,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import redis as redis_client
 from checkpoints import write_zero_checkpoint
 
-from reshard.client import Client
-from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard.api.client import Client
+from reshard.models.jobs import ConvertRequest, Job
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.doorbell import DOORBELL_QUEUE
-from reshard_jobs.store import JobStore
-from reshard_service.celery_doorbell import CeleryDoorbell
+from reshard_jobs.queue.doorbell import DOORBELL_QUEUE
+from reshard_jobs.queue.store import JobStore
+from reshard_service.doorbell import CeleryDoorbell
 from servers.postgres import postgres_server
 from servers.redis import redis_server
 from servers.stack import Stack, client_of

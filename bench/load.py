@@ -43,11 +43,13 @@ import psycopg
 from checkpoints import write_zero_checkpoint
 from job_queue import UNHURRIED
 
-from reshard._wire import USER_AGENT
-from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat
+from reshard.api.wire import USER_AGENT
+from reshard.models.jobs import ConvertRequest, Progress
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.leases import JobClaim, Leases
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.leases import JobClaim, Leases
+from reshard_jobs.queue.store import JobStore
 from servers.postgres import postgres_server
 from servers.process import free_port, running
 from servers.redis import redis_server

@@ -92,7 +92,7 @@ class _Traffic:
 
 def _convert(source: str, target: str, **options: Any) -> None:
     from reshard.local import load_engine
-    from reshard.models import ConvertRequest
+    from reshard.models.jobs import ConvertRequest
 
     place = {"source": {"url": f"s3://{_BUCKET}/{source}"}, "target": f"s3://{_BUCKET}/{target}"}
     load_engine().convert(ConvertRequest.model_validate({**place, **options}))

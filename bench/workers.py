@@ -61,7 +61,7 @@ LIMITS = {
 def _worker(request: Mapping[str, Any], number: int, count: int) -> None:
     """Convert on a sign from stdin; `count` is 0 for a plain conversion."""
     from reshard.local import load_engine
-    from reshard.models import ConvertRequest
+    from reshard.models.jobs import ConvertRequest
     from reshard.shared_work import SharedWork
 
     faulthandler.register(signal.SIGUSR1)  # says where a worker is that does not end

@@ -94,7 +94,7 @@ class _SlowStore:
 
 
 def _facts(request: dict[str, Any]) -> dict[str, Any]:
-    from reshard.models import ConvertRequest
+    from reshard.models.jobs import ConvertRequest
     from reshard_engine.distributed.runs import cut_into_runs
     from reshard_engine.distributed.segments import to_segment
     from reshard_engine.execute.journal import ChunkRecord, UnitRecord

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.choices import ParamOrder
 from reshard.declared import Declared, choices_of_source, declared_options, options_of_source
-from reshard.option_files import read_order, read_rules
-from reshard.sizes import parse_size
+from reshard.option import parse_size, read_order, read_rules
+from reshard.wire_model import ParamOrder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 KEYWORDS = REPOSITORY / "client" / "reshard" / "keywords.py"

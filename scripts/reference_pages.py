@@ -186,7 +186,7 @@ def _meanings() -> dict[tuple[str, str], str]:
 def _of_options() -> Iterator[tuple[tuple[str, str], str]]:
     """The meanings of options, by the model of the API's document that has them."""
     from reshard.declared import declared_options
-    from reshard.nested_options import options_model
+    from reshard.installed_formats import options_model
 
     names: dict[tuple[str, ...], tuple[str, ...]] = {
         (): ("ConvertRequest", "SubmitRequest"),

@@ -6,11 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reshard.async_client import AsyncClient
-    from reshard.client import Client
-    from reshard.converting import convert, plan
-    from reshard.diffs import DiffOptions, DiffReport
-    from reshard.ensuring import ensure
+    from reshard.api.async_client import AsyncClient
+    from reshard.api.client import Client
+    from reshard.draw.layout import Picture
+    from reshard.ensuring.call import ensure
     from reshard.errors import (
         CODES,
         ExitCode,
@@ -21,25 +20,21 @@ if TYPE_CHECKING:
         SourceError,
         StorageError,
     )
-    from reshard.examining import diff, inspect, picture, verify
-    from reshard.layout_svg import Picture
-    from reshard.models import (
+    from reshard.functions import convert, diff, inspect, picture, plan, verify
+    from reshard.models.jobs import (
         ConvertRequest,
         ConvertResult,
         Inspection,
         Job,
         JobEvent,
         JobList,
-        JobState,
-        OpaquePolicy,
         PlanSummary,
         Progress,
-        SourceSpec,
-        TargetFormat,
         VerifyReport,
-        WeightDtype,
     )
-    from reshard.pictures import LayoutPair, LayoutPicture
+    from reshard.models.reports import DiffOptions, DiffReport, LayoutPair, LayoutPicture
+    from reshard.options import SourceSpec
+    from reshard.wire_model import JobState, OpaquePolicy, TargetFormat, WeightDtype
 
     __version__: str
 
@@ -84,10 +79,10 @@ __all__ = [
 ]
 
 _HOME = {
-    **dict.fromkeys(("convert", "plan"), "reshard.converting"),
-    **dict.fromkeys(("diff", "inspect", "picture", "verify"), "reshard.examining"),
-    **dict.fromkeys(("DiffOptions", "DiffReport"), "reshard.diffs"),
-    **dict.fromkeys(("LayoutPair", "LayoutPicture"), "reshard.pictures"),
+    **dict.fromkeys(("convert", "plan"), "reshard.functions"),
+    **dict.fromkeys(("diff", "inspect", "picture", "verify"), "reshard.functions"),
+    **dict.fromkeys(("DiffOptions", "DiffReport"), "reshard.models.reports"),
+    **dict.fromkeys(("LayoutPair", "LayoutPicture"), "reshard.models.reports"),
     **dict.fromkeys(
         (
             *("CODES", "ExitCode", "IntegrityError", "JobError", "RequestError", "ReshardError", "SourceError"),
@@ -95,9 +90,9 @@ _HOME = {
         ),
         "reshard.errors",
     ),
-    "AsyncClient": "reshard.async_client",
-    "Client": "reshard.client",
-    "Picture": "reshard.layout_svg",
+    "AsyncClient": "reshard.api.async_client",
+    "Client": "reshard.api.client",
+    "Picture": "reshard.draw.layout",
     "ensure": "reshard.ensuring",
 }
 """The module of each public name; names that are not here are models."""

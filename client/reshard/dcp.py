@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 
-from reshard._wire import convert_request
+from reshard.api.wire import convert_request
 from reshard.errors import RequestError, printable
 from reshard.keywords import ConvertOptions
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, OpaquePolicy
+from reshard.models.jobs import ConvertRequest
+from reshard.wire_model import OpaquePolicy
 
 __all__ = ["dcp_to_torch_save", "merge_fsdp_weights", "torch_save_to_dcp"]
 Path = str | os.PathLike[str]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import AliasChoices
 
-from reshard.installed_formats import plain_kind
-from reshard.nested_options import option_fields
+from reshard.installed_formats import option_fields, plain_kind
 from reshard.option import Option, Place, Section
 from reshard.options import ConversionOptions, SourceChoices, SourceSpec
 

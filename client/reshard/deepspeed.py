@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from reshard._wire import convert_request
+from reshard.api.wire import convert_request
 from reshard.errors import RequestError, printable
 from reshard.keywords import ConvertOptions
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat, WeightDtype
-from reshard.sizes import size_of
+from reshard.models.jobs import ConvertRequest
+from reshard.option import size_of
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat, WeightDtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

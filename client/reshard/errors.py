@@ -13,6 +13,7 @@ HTTP status and exit code, and says if a retry can help::
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -381,3 +382,13 @@ def from_problem(problem: Mapping[str, Any]) -> ReshardError:
         text = str(problem.get("detail") or problem.get("title") or "the service sent an unknown error")
         return JobError("service.protocol", text, fix="upgrade the client", details=facts)
     return class_of(code)(code, str(problem.get("detail", "")), fix=str(problem.get("fix", "")), details=facts)
+
+
+# Codes of the operating system's errors: one table for what the client and the engine write and read.
+
+
+def storage_code(error: OSError) -> str:
+    """The code of an error of the file system: `storage.denied`, `storage.no_space` or `storage.unavailable`."""
+    if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+        return "storage.denied"
+    return "storage.no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "storage.unavailable"

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from reshard.choices import (
+    from reshard.dcp_options import Grammar, MissingMoments
+    from reshard.option import Order, PathLike
+    from reshard.options import NativeLayout, Options
+    from reshard.wire_model import (
         NameScheme,
         OpaquePolicy,
         OverflowPolicy,
@@ -24,9 +27,6 @@ if TYPE_CHECKING:
         WeightDtype,
         ZeroStage,
     )
-    from reshard.dcp_options import Grammar, MissingMoments
-    from reshard.option import Order, PathLike
-    from reshard.options import NativeLayout, Options
 
 
 class ChoiceKeywords(TypedDict, total=False):

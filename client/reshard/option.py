@@ -1,4 +1,4 @@
-"""The declaration of an option: metadata of its field in a model, from which flag, keyword argument and labels follow.
+"""The declaration of an option, and how its values are read: sizes, and files whose texts go into a request.
 
 `reshard.declared` lists the options of all models with what their fields say.
 """
@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
+
+from reshard.errors import RequestError, counted, format_size, printable
+from reshard.wire_model import ParamOrder
 
 PathLike = str | os.PathLike[str]
 """A local path, or a URL such as `s3://bucket/key` as text."""
@@ -58,3 +63,114 @@ class Option:
     """Other words for choices, and the choices."""
     label: str = ""
     """The label of the field on pages; by default its name."""
+
+
+# The files that options name and whose texts go into a request: rules, and orders of parameters.
+
+_MAX_RULES_BYTES = 1 << 16
+_MAX_ORDER_BYTES = 1 << 26
+
+
+def read_rules(path: Path) -> str:
+    """Read the text of a rules file.
+
+    Raises:
+        RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
+    """
+    return _read_text(path, "--rules", _MAX_RULES_BYTES, fix="name a YAML file that you may read: docs/rules.md")
+
+
+def read_order(order: str | None) -> str | tuple[str, ...] | None:
+    """The order of parameters: one of the words for it, or the names in a file, one a line.
+
+    Raises:
+        RequestError: `request.invalid` if the file cannot be read, is not text or is too large.
+    """
+    if order is None or order in tuple(ParamOrder):
+        return order
+    text = _read_text(Path(order), "--param-order", _MAX_ORDER_BYTES, fix="name a file with a parameter's name a line")
+    return tuple(line for line in map(str.strip, text.splitlines()) if line)
+
+
+def _read_text(path: Path, flag: str, limit_bytes: int, *, fix: str) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit_bytes + 1)
+        text = data.decode()
+    except OSError as error:
+        said = f"{flag} {printable(str(path))}: {error.strerror}"
+        raise RequestError("request.invalid", said, fix=fix) from None
+    except UnicodeDecodeError:
+        raise RequestError("request.invalid", f"{flag} {printable(str(path))} is not text", fix=fix) from None
+    if len(data) > limit_bytes:
+        raise RequestError(
+            "request.invalid",
+            f"{flag} {printable(str(path))} has more than {limit_bytes} bytes",
+            fix=f"give {flag} a file of at most {limit_bytes} bytes",
+        )
+    return text
+
+
+# Sizes, percentages and times as texts: `5GB` is decimal, `1GiB` is binary.
+
+__all__ = ["counted", "format_duration", "format_size", "parse_percent", "parse_size", "size_of"]
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
+}
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%")
+_SIZE = re.compile(r"(\d{1,15})(?:\.(\d{1,6}))?\s*([a-z]{0,3})")
+
+
+def parse_size(text: str) -> int:
+    """The number of bytes of a text such as `5GB`, `1.5GiB` or `4096`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    match = _SIZE.fullmatch(text.strip().lower())
+    if match is None or match[3] not in _UNITS:
+        raise RequestError(
+            "request.invalid", f"{printable(text)!r} is not a size", fix="write 5GB (decimal) or 1GiB (binary)"
+        )
+    scale = _UNITS[match[3]]
+    fraction = match[2] or ""
+    return int(match[1]) * scale + (int(fraction) * scale // 10 ** len(fraction) if fraction else 0)
+
+
+def size_of(size: int | str) -> int:
+    """A size of a function's caller: a number of bytes, or a text as for `parse_size`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    return size if isinstance(size, int) else parse_size(size)
+
+
+def parse_percent(text: str) -> float:
+    """The fraction of a text such as `2%`, in `(0, 1]`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    match = _PERCENT.fullmatch(text.strip())
+    fraction = 0.0 if match is None else float(match[1]) / 100
+    if not 0 < fraction <= 1:
+        raise RequestError(
+            "request.invalid",
+            f"{printable(text)!r} is not a percentage above 0 and at most 100",
+            fix="write 2% for a fiftieth",
+        )
+    return fraction
+
+
+def format_duration(seconds: float) -> str:
+    """A time in its two largest units: `42s`, `3m05s`, `2h07m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole // 60 % 60:02d}m"

@@ -1,7 +1,7 @@
 """The options of a conversion: of its source, of the conversion itself, and of the formats, nested by format.
 
 An option is one field: `reshard.option.Option` says how its flag, its keyword argument and its label are. The formats
-that reshard brings are fields of `Options`; `reshard.nested_options` adds those of other packages.
+that reshard brings are fields of `Options`; `reshard.installed_formats` adds those of other packages.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from reshard.choices import (
+from reshard.option import Option, Place, Section, parse_size, read_order, read_rules
+from reshard.wire_model import (
     DTYPE_NAMES,
+    MOST_BYTES,
     NameScheme,
     OpaquePolicy,
     OverflowPolicy,
     ParamOrder,
     ReplicaPolicy,
+    RequestModel,
     RngPolicy,
     ServerCopyPolicy,
     VerifyLevel,
@@ -26,10 +29,6 @@ from reshard.choices import (
     WeightDtype,
     ZeroStage,
 )
-from reshard.option import Option, Place, Section
-from reshard.option_files import read_order, read_rules
-from reshard.sizes import parse_size
-from reshard.wire_model import MOST_BYTES, RequestModel
 
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20

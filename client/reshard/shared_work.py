@@ -1,8 +1,11 @@
-"""One worker of several that run a conversion together, and how launchers number them."""
+"""One worker of several that run a conversion together: how launchers number them, and how processes are told apart."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -98,3 +101,24 @@ def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], _T]) ->
         return kind(text)
     except ValueError:
         raise RequestError("request.invalid", f"{name} is {printable(text)!r}, not a number", fix=_FIX) from None
+
+
+# Tells processes apart: the scope of their ids, and if one has ended.
+
+
+def process_scope() -> str:
+    """The scope of process ids: this host, and the PID namespace of this container."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return f"{socket.gethostname()} -"
+
+
+def process_gone(pid: int) -> bool:
+    """True if no process of this scope has this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False

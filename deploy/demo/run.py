@@ -26,7 +26,7 @@ from processes import BUCKET, reshard_service, s3_server
 from screen import run, say, shown, step
 
 import reshard
-from reshard.service_token import token_for
+from reshard.api.service_token import token_for
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECORDED = REPOSITORY / "tests" / "data" / "zero3_tiny"

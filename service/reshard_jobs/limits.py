@@ -1,18 +1,116 @@
-"""Limits of a tenant: the storage that its jobs may name, and how many of them there may be."""
+"""Limits of jobs and tenants: roots, numbers of jobs, memory and threads, and quotas."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from reshard.errors import RequestError, printable
-from reshard.models import ConvertRequest, SourceSpec
-from reshard_engine.storage.urls import is_local, is_within
-from reshard_jobs.identity_tables import TenantRow
-from reshard_jobs.roots import Roots, normalized_url
+from reshard.errors import RequestError, format_size, printable
+from reshard.models.jobs import ConvertRequest
+from reshard.options import DEFAULT_MEMORY_LIMIT_BYTES, SourceSpec
+from reshard.wire_model import MOST_BYTES
+from reshard_engine.storage.urls import canonical_url, is_local, is_within
+from reshard_jobs.tables import TenantRow
+
+# Roots: the URL prefixes below which jobs may read and write, compared after normalisation.
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+
+
+def normalized_url(url: str) -> str:
+    """The normalised form of a URL or path. The same form is compared with the roots and opened.
+
+    Raises:
+        RequestError: `request.invalid`: the URL is ambiguous.
+    """
+    scheme, mark, _ = url.partition("://")
+    if mark and not _SCHEME.fullmatch(scheme):
+        raise _ambiguous(url)
+    if not mark and not url.startswith("/"):
+        # A relative path, or a `~`, would name one place for the API and another one for a worker.
+        raise _ambiguous(url)
+    return canonical_url(url)
+
+
+def _ambiguous(url: str) -> RequestError:
+    return RequestError(
+        "request.invalid",
+        f"{printable(url)!r} is a relative path or a chained URL",
+        fix="write a URL as scheme://bucket/key/parts, a local path as /absolute/path",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """The allowed URL prefixes; without any, everything is allowed (a single user on a loopback address)."""
+
+    urls: tuple[str, ...] = ()
+    nothing: bool = False
+    """True if nothing is allowed at all: a tenant's roots and those of the service have nothing in common."""
+    writable: tuple[str, ...] = ()
+    """The prefixes among them below which an engine may write; none lifts the limit."""
+
+    @classmethod
+    def parse(cls, text: str) -> Roots:
+        """Parse comma-separated URL prefixes.
+
+        Raises:
+            RequestError: `request.invalid`: a root is ambiguous.
+        """
+        roots = cls(tuple(part.strip() for part in text.split(",") if part.strip()))
+        for url in roots.urls:
+            normalized_url(url)
+        return roots
+
+    def allowed(self, url: str) -> str:
+        """The normalised form of a URL at or below a root. Open only this form: only this one was checked.
+
+        Raises:
+            RequestError: `request.root_forbidden`, or `request.invalid` for an ambiguous URL.
+        """
+        place = normalized_url(url)
+        if self.nothing:
+            raise _forbidden(url)
+        if self.urls and not any(is_within(place, normalized_url(root)) for root in self.urls):
+            raise _forbidden(url)
+        return place
+
+    def allowed_request(self, request: ConvertRequest, *, write: Roots | None = None) -> ConvertRequest:
+        """The request with normalised URLs, if all of them are allowed. `write`: the roots of targets, if others.
+
+        Raises:
+            RequestError: As `allowed`.
+        """
+        source = request.source.model_copy(update={"url": self.allowed(request.source.url)})
+        writable = write or self
+        target = writable.allowed(request.target)
+        if target in {normalized_url(root) for root in writable.urls}:
+            # A conversion also writes beside its target: `latest_universal`, its journal.
+            raise _forbidden(request.target)
+        beside = None if request.model_files is None else self.allowed(request.model_files)
+        options = request.options
+        for name, found in options.by_format():
+            if places := found.places():
+                judged = found.model_copy(update={option: self.allowed(url) for option, url in places.items()})
+                options = options.model_copy(update={name: judged})
+        return request.model_copy(
+            update={"source": source, "target": target, "model_files": beside, "options": options}
+        )
+
+
+def _forbidden(url: str) -> RequestError:
+    return RequestError(
+        "request.root_forbidden",
+        f"{printable(url)!r} is outside the storage that this service may use",
+        fix="use a URL under one of the service's roots, or ask its operator to add one to RESHARD_ROOTS",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +224,95 @@ def _below(service: Roots, own: tuple[str, ...]) -> Roots:
     both = [place for place in places if any(is_within(place, root) for root in outer)]
     both += [root for root in outer if any(is_within(root, place) for place in places)]
     return Roots(tuple(dict.fromkeys(both)), nothing=not both)
+
+
+# The most memory and the most threads that a request may ask for: the operator's, or what the machine has.
+
+MOST_THREADS = 1024
+"""The largest number of threads in a request, as `ConvertRequest` declares it."""
+_THREADS_PER_CORE = 4
+_LEAST_THREADS = 64
+"""Threads that any machine may run: most of them wait for a store."""
+_ENGINE_THREADS = 8
+"""Threads that an engine runs on a machine with few cores, if its request names no number."""
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Maxima:
+    """The largest numbers that a request may name."""
+
+    memory_bytes: int = MOST_BYTES
+    threads: int = MOST_THREADS
+
+    def allowed_request(self, request: ConvertRequest) -> ConvertRequest:
+        """The request, if it asks for no more. The default of a request is never refused, but lowered to the maximum.
+
+        Raises:
+            RequestError: `request.above_maximum`.
+        """
+        if request.memory_limit_bytes > self.memory_bytes:
+            if request.memory_limit_bytes != DEFAULT_MEMORY_LIMIT_BYTES:
+                raise RequestError(
+                    "request.above_maximum",
+                    f"memory_limit_bytes is {request.memory_limit_bytes}, and the maximum of this service is "
+                    f"{self.memory_bytes} ({format_size(self.memory_bytes)})",
+                    fix="name a smaller memory limit or none, or ask the operator to raise RESHARD_MAX_MEMORY_BYTES",
+                    details={"field": "memory_limit_bytes", "maximum": self.memory_bytes},
+                )
+            request = request.model_copy(update={"memory_limit_bytes": self.memory_bytes})
+        if request.threads is not None and request.threads > self.threads:
+            raise RequestError(
+                "request.above_maximum",
+                f"threads is {request.threads}, and the maximum of this service is {self.threads}",
+                fix="name fewer threads or no number, or ask the operator to raise RESHARD_MAX_THREADS",
+                details={"field": "threads", "maximum": self.threads},
+            )
+        return request
+
+    def with_threads(self, request: ConvertRequest) -> ConvertRequest:
+        """The request with a number of threads, if it names none and an engine's own choice could be too large."""
+        if request.threads is not None or self.threads >= max(_cores(), _ENGINE_THREADS):
+            return request
+        return request.model_copy(update={"threads": self.threads})
+
+
+def maxima_of_this_machine() -> Maxima:
+    """The maxima of an operator who set none: the memory of this machine, and at least 64 threads."""
+    return Maxima(
+        max(_memory_bytes(), DEFAULT_MEMORY_LIMIT_BYTES),
+        min(max(_cores() * _THREADS_PER_CORE, _LEAST_THREADS), MOST_THREADS),
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    """The memory of this machine, or of the control group that this process runs in, if that has less."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([whole, *_memory_of_groups()])
+
+
+def _memory_of_groups() -> Iterator[int]:
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in {"", "memory"}:
+            continue
+        mount, name = (_CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (_CGROUPS, "memory.max")
+        # A container sees its own group as the root, whatever the path says.
+        group = mount / path.strip("/")
+        for directory in (group, *group.parents):
+            try:
+                text = (directory / name).read_text(encoding="ascii").strip()
+            except OSError:
+                text = ""
+            if text.isdigit():
+                yield int(text)
+            if directory == mount:
+                break

@@ -11,20 +11,18 @@ from typing import Any, Literal, ParamSpec
 from pydantic import BaseModel
 from sqlalchemy import Row, SQLColumnExpression
 
-from reshard.models import (
-    SCHEMA_VERSION,
+from reshard.models.jobs import (
     ConvertRequest,
     ConvertResult,
     Job,
     JobEvent,
-    JobKind,
-    JobState,
     JobWorker,
     PlanSummary,
     Problem,
     Progress,
     WorkShare,
 )
+from reshard.wire_model import SCHEMA_VERSION, JobKind, JobState
 from reshard_jobs.tables import PUBLIC_ID, EventRow, JobRow, WorkerRow
 
 _KINDS: Mapping[str, Literal["state", "progress", "worker"]] = {

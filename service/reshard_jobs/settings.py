@@ -16,10 +16,9 @@ from pydantic_settings import (
 )
 
 from reshard.errors import RequestError, printable
-from reshard.sizes import parse_size
+from reshard.option import parse_size
+from reshard_jobs.limits import MOST_THREADS, Maxima, Roots, maxima_of_this_machine
 from reshard_jobs.logs import FORMAT_VARIABLE
-from reshard_jobs.maxima import MOST_THREADS, Maxima, maxima_of_this_machine
-from reshard_jobs.roots import Roots
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False, title="a number of seconds above 0 and below 1e9")]
 """A number of seconds: less than 32 years, because it is added to the present. The title of a field describes its valid

@@ -281,3 +281,125 @@ class IdempotencyRow(Base):
     job_id: Mapped[str | None] = mapped_column(ForeignKey("jobs.id", ondelete="CASCADE"), default=None)
 
     __table_args__ = (Index("idempotency_keys_by_job", "job_id"),)
+
+
+# Tables of tenants, their tokens, and the audit log.
+
+
+class TenantRow(Base):
+    """One tenant. A setting that is null is the service's own."""
+
+    __tablename__ = "tenants"
+
+    name: Mapped[str] = mapped_column(String(MAX_TENANT_CHARS), primary_key=True)
+    created_at: Mapped[float] = mapped_column(Float(53))
+    # URL prefixes and names of profiles, as JSON lists.
+    read_roots: Mapped[str | None] = mapped_column(Text, default=None)
+    write_roots: Mapped[str | None] = mapped_column(Text, default=None)
+    profiles: Mapped[str | None] = mapped_column(Text, default=None)
+    max_queued: Mapped[int | None] = mapped_column(Integer, default=None)
+    max_running: Mapped[int | None] = mapped_column(Integer, default=None)
+    max_workers: Mapped[int | None] = mapped_column(Integer, default=None)
+    max_priority: Mapped[int | None] = mapped_column(Integer, default=None)
+    bytes_per_day: Mapped[int | None] = mapped_column(BigInteger, default=None)
+    # The tenant's share of the workers, relative to the weights of others.
+    weight: Mapped[int] = mapped_column(Integer, default=1, server_default="1")
+
+
+class TokenRow(Base):
+    """One token of a tenant. The secret itself is stored nowhere."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.name", ondelete="CASCADE"))
+    name: Mapped[str] = mapped_column(String(200))
+    # Separated by blanks.
+    scopes: Mapped[str] = mapped_column(String(200))
+    # SHA-256 of the token, and of the cookie that a browser gets for it, as hexadecimal digits.
+    token_hash: Mapped[str] = mapped_column(String(64))
+    session_hash: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[float] = mapped_column(Float(53))
+    created_by: Mapped[str] = mapped_column(String(200), default="")
+    expires_at: Mapped[float | None] = mapped_column(Float(53), default=None)
+    revoked_at: Mapped[float | None] = mapped_column(Float(53), default=None)
+    # At most a minute too early.
+    last_used_at: Mapped[float | None] = mapped_column(Float(53), default=None)
+
+    __table_args__ = (Index("tokens_of_tenant", "tenant", "created_at", "id"),)
+
+
+class AuditRow(Base):
+    """One entry of the audit log: who did, or tried to do, what."""
+
+    __tablename__ = "audit_log"
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+    at: Mapped[float] = mapped_column(Float(53))
+    tenant: Mapped[str] = mapped_column(String(MAX_TENANT_CHARS))
+    # The token's id or the subject of an OIDC token; `operator` for the service's own token.
+    actor: Mapped[str] = mapped_column(String(200))
+    address: Mapped[str] = mapped_column(String(64))
+    action: Mapped[str] = mapped_column(String(64))
+    object: Mapped[str] = mapped_column(String(200))
+    # `ok`, or the code of the error.
+    outcome: Mapped[str] = mapped_column(String(64))
+
+    __table_args__ = (Index("audit_log_of_tenant", "tenant", "id"), Index("audit_log_by_age", "at"))
+
+
+# Tables of webhooks: the endpoints, and the outbox of what is to be sent to them.
+
+
+class WebhookRow(Base):
+    """One endpoint."""
+
+    __tablename__ = "webhooks"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(64), default="default", server_default="default")
+    url: Mapped[str] = mapped_column(Text)
+    # Separated by blanks.
+    events: Mapped[str] = mapped_column(String(200))
+    description: Mapped[str] = mapped_column(String(200), default="")
+    # As `reshard_service.webhooks.secrets` seals them.
+    secret: Mapped[str] = mapped_column(Text)
+    # Those before the last rotations, separated by blanks.
+    previous_secret: Mapped[str | None] = mapped_column(Text, default=None)
+    previous_until: Mapped[float | None] = mapped_column(Float(53), default=None)
+    created_at: Mapped[float] = mapped_column(Float(53))
+    disabled_at: Mapped[float | None] = mapped_column(Float(53), default=None)
+
+    __table_args__ = (Index("webhooks_of_tenant", "tenant", "created_at"),)
+
+
+class DeliveryRow(Base):
+    """One event for one endpoint, written with the change of the job that it tells.
+
+    It has no foreign keys: an endpoint or a job that goes away at that moment must not undo the change.
+    """
+
+    __tablename__ = "webhook_deliveries"
+
+    id: Mapped[str] = mapped_column(String(40), primary_key=True)
+    webhook_id: Mapped[str] = mapped_column(String(40))
+    job_id: Mapped[str] = mapped_column(String(MAX_ID_CHARS))
+    event: Mapped[str] = mapped_column(String(32))
+    # The bytes that are signed and sent.
+    payload: Mapped[str] = mapped_column(Text)
+    state: Mapped[str] = mapped_column(String(16))
+    tries: Mapped[int] = mapped_column(Integer, default=0)
+    created_at: Mapped[float] = mapped_column(Float(53))
+    next_at: Mapped[float] = mapped_column(Float(53))
+    # The process that sends it now, and until when nobody else does.
+    owner: Mapped[str | None] = mapped_column(String(64), default=None)
+    lease_until: Mapped[float | None] = mapped_column(Float(53), default=None)
+    ended_at: Mapped[float | None] = mapped_column(Float(53), default=None)
+    last_status: Mapped[int | None] = mapped_column(Integer, default=None)
+    last_error: Mapped[str | None] = mapped_column(Text, default=None)
+
+    __table_args__ = (
+        Index("webhook_deliveries_due", "state", "next_at"),
+        Index("webhook_deliveries_of_webhook", "webhook_id", "created_at"),
+        Index("webhook_deliveries_sent_now", "webhook_id", "lease_until"),
+    )

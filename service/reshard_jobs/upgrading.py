@@ -11,9 +11,17 @@ from typing import Literal
 from sqlalchemy.exc import OperationalError
 
 from reshard.errors import JobError, RequestError
-from reshard_jobs.connections import URL_FIX, engine_of, for_reading
-from reshard_jobs.database import Database
-from reshard_jobs.schema import HEAD, Standing, revisions, standing_of, upgrade_sql
+from reshard_jobs.database import (
+    HEAD,
+    URL_FIX,
+    Database,
+    Standing,
+    engine_of,
+    for_reading,
+    revisions,
+    standing_of,
+    upgrade_sql,
+)
 from reshard_jobs.settings import JobSettings
 
 

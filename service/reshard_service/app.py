@@ -12,56 +12,29 @@ from fastapi import Depends, FastAPI
 from pydantic.warnings import UnsupportedFieldAttributeWarning
 from starlette.concurrency import run_in_threadpool
 
-from reshard_jobs.audit import AuditLog
 from reshard_jobs.database import Database
-from reshard_jobs.deliveries import Deliveries
-from reshard_jobs.event_log import EventLog
 from reshard_jobs.logs import as_json, configure_logs
-from reshard_jobs.nodes import Nodes
+from reshard_jobs.queue.nodes import Nodes
+from reshard_jobs.queue.states import EventLog
 from reshard_jobs.statistics import JobStatistics
-from reshard_jobs.tenants import Tenants
-from reshard_jobs.tokens import Tokens
+from reshard_jobs.tenants.principals import AuditLog
+from reshard_jobs.tenants.tenants import Tenants
+from reshard_jobs.tenants.tokens import Tokens
 from reshard_jobs.tracing import start_tracing, stop_tracing
-from reshard_service import (
-    audit_api,
-    engine_api,
-    events_api,
-    health_api,
-    jobs_api,
-    tenants_api,
-    tokens_api,
-    webhooks_api,
-    workers_api,
-)
-from reshard_service.access import AccessControl, WrongTokens
-from reshard_service.activity_metrics import ActivityCollector
-from reshard_service.context import ServiceContext
-from reshard_service.documented import OF_ALL, OF_MEMBERS, document_exactly
+from reshard_jobs.webhooks import Deliveries
+from reshard_service.api import engine, job_events, jobs, operators, webhooks
+from reshard_service.api.context import EventFeed, ServiceContext
+from reshard_service.api.problems import OF_ALL, OF_MEMBERS, document_exactly, install_handlers
+from reshard_service.auth import AccessControl, Identity, OidcTokens, WrongTokens
 from reshard_service.doorbell import make_doorbell
-from reshard_service.event_feed import EventFeed
-from reshard_service.identity import Identity
-from reshard_service.inspection_pool import Prober
-from reshard_service.metrics import Metrics
-from reshard_service.middleware import CountRequests, ReadBody
-from reshard_service.oidc import OidcTokens
-from reshard_service.pages import (
-    job_page,
-    jobs_page,
-    layout_page,
-    reference_page,
-    session,
-    static_files,
-    submit_page,
-    workers_page,
-)
+from reshard_service.metrics import ActivityCollector, Metrics
+from reshard_service.middleware import CountRequests, ReadBody, TraceRequests, require_plain_text
+from reshard_service.pages import job, lists, rendering, route, submit
 from reshard_service.pages.route import page_for_browser
-from reshard_service.plain_text import require_plain_text
-from reshard_service.problems import install_handlers
+from reshard_service.probes.pool import Prober
 from reshard_service.settings import ServiceSettings
-from reshard_service.traced_requests import TraceRequests
-from reshard_service.webhook_deliverer import WebhookDeliverer
-from reshard_service.webhook_secrets import sealer_for
-from reshard_service.webhook_sender import WebhookSender
+from reshard_service.webhooks.secrets import sealer_for
+from reshard_service.webhooks.sender import WebhookDeliverer, WebhookSender
 
 
 def create_app(settings: ServiceSettings | None = None) -> FastAPI:
@@ -140,21 +113,21 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         root_path=settings.root_path,
     )
     app.state.context = context
-    app.include_router(health_api.probes, responses=OF_ALL)
-    identity_api = (tokens_api, tenants_api, audit_api)
-    members = (jobs_api, events_api, workers_api, engine_api, webhooks_api, *identity_api, health_api)
-    shown = (jobs_page, layout_page, job_page, submit_page, workers_page, reference_page)
-    pages = (*(module.router for module in shown), session.logout_router)
-    for module in members:
-        app.include_router(module.router, dependencies=[Depends(require_plain_text)], responses=OF_MEMBERS)
+    app.include_router(operators.probes, responses=OF_ALL)
+    identity_api = (operators.tokens_router, operators.tenants_router, operators.audit_router)
+    members = (jobs.router, job_events.router, operators.workers_router, engine.router, webhooks.router)
+    members = (*members, *identity_api, operators.health_router)
+    pages = (lists.router, submit.router, job.router, route.logout_router)
+    for router in members:
+        app.include_router(router, dependencies=[Depends(require_plain_text)], responses=OF_MEMBERS)
     for router in pages:
         app.include_router(router, dependencies=[Depends(require_plain_text)])
-    app.include_router(session.router)
-    app.include_router(static_files.router)
-    routers = (health_api.probes, *(module.router for module in members), *pages, session.router, static_files.router)
+    app.include_router(route.router)
+    app.include_router(rendering.router)
+    routers = (operators.probes, *members, *pages, route.router, rendering.router)
     document_exactly(app)
     all_routes = [*app.routes, *(route for router in routers for route in router.routes)]
-    install_handlers(app, audit_api.note_refusal, all_routes, as_page=page_for_browser)
+    install_handlers(app, operators.note_refusal, all_routes, as_page=page_for_browser)
     # The last one that is added sees a request first: it is counted, then let in, and only then read.
     app.add_middleware(ReadBody, max_bytes=settings.max_body_bytes, limit_s=settings.body_s)
     app.add_middleware(AccessControl, settings=settings, identity=identity, wrong=wrong_tokens)

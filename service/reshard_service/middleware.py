@@ -1,4 +1,4 @@
-"""The middleware of every request: one counts it, one reads its body within limits.
+"""The middleware of every request: counted, traced, read within limits, and refused where it is not text.
 
 Both are plain ASGI, so that event streams are not buffered.
 """
@@ -6,13 +6,23 @@ Both are plain ASGI, so that event streams are not buffered.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, cast
 
+from fastapi import Request
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from reshard.errors import RequestError
+from reshard.errors import RequestError, printable
+from reshard_jobs.logs import log_as
+from reshard_jobs.tracing import begin_span
+from reshard_service.api.problems import problem_response
+from reshard_service.auth import path_of
 from reshard_service.metrics import Metrics
-from reshard_service.problems import problem_response
 
 
 class CountRequests:
@@ -109,3 +119,155 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return await receive()
 
     return replaying
+
+
+# Refuses NUL characters and lone surrogates in the path, the query and the body of a request.
+#
+# JSON can encode both. PostgreSQL stores neither, UTF-8 cannot encode lone surrogates, and SQLite would store NUL
+# characters. One check before every route makes all databases behave alike.
+
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
+async def require_plain_text(request: Request) -> None:
+    """Let the request pass if its path, query and JSON body contain no such characters.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    places = [("path", value) for value in request.path_params.values()]
+    places += [("query", text) for pair in request.query_params.multi_items() for text in pair]
+    body = await request.body()
+    if body:
+        # FastAPI keeps the parsed body with the request, so this is the same value. A form is no JSON.
+        with suppress(ValueError, RecursionError):
+            places += _texts(await request.json())
+    for where, text in places:
+        if isinstance(text, str):
+            refuse_unstorable(where, text)
+
+
+def refuse_unstorable(where: str, text: str) -> None:
+    """Refuse a text that has such a character.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    if found := _NO_TEXT.search(text):
+        what = "a NUL character" if found[0] == "\0" else "half of a surrogate pair"
+        raise RequestError(
+            "request.invalid",
+            f"{where}: {what} in {printable(text, max_chars=64)!r}, which no job record can hold",
+            fix="leave the character out",
+        )
+
+
+def _texts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every text of a JSON body, keys and values, with its path. It does not recurse."""
+    left = [("body", value)]
+    while left:
+        where, here = left.pop()
+        if isinstance(here, dict):
+            for name, part in cast("dict[str, Any]", here).items():
+                yield where, name
+                left.append((f"{where}.{printable(name, max_chars=64)}", part))
+        elif isinstance(here, list):
+            left += [(f"{where}.{number}", part) for number, part in enumerate(cast("list[Any]", here))]
+        else:
+            yield where, here
+
+
+# A protocol of uvicorn that closes connections whose client does not send the head of a request in time.
+#
+# uvicorn 0.54 waits for the head as long as the client likes (`protocols/http/h11_impl.py`), so a few hundred slow
+# clients would hold all connections. The middleware limits the time of the body.
+
+
+def impatient(head_s: float) -> type[asyncio.Protocol]:
+    """A protocol that waits for the head of a request for so many seconds."""
+    return type("ImpatientProtocol", (_ImpatientProtocol,), {"head_s": head_s})
+
+
+class _ImpatientProtocol(H11Protocol):
+    head_s: float
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the first head."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Stop waiting when a head is complete, and begin again with the first byte of the next one."""
+        super().data_received(data)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._forget()
+        super().connection_lost(exc)
+
+    @property
+    def _waits_for_head(self) -> bool:
+        # uvicorn declares the cycle without None, which it is until the first request.
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is None or cycle.response_complete
+
+    def _expect_head(self) -> None:
+        if not self._waits_for_head:
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(self.head_s, self._close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _close(self) -> None:
+        self._deadline = None
+        if self._waits_for_head:
+            self.transport.close()
+
+
+# The middleware that makes a span of each request, below that of the caller if it names one (W3C Trace Context).
+
+_NOT_TRACED = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Asked every few seconds by machines, about no job."""
+_METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "HEAD"})
+
+
+class TraceRequests:
+    """Traces requests by route and status. Neither the URL nor its query is written down, for both are the caller's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or path_of(scope) in _NOT_TRACED:
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
+        caller = Headers(scope=scope).getlist("traceparent")
+        parent = caller[0] if len(caller) == 1 else None
+        span = begin_span(method, {"http.request.method": method}, parent=parent, kind="server")
+        with span, log_as(**span.log_fields):
+            try:
+                await self._app(scope, receive, noting_send)
+            finally:
+                route = getattr(scope.get("route"), "path", None)
+                if route is not None:
+                    span.rename(f"{method} {route}")
+                    span.set({"http.route": route})
+                span.set({"http.response.status_code": status})
+                if status >= 500:
+                    span.fail(str(status))

@@ -13,10 +13,10 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from reshard.errors import RequestError
-from reshard_jobs.maxima import Maxima
+from reshard_jobs.limits import Maxima
 from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds
-from reshard_service.webhook_address import Network
-from reshard_service.webhook_secrets import Sealer
+from reshard_service.webhooks.address import Network
+from reshard_service.webhooks.secrets import Sealer
 
 
 def _networks(value: object) -> object:
@@ -126,7 +126,7 @@ class ServiceSettings(EnvironmentSettings):
     oidc_jwks_url: str = Field(default="", validation_alias="RESHARD_OIDC_JWKS_URL", pattern=_SAFE_URL, title=_HTTPS)
     oidc_tenant_claim: str = Field(default="tenant", validation_alias="RESHARD_OIDC_TENANT_CLAIM")
     oidc_scope_claim: str = Field(default="scope", validation_alias="RESHARD_OIDC_SCOPE_CLAIM")
-    probe_command: tuple[str, ...] = (sys.executable, "-m", "reshard_service.inspection_process")
+    probe_command: tuple[str, ...] = (sys.executable, "-m", "reshard_service.probes.process")
     admission_s: Seconds = Field(default=5.0, validation_alias="RESHARD_ADMISSION_S")
     admission_queue_s: Seconds = Field(default=0.1, validation_alias="RESHARD_ADMISSION_QUEUE_S")
     inspection_s: Seconds = Field(default=30.0, validation_alias="RESHARD_INSPECTION_S")

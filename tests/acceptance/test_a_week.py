@@ -25,9 +25,10 @@ import redis as redis_client
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
-from reshard.client import Client
+from reshard.api.client import Client
 from reshard.errors import ReshardError
-from reshard.models import Job, JobState
+from reshard.models.jobs import Job
+from reshard.wire_model import JobState
 from servers.process import ServerProcess
 from servers.s3 import S3Server
 from servers.stack import Stack, client_of, end_tree, tree_of

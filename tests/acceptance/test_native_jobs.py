@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from house.repository import ROOT
-from reshard.client import Client
-from reshard.diffs import DiffOptions
+from reshard.api.client import Client
 from reshard.errors import RequestError
 from reshard.local import load_engine
-from reshard.models import JobState, NativeLayout, RngPolicy, SourceSpec, ZeroStage
-from reshard.options import DeepSpeedOptions
+from reshard.models.reports import DiffOptions
+from reshard.options import DeepSpeedOptions, NativeLayout, SourceSpec
+from reshard.wire_model import JobState, RngPolicy, ZeroStage
 from servers.process import served
 
 TOKEN = "native"

@@ -23,10 +23,12 @@ import httpx
 import pytest
 
 from oracle.launcher import Worlds
-from reshard.client import Client
+from reshard.api.client import Client
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, Job, JobEvent, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, ConvertResult, Job, JobEvent
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_engine.execute.journal import UnitRecord
 from servers.process import ServerProcess
 from servers.proxy import LoggingProxy, logging_proxy

@@ -13,9 +13,11 @@ import pytest
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
-from reshard.client import Client
+from reshard.api.client import Client
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, Job
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.process import ServerProcess
 from servers.proxy import LoggingProxy, logging_proxy

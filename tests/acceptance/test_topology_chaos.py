@@ -23,10 +23,12 @@ import redis as redis_client
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
-from reshard.client import Client
+from reshard.api.client import Client
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, Job
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.postgres import PostgresServer
 from servers.process import ServerProcess

@@ -16,7 +16,7 @@ from adversarial.corpus.table import ENTRIES, NUMBERS_ELSEWHERE
 from adversarial.corpus.write import write_entry
 from house.speed import slowness
 from reshard.errors import CODES, ReshardError
-from reshard.models import OpaquePolicy
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.vm import parse_pickle
 

@@ -14,7 +14,9 @@ import torch
 
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import OpaquePolicy, TargetFormat
 
 DATA = Path(__file__).parent.parent / "data"
 OPTIM_1 = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

@@ -33,7 +33,8 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from laws.dcp_files import Save, Sharded, edit_metadata, read_metadata, save, torch_bytes
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, SourceSpec
+from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.options import SourceSpec
 
 ROWS = (Shard(0), Replicate())
 GRID = (Shard(0), Shard(1))

@@ -18,8 +18,8 @@ import pytest
 from house import dcp_stand_ins as d, dcp_streams as streams
 from house.dcp_mutations import agree
 from reshard.errors import SourceError
-from reshard_engine.formats.dcp.reader.metadata_pickle import parse_metadata
-from reshard_engine.pickles.limits import PickleLimits
+from reshard_engine.formats.dcp.metadata.parse import parse_metadata
+from reshard_engine.pickles.nodes import PickleLimits
 
 Make = Callable[[], Any]
 """Makes metadata as objects, or a pickle."""

@@ -15,12 +15,13 @@ import torch
 
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import OpaquePolicy, TargetFormat
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.limits import PickleLimits
-from reshard_engine.pickles.nodes import PDict, PList, mapping_items
+from reshard_engine.pickles.nodes import PDict, PickleLimits, PList, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.rewrite import rewrite
+from reshard_engine.pickles.trees import rewrite
 from reshard_engine.pickles.vm import parse_pickle
 
 DATA = Path(__file__).parent.parent / "data"

@@ -12,7 +12,9 @@ import torch
 
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 
 DATA = Path(__file__).parent.parent / "data"
 MODEL = "mp_rank_00_model_states.pt"

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 
 DATA = Path(__file__).parent.parent / "data"
 INDEX = "model.safetensors.index.json"

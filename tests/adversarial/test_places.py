@@ -10,7 +10,9 @@ import pytest
 
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from reshard_engine.storage.urls import canonical_url, is_within
 
 DATA = Path(__file__).parent.parent / "data"

@@ -11,15 +11,14 @@ import pytest
 from adversarial.skeletons import skeletons
 from house.measured import say
 from reshard.errors import ReshardError, SourceError
-from reshard.models import OpaquePolicy
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.containers import zip_reader
 from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.pickles import vm
-from reshard_engine.pickles.limits import PickleLimits, configured_limits
-from reshard_engine.pickles.machine import PickleMachine
+from reshard_engine.pickles.nodes import PickleLimits, configured_limits
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.vm import parse_pickle
+from reshard_engine.pickles.vm import PickleMachine, parse_pickle
 from reshard_engine.storage.local import LocalStore
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
 from reshard.errors import SourceError
-from reshard_engine.containers.safetensors_file import SafetensorsFile, open_safetensors_file
+from reshard_engine.containers.safetensors import SafetensorsFile, open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.storage.local import LocalStore
 

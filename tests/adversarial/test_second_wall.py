@@ -15,9 +15,11 @@ import pytest
 
 from adversarial.corpus import carriers
 from reshard.errors import ReshardError
-from reshard.models import ConvertRequest, Inspection, SourceSpec, TargetFormat
-from reshard_jobs.roots import Roots
-from reshard_service.inspection_pool import Prober, ProbeTimeout
+from reshard.models.jobs import ConvertRequest, Inspection
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
+from reshard_jobs.limits import Roots
+from reshard_service.probes.pool import Prober, ProbeTimeout
 from reshard_service.settings import ServiceSettings
 from reshard_worker.protocol import Command, Failure, parse_message
 
@@ -53,7 +55,7 @@ def _probes() -> Iterator[psutil.Process]:
     """Processes below this one that look at checkpoints."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "reshard_service.inspection_process" in " ".join(process.cmdline()):
+            if "reshard_service.probes.process" in " ".join(process.cmdline()):
                 yield process
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from reshard.choices import TokenScope
-from reshard.client import Client
+from reshard.api.client import Client
+from reshard.wire_model import TokenScope
 from servers.postgres import PostgresServer
 from servers.stack import Stack
 

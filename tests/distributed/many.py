@@ -15,7 +15,7 @@ from unittest import mock
 
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest
+from reshard.models.jobs import ConvertRequest
 from reshard.shared_work import SharedWork
 from reshard_engine.distributed.checks import CheckItem, Checks
 from reshard_engine.operations.shared_checks import AgreementChecks, FullChecks

@@ -25,13 +25,13 @@ from reshard_engine.distributed.checks import (
 )
 from reshard_engine.distributed.runs import in_order
 from reshard_engine.distributed.segments import to_segment
-from reshard_engine.integrity.digests import BLOCK_BYTES
+from reshard_engine.integrity.checksums import BLOCK_BYTES
 from reshard_engine.integrity.file_check import TargetCheck
 from reshard_engine.integrity.manifest import Manifest, ManifestFile, ManifestTensor
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.storage.texts import ObjectTexts
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 
 class Numbers(Checks):

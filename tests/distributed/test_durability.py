@@ -15,11 +15,13 @@ from checkpoints import write_zero_checkpoint
 
 from faults.os_faults import disturbed_calls
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork
+from reshard.wire_model import TargetFormat
 from reshard_engine.execute.journal import records_in
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.testing.faults import Steps
+from reshard_engine.testing.stores import Steps
 
 _T = TypeVar("_T")
 PARAMETERS = [(f"layer.{n}.weight", (64, 65)) for n in range(12)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 
-from reshard.models import Leftover
+from reshard.models.jobs import Leftover
 from reshard_engine.distributed.segments import upload_text
 from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
-from reshard_engine.execute.sinks.object_leftovers import Leftovers
+from reshard_engine.execute.sinks.leftovers import Leftovers
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
 from reshard_engine.tensors.layout import KnownFiles
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 SIZE = 64
 FIRST, SECOND, SMALL = Chunk(0, 0, SIZE), Chunk(0, SIZE, SIZE), Chunk(1, 0, SIZE)

@@ -14,7 +14,7 @@ from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
 from reshard_engine.storage.protocol import PartInfo
 from reshard_engine.tensors.layout import KnownFiles
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 SIZE = 64
 CHUNKS = (Chunk(0, 0, SIZE), Chunk(0, SIZE, SIZE))

@@ -11,8 +11,8 @@ import pytest
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
-from reshard._wire import convert_request
-from reshard.models import SourceSpec
+from reshard.api.wire import convert_request
+from reshard.options import SourceSpec
 from reshard_engine.distributed.claimed_runs import HeldRun
 from reshard_engine.distributed.runs import (
     GROUPS,
@@ -28,7 +28,7 @@ from reshard_engine.operations.conversion import Conversion
 from reshard_engine.plan.model import Unit
 from reshard_engine.storage.locations import serving
 from reshard_engine.tensors.layout import TargetFile
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 PARAMETERS = [(f"layer.{n}.weight", (256, 257)) for n in range(24)] + [("embed.weight", (8192, 256))]
 TARGETS: dict[str, dict[str, object]] = {"universal": {}, "zero": {"dp": 3}, "safetensors": {}, "torch": {}}

@@ -16,8 +16,7 @@ from reshard_engine.execute.journal import UnitRecord
 from reshard_engine.plan.model import Chunk, Unit
 from reshard_engine.storage import local_writes, texts
 from reshard_engine.storage.texts import FileTexts, ObjectTexts
-from reshard_engine.testing.faults import Fault, FaultyStore, Steps
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import Fault, FaultyStore, MemoryStore, Steps
 
 TIMING = Timing(lease_s=10.0, poll_s=0.1)
 UNITS = tuple(Unit(n, (Chunk(0, 8 * n, 8),), commit=False) for n in range(4))

@@ -17,10 +17,11 @@ from checkpoints import write_zero_checkpoint
 from distributed.many import Ended, convert_together
 from distributed.test_workers import contents, strays
 from house.measured import say
-from reshard._wire import convert_request
+from reshard.api.wire import convert_request
 from reshard.errors import SourceError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
 from reshard_engine.distributed.checks import AGREEMENTS, FILES, GATHERING, SOURCE, CheckItem
 from reshard_engine.distributed.session import SessionMember
 from reshard_engine.integrity.manifest import MANIFEST_NAME

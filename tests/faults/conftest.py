@@ -13,7 +13,7 @@ import pytest
 from faults import memory_trials
 from faults.small import write_source
 from reshard_engine.execute.sinks.object_store import ObjectSink
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 from servers.fixtures import make_stack, postgres, redis, s3, server_directory, sqlite_url
 
 __all__ = ["make_stack", "postgres", "redis", "s3", "server_directory", "sqlite_url"]

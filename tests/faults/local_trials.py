@@ -17,9 +17,10 @@ from faults.os_faults import disturbed_calls
 from faults.small import NAME, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.testing.faults import Fault, Operation, Steps
+from reshard_engine.testing.stores import Fault, Operation, Steps
 
 ENGINE = load_engine()
 

@@ -12,12 +12,12 @@ from faults.judge import Outcome, Tree, difference, partial_result, strays
 from faults.small import NAME, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectStore
-from reshard_engine.testing.faults import Fault, FaultyStore, Killed, Operation, Steps
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import Fault, FaultyStore, Killed, MemoryStore, Operation, Steps
 
 SOURCE, OTHER_SOURCE, PARENT = "mem://data/run", "mem://data/other", "mem://out/jobs"
 ENGINE = load_engine()

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from reshard_engine.storage import local_writes
-from reshard_engine.testing.faults import Steps
+from reshard_engine.testing.stores import Steps
 
 _BY_PATH = ("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "stat", "lstat", "scandir", "listdir")
 _BY_DESCRIPTOR = ("ftruncate", "fsync", "fstat")

@@ -25,8 +25,7 @@ from reshard_engine.distributed.members import Members
 from reshard_engine.distributed.runs import cut_into_runs
 from reshard_engine.operations import shared_conversion
 from reshard_engine.storage.locations import serving
-from reshard_engine.testing.faults import Fault, FaultyStore, Killed, Operation, Steps
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import Fault, FaultyStore, Killed, MemoryStore, Operation, Steps
 
 _T = TypeVar("_T")
 

@@ -17,10 +17,11 @@ from faults.small import NAME, small_request, write_source
 from house.measured import say
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, WeightDtype
+from reshard.models.jobs import ConvertRequest, Progress
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine.storage.locations import serving
-from reshard_engine.testing.faults import FaultyStore, Steps
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import FaultyStore, MemoryStore, Steps
 from servers.s3 import S3Server
 
 ENGINE = load_engine()

@@ -23,11 +23,11 @@ from faults.judge import Ledger
 from faults.small import ACCELERATE, OPTIONS, STATE_DICT, small_request
 from laws.dcp_files import read_metadata
 from reshard.errors import SourceError, StorageError
-from reshard.models import SourceSpec, TargetFormat
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from reshard_engine.local import LocalEngine
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.testing.faults import Fault, FaultyStore, Operation, Steps
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import Fault, FaultyStore, MemoryStore, Operation, Steps
 
 END_MODES = (Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.KILL_BEFORE, Fault.KILL_AFTER)
 READS = {"stat", "lstat", "fstat", "scandir", "listdir", "pread", "preadv"}

@@ -13,7 +13,9 @@ from faults.judge import Ledger, strays
 from faults.small import NAME
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from servers.faulty import FaultyProxy, Wrong, faulty_proxy
 from servers.s3 import S3Server
 

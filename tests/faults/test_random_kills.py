@@ -20,9 +20,11 @@ import pytest
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
-from reshard.client import Client
+from reshard.api.client import Client
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from servers.process import ServerProcess
 from servers.proxy import logging_proxy
 from servers.s3 import S3Server

@@ -14,12 +14,12 @@ from faults.judge import strays
 from faults.small import NAME, small_request
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, TargetFormat, WeightDtype
+from reshard.models.jobs import ConvertRequest
+from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.locations import serving
-from reshard_engine.testing.faults import Fault, FaultyStore, Steps
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import Fault, FaultyStore, MemoryStore, Steps
 
 ENGINE = load_engine()
 

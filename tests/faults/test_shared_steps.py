@@ -15,9 +15,8 @@ from faults import shared_trials
 from faults.judge import Ledger
 from faults.memory_trials import Case, fresh_case
 from faults.small import OPTIONS
-from reshard.models import TargetFormat
-from reshard_engine.testing.faults import Fault, Operation
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard.wire_model import TargetFormat
+from reshard_engine.testing.stores import Fault, MemoryStore, Operation
 
 FAULTS = (Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.KILL_BEFORE, Fault.HANG)
 SHORT = {f: f.removesuffix(" past the lease").removeprefix("effect done, then ") for f in FAULTS}

@@ -16,11 +16,10 @@ from faults import memory_trials
 from faults.judge import difference, partial_result, strays
 from faults.memory_trials import Case
 from reshard.errors import ReshardError
-from reshard.models import TargetFormat
+from reshard.wire_model import TargetFormat
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
-from reshard_engine.testing.faults import Fault, FaultyStore, Steps
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import Fault, FaultyStore, MemoryStore, Steps
 
 MAKERS = [memory_trials.fresh_case, memory_trials.overwrite_case]
 READS = {"stat", "read_into", "list_directory", "list_tree", "list_uploads", "metadata", "list_parts"}

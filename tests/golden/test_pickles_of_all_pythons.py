@@ -18,11 +18,11 @@ import pytest
 
 from data.pickles import make_pickles
 from reshard.errors import ReshardError
-from reshard.models import OpaquePolicy
-from reshard_engine.pickles.differences import compare_trees
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Global, Node, PList, PObject
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.trees import compare_trees
 from reshard_engine.pickles.vm import parse_pickle
 
 STAND_INS = ("acme", "deepspeed", "megatron")

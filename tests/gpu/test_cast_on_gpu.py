@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from house.casts import EDGES, PAIRS, Bytes, hold, weights
+from reshard_engine.execute.casts import device
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.casts.device import lanes
-from reshard_engine.execute.casts.device.kernel import DeviceCast
+from reshard_engine.execute.casts.device import DeviceCast
 from reshard_engine.execute.casts.rows import Kind, Rows
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
@@ -127,7 +127,7 @@ def test_transfers_overlap_with_the_work_of_another_stream(tmp_path: Path) -> No
         torch.cuda.synchronize()
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     found = _intervals(tmp_path / "trace.json")
-    assert len({stream for _, stream, _, _ in found}) >= lanes.LANES
+    assert len({stream for _, stream, _, _ in found}) >= device.LANES
     copies = [f for f in found if f[0] == "gpu_memcpy"]
     overlaps = [(a, b) for a in copies for b in found if a[1] != b[1] and max(a[2], b[2]) < min(a[3], b[3])]
     assert overlaps, "no copy ran beside anything of another stream"

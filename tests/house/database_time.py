@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Float, select, update
 
 from reshard_jobs.database import Database
-from reshard_jobs.reaper import _SWEPT_AT
+from reshard_jobs.queue.reaper import _SWEPT_AT
 from reshard_jobs.tables import Base, MetaRow
 
 

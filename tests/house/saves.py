@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from reshard.diffs import DiffOptions
 from reshard.ensuring.world import Wanted
 from reshard.local import load_engine
-from reshard.models import SourceSpec
+from reshard.models.reports import DiffOptions
+from reshard.options import SourceSpec
 
 DATA = Path(__file__).parent.parent / "data"
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")

@@ -18,11 +18,11 @@ import psutil
 import pytest
 from starlette.types import Scope
 
-from reshard.client import Client
+from reshard.api.client import Client
+from reshard.api.service_token import token_for, token_path
 from reshard.errors import RequestError
-from reshard.service_token import token_for, token_path
 from reshard_jobs.database import Database
-from reshard_service.identity import address_of, believe_proxies
+from reshard_service.auth import address_of, believe_proxies
 from reshard_service.settings import ServiceSettings
 from servers.process import ServerProcess, running
 from servers.stack import Stack

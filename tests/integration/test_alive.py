@@ -14,8 +14,8 @@ import psutil
 import pytest
 from celery import Celery
 
-from reshard.models import JobState
-from reshard_jobs.doorbell import DOORBELL_QUEUE
+from reshard.wire_model import JobState
+from reshard_jobs.queue.doorbell import DOORBELL_QUEUE
 from reshard_worker.alive import LOOP_S
 from servers.redis import redis_server
 from servers.scripted import scripted

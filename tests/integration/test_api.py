@@ -17,24 +17,14 @@ import httpx
 import pytest
 from sqlalchemy import event, select
 
-from reshard.client import Client
+from reshard.api.client import Client
 from reshard.errors import JobError, RequestError, ReshardError, SourceError
-from reshard.models import (
-    ConvertRequest,
-    ConvertResult,
-    FileEntry,
-    Job,
-    JobKind,
-    JobState,
-    PlanSummary,
-    Progress,
-    SourceSpec,
-    TargetFormat,
-)
+from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Job, PlanSummary, Progress
+from reshard.options import SourceSpec
+from reshard.wire_model import JobKind, JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.leases import Leases
-from reshard_jobs.pages import JobFilter
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.store import JobFilter, JobStore
 from reshard_jobs.tables import JobRow
 from servers.scripted import scripted
 from servers.stack import Stack, client_of

@@ -18,15 +18,14 @@ import pytest
 
 import reshard
 from house.saves import DATA
-from reshard import AsyncClient
-from reshard.admin import AdminClient
-from reshard.async_client import AsyncAdminClient, AsyncWebhooks
-from reshard.client import Client
-from reshard.models import ConvertRequest, Job, JobEvent, JobState
-from reshard.service_token import ServiceAuth
-from reshard.webhooks import Webhooks
+from reshard.api.admin import AdminClient, Webhooks
+from reshard.api.async_client import AsyncAdminClient, AsyncClient, AsyncWebhooks
+from reshard.api.client import Client
+from reshard.api.service_token import ServiceAuth
+from reshard.models.jobs import ConvertRequest, Job, JobEvent
+from reshard.wire_model import JobState
 from reshard_jobs.database import Database
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.store import JobStore
 from servers.process import ServerProcess
 from servers.scripted import scripted
 from servers.stack import Stack, end_tree

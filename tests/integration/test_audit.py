@@ -10,13 +10,11 @@ import httpx
 import pytest
 
 from reshard.cli.main import run
-from reshard.models import ConvertRequest
-from reshard_jobs.audit import AuditLog
+from reshard.models.jobs import ConvertRequest
 from reshard_jobs.database import Database
-from reshard_jobs.principals import OPERATOR
-from reshard_jobs.reaper import Reaper
-from reshard_jobs.retention import Retention
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.reaper import Reaper, Retention
+from reshard_jobs.queue.store import JobStore
+from reshard_jobs.tenants.principals import OPERATOR, AuditLog
 from servers.stack import Stack
 
 TOKEN = "the token of the operator"

@@ -10,9 +10,11 @@ import yaml
 from sqlalchemy import text, update
 
 from house.repository import ROOT
-from reshard.models import ConvertRequest, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.store import JobStore
 from reshard_jobs.tables import JobRow
 from servers.postgres import PostgresServer
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
-from reshard.client import Client
-from reshard.models import JobState
+from reshard.api.client import Client
+from reshard.wire_model import JobState
 from servers.s3 import S3Server
 from servers.stack import Stack, client_of
 

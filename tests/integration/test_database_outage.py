@@ -9,11 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from reshard.client import Client
+from reshard.api.client import Client
 from reshard.errors import ReshardError
-from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, Job
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.store import JobStore
 from servers.fixtures import new_stack
 from servers.postgres import PostgresServer, postgres_server
 from servers.process import ServerProcess

@@ -14,7 +14,9 @@ import pytest
 from house.saves import DATA
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.s3 import S3Store
 from servers.proxy import LoggingProxy, logging_proxy

@@ -18,12 +18,14 @@ import pytest
 import redis as redis_client
 from celery import Celery
 
-from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, Job
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK
+from reshard_jobs.queue.doorbell import DOORBELL_QUEUE, DOORBELL_TASK
+from reshard_jobs.queue.store import JobStore
 from reshard_jobs.statistics import JobStatistics
-from reshard_jobs.store import JobStore
-from reshard_service.celery_doorbell import CeleryDoorbell
+from reshard_service.doorbell import CeleryDoorbell
 from servers.postgres import PostgresServer
 from servers.process import ServerProcess
 from servers.scripted import scripted

@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reshard.client import Client
+from reshard.api.client import Client
 from reshard.errors import JobError, ReshardError
-from reshard.models import Job, JobEvent, JobState
+from reshard.models.jobs import Job, JobEvent
+from reshard.wire_model import JobState
 from servers.fixtures import new_stack
 from servers.process import ServerProcess
 from servers.scripted import journal_of, scripted, units_done

@@ -9,16 +9,17 @@ from sqlalchemy import func, select
 
 from house.database_time import let_pass
 from reshard.errors import JobError, ReshardError, StorageError
-from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, ConvertResult, Progress
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.discards import Discards
-from reshard_jobs.event_log import EventLog
-from reshard_jobs.idempotency import Hold, IdempotencyKeys
-from reshard_jobs.leases import JobClaim, Leases
-from reshard_jobs.nodes import Nodes
-from reshard_jobs.reaper import Reaper
-from reshard_jobs.retention import Retention
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.discards import Discards
+from reshard_jobs.queue.idempotency import Hold, IdempotencyKeys
+from reshard_jobs.queue.leases import JobClaim, Leases
+from reshard_jobs.queue.nodes import Nodes
+from reshard_jobs.queue.reaper import Reaper, Retention
+from reshard_jobs.queue.states import EventLog
+from reshard_jobs.queue.store import JobStore
 from reshard_jobs.tables import EventRow, IdempotencyRow, JobRow
 
 LEASE_S = 60.0

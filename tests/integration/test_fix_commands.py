@@ -20,8 +20,8 @@ from house.fixes import commands_in, fixes
 from house.promises import command
 from house.repository import pyproject
 from house.saves import DATA
-from reshard.client import Client
-from reshard.webhook_models import ENDINGS
+from reshard.api.client import Client
+from reshard.models.access import ENDINGS
 from servers.scripted import scripted
 from servers.stack import Stack
 

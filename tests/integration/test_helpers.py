@@ -8,14 +8,16 @@ from collections.abc import Generator
 import pytest
 
 from house.database_time import let_pass
-from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat, WorkShare
+from reshard.models.jobs import ConvertRequest, ConvertResult, Progress, WorkShare
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.event_log import EventLog
-from reshard_jobs.helpers import HelperClaim, Helpers
-from reshard_jobs.leases import JobClaim, Leases
-from reshard_jobs.reaper import Reaper
+from reshard_jobs.queue.helpers import HelperClaim, Helpers
+from reshard_jobs.queue.leases import JobClaim, Leases
+from reshard_jobs.queue.reaper import Reaper
+from reshard_jobs.queue.states import EventLog
+from reshard_jobs.queue.store import JobStore
 from reshard_jobs.statistics import JobStatistics
-from reshard_jobs.store import JobStore
 
 LEASE_S = 60.0
 MAX_WORKERS = 3

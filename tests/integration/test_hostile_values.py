@@ -16,10 +16,9 @@ import sqlalchemy.exc
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from reshard.models import ConvertRequest, SubmitRequest
-from reshard_jobs.pages import JobFilter
+from reshard.models.jobs import ConvertRequest, SubmitRequest
+from reshard_jobs.queue.store import JobFilter, JobStore
 from reshard_jobs.settings import JobSettings
-from reshard_jobs.store import JobStore
 from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
 

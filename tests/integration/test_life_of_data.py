@@ -17,15 +17,16 @@ from checkpoints import gpt_parameters, write_zero_checkpoint
 from house.database_time import let_pass
 from reshard.errors import JobError, ReshardError, from_problem
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, Job
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.discards import Discards
-from reshard_jobs.leases import Leases
-from reshard_jobs.nodes import Nodes
-from reshard_jobs.reaper import Reaper
-from reshard_jobs.retention import Retention
+from reshard_jobs.queue.discards import Discards
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.nodes import Nodes
+from reshard_jobs.queue.reaper import Reaper, Retention
+from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
-from reshard_jobs.store import JobStore
 from reshard_worker.host_faults import HostWatch
 from reshard_worker.settings import WorkerSettings
 from reshard_worker.supervisor import Outcome, Supervisor

@@ -20,13 +20,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, MetaData, text
 
 from reshard.errors import JobError
-from reshard_jobs import schema, upgrading
-from reshard_jobs.connections import engine_of
-from reshard_jobs.database import Database
-from reshard_jobs.leases import Leases
-from reshard_jobs.pages import JobFilter
-from reshard_jobs.schema import HEAD, VERSION_TABLE, revisions, upgrade_sql
-from reshard_jobs.store import JobStore
+from reshard_jobs import database as schema, upgrading
+from reshard_jobs.database import HEAD, VERSION_TABLE, Database, engine_of, revisions, upgrade_sql
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.store import JobFilter, JobStore
 from reshard_jobs.tables import Base
 from servers.frozen import HOST, thaw
 from servers.later_release import ADDED, LATER, later_service

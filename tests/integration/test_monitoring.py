@@ -18,14 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
 
 from house.repository import ROOT
-from reshard.models import ConvertRequest, JobState, SourceSpec, TargetFormat
-from reshard_jobs.activity import MOST_TENANTS, OTHERS, few_tenants
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.statistics import LATELY_S, JobStatistics
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.store import JobStore
+from reshard_jobs.statistics import LATELY_S, MOST_TENANTS, OTHERS, JobStatistics, Totals, few_tenants
 from reshard_jobs.tables import JobRow, db_now
-from reshard_jobs.totals import Totals
-from reshard_service.activity_metrics import ENDS
+from reshard_service.metrics import ENDS
 from reshard_worker.supervisor import Outcome
 from servers.scripted import scripted
 from servers.stack import Stack, client_of, end_tree

@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from reshard.errors import JobError, RequestError
-from reshard_service import oidc
-from reshard_service.oidc import IssuerKeys
+from reshard_service import auth
+from reshard_service.auth import IssuerKeys
 from reshard_service.settings import ServiceSettings
 from servers.stack import Stack
 
@@ -241,7 +241,7 @@ class SlowIssuerKeys(IssuerKeys):
 
 def test_callers_with_known_keys_do_not_wait_for_the_fetch_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(oidc, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(auth, "time", SimpleNamespace(monotonic=lambda: now))
     keys = SlowIssuerKeys()
     with ThreadPoolExecutor(3) as pool:
         assert keys.key("first") is not None

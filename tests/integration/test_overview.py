@@ -8,14 +8,15 @@ import pytest
 
 from house.database_time import let_pass
 from reshard.errors import JobError
-from reshard.models import ConvertRequest, JobState, SourceSpec
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState
 from reshard_jobs.database import Database
-from reshard_jobs.leases import Leases
-from reshard_jobs.overview import Column, JobOverview, Wanted
-from reshard_jobs.pages import JobFilter
-from reshard_jobs.principals import OPERATOR
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.overview import Column, JobOverview, Wanted
+from reshard_jobs.queue.store import JobFilter, JobStore
 from reshard_jobs.tables import DEFAULT_TENANT
+from reshard_jobs.tenants.principals import OPERATOR
 
 MINE = {"a": ("/runs/Alpha", "/out/one"), "b": ("/runs/beta", "/out/two"), "c": ("s3://runs/50%_done", "/out/alphabet")}
 

@@ -11,14 +11,15 @@ import pytest
 
 from house.database_time import let_pass
 from reshard.errors import ExitCode, JobError, RequestError, StorageError
-from reshard.models import ConvertRequest, ConvertResult, JobState, Progress, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, ConvertResult, Progress
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.event_log import EventLog
-from reshard_jobs.idempotency import Hold, IdempotencyKeys
-from reshard_jobs.leases import JobClaim, Leases
-from reshard_jobs.pages import JobFilter
-from reshard_jobs.reaper import Reaper, Sweep
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.idempotency import Hold, IdempotencyKeys
+from reshard_jobs.queue.leases import JobClaim, Leases
+from reshard_jobs.queue.reaper import Reaper, Sweep
+from reshard_jobs.queue.states import EventLog
+from reshard_jobs.queue.store import JobFilter, JobStore
 from reshard_jobs.tables import MAX_ID_CHARS
 
 LEASE_S = 60.0

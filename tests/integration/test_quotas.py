@@ -16,17 +16,16 @@ import pytest
 from sqlalchemy import text
 
 from reshard.errors import RequestError
-from reshard.identity_models import NewTenant, TenantSettings
-from reshard.models import ConvertRequest, Job, Progress
+from reshard.models.access import NewTenant, TenantSettings
+from reshard.models.jobs import ConvertRequest, Job, Progress
 from reshard_jobs.database import Database
-from reshard_jobs.helpers import Helpers
-from reshard_jobs.leases import JobClaim, Leases
-from reshard_jobs.principals import OPERATOR
+from reshard_jobs.queue.helpers import Helpers
+from reshard_jobs.queue.leases import JobClaim, Leases
+from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
-from reshard_jobs.store import JobStore
-from reshard_jobs.tenants import Tenants
-from reshard_worker.commands import engine_command
-from reshard_worker.settings import WorkerSettings
+from reshard_jobs.tenants.principals import OPERATOR
+from reshard_jobs.tenants.tenants import Tenants
+from reshard_worker.settings import WorkerSettings, engine_command
 from reshard_worker.supervisor import Outcome, Supervisor
 from servers.scripted import scripted
 from servers.stack import Stack

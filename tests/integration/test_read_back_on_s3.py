@@ -10,7 +10,9 @@ import pytest
 
 from oracle.outputs import contents
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from servers.s3 import S3Server
 
 DATA = Path(__file__).parent.parent / "data"

@@ -10,11 +10,12 @@ import pgserver
 import psycopg
 
 from house.repository import ROOT
-from reshard.client import Client
-from reshard.models import Job, JobState, Progress
+from reshard.api.client import Client
+from reshard.models.jobs import Job, Progress
+from reshard.wire_model import JobState
 from reshard_jobs.database import Database
-from reshard_jobs.leases import Leases
-from reshard_jobs.store import JobStore
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.store import JobStore
 from servers.postgres import PostgresServer
 from servers.stack import Stack, client_of
 

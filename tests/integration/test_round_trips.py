@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 DATA = Path(__file__).parent.parent / "data"
 WAIT_S = 20

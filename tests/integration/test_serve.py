@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from reshard.errors import RequestError
-from reshard.models import JobState
+from reshard.wire_model import JobState
 from reshard_service.app import create_app
 from reshard_service.serve import listening
 from reshard_service.settings import ServiceSettings
@@ -95,9 +95,11 @@ def test_jobs_run_and_the_end_is_clean(tmp_path: Path) -> None:
 
 def create_job(directory: Path, name: str, **script: object) -> str:
     """A job straight into the database of `reshard serve`."""
-    from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+    from reshard.models.jobs import ConvertRequest
+    from reshard.options import SourceSpec
+    from reshard.wire_model import TargetFormat
     from reshard_jobs.database import Database
-    from reshard_jobs.store import JobStore
+    from reshard_jobs.queue.store import JobStore
 
     database = Database(f"sqlite:///{directory}/data/jobs.db")
     source = SourceSpec(url=scripted(**script))

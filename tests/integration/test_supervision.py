@@ -17,17 +17,18 @@ import pytest
 
 from house.database_time import let_pass
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, ConvertResult, FileEntry, Job, JobKind, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Job
+from reshard.options import SourceSpec
+from reshard.wire_model import JobKind, JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.leases import Leases
-from reshard_jobs.roots import Roots
+from reshard_jobs.limits import Roots
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
-from reshard_jobs.store import JobStore
 from reshard_worker import supervisor as supervisor_module
-from reshard_worker.commands import engine_command
-from reshard_worker.memory_limit import engine_memory_bytes
 from reshard_worker.protocol import Command, Result, parse_message
-from reshard_worker.settings import WorkerSettings
+from reshard_worker.runner import engine_memory_bytes
+from reshard_worker.settings import WorkerSettings, engine_command
 from reshard_worker.supervisor import Outcome, Supervisor
 from servers.scripted import journal_of, scripted
 from servers.stack import scripted_runner

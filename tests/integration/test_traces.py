@@ -13,7 +13,8 @@ import httpx
 import pytest
 from checkpoints import write_zero_checkpoint
 
-from reshard.models import JobState, SourceSpec, TargetFormat
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from servers.collector import Collector, Received, collector
 from servers.process import free_port
 from servers.proxy import logging_proxy
@@ -230,7 +231,7 @@ def test_a_missing_package_is_said_once_and_jobs_run(stack: Stack, received: Col
 def test_without_the_variables_nothing_is_sent_or_stored(stack: Stack, received: Collector, tmp_path: Path) -> None:
     from sqlalchemy import text
 
-    from reshard_jobs.connections import engine_of
+    from reshard_jobs.database import engine_of
 
     stack.extra |= received.env(OTEL_SDK_DISABLED="true")
     with stack.api() as url, stack.worker(), client_of(url) as client:

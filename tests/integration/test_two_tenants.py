@@ -19,10 +19,10 @@ import httpx
 import pytest
 
 from reshard.errors import JobError
-from reshard.models import ConvertResult
+from reshard.models.jobs import ConvertResult
 from reshard_jobs.database import Database
-from reshard_jobs.leases import Leases
-from reshard_jobs.pages import JobFilter
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.store import JobFilter
 from servers.postgres import PostgresServer
 from servers.stack import Stack
 

@@ -19,14 +19,12 @@ import pytest
 from sqlalchemy import text
 
 from house.repository import ROOT
-from reshard.models import Job, JobState
-from reshard_jobs.connections import engine_of
-from reshard_jobs.database import Database
-from reshard_jobs.event_log import EventLog
-from reshard_jobs.reaper import Reaper
-from reshard_jobs.retention import Retention
-from reshard_jobs.schema import VERSION_TABLE
-from reshard_jobs.store import JobStore
+from reshard.models.jobs import Job
+from reshard.wire_model import JobState
+from reshard_jobs.database import VERSION_TABLE, Database, engine_of
+from reshard_jobs.queue.reaper import Reaper, Retention
+from reshard_jobs.queue.states import EventLog
+from reshard_jobs.queue.store import JobStore
 from servers.fixtures import new_stack
 from servers.frozen import HOST, thaw
 from servers.later_release import LATER, later_service

@@ -16,12 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from reshard.models import ConvertRequest, Job, JobState, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, Job
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.leases import Leases
-from reshard_jobs.roots import Roots
-from reshard_jobs.store import JobStore
-from reshard_service.inspection_pool import Prober
+from reshard_jobs.limits import Roots
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.store import JobStore
+from reshard_service.probes.pool import Prober
 from reshard_service.settings import ServiceSettings
 from reshard_worker.child import Runners
 from reshard_worker.settings import WorkerSettings
@@ -214,12 +216,12 @@ def test_probes_share_imports_and_are_replaced_when_they_die() -> None:
 
 FIRST_PROCESS = """
 import subprocess, sys
-child = "from reshard_engine.lifetime import die_with_parent; die_with_parent(); print('lives')"
+child = "from reshard_engine.warm_process import die_with_parent; die_with_parent(); print('lives')"
 sys.exit(subprocess.run([sys.executable, "-c", child]).returncode)
 """
 ORPHAN = """
 import subprocess, sys
-child = "import time; time.sleep(1); from reshard_engine.lifetime import die_with_parent; die_with_parent(); print(1)"
+child = "import time; time.sleep(1); from reshard_engine import warm_process; warm_process.die_with_parent(); print(1)"
 subprocess.Popen([sys.executable, "-c", child])
 """
 

@@ -27,23 +27,23 @@ from sqlalchemy import text
 from standardwebhooks import Webhook as Verifier, WebhookVerificationError
 
 from reshard.errors import RequestError, SourceError
-from reshard.models import ConvertRequest, JobKind, JobState, SourceSpec, TargetFormat
-from reshard.webhook_models import DeliveryState
+from reshard.models.access import DeliveryState
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import JobKind, JobState, TargetFormat
 from reshard_jobs.database import Database
-from reshard_jobs.deliveries import PAUSES_S, Deliveries, DeliveryClaim, Outcome
-from reshard_jobs.leases import Leases
-from reshard_jobs.reaper import Reaper
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.reaper import Reaper
+from reshard_jobs.queue.states import move
+from reshard_jobs.queue.store import JobStore
 from reshard_jobs.settings import JobSettings
 from reshard_jobs.statistics import JobStatistics
-from reshard_jobs.store import JobStore
-from reshard_jobs.transitions import move
-from reshard_jobs.webhooks import MOST_WEBHOOKS, Webhooks
-from reshard_service import webhook_sender
+from reshard_jobs.webhooks import MOST_WEBHOOKS, PAUSES_S, Deliveries, DeliveryClaim, Outcome, Webhooks
 from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
-from reshard_service.webhook_deliverer import WebhookDeliverer
-from reshard_service.webhook_secrets import Sealer, new_secret, sealer_for
-from reshard_service.webhook_sender import WebhookSender
+from reshard_service.webhooks import sender as webhook_sender
+from reshard_service.webhooks.secrets import Sealer, new_secret, sealer_for
+from reshard_service.webhooks.sender import WebhookDeliverer, WebhookSender
 from servers.process import ServerProcess
 from servers.scripted import scripted
 from servers.stack import Stack, client_of

@@ -15,12 +15,14 @@ import pytest
 from house.promises import command
 from house.saves import DATA
 from reshard.errors import ExitCode, RequestError
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
-from reshard_engine.execute.sinks.local_leftovers import is_held, journal_of, plans_beside
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
+from reshard_engine.execute.sinks.leftovers import is_held, journal_of, plans_beside
 from reshard_engine.operations.cleaning import clean_target
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import open_location, serving
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 SOURCE = str(DATA / "zero2_tiny")
 PLACES = ("local", "store")

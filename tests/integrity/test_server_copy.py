@@ -12,16 +12,17 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, NativeLayout, ServerCopyPolicy, SourceSpec, TargetFormat
-from reshard_engine.integrity.crc import combine, without_prefix, without_suffix
+from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.options import NativeLayout, SourceSpec
+from reshard.wire_model import ServerCopyPolicy, TargetFormat
+from reshard_engine.integrity.checksums import combine, without_prefix, without_suffix
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.plan.model import Plan
-from reshard_engine.plan.server_copy import part_numbers
+from reshard_engine.plan.planner import part_numbers
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo
-from reshard_engine.testing.faults import Fault, FaultyStore, Killed, Steps
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import Fault, FaultyStore, Killed, MemoryStore, Steps
 
 PARAMETERS = [("embed.weight", (100, 40)), ("bias", (7,)), ("head.weight", (64, 63))]
 LEAST = 1 << 10

@@ -22,13 +22,15 @@ from integrity.covered import covered_spans
 from reshard.cli.main import app
 from reshard.errors import IntegrityError, JobError, RequestError, ReshardError, SourceError, StorageError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, VerifyLevel, WeightDtype
-from reshard.sizes import parse_percent
+from reshard.models.jobs import ConvertRequest, Progress
+from reshard.option import parse_percent
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat, VerifyLevel, WeightDtype
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.execute.checks.block_digests import BlockDigests
-from reshard_engine.execute.sinks.local_chunk import LocalChunkFile
+from reshard_engine.execute.checks.unit_sums import BlockDigests
+from reshard_engine.execute.sinks.local import LocalChunkFile
 from reshard_engine.execute.sinks.object_store import ObjectSink
-from reshard_engine.integrity.digests import (
+from reshard_engine.integrity.checksums import (
     BLOCK_BYTES,
     TensorDigests,
     TensorStream,
@@ -40,7 +42,7 @@ from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage import local_writes
 from reshard_engine.storage.locations import serving
 from reshard_engine.storage.protocol import ObjectInfo
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 from reshard_worker.settings import WorkerSettings
 
 DATA = Path(__file__).parent.parent / "data"

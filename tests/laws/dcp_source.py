@@ -15,8 +15,7 @@ from laws.dcp_kept import kept, run_names
 from laws.dcp_layout import MESHES, Grammar, Layout
 from laws.dcp_runs import as_run, idle_parameters
 from laws.dcp_state_dicts import write_run
-from reshard_engine.testing.formats import Case, Saved
-from reshard_engine.testing.logical import LogicalState
+from reshard_engine.testing.logical import Case, LogicalState, Saved
 from reshard_engine.testing.strategies import Rules, evenly, logical_states
 
 _ATTRIBUTES = (ALL_ATTRIBUTES, ALL_ATTRIBUTES, ALL_ATTRIBUTES[:3], ALL_ATTRIBUTES[:2])

@@ -24,9 +24,8 @@ from laws.dcp_files import flattened, nested
 from laws.targets import MANIFEST
 from laws.torch_values import bits_of, load, torch_value, tree_of
 from reshard.dcp_options import DcpOptions, Grammar, MissingMoments
-from reshard.models import ConvertRequest
-from reshard_engine.testing.formats import Case, Content, Saved
-from reshard_engine.testing.logical import Bits, LogicalState, Tree
+from reshard.models.jobs import ConvertRequest
+from reshard_engine.testing.logical import Bits, Case, Content, LogicalState, Saved, Tree
 
 TARGET = "dcp"
 _COUNTERS = {"skipped_steps", "global_steps", "global_samples", "global_tokens", "ds_config"}

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from laws.deepspeed_files import Layout, Stage, flat_groups, sub_groups, write_checkpoint
 from laws.targets import rounded
 from laws.torch_values import SCALER_MODULE
-from reshard_engine.testing.formats import Case, Saved
-from reshard_engine.testing.logical import MASTER, Instance, LogicalState
+from reshard_engine.testing.logical import MASTER, Case, Instance, LogicalState, Saved
 from reshard_engine.testing.strategies import Rules, evenly, logical_states
 
 

@@ -13,10 +13,10 @@ from laws.native_target import NativeTarget
 from laws.targets import UniversalTarget, WeightsTarget
 from laws.universal_source import UniversalSource
 from laws.weights_source import WeightsSource
-from reshard.models import TargetFormat
-from reshard_engine.testing.formats import SourceFormat, TargetOracle
+from reshard.wire_model import TargetFormat
+from reshard_engine.testing.laws import Trial
+from reshard_engine.testing.logical import SourceFormat, TargetOracle
 from reshard_engine.testing.strategies import evenly, execution_options
-from reshard_engine.testing.trial import Trial
 
 TARGETS: tuple[TargetOracle, ...] = (
     UniversalTarget(),

@@ -12,7 +12,7 @@ from laws.deepspeed_files import Layout, Stage
 from laws.deepspeed_source import _config, _optimizer_values
 from laws.pipeline_source import TIED, Model, Part, Ranks, rules_of
 from laws.torch_values import cast
-from reshard.models import NativeLayout
+from reshard.options import NativeLayout
 from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState
 from reshard_engine.testing.strategies import evenly
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from laws.targets import MANIFEST, overflowed, rounded, together
 from laws.torch_values import bits_of, load, tree_of
-from reshard.models import ConvertRequest, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.wire_model import TargetFormat
 from reshard_engine.tensors.dtypes import SHORT_NAMES
-from reshard_engine.testing.formats import Content, Saved
-from reshard_engine.testing.logical import MASTER, Bits, LogicalState, Tree
+from reshard_engine.testing.logical import MASTER, Bits, Content, LogicalState, Saved, Tree
 
 _FLAT = st.fixed_dictionaries(
     {

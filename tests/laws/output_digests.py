@@ -83,7 +83,7 @@ def of_directories(places: Iterable[Path], *, texts: bool) -> list[list[str]]:
     """The same of checkpoints on disk: universal, weights of both kinds, and ZeRO on one rank and on three."""
     from reshard.errors import ReshardError
     from reshard.local import load_engine
-    from reshard.models import ConvertRequest
+    from reshard.models.jobs import ConvertRequest
 
     wanted: list[dict[str, Any]] = [
         {"to": "universal"},

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from reshard.errors import printable
-from reshard.models import NotCarried
+from reshard.models.jobs import NotCarried
 
 MARK = "planted_"
 EXTRA = "deep._extra_state"

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from laws.torch_values import bits_of, cast, load as torch_load, tensor_of, tree_of
-from reshard.models import ConvertRequest, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.wire_model import TargetFormat
 from reshard_engine.tensors.dtypes import SHORT_NAMES
-from reshard_engine.testing.formats import Content, Saved
-from reshard_engine.testing.logical import MASTER, Bits, LogicalState, Tree
+from reshard_engine.testing.logical import MASTER, Bits, Content, LogicalState, Saved, Tree
 
 MANIFEST = "reshard.json"
 _MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")

@@ -13,11 +13,9 @@ from laws.deepspeed_files import Layout
 from laws.deepspeed_source import DeepSpeedSource
 from laws.targets import UniversalTarget, WeightsTarget
 from reshard.errors import SourceError
-from reshard.models import TargetFormat
-from reshard_engine.testing.formats import Case
-from reshard_engine.testing.laws import gather_then_slice, what_was_written_reads_back
-from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState, Tree
-from reshard_engine.testing.trial import Trial
+from reshard.wire_model import TargetFormat
+from reshard_engine.testing.laws import Trial, gather_then_slice, what_was_written_reads_back
+from reshard_engine.testing.logical import MASTER, Bits, Case, LogicalParameter, LogicalState, Tree
 
 UNIVERSAL, SAFETENSORS, TORCH = (
     UniversalTarget(),

@@ -20,8 +20,8 @@ from laws.drawing import SOURCES, trials
 from laws.profiles import laws_profile, laws_seed
 from laws.targets import OPENED
 from laws.zoo import CUTS, EVERYWHERE, Census, labels_of
-from reshard_engine.testing.formats import SourceFormat
 from reshard_engine.testing.laws import LAWS, Law, check, every_byte_once, gather_then_slice, verification_agrees
+from reshard_engine.testing.logical import SourceFormat
 from reshard_engine.testing.strategies import evenly
 
 _PROFILE, _SEED = laws_profile(), laws_seed()

@@ -26,18 +26,18 @@ from laws.layout_cases import Drawn, configured, models, native, ranks_of
 from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, rules_of
 from laws.profiles import laws_profile, laws_seed
 from laws.torch_values import Fragment, load, tree_of
-from reshard.diffs import DiffOptions
-from reshard.models import ConvertRequest, NativeLayout, SourceSpec, TargetFormat
-from reshard.options import DeepSpeedOptions, Options
-from reshard_engine.execute.casts.kernels import default_kernel
+from reshard.models.jobs import ConvertRequest
+from reshard.models.reports import DiffOptions
+from reshard.options import DeepSpeedOptions, NativeLayout, Options, SourceSpec
+from reshard.wire_model import TargetFormat
+from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.local import LocalEngine
 from reshard_engine.storage.locations import serving
 from reshard_engine.tensors.dtypes import BY_NAME
-from reshard_engine.testing.formats import Case
-from reshard_engine.testing.logical import MASTER, Bits, LogicalParameter, LogicalState, tree_difference
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.laws import SCHEME, TARGET_NAME, convert, left_by
+from reshard_engine.testing.logical import MASTER, Bits, Case, LogicalParameter, LogicalState, tree_difference
+from reshard_engine.testing.stores import MemoryStore
 from reshard_engine.testing.strategies import evenly
-from reshard_engine.testing.trial import SCHEME, TARGET_NAME, convert, left_by
 
 _PROFILE, _SEED = laws_profile(), laws_seed()
 _CI, _LONG = 20, 400

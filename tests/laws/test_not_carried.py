@@ -21,10 +21,12 @@ from laws.planting import Gardener, is_named, keys_in
 from laws.profiles import laws_profile, laws_seed
 from laws.universal_source import UniversalSource
 from reshard.errors import ReshardError
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
-from reshard_engine.testing.formats import Case, SourceFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
+from reshard_engine.testing.laws import SCHEME, SOURCE, TARGET_NAME, ObservedStore, Trial, convert, left_by
+from reshard_engine.testing.logical import Case, SourceFormat
 from reshard_engine.testing.strategies import evenly
-from reshard_engine.testing.trial import SCHEME, SOURCE, TARGET_NAME, ObservedStore, Trial, convert, left_by
 
 _PROFILE, _SEED = laws_profile(), laws_seed()
 _SOURCES: tuple[SourceFormat, ...] = (*STAGES, UniversalSource())

@@ -17,7 +17,7 @@ from laws.drawing import SOURCES
 from laws.pipeline_source import Model, seeded_model
 from laws.profiles import laws_profile, laws_seed
 from laws.small_models import PLAIN, model_with_experts, piped_model, write_source
-from reshard_engine.testing.formats import SourceFormat
+from reshard_engine.testing.logical import SourceFormat
 
 MODELS: dict[str, tuple[Model, dict[str, int]]] = {
     "told": (seeded_model(PLAIN, piped=False, layers=2, heads=6), {}),

@@ -12,8 +12,7 @@ from laws.drawing import SOURCES, trials
 from laws.profiles import laws_profile
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.local import LocalEngine
-from reshard_engine.testing.comparison import assert_same_files
-from reshard_engine.testing.trial import SOURCE, TARGET_NAME
+from reshard_engine.testing.laws import SOURCE, TARGET_NAME, assert_same_files
 from servers.s3 import S3Server
 
 _PROFILE = laws_profile()

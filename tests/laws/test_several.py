@@ -29,7 +29,7 @@ from laws.profiles import laws_profile, laws_seed
 from laws.several import Engine, Maker, Several
 from oracle.outputs import read_universal, tensor_of
 from reshard.errors import RequestError, SourceError
-from reshard.models import ConvertResult
+from reshard.models.jobs import ConvertResult
 
 _PROFILE, _SEED = laws_profile(), laws_seed()
 _TARGETS: tuple[dict[str, Any], ...] = (

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from laws.deepspeed_files import CheckpointWriter, Layout, flat_groups, sub_groups
 from laws.deepspeed_source import cases_of, kept, rules_of
 from laws.torch_values import tensor_of, torch_value
-from reshard_engine.testing.formats import Case, Saved
-from reshard_engine.testing.logical import LogicalState
+from reshard_engine.testing.logical import Case, LogicalState, Saved
 from reshard_engine.testing.strategies import evenly
 
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")

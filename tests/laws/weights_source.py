@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from laws.torch_values import tensor_of
-from reshard_engine.testing.formats import Case, Saved
-from reshard_engine.testing.logical import LogicalState
+from reshard_engine.testing.logical import Case, LogicalState, Saved
 from reshard_engine.testing.strategies import Rules, evenly, logical_states
 
 

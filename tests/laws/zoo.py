@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, cast
 
-from reshard_engine.testing.formats import Saved
-from reshard_engine.testing.logical import Bits, LogicalState, Tree
+from reshard_engine.testing.logical import Bits, LogicalState, Saved, Tree
 from reshard_engine.testing.strategies import HUGE_ELEMS, ODD_NAMES
 
 EVERYWHERE = (

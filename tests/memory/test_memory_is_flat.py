@@ -13,7 +13,9 @@ from measure import Measured, measure
 
 from house.measured import say
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 
 LIMIT_BYTES = 512 << 20
 LAYERS = [(2, 6), pytest.param((2, 6, 19), marks=pytest.mark.full)]

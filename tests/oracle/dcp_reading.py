@@ -10,7 +10,7 @@ from typing import Any
 import reshard
 from oracle.outputs import Universal, Weights, plain, raw, read_universal
 from oracle.truth import RawTensor, Truth
-from reshard.models import ConvertResult
+from reshard.models.jobs import ConvertResult
 
 _MODEL_KINDS = ("fp32", "frozen", "buffer")
 

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from oracle.truth import RawTensor
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, NotCarried, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, ConvertResult, NotCarried
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 
 _WORDS = {
     torch.float32: "F32",

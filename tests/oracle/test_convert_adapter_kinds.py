@@ -22,9 +22,11 @@ from oracle.launcher import Worlds
 from oracle.outputs import convert
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from reshard_engine.storage.locations import serving
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 pytestmark = [
     # What PEFT 0.21 asks transformers 5.23, and what it says of tied heads.

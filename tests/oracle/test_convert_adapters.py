@@ -25,7 +25,7 @@ from oracle.outputs import cast, convert, raw, read_safetensors, tensor_of
 from oracle.truth import Truth
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import SourceSpec
+from reshard.options import SourceSpec
 
 Run = Callable[..., Path]
 pytestmark = [

@@ -16,7 +16,7 @@ from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
 from oracle.real_folders import load_any
 from oracle.truth import differences, meta_differences
 from reshard.errors import RequestError
-from reshard.models import NativeLayout
+from reshard.options import NativeLayout
 
 LOSS_TOLERANCE = 2e-6  # of losses around 4: six digits
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
@@ -141,7 +141,7 @@ def test_groups_of_experts_are_cut_by_size_as_deepspeed_cuts_them(
 ) -> None:
     case, run = AUTOEP_CASES[name], trained_autoep(name, *source)
     assert case.largest_group is not None
-    monkeypatch.setattr("reshard_engine.formats.deepspeed.writer.native.regrouping.MAX_GROUP_ELEMS", case.largest_group)
+    monkeypatch.setattr("reshard_engine.formats.deepspeed.param_groups.MAX_GROUP_ELEMS", case.largest_group)
     convert(run.dir, tmp_path / "to" / run.tag, "zero", layout=NativeLayout(dp=target[0], ep=target[1]))
     again = _resume(parallel, case, tmp_path, world=target[0], ep=target[1])
     assert len(again.state.meta["groups"]) == groups

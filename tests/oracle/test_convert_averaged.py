@@ -13,7 +13,7 @@ from oracle.driver import Oracle
 from oracle.outputs import Bag, convert, load, raw, tensor_of
 from oracle.real_folders import atom, load_any, real_folder
 from reshard.errors import SourceError
-from reshard.models import NativeLayout
+from reshard.options import NativeLayout
 
 TAG = "global_step3"
 STATES = ("fp32", "exp_avg", "exp_avg_sq")

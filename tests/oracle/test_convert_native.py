@@ -19,7 +19,7 @@ from oracle.driver import Oracle, Resumed, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert
 from oracle.truth import Truth, differences, meta_differences
-from reshard.models import NativeLayout
+from reshard.options import NativeLayout
 
 WORLDS = (1, 3, 4)
 # Each stage and dtype, and each feature that moves boundaries; `-m full` runs the rest of the zoo.

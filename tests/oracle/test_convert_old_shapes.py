@@ -18,7 +18,7 @@ from oracle.outputs import contents, convert, plain, read_safetensors, read_univ
 from oracle.truth import NOT_LOADED_BY_UNIVERSAL, differences
 from reshard.errors import SourceError
 from reshard.local import load_engine
-from reshard.models import SourceSpec
+from reshard.options import SourceSpec
 
 # Nothing is lost in these shapes: the whole universal directory is as from the new one.
 LOSSLESS = {

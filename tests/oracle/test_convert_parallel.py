@@ -17,10 +17,10 @@ from oracle.parallel_cases import AUTOTP_CASES, GPT_CASES, MOE_CASES, GptCase, L
 from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
 from oracle.parallel_fixtures import TrainedOn
 from oracle.truth import differences, meta_differences
-from reshard.diffs import DiffOptions
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.models import NativeLayout, SourceSpec
+from reshard.models.reports import DiffOptions
+from reshard.options import NativeLayout, SourceSpec
 
 FULL = Layout(2, 2, 2)
 LAYOUTS = tuple(Layout(*ranks) for ranks in ((1, 1, 1), (1, 2, 2), (2, 1, 2), (1, 4, 1), (4, 1, 1)))

@@ -19,7 +19,7 @@ from oracle.outputs import convert, raw, read_safetensors
 from oracle.truth import Truth, differences
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.models import NativeLayout, SourceSpec
+from reshard.options import NativeLayout, SourceSpec
 
 
 def _inspected(run: Trained) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from oracle.fixtures import TrainedFactory
 from oracle.outputs import contents
 from oracle.truth import differences
 from reshard.errors import RequestError, SourceError
-from reshard.models import ConvertResult
+from reshard.models.jobs import ConvertResult
 
 TWO_BY_TWO = Mesh(2, tensor=2)
 TAG = "global_step3"

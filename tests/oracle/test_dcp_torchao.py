@@ -17,7 +17,7 @@ from oracle.launcher import Worlds
 from oracle.outputs import read_safetensors
 from reshard.errors import RequestError
 from reshard.local import load_engine
-from reshard.models import SourceSpec
+from reshard.options import SourceSpec
 
 pytestmark = pytest.mark.skipif(
     not torchao_is_here(), reason=f"torchao is not installed, and {TITAN_FOLDER} names no folder of it"

@@ -19,9 +19,9 @@ from oracle.fixtures import TrainedFactory
 from oracle.launcher import WorldError, Worlds
 from oracle.outputs import convert
 from oracle.truth import differences
-from reshard.diffs import DifferenceKind, DiffOptions, DiffReport
 from reshard.local import load_engine
-from reshard.models import SourceSpec
+from reshard.models.reports import DifferenceKind, DiffOptions, DiffReport
+from reshard.options import SourceSpec
 
 AFTER = ("4", "5", "6")
 OLD, NEW = 2, 3

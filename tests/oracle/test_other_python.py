@@ -21,7 +21,7 @@ from oracle.driver import Oracle, Resumed, Trained
 from oracle.launcher import Worlds
 from oracle.outputs import convert
 from oracle.truth import Truth, differences, meta_differences
-from reshard.models import NativeLayout
+from reshard.options import NativeLayout
 
 ROOT = Path(__file__).parent.parent.parent
 DATA = ROOT / "tests" / "data"

@@ -28,8 +28,8 @@ from oracle.parallel_fixtures import TrainedOn
 from oracle.real_folders import expected, real_folder, wrong_atoms
 from oracle.truth import differences, meta_differences
 from reshard.errors import RequestError, SourceError
-from reshard.models import NativeLayout
-from reshard_engine.formats.deepspeed.writer.native.stages import boundaries
+from reshard.options import NativeLayout
+from reshard_engine.formats.deepspeed.parallel.ranks import boundaries
 
 ONE, FULL = Layout(1, 1, 1), Layout(2, 2, 2)
 LOSS_TOLERANCE = 2e-6  # of losses around 3: six digits

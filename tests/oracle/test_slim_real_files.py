@@ -14,7 +14,8 @@ from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from oracle.launcher import Worlds
 from reshard.local import load_engine
-from reshard.models import SlimResult, SourceSpec
+from reshard.models.jobs import SlimResult
+from reshard.options import SourceSpec
 
 _SCRIPT = (
     "import sys; from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert; "

@@ -21,7 +21,7 @@ from oracle.launcher import WorldError
 from oracle.outputs import convert
 from reshard.errors import SourceError
 from reshard.local import load_engine
-from reshard.models import NativeLayout, SourceSpec
+from reshard.options import NativeLayout, SourceSpec
 
 CASE = "z3_nvme"
 

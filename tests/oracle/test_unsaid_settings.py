@@ -21,7 +21,8 @@ from oracle.outputs import convert
 from oracle.truth import Truth, differences
 from oracle.unsaid import swapped_places
 from reshard.errors import RequestError, SourceError
-from reshard.models import NativeLayout, WeightDtype
+from reshard.options import NativeLayout
+from reshard.wire_model import WeightDtype
 
 
 @pytest.mark.parametrize("stage", [1, 2])

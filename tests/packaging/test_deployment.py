@@ -57,7 +57,7 @@ def test_services_run_commands_that_exist() -> None:
     checks = " ".join(str(service["healthcheck"]["test"]) for service in services.values())
     for module in re.findall(r"-A ([\w.]+)", checks):
         assert importlib.util.find_spec(module) is not None
-    from reshard_service.health_api import probes
+    from reshard_service.api.operators import probes
 
     assert "/readyz" in {getattr(route, "path", "") for route in probes.routes}
 

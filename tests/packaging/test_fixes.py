@@ -162,7 +162,7 @@ def test_a_tensor_that_is_not_there(source: Path) -> None:
 
 def test_what_is_abandoned(source: Path, tmp_path: Path) -> None:
     """The command in `target_busy` runs as it stands."""
-    from reshard_engine.execute.sinks.local_leftovers import busy
+    from reshard_engine.execute.sinks.leftovers import busy
 
     fix = busy(str(tmp_path / "a place")).fix
     words = shlex.split(fix[fix.index("reshard clean") :])

@@ -13,15 +13,17 @@ ENGINE = ROOT / "worker" / "reshard_engine"
 OWN = ("formats/deepspeed/", "testing/")
 OF_OTHERS = {
     # Names of the Trainer, of torchtitan and of Lightning, too.
-    "formats/dcp/reader/companions.py": {
+    "formats/dcp/reader/trainer_files.py": {
         "global_step",
         "lr_schedulers",
         r"(?:rng_state|random_states)(?:_(\d{1,7}))?\.(?:pth|pkl)",
     },
-    "formats/dcp/writer/trainer_files.py": {"global_step", "lr_schedulers", "rng_state", ".pth"},
-    "formats/dcp/writer/writer.py": {"lr_scheduler", "lr_scheduler_", "lr_scheduler[", "skipped_steps"},
+    "formats/dcp/writer/writer.py": {
+        *("global_step", "lr_schedulers", "rng_state", ".pth"),
+        *("lr_scheduler", "lr_scheduler_", "lr_scheduler[", "skipped_steps"),
+    },
     # Names of Megatron-LM and of verl, too.
-    "formats/unsupported.py": {r"mp_rank_\d+(_\d+)?(_\d+)?", r"global_step_\d+"},
+    "formats/sources.py": {r"mp_rank_\d+(_\d+)?(_\d+)?", r"global_step_\d+"},
     "pickles/policy.py": {  # the reviewed allow-list is one list
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
@@ -76,8 +78,8 @@ def test_a_name_elsewhere_is_found(tmp_path: Path) -> None:
 
 def test_a_name_that_has_a_constant_is_not_written_out_again() -> None:
     package = ENGINE / "formats" / "deepspeed"
-    names = constants_of(package / "names.py")
+    names = constants_of(package / "files.py")
     assert {"ds_config", "frozen_param_shapes"} <= names
-    others = [p for p in package.rglob("*.py") if p.name != "names.py"]
+    others = [p for p in package.rglob("*.py") if p.name != "files.py"]
     twins = {(p.relative_to(package).as_posix(), text) for p in others for text in strings_of(p) if text in names}
     assert twins == set()

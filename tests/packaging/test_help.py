@@ -17,7 +17,7 @@ import typer
 from house.promises import command
 from house.saves import DATA
 from house.tiers import rest_full
-from reshard.cli.examples import EXAMPLES
+from reshard.cli.help_pages import EXAMPLES
 from reshard.cli.main import app
 
 GOLDEN = Path(__file__).with_name("golden")

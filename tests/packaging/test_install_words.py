@@ -14,8 +14,8 @@ import pytest
 
 from house.fixes import fixes
 from house.repository import ROOT
-from reshard import install
-from reshard.install import install_line
+from reshard import local
+from reshard.local import install_line
 
 PAGES = sorted(p for p in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")))
 _COMMAND = re.compile(r"pip install [^\n`#]+")
@@ -104,7 +104,7 @@ def test_the_line_names_the_clone_that_was_installed(
 )
 def test_without_the_clone_the_line_makes_one(note: object, monkeypatch: pytest.MonkeyPatch) -> None:
     words = line_of(note, monkeypatch)
-    assert words[:3] == ["git", "clone", install.REPOSITORY]
+    assert words[:3] == ["git", "clone", local.REPOSITORY]
     assert words[3:] == ["&&", "pip", "install", "-c", "reshard/constraints.txt", "./reshard[worker]"]
 
 
@@ -115,4 +115,4 @@ def test_another_pip_on_the_path_is_not_taken(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_repository_is_that_of_the_package() -> None:
-    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"] == install.REPOSITORY
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"] == local.REPOSITORY

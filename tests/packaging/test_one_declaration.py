@@ -33,8 +33,8 @@ import reshard
 from fastapi.testclient import TestClient
 from keywords_module import keywords_module
 from reference_pages import rest_page
-from reshard._wire import convert_request
-from reshard.arguments import request_of
+from reshard.api.wire import convert_request
+from reshard.functions import request_of
 from reshard.cli.flags import ConversionFlags
 from reshard.cli.main import run
 from reshard.errors import RequestError

@@ -15,17 +15,16 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from house.repository import ROOT
-from reshard._wire import convert_request
+from reshard.api.wire import convert_request
 from reshard.cli import flags as flags_module
 from reshard.cli.flags import ConversionFlags
 from reshard.cli.given import called
 from reshard.errors import RequestError
-from reshard.installed_formats import plain_kind
+from reshard.installed_formats import option_fields, plain_kind
 from reshard.keywords import ConvertOptions
-from reshard.models import ConvertRequest, SourceSpec, SubmitRequest, TargetFormat
-from reshard.nested_options import option_fields
-from reshard.options import DeepSpeedOptions, NativeLayout, Options, PeftOptions, WeightsOptions
-from reshard.validation import invalid
+from reshard.models.jobs import ConvertRequest, SubmitRequest
+from reshard.options import DeepSpeedOptions, NativeLayout, Options, PeftOptions, SourceSpec, WeightsOptions
+from reshard.wire_model import TargetFormat, invalid
 from reshard_engine.plan.planner import request_facts
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app

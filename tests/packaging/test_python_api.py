@@ -20,11 +20,10 @@ import typer
 
 import reshard
 from house.repository import ROOT
-from reshard.admin import AdminClient
+from reshard.api.admin import AdminClient, Webhooks
+from reshard.api.client import Client
 from reshard.cli.main import app
-from reshard.client import Client
 from reshard.errors import SEE_HELP, ReshardError
-from reshard.webhooks import Webhooks
 
 EXAMPLES = ROOT / "docs" / "examples"
 HERE = {"on_progress", "progress", "url", "token"}

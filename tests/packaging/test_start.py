@@ -26,10 +26,10 @@ ENGINE = ("numpy", "reshard_engine", "xxhash")
 CONVERSION = (
     "reshard_engine.operations.conversion",
     "reshard_engine.execute.executor",
-    "reshard_engine.operations.diff.comparison",
+    "reshard_engine.operations.diff",
 )
 SCREEN = ("rich", "rich.console", "rich.progress")
-MODELS = ("reshard.models", "reshard.diffs", "reshard.pictures", "reshard.ensuring")
+MODELS = ("reshard.models", "reshard.models.reports", "reshard.models.reports", "reshard.ensuring")
 
 
 def imported_by(*arguments: str) -> set[str]:
@@ -60,5 +60,5 @@ def test_what_a_command_does_not_import(arguments: tuple[str, ...], unwanted: tu
 
 def test_the_command_that_talks_to_a_service_does() -> None:
     """The control: the names above are those that Python knows these modules by."""
-    code = "import sys, reshard.client; assert {'httpx', 'ssl'} <= set(sys.modules)"
+    code = "import sys, reshard.api.client; assert {'httpx', 'ssl'} <= set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -18,7 +18,7 @@ import pytest
 
 from house.repository import ROOT
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest
+from reshard.models.jobs import ConvertRequest
 from reshard_engine.local import engine
 
 HERE = Path(__file__).parent

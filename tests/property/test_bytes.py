@@ -11,17 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from reshard.models import ConvertRequest, NativeLayout, OpaquePolicy, SourceSpec, TargetFormat, WeightDtype
+from reshard.models.jobs import ConvertRequest
+from reshard.options import NativeLayout, SourceSpec
+from reshard.wire_model import OpaquePolicy, TargetFormat, WeightDtype
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.gather.fill import fill
-from reshard_engine.execute.gather.tensor_reader import TensorReader
+from reshard_engine.execute.gather import TensorReader, fill
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.integrity.crc import combine
+from reshard_engine.integrity.checksums import combine
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.plan.model import Chunk
+from reshard_engine.plan.model import Chunk, WriteItem
 from reshard_engine.plan.planner import plan_conversion
-from reshard_engine.plan.write_items import WriteItem
 from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.dtypes import BY_NAME
 

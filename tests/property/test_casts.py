@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from house.casts import BITS, EDGES, PAIRS, elements, hold
-from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.casts.tiles import TILE_ELEMS
+from reshard_engine.execute.casts.cast import TILE_ELEMS, NumpyCast
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
 

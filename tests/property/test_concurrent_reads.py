@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from reshard.errors import StorageError
+from reshard_engine.execute import gather
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.gather import extents
-from reshard_engine.execute.gather.concurrent_reads import READS_OF_A_UNIT, ConcurrentReads
-from reshard_engine.execute.gather.tensor_reader import TensorReader
+from reshard_engine.execute.gather import READS_OF_A_UNIT, ConcurrentReads, TensorReader
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
@@ -76,14 +75,14 @@ def test_reads_together_give_the_bytes_of_reads_in_turn(
     target = BY_NAME[dtype]
     expected = NumpyCast().cast(values[begin:end].view(np.uint8), FLOAT32, target).tobytes()
     _Remote.reset()
-    before = extents.READ_BATCH_BYTES
-    extents.READ_BATCH_BYTES = batch
+    before = gather.READ_BATCH_BYTES
+    gather.READ_BATCH_BYTES = batch
     try:
         with ThreadPoolExecutor(32) as pool:
             reader = TensorReader(source, NumpyCast(), pool=pool)
             assert reader.elements(tensor, target, begin, end).tobytes() == expected
     finally:
-        extents.READ_BATCH_BYTES = before
+        gather.READ_BATCH_BYTES = before
     assert reader.counts.read_bytes >= (end - begin) * 4
     assert _Remote.most <= READS_OF_A_UNIT
     if dtype != "float32":

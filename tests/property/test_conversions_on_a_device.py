@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat, WeightDtype
+from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine.execute import executor
+from reshard_engine.execute.casts import device
 from reshard_engine.execute.casts.cast import CastKernel, NumpyCast
-from reshard_engine.execute.casts.device import lanes
-from reshard_engine.execute.casts.device.kernel import DeviceCast
-from reshard_engine.execute.checks import agreements, second_gathering
+from reshard_engine.execute.casts.device import DeviceCast
+from reshard_engine.execute.checks import full, source as agreements
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations import conversion
 
@@ -29,7 +31,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Makes a kernel that of every conversion from now on."""
 
     def choose(kernel: CastKernel) -> None:
-        for module in (conversion, executor, second_gathering, agreements):
+        for module in (conversion, executor, full, agreements):
             monkeypatch.setattr(module, "default_kernel", lambda: kernel)
 
     return choose
@@ -70,7 +72,7 @@ def test_a_device_without_room_is_said_and_changes_nothing(
     def no_room(*_: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(lanes, "run", no_room)
+    monkeypatch.setattr(device, "run", no_room)
     use(DeviceCast("cpu", least_bytes=0))
     ours = convert("zero3_tiny", tmp_path / "device" / "out", TargetFormat.SAFETENSORS, WeightDtype.BF16)
     said = [w for w in ours.warnings if w not in plain.warnings]
@@ -84,13 +86,13 @@ def test_batches_are_read_into_the_memory_that_is_sent(
 ) -> None:
     """Not copied once more to pinned memory."""
     sent: list[bool] = []
-    submit = lanes._Lane.submit
+    submit = device._Lane.submit
 
-    def seen(lane: lanes._Lane, source: lanes.Source, *rest: Any) -> None:
+    def seen(lane: device._Lane, source: device.Source, *rest: Any) -> None:
         sent.append(len(source.pinned) > 0)
         submit(lane, source, *rest)
 
-    monkeypatch.setattr(lanes._Lane, "submit", seen)
+    monkeypatch.setattr(device._Lane, "submit", seen)
     kernel = DeviceCast("cpu", least_bytes=0)
     kernel.start()
     use(kernel)

@@ -15,13 +15,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from house.casts import BITS, PAIRS, by_the_rule, elements, hold, special, weights
 from reshard.errors import IntegrityError
+from reshard_engine.execute.casts import device as lanes
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.casts.device import lanes
-from reshard_engine.execute.casts.device.cost import CostModel, Line, Pair
-from reshard_engine.execute.casts.device.kernel import DeviceCast
-from reshard_engine.execute.casts.device.lanes import LANE_FACTOR, Station
-from reshard_engine.execute.casts.device.program import Outcome, run
-from reshard_engine.execute.casts.device.sums import ROW_BYTES, padded_bytes, position_sum
+from reshard_engine.execute.casts.device import (
+    LANE_FACTOR,
+    ROW_BYTES,
+    CostModel,
+    DeviceCast,
+    Line,
+    Outcome,
+    Pair,
+    Station,
+    padded_bytes,
+    position_sum,
+    run,
+)
 from reshard_engine.execute.casts.rows import Kind, Rows
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 

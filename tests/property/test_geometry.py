@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from reshard.errors import ReshardError
-from reshard_engine.formats.deepspeed.reader.native.flat_groups import Partition, add_flat_group
-from reshard_engine.formats.deepspeed.reader.native.naming import assign_names
-from reshard_engine.formats.deepspeed.reader.native.sharded_params import add_sharded_params
+from reshard_engine.formats.deepspeed.stage0 import assign_names
+from reshard_engine.formats.deepspeed.zero3 import add_sharded_params
+from reshard_engine.formats.deepspeed.zero12 import Partition, add_flat_group
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMap, ShardMapBuilder, is_packed, packed_stride
 

@@ -16,9 +16,10 @@ from house.casts import BITS, PAIRS, elements
 from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import CastLoss, ConvertRequest, ConvertResult, SourceSpec, TargetFormat
-from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.casts.losses import Losses, are_nan, losses_of
+from reshard.models.jobs import CastLoss, ConvertRequest, ConvertResult
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
+from reshard_engine.execute.casts.cast import Losses, NumpyCast, are_nan, losses_of
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 
 _LARGEST = {"float32": torch.finfo(torch.float32).max, "bfloat16": torch.finfo(torch.bfloat16).max, "float16": 65504.0}

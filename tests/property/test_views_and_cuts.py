@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from reshard_engine.formats.deepspeed.names import round_robin_order
+from reshard_engine.formats.deepspeed.files import round_robin_order
 from reshard_engine.formats.deepspeed.partitioning import (
     Run,
     alignment_elems,

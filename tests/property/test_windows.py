@@ -15,12 +15,10 @@ from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.casts.rows import INDEXED_BYTES, copy_rows
-from reshard_engine.execute.gather.fill import fill
-from reshard_engine.execute.gather.tensor_reader import STRAIGHT_BYTES, TensorReader
-from reshard_engine.integrity.digests import BLOCK_BYTES
-from reshard_engine.plan.model import Chunk, Unit
-from reshard_engine.plan.write_items import WriteItem, steps_of
-from reshard_engine.storage.checksums import crc32
+from reshard_engine.execute.gather import STRAIGHT_BYTES, TensorReader, fill
+from reshard_engine.integrity.checksums import BLOCK_BYTES
+from reshard_engine.plan.model import Chunk, Unit, WriteItem, steps_of
+from reshard_engine.storage.crc32 import crc32
 from reshard_engine.storage.local import LocalStore, kept_open
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.layout import Body, FileTemplate, TargetFile

@@ -20,7 +20,9 @@ from house.saves import DATA, LAUNCHERS
 from recipes.stand_ins import DASK, RAY, SRUN
 from reshard.errors import CODES
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 
 PAGE = ROOT / "docs" / "recipes" / "many-workers.md"

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from reshard.errors import StorageError
-from reshard_engine.execute.sinks.local_journal import LocalJournal
+from reshard_engine.execute.sinks.local import LocalJournal
 from reshard_engine.storage.locations import seen_through
 from reshard_engine.storage.protocol import ObjectStore, Store
-from reshard_engine.testing.faults import FaultyStore, Steps
+from reshard_engine.testing.stores import FaultyStore, Steps
 from reshard_worker import runner
 
 _T = TypeVar("_T")

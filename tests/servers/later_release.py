@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from house.repository import ROOT
-from reshard_jobs.schema import HEAD
+from reshard_jobs.database import HEAD
 
 LATER = f"{int(HEAD) + 1:04}"
 """The revision of the next release."""

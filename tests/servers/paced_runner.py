@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from reshard_engine.execute.sinks.local_journal import LocalJournal
+from reshard_engine.execute.sinks.local import LocalJournal
 from reshard_worker import runner
 
 

@@ -21,16 +21,16 @@ from typing import Any
 
 from reshard.errors import JobError, RequestError, class_of
 from reshard.installed_formats import target_names
-from reshard.models import (
+from reshard.models.jobs import (
     ConvertRequest,
     ConvertResult,
     FileEntry,
     Inspection,
     PlanSummary,
     Progress,
-    SourceSpec,
     VerifyReport,
 )
+from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork
 
 UNIT_BYTES = 1000
@@ -214,11 +214,11 @@ def create_app() -> Any:
 def main() -> int:
     """A runner or a probe with the scripted engine in the engine's place."""
     if sys.argv[1:2] == ["probe"]:
-        from reshard_service import inspection_process
+        from reshard_service.probes import process
 
         del sys.argv[1]
-        inspection_process.load_engine = ScriptedEngine
-        return inspection_process.main()
+        process.load_engine = ScriptedEngine
+        return process.main()
     from reshard_worker import runner
 
     runner.load_engine = ScriptedEngine

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import psycopg
 
-from reshard.client import Client
+from reshard.api.client import Client
 from servers.process import ServerProcess, free_port, running
 
 LEASE_S = 2.5

@@ -12,7 +12,7 @@ from reshard.cli import local
 from reshard.cli.main import run
 from reshard.cli.remote import _absolute
 from reshard.errors import JobError
-from reshard.models import SourceSpec
+from reshard.options import SourceSpec
 
 
 class Engine:

@@ -14,14 +14,14 @@ from rich.console import Console
 
 from house.promises import command
 from house.saves import DATA
-from reshard import progress_bars as bars
-from reshard.choices import DTYPE_NAMES, WeightDtype
-from reshard.cli import colours
-from reshard.cli.choosing import chosen
-from reshard.cli.next_steps import next_steps
-from reshard.models import Progress
-from reshard.progress_bars import facts_of, line_of
-from reshard.sizes import format_duration
+from reshard import progress as bars
+from reshard.cli import help_pages
+from reshard.cli.flags import chosen
+from reshard.cli.output import next_steps
+from reshard.models.jobs import Progress
+from reshard.option import format_duration
+from reshard.progress import facts_of, line_of
+from reshard.wire_model import DTYPE_NAMES, WeightDtype
 
 SOURCE = str(DATA / "zero2_tiny")
 
@@ -137,7 +137,7 @@ def test_errors_have_colour_where_the_terminal_has_it(
         monkeypatch.setenv(name, value)
     screen = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
-    colours.complain("source.not_found", "nothing is there", "reshard inspect .")
+    help_pages.complain("source.not_found", "nothing is there", "reshard inspect .")
     text = screen.getvalue()
     assert ("\x1b[" in text) is coloured
     plain = re.sub(r"\x1b\[[\d;]*m", "", text)

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from reshard import _wire
-from reshard._sse import EventLines, ServerEvent
-from reshard._wire import Answer
-from reshard.client import Client
+from reshard.api import wire
+from reshard.api.client import Client
+from reshard.api.exchange import EventLines, ServerEvent
+from reshard.api.wire import Answer
 from reshard.errors import JobError, RequestError, SourceError
-from reshard.models import Job, JobList, JobState
+from reshard.models.jobs import Job, JobList
+from reshard.wire_model import JobState
 
 PROBLEM = {"code": "source.not_found", "detail": "nothing there", "fix": "look again", "details": {"url": "x"}}
 
@@ -37,20 +38,20 @@ def test_server_events() -> None:
 
 def test_problems_become_typed_errors() -> None:
     with pytest.raises(SourceError) as caught:
-        _wire.parse(answer(422, PROBLEM), Job)
+        wire.parse(answer(422, PROBLEM), Job)
     assert (caught.value.code, caught.value.fix, caught.value.details) == (
         "source.not_found",
         "look again",
         {"url": "x"},
     )
     with pytest.raises(JobError, match=r"service\.protocol"):
-        _wire.parse(answer(200, {"id": "x"}), Job)
+        wire.parse(answer(200, {"id": "x"}), Job)
     with pytest.raises(JobError, match=r"service\.unavailable"):
-        _wire.parse(answer(502, b"<html>bad gateway\x1b[31m</html>"), Job)
+        wire.parse(answer(502, b"<html>bad gateway\x1b[31m</html>"), Job)
     with pytest.raises(JobError, match=r"service\.protocol"):
-        _wire.parse(answer(418, ["teapot"]), Job)
+        wire.parse(answer(418, ["teapot"]), Job)
     with pytest.raises(JobError, match=r"service\.protocol"):
-        _wire.parse(answer(422, {"code": "from.the.future", "detail": "new"}), Job)
+        wire.parse(answer(422, {"code": "from.the.future", "detail": "new"}), Job)
 
 
 @pytest.mark.parametrize(
@@ -68,26 +69,26 @@ def test_problems_become_typed_errors() -> None:
     ],
 )
 def test_what_is_tried_again(status: int, body: object, *, expected: bool) -> None:
-    assert _wire.passing(answer(status, body)) is expected
+    assert wire.passing(answer(status, body)) is expected
 
 
 def test_pauses_grow_and_obey_the_service() -> None:
-    pauses = [_wire.pause_s(tries, 1.0, None) for tries in range(8)]
+    pauses = [wire.pause_s(tries, 1.0, None) for tries in range(8)]
     assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
-    assert _wire.pause_s(0, 0.0, None) == 0.125
-    assert _wire.pause_s(0, 1.0, answer(503, b"", **{"retry-after": "3"})) == 3.0
-    assert _wire.pause_s(0, 1.0, answer(503, b"", **{"retry-after": "999"})) == 10.0
-    assert _wire.pause_s(0, 1.0, answer(503, b"", **{"retry-after": "Wed, 21 Oct"})) == 0.25
+    assert wire.pause_s(0, 0.0, None) == 0.125
+    assert wire.pause_s(0, 1.0, answer(503, b"", **{"retry-after": "3"})) == 3.0
+    assert wire.pause_s(0, 1.0, answer(503, b"", **{"retry-after": "999"})) == 10.0
+    assert wire.pause_s(0, 1.0, answer(503, b"", **{"retry-after": "Wed, 21 Oct"})) == 0.25
 
 
 def test_calls() -> None:
-    request = _wire.convert_request("s3://a", "s3://b", "universal", {"tag": "t", "threads": 2})
-    call = _wire.submit_call(request, {"labels": {"x": "y"}, "max_attempts": 4}, "key")
+    request = wire.convert_request("s3://a", "s3://b", "universal", {"tag": "t", "threads": 2})
+    call = wire.submit_call(request, {"labels": {"x": "y"}, "max_attempts": 4}, "key")
     assert call.headers == {"Idempotency-Key": "key"}
     assert call.body["source"] == {"url": "s3://a", "tag": "t", "profile": None}
     assert (call.body["labels"], call.body["max_attempts"], call.body["threads"]) == ({"x": "y"}, 4, 2)
-    assert _wire.job_call("a/../b").path == "/v1/jobs/a%2F..%2Fb"
-    listing = _wire.list_call((JobState.QUEUED, JobState.FAILED), {"a": "b=c"}, 10, "token")
+    assert wire.job_call("a/../b").path == "/v1/jobs/a%2F..%2Fb"
+    listing = wire.list_call((JobState.QUEUED, JobState.FAILED), {"a": "b=c"}, 10, "token")
     assert listing.params == (
         ("page_size", "10"),
         ("state", "QUEUED"),
@@ -95,12 +96,12 @@ def test_calls() -> None:
         ("label", "a=b=c"),
         ("page_token", "token"),
     )
-    assert _wire.stream_call("j", 0).headers.get("Last-Event-ID") is None
-    assert _wire.stream_call("j", 7).headers["Last-Event-ID"] == "7"
+    assert wire.stream_call("j", 0).headers.get("Last-Event-ID") is None
+    assert wire.stream_call("j", 7).headers["Last-Event-ID"] == "7"
     with pytest.raises(RequestError, match=r"request\.invalid: dtype is none of 'fp32'"):
-        _wire.convert_request("s3://a", "s3://b", "torch", {"dtype": "fp3"})
+        wire.convert_request("s3://a", "s3://b", "torch", {"dtype": "fp3"})
     # A service may have formats that are not installed here.
-    assert _wire.convert_request("s3://a", "s3://b", "cake", {}).to == "cake"
+    assert wire.convert_request("s3://a", "s3://b", "cake", {}).to == "cake"
 
 
 def test_a_client_needs_a_url(monkeypatch: pytest.MonkeyPatch) -> None:

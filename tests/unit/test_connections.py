@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from reshard_jobs.connections import POSTGRES_TIMEOUTS, engine_of
+from reshard_jobs.database import POSTGRES_TIMEOUTS, engine_of
 
 
 def test_a_server_that_never_answers_is_given_up() -> None:

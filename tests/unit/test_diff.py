@@ -17,14 +17,15 @@ from laws.deepspeed_files import Layout, write_checkpoint
 from laws.deepspeed_source import cases_of, rules_of
 from laws.universal_source import UniversalSource
 from reshard.cli.main import run
-from reshard.diffs import DifferenceKind, DiffOptions, DiffReport
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat, WeightDtype
+from reshard.models.jobs import ConvertRequest, Progress
+from reshard.models.reports import DifferenceKind, DiffOptions, DiffReport
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine import local as engine_module
-from reshard_engine.operations.diff import comparison
+from reshard_engine.operations import diff as comparison
 from reshard_engine.tensors.dtypes import BY_NAME
-from reshard_engine.testing.formats import Case
-from reshard_engine.testing.logical import MASTER, Bits, Instance, LogicalParameter, LogicalState
+from reshard_engine.testing.logical import MASTER, Bits, Case, Instance, LogicalParameter, LogicalState
 
 DATA = Path(__file__).parent.parent / "data"
 HYPER: Mapping[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reshard_engine.operations.diff.values import compare_elements
-from reshard_engine.pickles.differences import TreeDifference, compare_trees, text_of
+from reshard_engine.operations.diff import compare_elements
 from reshard_engine.pickles.nodes import PDict, PList, PTuple
+from reshard_engine.pickles.trees import TreeDifference, compare_trees, text_of
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 
 

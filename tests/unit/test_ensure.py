@@ -17,17 +17,14 @@ import torch
 import reshard
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
 from reshard.cli.main import run
-from reshard.ensuring import Ensured, Outcome, converters as _makers, ensured, local_checkpoints as _places
+from reshard.ensuring import converters as _makers, local_checkpoints as _places
+from reshard.ensuring.call import Ensured, Outcome, ensured
 from reshard.ensuring.local_checkpoints import LocalSource, find_source, finished, place_companions
 from reshard.errors import RequestError, SourceError, StorageError
 from reshard.local import load_engine
-from reshard.models import (
-    ConvertRequest,
-    Inspection,
-    NativeLayout,
-    SourceSpec,
-    TargetFormat,
-)
+from reshard.models.jobs import ConvertRequest, Inspection
+from reshard.options import NativeLayout, SourceSpec
+from reshard.wire_model import TargetFormat
 
 
 @pytest.fixture(autouse=True)

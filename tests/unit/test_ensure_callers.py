@@ -23,17 +23,9 @@ from reshard.ensuring.election import Election
 from reshard.ensuring.local_checkpoints import finished
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, StorageError, from_problem
 from reshard.local import load_engine
-from reshard.models import (
-    ConvertRequest,
-    Inspection,
-    Job,
-    JobState,
-    OpaquePolicy,
-    Problem,
-    SourceSpec,
-    WeightDtype,
-)
-from reshard.options import DeepSpeedOptions
+from reshard.models.jobs import ConvertRequest, Inspection, Job, Problem
+from reshard.options import DeepSpeedOptions, SourceSpec
+from reshard.wire_model import JobState, OpaquePolicy, WeightDtype
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +239,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     found = Service()
-    monkeypatch.setattr("reshard.client.Client", found)
+    monkeypatch.setattr("reshard.api.client.Client", found)
     monkeypatch.setenv("RESHARD_URL", "http://service")
     return found
 

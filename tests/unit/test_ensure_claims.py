@@ -16,7 +16,7 @@ import pytest
 
 from reshard.ensuring import election as _election
 from reshard.ensuring.election import Election
-from reshard.process_identity import process_scope
+from reshard.shared_work import process_scope
 
 
 @contextmanager

@@ -10,13 +10,9 @@ from house.saves import DATA, wanted
 from reshard.ensuring.world import fits, visible_processes
 from reshard.errors import RequestError
 from reshard.local import load_engine
-from reshard.models import (
-    Inspection,
-    NativeLayout,
-    SourceSpec,
-    WeightDtype,
-    ZeroStage,
-)
+from reshard.models.jobs import Inspection
+from reshard.options import NativeLayout, SourceSpec
+from reshard.wire_model import WeightDtype, ZeroStage
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from reshard.models import JobEvent
-from reshard_jobs.event_log import EventLog
-from reshard_service.event_feed import EventFeed
+from reshard.models.jobs import JobEvent
+from reshard_jobs.queue.states import EventLog
+from reshard_service.api.context import EventFeed
 
 
 class FailingLog:

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from reshard.models import JobEventPage
-from reshard_jobs.principals import OPERATOR
-from reshard_service.context import ServiceContext
-from reshard_service.events_api import _stream
+from reshard.models.jobs import JobEventPage
+from reshard_jobs.tenants.principals import OPERATOR
+from reshard_service.api.context import ServiceContext
+from reshard_service.api.job_events import _stream
 
 EMPTY = JobEventPage(events=(), done=False)
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.models import SourceSpec
-from reshard_jobs.roots import Roots
-from reshard_service.inspection_pool import Prober
+from reshard.options import SourceSpec
+from reshard_jobs.limits import Roots
+from reshard_service.probes.pool import Prober
 from reshard_service.settings import ServiceSettings
 
 NEVER_READY = "import os, signal, sys; open(sys.argv[1], 'w').write(str(os.getpid())); signal.pause()"

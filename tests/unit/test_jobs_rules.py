@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from reshard.errors import RequestError
-from reshard.models import ConvertRequest, JobState, Progress, SourceSpec, TargetFormat
-from reshard.options import Options, PeftOptions
-from reshard.sizes import format_size, parse_size
-from reshard_jobs.limits import SERVICE, TenantLimits
-from reshard_jobs.roots import Roots, normalized_url
+from reshard.errors import RequestError, format_size
+from reshard.models.jobs import ConvertRequest, Progress
+from reshard.option import parse_size
+from reshard.options import Options, PeftOptions, SourceSpec
+from reshard.wire_model import JobState, TargetFormat
+from reshard_jobs.limits import SERVICE, Roots, TenantLimits, normalized_url
+from reshard_jobs.queue.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
 from reshard_jobs.settings import JobSettings
-from reshard_jobs.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
 
 
 def test_the_state_machine_is_total_and_ends() -> None:

@@ -10,14 +10,12 @@ from itertools import pairwise
 import pytest
 
 from house.repository import ROOT
-from reshard.cli.picture import html_of, picture_lines
-from reshard.drawing.marks import COLOURS
-from reshard.drawing.parts import Part, Side, flows, side_of
-from reshard.drawing.rows import MAX_ROWS, range_label, rows_of, shown_axes
-from reshard.layout_svg import STYLE, render
+from reshard.cli.output import html_of, picture_lines
+from reshard.draw.layout import MAX_ROWS, STYLE, Part, Side, flows, range_label, render, rows_of, shown_axes, side_of
+from reshard.draw.marks import COLOURS
 from reshard.local import load_engine
-from reshard.models import SourceSpec
-from reshard.pictures import FileShare, LayoutPicture, Region, TensorPicture
+from reshard.models.reports import FileShare, LayoutPicture, Region, TensorPicture
+from reshard.options import SourceSpec
 
 DATA = ROOT / "tests" / "data"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -250,7 +248,7 @@ def _contrast(a: str, b: str) -> float:
 
 def test_texts_and_outlines_can_be_told_from_the_paper() -> None:
     """WCAG 2.2: 4.5 for text, 3 for the outlines of what has a colour; in both themes."""
-    from reshard.drawing import marks
+    from reshard.draw import marks
 
     for theme in (marks._LIGHT, marks._DARK):
         assert min(_contrast(theme["paper"], theme[ink]) for ink in ("ink", "muted")) >= 4.5

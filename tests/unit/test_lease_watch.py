@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
-from reshard.models import ConvertRequest, JobKind, Progress, SourceSpec, TargetFormat
-from reshard_jobs.leases import JobClaim, LeaseStatus
+from reshard.models.jobs import ConvertRequest, Progress
+from reshard.options import SourceSpec
+from reshard.wire_model import JobKind, TargetFormat
 from reshard_jobs.limits import SERVICE
+from reshard_jobs.queue.leases import JobClaim, LeaseStatus
 from reshard_jobs.settings import JobSettings
-from reshard_worker.lease_heartbeat import LeaseHeartbeat
 from reshard_worker.settings import WorkerSettings
+from reshard_worker.supervisor import LeaseHeartbeat
 
 CLAIM = JobClaim(
     job_id="job",
@@ -85,7 +87,7 @@ def edge() -> Edge:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("reshard_worker.lease_heartbeat.time", clock)
+    monkeypatch.setattr("reshard_worker.supervisor.time", clock)
     return clock
 
 

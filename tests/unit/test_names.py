@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from reshard.errors import RequestError
-from reshard.models import NameScheme
-from reshard_engine.formats.deepspeed.rules.names import nesting_of, rename_all
+from reshard.wire_model import NameScheme
+from reshard_engine.formats.deepspeed.relabel import nesting_of, rename_all
 
 _INNER = (
     "input_layernorm.weight",

@@ -15,9 +15,9 @@ import pytest
 
 import reshard
 from house.repository import ROOT
-from reshard.diffs import DifferenceKind, DiffReport
+from reshard.draw.notebook import MAX_ROWS
 from reshard.local import load_engine
-from reshard.models import (
+from reshard.models.jobs import (
     ConvertRequest,
     ConvertResult,
     Inspection,
@@ -25,10 +25,10 @@ from reshard.models import (
     JobList,
     PlanSummary,
     Problem,
-    SourceSpec,
     VerifyReport,
 )
-from reshard.notebook import MAX_ROWS
+from reshard.models.reports import DifferenceKind, DiffReport
+from reshard.options import SourceSpec
 from reshard.wire_model import Drawn, ShownModel, WireModel
 
 DATA = ROOT / "tests" / "data"

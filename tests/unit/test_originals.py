@@ -16,7 +16,9 @@ from reshard import deepspeed
 from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
 

@@ -6,10 +6,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from reshard.models import ConvertRequest, Inspection, Job, JobEvent, JobState, JobWorker, SourceSpec
-from reshard_jobs.roots import Roots
-from reshard_service.pages.job_facts import happenings_of
-from reshard_service.pages.submission_form import suggested_target
+from reshard.models.jobs import ConvertRequest, Inspection, Job, JobEvent, JobWorker
+from reshard.options import SourceSpec
+from reshard.wire_model import JobState
+from reshard_jobs.limits import Roots
+from reshard_service.pages.job import happenings_of
+from reshard_service.pages.submit import suggested_target
 from reshard_service.pages.words import format_name, label_of, places_in, target_of, worded
 
 BEGIN = datetime(2026, 11, 25, tzinfo=UTC)

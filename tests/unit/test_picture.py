@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 from house.repository import ROOT
 from reshard.cli.main import app
-from reshard.cli.picture import picture_lines
+from reshard.cli.output import picture_lines
+from reshard.draw.layout import render
 from reshard.errors import RequestError
-from reshard.layout_svg import render
 from reshard.local import load_engine
-from reshard.models import OpaquePolicy, SourceSpec
-from reshard.pictures import TensorPicture
+from reshard.models.reports import TensorPicture
+from reshard.options import SourceSpec
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.sources import read_checkpoint
@@ -32,7 +33,7 @@ from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.tensors.cuts import Cut, joined, local_grid, parts
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import ShardMapBuilder
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 DATA = ROOT / "tests" / "data"
 SHARED = ROOT.parent / "shared" / "checkpoints"

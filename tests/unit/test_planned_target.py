@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from house.repository import ROOT
-from reshard._wire import convert_request
+from reshard.api.wire import convert_request
 from reshard.errors import RequestError
 from reshard.keywords import ConvertOptions
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, SourceSpec
-from reshard.pictures import LayoutPicture
+from reshard.models.jobs import ConvertRequest
+from reshard.models.reports import LayoutPicture
+from reshard.options import SourceSpec
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.operations.planned_target import PlannedStore
+from reshard_engine.operations.layout_map import PlannedStore
 from reshard_engine.storage.protocol import ObjectInfo, read_bytes
 
 DATA = ROOT / "tests" / "data"

@@ -19,7 +19,7 @@ from house.repository import ROOT
 from house.saves import LAUNCHERS, make_save
 from laws.small_models import piped_model, write_source
 from reshard.errors import ReshardError
-from reshard.models import SourceSpec
+from reshard.options import SourceSpec
 from reshard_engine.local import LocalEngine
 
 REAL = ROOT.parent / "shared" / "checkpoints" / "rank_files"

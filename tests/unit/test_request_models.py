@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 from pydantic import ValidationError
 
-from reshard.identity_models import NewTenant, NewToken
-from reshard.models import ConvertRequest, SubmitRequest
+from reshard.models.access import NewTenant, NewToken, RotateRequest
+from reshard.models.jobs import ConvertRequest, SubmitRequest
 from reshard.options import DeepSpeedOptions, PeftOptions, WeightsOptions
-from reshard.webhook_models import RotateRequest
 from reshard.wire_model import RequestModel
 
 MODELS: tuple[type[RequestModel], ...] = (

@@ -18,7 +18,7 @@ from reshard_engine.spans import begin_span as begin_engine_span
 from reshard_jobs.logs import secrets_of
 from reshard_jobs.tracing import OFF, _Process, _Seldom, begin_span, current, wanted
 from reshard_worker.protocol import SpanBegan, SpanEnded, parse_message
-from reshard_worker.runner_spans import RunnerSpans
+from reshard_worker.runner import RunnerSpans
 
 CHECKPOINT = ROOT / "tests" / "data" / "zero3_tiny"
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}

@@ -16,8 +16,8 @@ from standardwebhooks import Webhook, WebhookVerificationError
 
 from reshard.errors import RequestError
 from reshard_service.settings import ServiceSettings
-from reshard_service.webhook_address import ForbiddenAddressError, JudgedConnections, accepted_url, may_be_called
-from reshard_service.webhook_secrets import Sealer, UnknownKeyError, new_secret, signature
+from reshard_service.webhooks.address import ForbiddenAddressError, JudgedConnections, accepted_url, may_be_called
+from reshard_service.webhooks.secrets import Sealer, UnknownKeyError, new_secret, signature
 
 PUBLIC = ("8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "::ffff:8.8.8.8")
 REFUSED = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 from reshard.errors import RequestError, SourceError, printable
-from reshard.models import NotCarried
+from reshard.models.jobs import NotCarried
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
 from reshard_engine.tensors.cuts import Cut

@@ -10,29 +10,24 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pydantic import ValidationError
 
-from reshard.checkups import Finding
-from reshard.diffs import DiffOptions, DiffReport
 from reshard.errors import RequestError, SourceError, printable
-from reshard.install import install_line
-from reshard.local import StateDicts
-from reshard.models import (
+from reshard.local import Finding, StateDicts, install_line
+from reshard.models.jobs import (
     CleanReport,
     ConvertRequest,
     ConvertResult,
     FileEntry,
     Inspection,
-    OpaquePolicy,
     PlanSummary,
     Progress,
     SlimResult,
-    SourceSpec,
-    TargetFormat,
     VerifyReport,
     WorkShare,
 )
-from reshard.pictures import LayoutPair, LayoutPicture
+from reshard.models.reports import DiffOptions, DiffReport, LayoutPair, LayoutPicture
+from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork
-from reshard.validation import invalid
+from reshard.wire_model import OpaquePolicy, TargetFormat, invalid
 from reshard_engine.formats.registry import rules_of
 from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
 from reshard_engine.integrity.manifest import MANIFEST_NAME
@@ -62,7 +57,7 @@ class LocalEngine:
 
     def planned_pictures(self, request: ConvertRequest, tensor: str | None = None) -> LayoutPair:
         """List what the files of the source hold, and what those of the target will hold."""
-        from reshard_engine.operations.planned_target import planned_pictures
+        from reshard_engine.operations.layout_map import planned_pictures
 
         return planned_pictures(request, tensor)
 
@@ -100,8 +95,7 @@ class LocalEngine:
         abandoned: Collection[str] = (),
     ) -> ConvertResult:
         """Run the conversion to its commit, alone or with other workers. Resumes an interrupted run of the same one."""
-        from reshard_engine.operations.conversion import Conversion
-        from reshard_engine.operations.ownership import Ownership
+        from reshard_engine.operations.conversion import Conversion, Ownership
 
         if on_progress is not None:
             on_progress(Progress(phase="planning"))
@@ -151,7 +145,7 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> SlimResult:
         """Rewrite a torch file, or all files of a directory, so that each storage is only as long as its tensors."""
-        from reshard_engine.operations.slimming import slim
+        from reshard_engine.operations.cleaning import slim
 
         # Foreign objects are kept as data and never executed: the source contains them already.
         try:
@@ -205,7 +199,7 @@ class LocalEngine:
         should_stop: Callable[[], bool] | None = None,
     ) -> DiffReport:
         """Compare two checkpoints by logical tensor. Foreign objects are compared as data, never refused."""
-        from reshard_engine.operations.diff.comparison import diff_checkpoints
+        from reshard_engine.operations.diff import diff_checkpoints
 
         rules = rules_of(options.options)
         left, right = (

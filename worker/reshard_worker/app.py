@@ -4,11 +4,7 @@ The broker is only a doorbell: a message says that a job is waiting. The jobs, t
 the job database. The worker that takes a message claims the next job. The reaper replaces a lost message by a new one,
 and a superfluous message finds no job to claim.
 """
-# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-# Each pool process imports this module before it reports that it runs. Modules that only jobs need are imported by
-# the first job.
 from __future__ import annotations
 
 import logging
@@ -17,7 +13,9 @@ import signal
 import threading
 import time
 from functools import cache
+from queue import Empty
 from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
 
 from celery import Celery, bootsteps
 from celery.signals import (
@@ -30,25 +28,115 @@ from celery.signals import (
     worker_shutdown,
 )
 from celery.worker import state
+from kombu.transport import TRANSPORT_ALIASES, redis
+from redis.exceptions import DataError
 
-from reshard_engine.lifetime import die_with_parent
-from reshard_jobs.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
+from reshard.errors import printable
+from reshard_engine.warm_process import die_with_parent
 from reshard_jobs.logs import as_json, configure_logs
+from reshard_jobs.queue.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
 from reshard_worker.alive import JOB, LOOP, LOOP_S, hears
-from reshard_worker.doorbell_transport import install
 
 if TYPE_CHECKING:
     from reshard_jobs.database import Database
-    from reshard_jobs.discards import Discards
-    from reshard_jobs.helpers import Helpers
-    from reshard_jobs.leases import Leases
-    from reshard_jobs.nodes import Nodes
+    from reshard_jobs.queue.discards import Discards
+    from reshard_jobs.queue.helpers import Helpers
+    from reshard_jobs.queue.leases import Leases
+    from reshard_jobs.queue.nodes import Nodes
     from reshard_worker.child import Runners
+    from reshard_worker.embedded import ReaperThread
     from reshard_worker.host_faults import Presence
-    from reshard_worker.reaping import ReaperThread
     from reshard_worker.supervisor import Supervisor
 
+
+# The Redis transport of a worker: of an entry of the queue it takes the doorbell's name and nothing else.
+#
+# kombu 5.7 and Celery 5.7 expect that whoever writes to the queue is Celery. Another entry raises in the event loop of
+# the worker, and the worker ends. Headers such as `eta`, `expires` and `timelimit` would put a message off, drop it, or
+# kill the process of the running job. The doorbell's messages carry nothing that is needed, so nothing is lost with
+# them.
+
+
+# ruff: noqa: SLF001 - kombu has no public place between the entry and its consumer
+# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false, reportUntypedBaseClass=false
+
+
 logger = logging.getLogger(__name__)
+
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, DataError)
+"""Errors that an entry causes where it is not what Celery writes. Those of a connection are none of these."""
+
+
+class Channel(redis.Channel):
+    """A channel that outlives any entry of its queues."""
+
+    def basic_consume(self, queue: str, *arguments: Any, **options: Any) -> None:
+        """Consume from a queue; messages at which the consumer fails are dropped."""
+        super().basic_consume(queue, *arguments, **options)
+        deliver = self.connection._callbacks[queue]
+
+        def deliver_or_drop(raw: Any) -> None:
+            held = set(self.qos._delivered or ())
+            try:
+                deliver(_bell_of(raw) if queue == DOORBELL_QUEUE else raw)
+            except _DAMAGE as error:
+                _dropped(queue, error)
+                # A message that is not acknowledged would keep the worker from taking another one.
+                for tag in set(self.qos._delivered or ()) - held:
+                    self.basic_ack(tag)
+
+        self.connection._callbacks[queue] = deliver_or_drop
+
+    def _brpop_read(self, **options: Any) -> Any:
+        try:
+            return super()._brpop_read(**options)
+        except _DAMAGE as error:
+            _dropped("the broker", error)
+            raise Empty from None
+
+
+class Transport(redis.Transport):
+    """The Redis transport with such channels."""
+
+    Channel = Channel
+
+
+def install() -> None:
+    """Use this transport for all Redis connections of this process."""
+    for scheme in ("redis", "rediss"):
+        TRANSPORT_ALIASES[scheme] = f"{__name__}:Transport"
+
+
+def _bell_of(raw: Any) -> dict[str, Any]:
+    """The message that Celery writes for the doorbell's task, in the place of one that somebody wrote.
+
+    Raises:
+        LookupError: It is not for this task. Entries that are no messages raise other errors of `_DAMAGE`.
+    """
+    if raw["headers"]["task"] != DOORBELL_TASK:
+        raise LookupError(DOORBELL_TASK)
+    name = str(uuid4())
+    return {
+        "body": "[[], {}, {}]",
+        "content-type": "application/json",
+        "content-encoding": "utf-8",
+        "headers": {"lang": "py", "task": DOORBELL_TASK, "id": name, "root_id": name, "retries": 0},
+        "properties": {
+            "delivery_tag": name,
+            "delivery_info": {"exchange": "", "routing_key": DOORBELL_QUEUE},
+            "priority": 0,
+        },
+    }
+
+
+def _dropped(queue: str, error: Exception) -> None:
+    logger.warning("an entry of %s was dropped, it is no message: %s", queue, printable(f"{error!r}"))
+
+
+# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 
 _PROCESS_START_S = 300.0
 """Seconds that a pool process which replaces another one may take to start. Celery's default is 4 s, after which it
@@ -160,13 +248,12 @@ def _check_start(**_kwargs: Any) -> None:
 @cache
 def _tools() -> tuple[Supervisor, Leases, Helpers, Discards]:
     """The supervisor and what it works with in this pool process, with database connections of its own."""
-    from reshard_jobs.discards import Discards
-    from reshard_jobs.helpers import Helpers
-    from reshard_jobs.leases import Leases
+    from reshard_jobs.queue.discards import Discards
+    from reshard_jobs.queue.helpers import Helpers
+    from reshard_jobs.queue.leases import Leases
     from reshard_worker.host_faults import HostWatch
     from reshard_worker.settings import WorkerSettings, worker_name
-    from reshard_worker.supervisor import Supervisor
-    from reshard_worker.tally import Tally
+    from reshard_worker.supervisor import Supervisor, Tally
 
     settings = WorkerSettings.from_env()
     jobs, nodes = settings.jobs, _nodes()
@@ -199,7 +286,7 @@ def _database() -> Database:
 
 @cache
 def _nodes() -> Nodes:
-    from reshard_jobs.nodes import Nodes
+    from reshard_jobs.queue.nodes import Nodes
     from reshard_jobs.settings import JobSettings
 
     return Nodes(_database(), lease_s=JobSettings.from_env().lease_s)
@@ -257,9 +344,8 @@ _reapers: list[ReaperThread] = []
 @worker_ready.connect
 def _start_reaper(**_kwargs: Any) -> None:
     from reshard_jobs.database import Database
-    from reshard_jobs.reaper import Reaper
-    from reshard_jobs.retention import Retention
-    from reshard_worker.reaping import ReaperThread
+    from reshard_jobs.queue.reaper import Reaper, Retention
+    from reshard_worker.embedded import ReaperThread
     from reshard_worker.settings import WorkerSettings
 
     settings = WorkerSettings.from_env()

@@ -15,7 +15,6 @@ from contextvars import copy_context
 
 from reshard_jobs.logs import log_context
 from reshard_jobs.tracing import current
-from reshard_worker.engine_spans import EngineSpans
 from reshard_worker.protocol import (
     GO,
     STAYS_VARIABLE,
@@ -28,6 +27,7 @@ from reshard_worker.protocol import (
     SpanEnded,
     parse_message,
 )
+from reshard_worker.spans import EngineSpans
 
 logger = logging.getLogger(__name__)
 

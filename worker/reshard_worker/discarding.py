@@ -1,21 +1,24 @@
-"""Runs an engine that removes what the attempts of a job left in and beside its target."""
+"""Removes what jobs left beside their targets: after a discard, and for `reshard gc`."""
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 import time
 from collections.abc import Callable
 
 from sqlalchemy.exc import DBAPIError
 
-from reshard.errors import JobError, ReshardError, from_problem
-from reshard_jobs.discards import DiscardClaim, Discards
+from reshard.errors import ExitCode, JobError, ReshardError, counted, from_problem
+from reshard_jobs.database import Database
 from reshard_jobs.logs import log_as
+from reshard_jobs.queue.discards import DiscardClaim, Discards
+from reshard_jobs.queue.reaper import Reaper, Retention
 from reshard_worker.alive import JOB
 from reshard_worker.child import Runners
-from reshard_worker.commands import engine_command
 from reshard_worker.protocol import Command, Failure, Result
-from reshard_worker.settings import WorkerSettings
+from reshard_worker.settings import WorkerSettings, engine_command
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +121,60 @@ class _Lease:
             return now - self._beat_at < self._discards.lease_s
         self._beat_at = now
         return held
+
+
+# `reshard gc`: removes what ended jobs left beside their targets, and records that are old enough.
+
+
+def gc(*, now: bool = False, dry_run: bool = False, as_json: bool = False) -> None:
+    """Make every discard that is due, and forget old jobs.
+
+    Args:
+        now: True to make discards that are not due yet, too.
+        dry_run: True to list the jobs only.
+        as_json: True for one JSON object.
+
+    Raises:
+        ReshardError: A setting is wrong, or the job database does not answer.
+        SystemExit: Files of a job could not be removed.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    settings = WorkerSettings.from_env()
+    jobs = settings.jobs
+    database = Database(jobs.database_url)
+    runners = Runners(settings.runner_command, warm=settings.warm_engine)
+    discards = Discards(database, lease_s=jobs.lease_s)
+    try:
+        if dry_run:
+            _report(dict.fromkeys(discards.pending(due=not now)), 0, done="would be", as_json=as_json)
+            return
+        if now:
+            discards.bring_forward()
+        reaper = Reaper(database, lease_s=jobs.lease_s, retention=Retention.of(jobs))
+        found: dict[str, ReshardError | None] = {}
+        ended = EndedDiscards(discards, settings, runners)
+        while (outcome := ended.run_next()) is not None:
+            found[outcome[0]] = outcome[1]
+        forgotten = 0
+        while count := reaper.sweep().forgotten:
+            forgotten += count
+        _report(found, forgotten, done="are", as_json=as_json)
+    finally:
+        runners.close()
+        database.close()
+    if any(found.values()):
+        raise SystemExit(int(ExitCode.FAILED))
+
+
+def _report(jobs: dict[str, ReshardError | None], forgotten: int, *, done: str, as_json: bool) -> None:
+    if as_json:
+        listed = [{"id": job_id, "problem": e.to_problem() if e else None} for job_id, e in jobs.items()]
+        sys.stdout.write(json.dumps({"schema_version": 1, "jobs": listed, "forgotten": forgotten}) + "\n")
+        return
+    for job_id, problem in jobs.items():
+        sys.stdout.write(
+            f"{job_id}: " + (f"its files stay: {problem}" if problem else f"its files {done} removed") + "\n"
+        )
+    sys.stdout.write(
+        f"{counted(len(jobs), 'job')} had files to remove, {counted(forgotten, 'old job')} {done} forgotten\n"
+    )

@@ -9,28 +9,71 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import ReshardError
-from reshard_engine.lifetime import die_with_parent
-from reshard_jobs.database import Database
-from reshard_jobs.discards import Discards
-from reshard_jobs.leases import Leases
+from reshard_engine.warm_process import die_with_parent
+from reshard_jobs.database import Database, PeriodicThread
 from reshard_jobs.logs import configure_logs
-from reshard_jobs.nodes import Nodes
-from reshard_jobs.reaper import Reaper
-from reshard_jobs.retention import Retention
+from reshard_jobs.queue.discards import Discards
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.nodes import Nodes
+from reshard_jobs.queue.reaper import Reaper, Retention
 from reshard_jobs.tracing import stop_tracing
 from reshard_worker.child import Runners
 from reshard_worker.host_faults import HostWatch, Presence
-from reshard_worker.reaping import ReaperThread
 from reshard_worker.settings import WorkerSettings, worker_name
-from reshard_worker.supervisor import Supervisor
-from reshard_worker.tally import Tally
+from reshard_worker.supervisor import Supervisor, Tally
+
+# The reaper's thread beside a driver: sweeps while jobs run, and rings the doorbell if jobs wait.
 
 logger = logging.getLogger(__name__)
+
+
+class ReaperThread:
+    """Sweeps at once and then every `interval_s`, until stopped.
+
+    Args:
+        make_reaper: Makes the reaper to run; called again while it raises, because the database may be away.
+        interval_s: Seconds between two sweeps.
+        ring: Called if a job is available, even if its message was already sent; may raise `OSError`.
+    """
+
+    def __init__(
+        self, make_reaper: Callable[[], Reaper], *, interval_s: float, ring: Callable[[], None] | None = None
+    ) -> None:
+        self._make_reaper = make_reaper
+        self._reaper: Reaper | None = None
+        self._ring = ring
+        self._thread = PeriodicThread(self._sweep, interval_s=interval_s, name="reaper")
+
+    def start(self) -> None:
+        """Begin to sweep."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the sweep that runs now."""
+        self._thread.stop()
+
+    def _sweep(self) -> None:
+        try:
+            self._reaper = self._reaper or self._make_reaper()
+            sweep = self._reaper.sweep()
+        except (DBAPIError, ReshardError) as error:
+            logger.warning("the reaper's sweep failed and will be repeated: %s", error)
+            return
+        if sweep.requeued or sweep.failed or sweep.cancelled:
+            logger.info("reaper: requeued %s, failed %s, cancelled %s", sweep.requeued, sweep.failed, sweep.cancelled)
+        if self._ring is None or not sweep.work_waits:
+            return
+        try:
+            self._ring()
+        except OSError as error:
+            logger.warning("the doorbell could not be rung: %s", error)
+
 
 POLL_S = 0.25
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import ReshardError
-from reshard_jobs.leases import FULL
-from reshard_jobs.nodes import Nodes
-from reshard_jobs.periodic import PeriodicThread
+from reshard_jobs.database import PeriodicThread
+from reshard_jobs.queue.leases import FULL
+from reshard_jobs.queue.nodes import Nodes
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from typing import NoReturn
 
 from reshard.errors import RequestError
-from reshard.install import install_line
-from reshard_jobs.doorbell import DOORBELL_QUEUE
+from reshard.local import install_line
 from reshard_jobs.logs import LEVEL_VARIABLE, as_json
+from reshard_jobs.queue.doorbell import DOORBELL_QUEUE
 from reshard_worker.alive import VARIABLE as ALIVE_VARIABLE, prepare
 from reshard_worker.settings import WorkerSettings
 

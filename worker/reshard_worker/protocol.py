@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from reshard.errors import as_text
-from reshard.models import ConvertRequest, ConvertResult, PlanSummary, Problem, Progress, WorkShare
+from reshard.models.jobs import ConvertRequest, ConvertResult, PlanSummary, Problem, Progress, WorkShare
 from reshard.shared_work import SharedWork
 
 GO = b"go\n"

@@ -14,19 +14,19 @@ import signal
 import sys
 import threading
 import time
-from typing import BinaryIO
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import BinaryIO, Literal
 
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, printable
-from reshard.install import install_line
-from reshard.local import Engine, load_engine
-from reshard.models import Problem, Progress
-from reshard_engine.lifetime import die_with_parent
-from reshard_engine.spans import listen
-from reshard_engine.storage.confinement import confine
-from reshard_engine.warm_process import next_command
+from reshard.local import Engine, install_line, load_engine
+from reshard.models.jobs import ConvertRequest, Problem, Progress
+from reshard_engine.spans import EndSpan, listen
+from reshard_engine.storage.urls import confine
+from reshard_engine.warm_process import die_with_parent, next_command
 from reshard_jobs.logs import configure_logs, log_process_as
 from reshard_worker.host_faults import HOST
-from reshard_worker.memory_limit import limit_memory, open_reserve
 from reshard_worker.protocol import (
     GO,
     STAYS_VARIABLE,
@@ -37,8 +37,118 @@ from reshard_worker.protocol import (
     PlanRequest,
     ProgressMessage,
     Result,
+    SpanBegan,
+    SpanEnded,
 )
-from reshard_worker.runner_spans import RunnerSpans
+
+# Limits the memory of the engine's process, in addition to the limit that the engine keeps itself.
+
+_BESIDE_BUFFERS_BYTES = 3 << 30
+"""Bytes for the interpreter, libraries and the metadata of a large checkpoint; measured: below 1 GiB."""
+_RESERVE_BYTES = 64 << 20
+"""Bytes kept free to report an engine that ran into its limit: the frames of the error still hold the memory."""
+_STACK_BYTES = 8 << 20
+"""Bytes of one thread, as the kernel counts them."""
+_GPU = Path("/dev/nvidiactl")
+
+
+def engine_memory_bytes(request: ConvertRequest, chosen_bytes: int | None) -> int:
+    """Bytes of memory that the engine process may use for this request; 0 is no limit.
+
+    Args:
+        request: The request of the engine.
+        chosen_bytes: The operator's limit; None derives one from the request's own limit.
+    """
+    if chosen_bytes is not None:
+        return chosen_bytes
+    return request.memory_limit_bytes + _BESIDE_BUFFERS_BYTES + (request.threads or 0) * _STACK_BYTES
+
+
+def limit_memory(size_bytes: int) -> None:
+    """Limit the memory of this process. 0 is no limit, and there is none if a GPU may be used."""
+    if size_bytes <= 0 or _uses_gpu():
+        return
+    # RLIMIT_AS would count memory that is only mapped, and a CUDA build of torch maps more than a checkpoint needs.
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    whole_bytes = size_bytes + _RESERVE_BYTES
+    whole_bytes = whole_bytes if most == resource.RLIM_INFINITY else min(whole_bytes, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (min(size_bytes, whole_bytes), whole_bytes))
+
+
+def open_reserve() -> None:
+    """Raise the limit by the reserve, so that the process can report that the memory ran out."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _uses_gpu() -> bool:
+    device = os.environ.get("RESHARD_DEVICE", "")
+    return device.startswith("cuda") or (device != "cpu" and _GPU.exists())
+
+
+# Spans of an engine process, as it tells them to its supervisor, which sends them.
+#
+# The engine process needs no package of traces, no connection of its own and no time for a last flush; the spans that
+# it began are known also if it is killed.
+
+Send = Callable[[bytes], None]
+_PHASES: Mapping[str, Literal["plan", "units", "verify", "commit"]] = {
+    "planning": "plan",
+    "running": "units",
+    "verifying": "verify",
+    "committing": "commit",
+}
+
+
+class RunnerSpans:
+    """The spans of one command: one for each phase, and below them what the engine says itself."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._last = 0
+        self._phase = 0
+        self._open: dict[int, str] = {}
+
+    def enter(self, phase: str, *, bytes_done: int) -> None:
+        """Begin a phase of the conversion, which ends the one before; a phase without a span only does this."""
+        with self._lock:
+            written = {"bytes": bytes_done} if self._open.get(self._phase) == "units" else {}
+            self._end_all("", {self._phase: written})
+            self._phase = self._begin(name, 0, {}) if (name := _PHASES.get(phase)) is not None else 0
+
+    def begin(self, name: str, facts: Mapping[str, str | int]) -> EndSpan:
+        """Begin a span below the present phase."""
+        with self._lock:
+            number = self._begin(name, self._phase, facts)
+
+        def end(**more: int) -> None:
+            with self._lock:
+                self._end(number, "", more)
+
+        return end
+
+    def end_all(self, code: str = "") -> None:
+        """End what is open, with the code of an error if there is one."""
+        with self._lock:
+            self._end_all(code)
+
+    def _begin(self, name: str, parent: int, facts: Mapping[str, str | int]) -> int:
+        self._last += 1
+        self._open[self._last] = name
+        message = SpanBegan(number=self._last, parent=parent, name=name, at_ns=time.time_ns(), facts=dict(facts))
+        self._send(message.line())
+        return self._last
+
+    def _end_all(self, code: str, facts: Mapping[int, Mapping[str, int]] = MappingProxyType({})) -> None:
+        # Those that began last are within the others.
+        for number in sorted(self._open, reverse=True):
+            self._end(number, code, facts.get(number, {}))
+
+    def _end(self, number: int, code: str, facts: Mapping[str, int]) -> None:
+        if self._open.pop(number, None) is not None:
+            self._send(SpanEnded(number=number, at_ns=time.time_ns(), code=code, facts=dict(facts)).line())
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,26 +11,280 @@ from enum import StrEnum
 from sqlalchemy.exc import DBAPIError
 
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, from_problem
-from reshard.models import ConvertResult, JobKind
-from reshard_jobs.discards import Discards
-from reshard_jobs.helpers import HelperClaim, Helpers
-from reshard_jobs.leases import JobClaim, Leases
+from reshard.models.jobs import ConvertResult, Progress, WorkShare
+from reshard.wire_model import JobKind
+from reshard_jobs.database import Database, is_away
 from reshard_jobs.logs import log_as
+from reshard_jobs.queue.discards import Discards
+from reshard_jobs.queue.helpers import HelperClaim, Helpers
+from reshard_jobs.queue.leases import JobClaim, Leases, LeaseStatus
+from reshard_jobs.queue.nodes import Nodes
+from reshard_jobs.statistics import ATTEMPTS, READ_BYTES, STORE_ERRORS, WRITE_BYTES, Totals
 from reshard_jobs.tracing import current, start_tracing
+from reshard_worker.alive import JOB
 from reshard_worker.child import RunnerProcess, Runners
-from reshard_worker.commands import engine_command
 from reshard_worker.discarding import EndedDiscards, run_discard
-from reshard_worker.helping import HelperRun
 from reshard_worker.host_faults import HOST, HostWatch, may_be_the_hosts, speaks_for_the_host
-from reshard_worker.job_spans import attempt_span, help_span, of_result
-from reshard_worker.lease_heartbeat import LeaseHeartbeat
 from reshard_worker.protocol import Command, CommitRequest, Failure, Message, PlanRequest, ProgressMessage, Result
-from reshard_worker.settings import WorkerSettings
-from reshard_worker.tally import Tally
+from reshard_worker.settings import WorkerSettings, engine_command
+from reshard_worker.spans import attempt_span, help_span, of_result, of_share
+
+# Keeps a claim alive: sends heartbeats, polls the cancel flag, and detects a lost lease.
 
 logger = logging.getLogger(__name__)
 
+_PAUSE_S = 0.5
+"""Seconds between two tries while the database does not answer."""
+
+
+class LeaseHeartbeat:
+    """Keeps one claim alive.
+
+    If the database does not answer, the claim counts as held until its lease must have expired by this process's own
+    clock. That is a duration; clocks of two machines are never compared. From then on the claim is in doubt: nothing
+    may be done in its name, until the database answers (`regain`).
+    """
+
+    def __init__(self, leases: Leases, claim: JobClaim, settings: WorkerSettings) -> None:
+        self._leases = leases
+        self._claim = claim
+        self._settings = settings
+        self._pulse = LeaseStatus(held=True, cancel_requested=False)
+        self._beat_at = self._peek_at = self._progress_at = time.monotonic()
+        self._phase = ""
+        self._unsent: Progress | None = None
+        self._in_doubt = False
+
+    @property
+    def pulse(self) -> LeaseStatus:
+        """The last known state of the claim."""
+        return self._pulse
+
+    @property
+    def in_doubt(self) -> bool:
+        """True if the lease has expired by this process's clock, and the database has not said who owns the job."""
+        return self._in_doubt
+
+    def note(self, progress: Progress) -> None:
+        """Keep progress for the next heartbeat."""
+        self._unsent = progress
+
+    def tick(self) -> LeaseStatus:
+        """Do the work that is due: record progress, renew the lease, read the cancel flag."""
+        JOB.give()
+        now = time.monotonic()
+        if self._unsent is not None:
+            entering = self._unsent.phase != self._phase
+            if entering or now - self._progress_at >= self._settings.progress_s:
+                return self.beat()
+        if now - self._beat_at >= self._settings.jobs.heartbeat_s:
+            return self.beat()
+        if now - self._peek_at >= self._settings.cancel_poll_s:
+            self._peek_at = now
+            return self._ask(lambda: self._leases.peek(self._claim), now)
+        return self._pulse
+
+    def beat(self) -> LeaseStatus:
+        """Renew the lease now, and record progress that was not recorded yet."""
+        JOB.give()
+        now = time.monotonic()
+        progress = self._unsent
+        pulse = self._ask(lambda: self._leases.heartbeat(self._claim, progress), now, renews=True)
+        if progress is not None and self._beat_at == now:
+            self._unsent, self._phase, self._progress_at = None, progress.phase, now
+        return pulse
+
+    def regain(self) -> LeaseStatus:
+        """Wait until the database answers, and renew the lease if the job still belongs to this claim."""
+        while self.beat().held is False and self._in_doubt:
+            time.sleep(_PAUSE_S)
+        return self._pulse
+
+    def persist(self, write: Callable[[], bool], *, waits: bool = True) -> bool:
+        """Make a fenced write. Repeat it while the database is away: its answer then says if the lease was lost.
+
+        Args:
+            write: The write; False if the lease was lost.
+            waits: False to give up when the lease must have expired.
+        """
+        while True:
+            JOB.give()
+            try:
+                return write()
+            except DBAPIError as error:
+                expired = time.monotonic() - self._beat_at > self._leases.lease_s
+                if expired and not (waits and is_away(error)):
+                    logger.warning("job %s: its end could not be recorded: %s", self._claim.job_id, error)
+                    return False
+                time.sleep(_PAUSE_S)
+
+    def _ask(self, question: Callable[[], LeaseStatus], now: float, *, renews: bool = False) -> LeaseStatus:
+        try:
+            self._pulse = question()
+        except DBAPIError as error:
+            logger.warning("job %s: the database does not answer: %s", self._claim.job_id, error)
+            if now - self._beat_at > self._leases.lease_s:
+                self._pulse = LeaseStatus(held=False, cancel_requested=False)
+                self._in_doubt = is_away(error)
+        else:
+            self._in_doubt = False
+            if renews:
+                # Take the time before the call: the database counts the lease from a later moment.
+                self._beat_at = now
+        return self._pulse
+
+
+# The numbers that a worker adds to the job database for metrics: ends of attempts, errors of stores, bytes, memory.
+
+
+class Tally:
+    """The numbers of one worker. Nothing here can fail a job: numbers that cannot be written are lost.
+
+    Args:
+        database: The job database.
+        nodes: The workers of the job database.
+        worker: The name of this worker.
+    """
+
+    def __init__(self, database: Database, nodes: Nodes, worker: str) -> None:
+        self._totals = Totals(database)
+        self._nodes = nodes
+        self._worker = worker
+        self._store_errors: dict[str, int] = {}
+
+    def problem(self, problem: ReshardError | None) -> None:
+        """Take note of the error with which an engine ended."""
+        if problem is not None and problem.code.startswith("storage."):
+            self._store_errors[problem.code] = self._store_errors.get(problem.code, 0) + 1
+
+    def ended(self, how: str, tenant: str = "", converted: ConvertResult | None = None) -> None:
+        """Add an attempt that ended, and the errors that were noted since the last one."""
+        counts = {(ATTEMPTS, how): 1} if how else {}
+        counts |= {(STORE_ERRORS, code): count for code, count in self._store_errors.items()}
+        if converted is not None:
+            counts |= {(READ_BYTES, tenant): converted.read_bytes, (WRITE_BYTES, tenant): converted.write_bytes}
+        self._store_errors = {}
+        if counts:
+            self._totals.add(counts)
+
+    def engine(self, peak_bytes: int) -> None:
+        """Record the most memory that the last engine took."""
+        if not peak_bytes:
+            return
+        try:
+            self._nodes.engine_ended(self._worker, peak_bytes)
+        except DBAPIError as error:
+            logger.warning("the memory of the engine could not be recorded: %s", error)
+
+
+# Runs an engine that helps a job of another worker, until no work is left, or another job waits for a worker.
+
 _TICK_S = 0.1
+_WAITING_S = 1.0
+"""A helper leaves when a job waits for longer than this: an idle worker claims it sooner."""
+
+
+class HelperRun:
+    """One worker's help for one job."""
+
+    def __init__(
+        self, leases: Leases, helpers: Helpers, claim: HelperClaim, settings: WorkerSettings, runners: Runners
+    ) -> None:
+        self._leases = leases
+        self._helpers = helpers
+        self._claim = claim
+        self._settings = settings
+        self._runners = runners
+        self._beat_at = self._peek_at = time.monotonic()
+        self._waits_since: float | None = None
+        self._may_go_on = True
+        self._problem: ReshardError | None = None
+
+    def run(self) -> ReshardError | None:
+        """Help, then give up the place among the job's workers; returns the error with which the engine failed."""
+        share: WorkShare | None = None
+        failed = False
+        try:
+            share, failed = self._follow()
+            if share is not None:
+                current().set(of_share(share))
+        except ReshardError as error:
+            failed = True
+            self._problem = error
+            logger.warning("job %s: this worker cannot help: %s", self._claim.job_id, error)
+        finally:
+            try:
+                self._helpers.leave(self._claim, share, failed=failed)
+            except DBAPIError as error:
+                logger.warning("job %s: the helper's end could not be recorded: %s", self._claim.job_id, error)
+        return self._problem
+
+    def _follow(self) -> tuple[WorkShare | None, bool]:
+        """Follow the engine; returns its share, and if it failed.
+
+        Raises:
+            RequestError: A URL is outside this worker's own roots.
+        """
+        claim = self._claim
+        command = engine_command("help", claim.request, self._settings, limits=claim.limits, workers=claim.max_workers)
+        with self._runners.run(command) as child:
+            try:
+                while not child.ended and self._goes_on():
+                    message = child.next_message(_TICK_S)
+                    if isinstance(message, Result | Failure):
+                        return self._outcome(message)
+            except (SystemExit, KeyboardInterrupt):
+                self._stop(child)
+                raise
+            if child.ended:
+                logger.warning("job %s: the helping engine ended with no result", self._claim.job_id)
+                return None, True
+            return self._stop(child)
+
+    def _stop(self, child: RunnerProcess) -> tuple[WorkShare | None, bool]:
+        """Ask the engine to leave what it has finished to the other workers."""
+        child.terminate()
+        deadline = time.monotonic() + self._settings.term_grace_s
+        while not child.ended and time.monotonic() < deadline:
+            message = child.next_message(_TICK_S)
+            if isinstance(message, Result | Failure):
+                return self._outcome(message)
+        return None, False
+
+    def _outcome(self, message: Result | Failure) -> tuple[WorkShare | None, bool]:
+        if isinstance(message, Result):
+            return message.helped, False
+        error = from_problem(message.problem.model_dump())
+        if error.code == "job.cancelled":
+            return None, False
+        logger.warning("job %s: the helping engine failed: %s", self._claim.job_id, error)
+        self._problem = error
+        return None, True
+
+    def _goes_on(self) -> bool:
+        """True if the job still runs and no other job waits. If the database does not answer, the helper goes on."""
+        JOB.give()
+        now = time.monotonic()
+        try:
+            if now - self._beat_at >= self._settings.jobs.heartbeat_s:
+                self._beat_at = now
+                self._may_go_on = self._helpers.heartbeat(self._claim)
+            elif now - self._peek_at >= self._settings.cancel_poll_s:
+                self._peek_at = now
+                self._may_go_on = self._helpers.peek(self._claim) and not self._other_job_waits(now)
+        except DBAPIError as error:
+            logger.warning("job %s: the database does not answer its helper: %s", self._claim.job_id, error)
+        return self._may_go_on
+
+    def _other_job_waits(self, now: float) -> bool:
+        if not self._leases.work_waits():
+            self._waits_since = None
+            return False
+        if self._waits_since is None:
+            self._waits_since = now
+        return now - self._waits_since >= _WAITING_S
+
+
 _PASSING = frozenset({"storage.unavailable", "job.lost"})
 """Errors after which the same job may succeed. The next attempt keeps the work that this one finished."""
 _MAX_RETRY_DELAY_S = 300.0

@@ -9,9 +9,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from reshard.declared import Declared, declared_options, options_of_source
-from reshard.models import ConvertRequest, SourceSpec
-from reshard.nested_options import nested
-from reshard.validation import invalid
+from reshard.installed_formats import nested
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import invalid
 
 
 def spec_of(url: str, given: Mapping[str, Any]) -> SourceSpec:

@@ -1,19 +1,34 @@
-"""Jobs of a service as lines for people: a table of many, the facts of one."""
+"""Jobs of a service as lines for people, found by the beginnings of their ids, and followed to their end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from reshard.choices import JobKind, JobState
-from reshard.cli.colours import Style, painted_on_stdout
-from reshard.errors import printable
-from reshard.sizes import counted, format_size
+from reshard.cli.help_pages import Style, painted_on_stdout
+from reshard.errors import (
+    ExitCode,
+    JobError,
+    RequestError,
+    ReshardError,
+    counted,
+    format_size,
+    from_problem,
+    listed,
+    printable,
+)
+from reshard.progress import line_of, shown
+from reshard.wire_model import JobKind, JobState
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from reshard.models import Job, JobWorker, Problem, Progress, WorkerNode
+    from reshard.api.client import Client
+    from reshard.models.jobs import Job, JobEvent, JobWorker, Problem, Progress, WorkerNode
+
 
 _HEADER = ("ID", "STATE", "DONE", "CREATED", "WHAT")
 _REASON_CHARS = 100
@@ -147,3 +162,121 @@ def _progress(progress: Progress) -> str:
 
 def _local(at: datetime) -> str:
     return at.astimezone().isoformat(timespec="seconds")
+
+
+# Job ids as people type them: whole, or a beginning that only one job has.
+
+_WHOLE = re.compile("job_[a-z2-7]{24}")
+_LEAST_CHARS = 3
+_MOST_JOBS = 1000
+_PAGE = 200
+
+
+def whole_id(client: Client, text: str) -> str:
+    """The id of the job that a text names: its id, or a beginning of it, with or without `job_`.
+
+    Only the newest jobs are looked through for a beginning.
+
+    Raises:
+        RequestError: `request.not_found`: none; `request.invalid`: several.
+    """
+    if _WHOLE.fullmatch(text):
+        return text
+    try:
+        return client.get(text).id
+    except ReshardError as error:
+        if error.code != "request.not_found" or len(text.removeprefix("job_")) < _LEAST_CHARS:
+            raise
+    found = _beginning_with(client, text)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise RequestError(
+            "request.invalid",
+            f"{len(found)} jobs have an id that begins with {printable(text, max_chars=64)}: {listed(found, 4)}",
+            fix="write more of the id; to see all: reshard jobs list",
+        )
+    raise RequestError(
+        "request.not_found",
+        f"no job has this id, and none of the newest {_MOST_JOBS} one that begins with {printable(text, max_chars=64)}",
+        fix="reshard jobs list",
+    )
+
+
+def _beginning_with(client: Client, text: str) -> list[str]:
+    found: list[str] = []
+    seen, token = 0, ""
+    while seen < _MOST_JOBS:
+        page = client.list(page_size=_PAGE, page_token=token)
+        found += [job.id for job in page.jobs if job.id.startswith((text, f"job_{text}"))]
+        seen, token = seen + len(page.jobs), page.next_page_token
+        if not token:
+            break
+    return found
+
+
+# Following a service's job to its end, with its progress on stderr.
+
+
+class DetachedError(Exception):
+    """Raised by Ctrl-C: this process stops watching, and the job goes on."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+def follow(
+    client: Client,
+    job_id: str,
+    *,
+    timeout_s: float | None = None,
+    quiet: bool = False,
+    on_event: Callable[[JobEvent], None] | None = None,
+) -> Job:
+    """Show the progress of a job until it ends; returns the job after it SUCCEEDED.
+
+    With `on_event`, events are passed to that function and not shown.
+
+    Raises:
+        ReshardError: The error that ended the job, `job.cancelled`, or `job.wait_timeout`.
+        DetachedError: After a Ctrl-C.
+    """
+    try:
+        with _screen(quiet=quiet or on_event is not None) as show:
+            for event in client.watch(job_id, timeout_s=timeout_s):
+                (on_event or show)(event)
+        return succeeded(client.get(job_id))
+    except KeyboardInterrupt as error:
+        sys.stderr.write(f"detached: job {job_id} goes on\nfix: re-attach with: reshard jobs watch {job_id}\n")
+        raise DetachedError from error
+
+
+def succeeded(job: Job) -> Job:
+    """Return the job if it SUCCEEDED.
+
+    Raises:
+        ReshardError: The error that ended the job, or `job.cancelled`.
+    """
+    if job.state is JobState.SUCCEEDED:
+        return job
+    if job.error is not None and job.state is JobState.FAILED:
+        raise from_problem(job.error.model_dump())
+    raise JobError("job.cancelled", f"job {job.id} was cancelled", fix="submit it again: finished work is not kept")
+
+
+@contextmanager
+def _screen(*, quiet: bool) -> Generator[Callable[[JobEvent], None]]:
+    with shown(quiet=quiet) as show:
+
+        def show_event(event: JobEvent) -> None:
+            show(event.state.value, event.progress)
+
+        yield show_event
+
+
+def log_line(event: JobEvent) -> str:
+    """An event of a job's log as one line: local time, state, and what happened."""
+    at = event.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    if event.worker is not None:
+        worker, gone = event.worker, event.worker.left_at is not None
+        return f"{at}  {event.state.value}  {worker.role} {printable(worker.worker)} {'left' if gone else 'joined'}"
+    return f"{at}  {line_of(event.state.value, event.progress)}"

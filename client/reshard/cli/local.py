@@ -1,7 +1,8 @@
-"""The commands that run in this process, without service or torch: `inspect`, `plan`, `convert`, `verify`."""
+"""The commands that run in this process, without a service: inspect, plan, convert, verify, diff, clean, slim."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -16,21 +18,52 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.cli.colours import complain, warn
-from reshard.cli.flags import ConversionFlags, OptionsCommand, SourceFlags, takes_conversion, takes_source
-from reshard.cli.help_pages import CHECKING, GENERAL, HERE, PICTURE, RESOURCES, TARGET
-from reshard.cli.next_steps import followed, next_steps, possible_commands
-from reshard.cli.picture import html_of, picture_lines
-from reshard.cli.tables import cast_line, inspection_lines, not_carried_lines, plan_lines
-from reshard.errors import ExitCode, JobError, RequestError, printable
-from reshard.layout_svg import Picture, render
+from reshard.cli.flags import (
+    ConversionFlags,
+    OptionsCommand,
+    SourceFlags,
+    choice,
+    takes_conversion,
+    takes_source,
+    takes_two_sources,
+)
+from reshard.cli.help_pages import (
+    CHECKING,
+    COMPARISON,
+    GENERAL,
+    HERE,
+    PICTURE,
+    RESOURCES,
+    SOURCE,
+    TARGET,
+    Style,
+    complain,
+    painted_on_stdout,
+    warn,
+)
+from reshard.cli.output import (
+    cast_line,
+    followed,
+    html_of,
+    inspection_lines,
+    next_steps,
+    not_carried_lines,
+    picture_lines,
+    plan_lines,
+    possible_commands,
+)
+from reshard.draw.layout import Picture, render
+from reshard.errors import CODES, ExitCode, JobError, RequestError, ReshardError, counted, format_size, printable
 from reshard.local import load_engine
-from reshard.progress_bars import progress_shown
-from reshard.sizes import counted, format_size, parse_percent
+from reshard.option import parse_percent, read_rules
+from reshard.progress import progress_shown
 
 if TYPE_CHECKING:
-    from reshard.models import ConvertRequest, ConvertResult, PlanSummary, VerifyReport
+    from reshard.local import Finding
+    from reshard.models.jobs import CleanReport, ConvertRequest, ConvertResult, PlanSummary, VerifyReport
+    from reshard.models.reports import Difference, DiffReport, DiffSide
     from reshard.shared_work import SharedWork
+
 
 Source = Annotated[
     str, typer.Argument(metavar="SRC", help="Checkpoint: a directory or URL (s3://...), local by default.")
@@ -91,7 +124,7 @@ def inspect(
     if beside is not None and svg is None and html is None:
         raise RequestError("request.invalid", "--beside draws a picture and needs a file for it", fix="add --svg FILE")
     if tensor is not None or files or svg is not None or html is not None:
-        from reshard.examining import picture  # it loads the models, which `reshard --help` does not need
+        from reshard.functions import picture  # it loads the models, which `reshard --help` does not need
 
         flags.spec(source)  # its errors name flags
         drawn = picture(source, tensor=tensor, beside=beside, **flags.given())
@@ -329,3 +362,328 @@ def _say(line: str) -> None:
 
 def _hint(line: str) -> None:
     sys.stderr.write(f"{line}\n")
+
+
+# The `diff` command: compares two checkpoints by logical tensor, across layouts and formats.
+
+_SHOWN = 20
+_NAME_CHARS = 64
+_OF_TRAINING = frozenset({"optimizer states", "counters and client state"})
+"""The names under which a comparison says that one side has no state of training at all."""
+
+
+class States(StrEnum):
+    """The parts of a checkpoint to compare."""
+
+    ALL = "all"
+    WEIGHTS = "weights"
+
+
+def register_diff(app: typer.Typer) -> None:
+    """Add the command of this module to the app."""
+    app.command(cls=OptionsCommand, rich_help_panel=HERE)(diff)
+
+
+@takes_two_sources
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a directory or URL.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Checkpoint to compare it with.")],
+    *,
+    flags_a: SourceFlags,
+    flags_b: SourceFlags,
+    states: Annotated[
+        States,
+        choice(States, help="`weights`: skip optimizer states, counters and client state.", rich_help_panel=COMPARISON),
+    ] = States.ALL,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Short for `--states weights`.", rich_help_panel=COMPARISON)
+    ] = False,
+    common: Annotated[
+        bool,
+        typer.Option("--common", help="Ignore tensors and values that only one side has.", rich_help_panel=COMPARISON),
+    ] = False,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Leave names out, such as '*.bias' or '*/exp_avg*'. May be repeated.",
+            rich_help_panel=COMPARISON,
+        ),
+    ] = None,
+    sample: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="Compare only a random part of the elements, such as 2%.",
+            rich_help_panel=COMPARISON,
+        ),
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help=f"List every difference, not the worst {_SHOWN}.", rich_help_panel=GENERAL)
+    ] = False,
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Rules (YAML) for tensor-parallel sides that do not say how they are cut.",
+            rich_help_panel=SOURCE,
+        ),
+    ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Built-in set of rules, such as gpt-megatron.", rich_help_panel=SOURCE),
+    ] = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Compare two checkpoints by logical tensor, bit by bit, across layouts and formats. Exit code 7 if they differ.
+
+    It compares weights, optimizer states, step counters, hyper-parameters, buffers, frozen and tied weights and client
+    state.
+    """
+    from reshard.models.reports import DiffOptions
+    from reshard.options import DeepSpeedOptions, Options
+
+    options = DiffOptions(
+        weights_only=weights_only or states is States.WEIGHTS,
+        common=common,
+        ignore=tuple(ignore or ()),
+        sample=None if sample is None else parse_percent(sample),
+        options=Options(deepspeed=DeepSpeedOptions(rules=None if rules is None else read_rules(rules), family=family)),
+    )
+    with progress_shown(quiet=quiet) as show:
+        report = load_engine().diff(flags_a.spec(a), flags_b.spec(b), options, on_progress=show)
+    lines = [report.model_dump_json()] if as_json else report_lines(report, every=every)
+    for line in lines:
+        sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+    if not report.equal:
+        raise typer.Exit(int(ExitCode.MISMATCH))
+
+
+def report_lines(report: DiffReport, *, every: bool) -> Iterator[str]:
+    """A comparison as lines of text: the verdict first, then the largest differences."""
+    yield report.verdict()
+    yield f"  A  {_side(report.a)}"
+    yield f"  B  {_side(report.b)}"
+    yield (
+        f"  {report.identical:,} of {counted(report.tensors, 'tensor')} equal bit for bit, "
+        f"{counted(report.elements, 'element')}, {counted(report.values, 'value')}; "
+        f"read {format_size(report.read_bytes)} in {report.seconds:.1f} s"
+    )
+    for note in report.notes:
+        yield f"  note: {printable(note)}"
+    shown = report.differences if every else report.differences[:_SHOWN]
+    for difference in shown:
+        yield f"  {_difference(difference)}"
+    if {d.name for d in report.differences if d.a is None or d.b is None} & _OF_TRAINING:
+        yield "  only one side holds a training state: --weights-only compares the rest"
+    if len(shown) < len(report.differences):
+        yield f"  ... and {len(report.differences) - len(shown)} more: --all"
+
+
+def _side(side: DiffSide) -> str:
+    facts = [side.format, *(f"{axis}={size}" for axis, size in side.world.items())]
+    facts += [] if side.step is None else [f"step {side.step}"]
+    tag = "" if side.tag is None else f" ({printable(side.tag)})"
+    return f"{printable(side.url)}{tag}  {' '.join(facts)}"
+
+
+def _difference(found: Difference) -> str:
+    from reshard.models.reports import DifferenceKind
+
+    name = printable(found.name, max_chars=_NAME_CHARS) + (f"/{printable(found.state)}" if found.state else "")
+    if found.kind is DifferenceKind.ELEMENTS:
+        return f"{name}: {_elements(found)}"
+    if found.a is None or found.b is None:
+        side, value = ("B", found.b) if found.a is None else ("A", found.a)
+        if value == "present":
+            return f"only in {side}: {name}"
+        text = f"only in {side}: {printable(value)}"
+    else:
+        text = f"{printable(found.a)} | {printable(found.b)}"
+    shared = f" (and {counted(found.parameters - 1, 'more parameter')})" if found.parameters > 1 else ""
+    return f"{name}: {found.kind.value}: {text}{shared}"
+
+
+def _elements(found: Difference) -> str:
+    parts = [f"{found.differing or 0:,} of {counted(found.elements or 0, 'element')}"]
+    if found.max_abs is not None and found.max_rel is not None:
+        parts.append(f"max |a-b| {found.max_abs:.3g}, relative {found.max_rel:.3g}")
+    if found.nonfinite:
+        parts.append(f"{found.nonfinite:,} not finite")
+    where = list(found.first_index or ())
+    parts.append(f"first at {where}: {printable(found.a)} | {printable(found.b)}")
+    if found.compared_as is not None:
+        parts.append(f"as {found.compared_as}")
+    return ", ".join(parts)
+
+
+# `reshard clean`: removes files of unfinished conversions.
+
+
+def register_clean(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command(rich_help_panel=HERE)(clean)
+
+
+def clean(
+    target: Annotated[str, typer.Argument(metavar="DST", help="Target of the unfinished conversion.")],
+    *,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would be removed.", rich_help_panel=GENERAL)
+    ] = False,
+    idle: Annotated[
+        bool,
+        typer.Option(
+            "--idle",
+            help="No process uses DST: remove its files from an object store without waiting an hour.",
+            rich_help_panel=GENERAL,
+        ),
+    ] = False,
+    profile: TargetProfile = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove files that unfinished conversions into DST left: staging directories, journals, uploads, claims.
+
+    A finished DST stays, and so does every file that a process uses.
+    """
+    report = load_engine().clean(target, profile=profile, dry_run=dry_run, idle=idle)
+    for line in [report.model_dump_json()] if as_json else _lines(report, dry_run=dry_run):
+        sys.stdout.write(f"{line}\n")
+    for path in report.below:
+        sys.stderr.write(f"note: a conversion left files below it: reshard clean {shlex.quote(path)}\n")
+    used = [found for found in report.leftovers if found.in_use]
+    if used and not dry_run:
+        local = "://" not in report.target
+        complain(
+            "request.target_busy",
+            f"a conversion into {printable(report.target)} is at work on {len(used)} of "
+            f"{len(report.leftovers)}: they stay",
+            "wait for it to end, or stop it" if local else "wait for it to end; if you know that it is dead: --idle",
+        )
+        raise typer.Exit(int(ExitCode.CONFLICT))
+
+
+def _lines(report: CleanReport, *, dry_run: bool) -> list[str]:
+    if not report.leftovers:
+        return [f"nothing is left beside {printable(report.target)}"]
+    lines: list[str] = []
+    for found in report.leftovers:
+        done = "would be removed" if dry_run else "removed" if report.removed else "stays"
+        what = "in use, stays" if found.in_use else done
+        lines.append(f"{what}: {found.kind} {printable(found.path)} ({format_size(found.size_bytes)})")
+    free = format_size(sum(f.size_bytes for f in report.leftovers if not f.in_use))
+    return [*lines, f"{free} {'would be' if dry_run else 'are'} free"] if report.removed or dry_run else lines
+
+
+# `reshard slim`: rewrites torch files without the parts of storages that no tensor uses.
+
+
+def register_slim(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command(rich_help_panel=HERE)(slim)
+
+
+def slim(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Torch file, or directory with torch files.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="File or directory to create.")],
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace DST.", rich_help_panel=TARGET)] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Storage profile (see RESHARD_PROFILES).", rich_help_panel=SOURCE),
+    ] = None,
+    target_profile: TargetProfile = None,
+    as_json: JsonFlag = False,
+    quiet: QuietFlag = False,
+) -> None:
+    """Rewrite torch files so that each storage is only as long as its tensors; other files are copied.
+
+    `torch.save` writes the whole storage of a tensor, also if the tensor is a small view of it (a slice, or a view of
+    ZeRO's flat buffer). DeepSpeed's `clone_tensors_for_torch_save` avoids this before saving; this command repairs
+    files that were saved without it. Nothing in a file is executed.
+    """
+    engine = load_engine()
+    with stoppable() as stop, progress_shown(quiet=quiet) as show:
+        done = engine.slim(
+            SourceFlags(profile=profile).spec(source),
+            target,
+            overwrite=overwrite,
+            target_profile=target_profile,
+            on_progress=show,
+            should_stop=stop.is_set,
+        )
+    if as_json:
+        sys.stdout.write(done.model_dump_json() + "\n")
+        return
+    saved = done.source_bytes - done.target_bytes
+    share = f" ({saved / done.source_bytes:.1%})" if done.source_bytes else ""
+    if not quiet:
+        sys.stderr.write(
+            f"{format_size(done.source_bytes)} -> {format_size(done.target_bytes)}, {format_size(saved)} saved{share}\n"
+        )
+    sys.stdout.write(f"{done.target}\n")
+
+
+# `reshard doctor`: checks this machine, its credentials and its service before a conversion needs them.
+
+
+def register_doctor(app: typer.Typer) -> None:
+    """Mount the command."""
+    app.command(rich_help_panel=HERE)(doctor)
+
+
+def doctor(
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PLACE...", help="Directories or URLs to look at, too: can they be read, written?"),
+    ] = None,
+    *,
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Storage profile for the places.", rich_help_panel=SOURCE)
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check Python, settings, space, credentials, service and GPU; each line says ok, warn or fail, and what to do.
+
+    The exit code is 0 if nothing fails, else the one that a command would end with. It changes nothing.
+    """
+    found: list[Finding] = []
+    for finding in _findings(places or [], profile):
+        found.append(finding)
+        if not as_json:
+            _show(finding)
+    failed = [finding for finding in found if finding.health == "fail"]
+    if as_json:
+        rows = [{n: getattr(f, n) for n in ("subject", "health", "text", "fix", "code")} for f in found]
+        sys.stdout.write(json.dumps({"schema_version": 1, "ok": not failed, "findings": rows}) + "\n")
+    if failed:
+        code = failed[0].code
+        raise typer.Exit(int(CODES[code].exit_code if code in CODES else ExitCode.FAILED))
+
+
+def _findings(places: list[str], profile: str | None) -> Iterator[Finding]:
+    from reshard import local
+    from reshard.local import load_engine
+
+    yield from local.machine()
+    yield local.environment(os.environ)
+    yield local.service(os.environ)
+    try:
+        engine = load_engine()
+    except ReshardError as error:
+        yield local.Finding.of_error("engine", error)
+        return
+    yield from engine.checkup(tuple(places), profile)
+
+
+_STYLES = {"ok": Style.GOOD, "warn": Style.WARNING, "fail": Style.ERROR}
+
+
+def _show(finding: Finding) -> None:
+    word = painted_on_stdout(f"{finding.health.value:<5}", _STYLES[finding.health.value])
+    sys.stdout.write(f"{word} {finding.subject:<12} {finding.text}\n")
+    if finding.fix:
+        sys.stdout.write(f"{'':<18} fix: {finding.fix}\n")
+    sys.stdout.flush()

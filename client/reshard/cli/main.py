@@ -12,23 +12,9 @@ from typing import Any
 
 import typer
 
-from reshard.cli import (
-    cleaning,
-    compare,
-    database,
-    deepspeed_scripts,
-    doctor,
-    ensuring,
-    identity,
-    local,
-    merging,
-    remote,
-    slimming,
-    webhooks,
-)
-from reshard.cli.colours import complain
-from reshard.cli.help_pages import Commands
-from reshard.cli.watching import DetachedError
+from reshard.cli import admin, drop_in, ensuring, local, remote
+from reshard.cli.help_pages import Commands, complain
+from reshard.cli.job_tables import DetachedError
 from reshard.errors import SEE_HELP, ExitCode, JobError, RequestError, ReshardError, printable
 
 app = Commands(
@@ -39,17 +25,17 @@ app = Commands(
     pretty_exceptions_enable=False,
 )
 local.register(app)
-compare.register(app)
+local.register_diff(app)
 ensuring.register(app)
-deepspeed_scripts.register(app)
-merging.register(app)
-slimming.register(app)
-cleaning.register(app)
-doctor.register(app)
+drop_in.register(app)
+drop_in.register_merging(app)
+local.register_slim(app)
+local.register_clean(app)
+local.register_doctor(app)
 remote.register(app)
-webhooks.register(app)
-identity.register(app)
-database.register(app)
+admin.register_webhooks(app)
+admin.register(app)
+remote.register_database(app)
 
 # Newer versions of typer contain a copy of click, older ones import click; this finds the base class in both.
 _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

@@ -1,4 +1,4 @@
-"""The commands that use a service (`submit`, `jobs`) and those that start one (`serve`, `worker`)."""
+"""The commands that use a service (`submit`, `jobs`) and those that start or upgrade one (`serve`, `worker`, `db`)."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from reshard.choices import JobKind, JobState
 from reshard.cli import job_tables
-from reshard.cli.choosing import choice
-from reshard.cli.flags import ConversionFlags, OptionsCommand, takes_conversion
+from reshard.cli.flags import ConversionFlags, OptionsCommand, choice, takes_conversion
 from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands
-from reshard.cli.job_ids import whole_id
+from reshard.cli.job_tables import follow, log_line, whole_id
 from reshard.cli.local import JsonFlag, QuietFlag, show_plan
-from reshard.cli.next_steps import next_steps
-from reshard.cli.watching import follow, log_line
+from reshard.cli.output import next_steps
 from reshard.errors import RequestError, printable
-from reshard.install import install_line
+from reshard.local import install_line
+from reshard.wire_model import JobKind, JobState
 
 if TYPE_CHECKING:
-    from reshard.client import Client
-    from reshard.models import Job, JobEvent
+    from reshard.api.client import Client
+    from reshard.models.jobs import Job, JobEvent
+
 
 ENTRY_POINT_GROUP = "reshard.commands"
 
@@ -58,7 +57,7 @@ def register(app: typer.Typer) -> None:
 
 def _client() -> Client:
     # Only the commands that need the client import it: its httpx takes a third of the time of `--help`.
-    from reshard.client import Client
+    from reshard.api.client import Client
 
     return Client()
 
@@ -364,3 +363,36 @@ def _say(line: str) -> None:
 def _hint(line: str, *, quiet: bool) -> None:
     if not quiet:
         sys.stderr.write(f"{line}\n")
+
+
+# `reshard db`: the job database of a service, for its operator.
+
+db = Commands(help="The job database of a service (RESHARD_DATABASE_URL), for its operator.", no_args_is_help=True)
+_EXTRA = "service,postgres"
+
+
+def register_database(app: typer.Typer) -> None:
+    """Mount the group of commands."""
+    app.add_typer(db, name="db", rich_help_panel=OPERATION)
+
+
+@db.command()
+def upgrade(
+    *,
+    sql: Annotated[bool, typer.Option("--sql", help="Print the statements instead of running them.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Upgrade the job database to the revision that this release needs. Workers and API go on meanwhile."""
+    load_command("db", extra=_EXTRA)("upgrade", sql=sql, as_json=as_json)
+
+
+@db.command()
+def current(*, as_json: JsonFlag = False) -> None:
+    """Print the revision of the job database, and the one that this release needs."""
+    load_command("db", extra=_EXTRA)("current", as_json=as_json)
+
+
+@db.command()
+def history(*, as_json: JsonFlag = False) -> None:
+    """List the revisions that this release knows."""
+    load_command("db", extra=_EXTRA)("history", as_json=as_json)

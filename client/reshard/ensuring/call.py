@@ -19,12 +19,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Unpack
 
-from reshard.arguments import source_of, takes_keywords
-from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.declared import choices_of_source
 from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
-from reshard.ensuring.election import Election
-from reshard.ensuring.helping import Helper
+from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import (
     LocalSource,
     find_source,
@@ -36,14 +33,15 @@ from reshard.ensuring.local_checkpoints import (
     storage_error,
     writing,
 )
-from reshard.ensuring.records import Invitation, Records
-from reshard.ensuring.together import LATE_S, Launch, Sharing
+from reshard.ensuring.together import LATE_S, Helper, Launch, Sharing
 from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Framework, Layout, Wanted, fits, name_of
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
+from reshard.functions import source_of, takes_keywords
 from reshard.keywords import ChoiceKeywords
-from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
-from reshard.options import DeepSpeedOptions, NativeLayout, Options
-from reshard.sizes import size_of
+from reshard.models.jobs import ConvertRequest, Inspection, Progress
+from reshard.option import size_of
+from reshard.options import DeepSpeedOptions, NativeLayout, Options, SourceSpec
+from reshard.wire_model import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 
 
 class Outcome(StrEnum):

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import JobError, RequestError, ReshardError, printable
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, Inspection, Progress, SourceSpec
+from reshard.models.jobs import ConvertRequest, Inspection, Progress
+from reshard.options import SourceSpec
 
 if TYPE_CHECKING:
     from reshard.shared_work import SharedWork
@@ -186,7 +187,7 @@ class ServiceConverter:
 
     def __init__(self, url: str, deadline: Deadline) -> None:
         """Connect to the service. The client is imported here because it needs httpx."""
-        from reshard.client import Client
+        from reshard.api.client import Client
 
         self._client, self._deadline, self._url = Client(url), deadline, url
 

@@ -1,4 +1,4 @@
-"""The environment in which Alembic runs revisions: within the transaction of `reshard_jobs.schema`, or as SQL text.
+"""The environment in which Alembic runs revisions: within the transaction of `reshard_jobs.database`, or as SQL text.
 
 `alembic revision --autogenerate` of a contributor has no such transaction: it opens `RESHARD_DATABASE_URL`.
 """
@@ -12,12 +12,11 @@ from alembic import context
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, delete, insert
 
-from reshard_jobs.identity_tables import TenantRow
-from reshard_jobs.schema import OLDEST_FACT, VERSION_TABLE
-from reshard_jobs.tables import MetaRow
+from reshard_jobs.database import OLDEST_FACT, VERSION_TABLE
+from reshard_jobs.tables import MetaRow, TenantRow
 
 # Modules whose tables are a part of the metadata.
-for _tables in ("reshard_jobs.webhook_tables",):
+for _tables in ("reshard_jobs.tables",):
     import_module(_tables)
 
 
@@ -55,7 +54,7 @@ def _main() -> None:
     elif connection is not None:
         _run(connection=connection)
     else:
-        from reshard_jobs.connections import engine_of
+        from reshard_jobs.database import engine_of
         from reshard_jobs.settings import JobSettings
 
         engine = engine_of(JobSettings.from_env().database_url)

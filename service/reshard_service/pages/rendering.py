@@ -1,26 +1,159 @@
-"""Renders pages: templates, headers, and the tag by which a page that watches itself knows that nothing changed."""
+"""Renders pages: templates, headers, static files, and the tag of a page that watches itself."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import parse_qsl, urlsplit
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from reshard.choices import JobState, TokenScope
-from reshard.errors import format_size, printable
-from reshard_jobs.principals import Principal
-from reshard_service.page_paths import path_of, root_of
+from reshard.draw.layout import STYLE
+from reshard.errors import RequestError, format_size, printable
+from reshard.wire_model import JobState, TokenScope
+from reshard_jobs.tenants.principals import Principal
+from reshard_service.auth import COOKIE, STATIC, path_of, root_of
+from reshard_service.middleware import refuse_unstorable
 from reshard_service.pages import words
-from reshard_service.pages.forms import TOKEN_FIELD, form_token
-from reshard_service.pages.static_files import static_url
+
+# Style sheets and scripts of the dashboard: a closed list of files, each under an address that has its digest.
+
+router = APIRouter(include_in_schema=False)
+_OURS = Path(__file__).parent / "static"
+_TYPES = {".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml"}
+_A_YEAR = "public, max-age=31536000, immutable"
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """One file."""
+
+    content: bytes
+    media_type: str
+    digest: str
+
+
+@cache
+def _files() -> dict[str, StaticFile]:
+    found: dict[str, bytes] = {path.name: path.read_bytes() for path in sorted(_OURS.iterdir())}
+    found["layout.css"] = STYLE.encode()
+    # Swagger UI as this package carries it; nothing of the package is imported.
+    theirs = find_spec("fastapi_offline")
+    assert theirs is not None
+    assert theirs.origin is not None
+    for name in ("swagger-ui-bundle.js", "swagger-ui.css"):
+        found[name] = (Path(theirs.origin).parent / "static" / name).read_bytes()
+    return {
+        name: StaticFile(content, _TYPES[Path(name).suffix], hashlib.sha256(content).hexdigest()[:16])
+        for name, content in found.items()
+        if Path(name).suffix in _TYPES
+    }
+
+
+def static_url(name: str) -> str:
+    """The address of a file. It changes with the file, so that browsers may keep it for good."""
+    return f"{STATIC}{name}?v={_files()[name].digest}"
+
+
+@router.get(STATIC + "{name}")
+def static_file(name: str, request: Request) -> Response:
+    """Serve one of the files."""
+    file = _files().get(name)
+    if file is None:
+        raise RequestError(
+            "request.not_found",
+            f"there is no file {printable(name, max_chars=64)!r}",
+            fix="load the page again: its files have the names of this release",
+        )
+    kept = request.query_params.get("v") == file.digest
+    headers = {"Cache-Control": _A_YEAR if kept else "no-cache", "X-Content-Type-Options": "nosniff"}
+    return Response(file.content, media_type=file.media_type, headers=headers)
+
+
+# The forms of the dashboard: their fields, and the proof that they come from our own pages.
+#
+# A browser sends its cookie with whatever request a page makes. Three things keep other pages from using it: the cookie
+# is `SameSite=Strict`; a form must say that it comes from this service (`Sec-Fetch-Site` or `Origin`, which no page can
+# set); and it must carry a token that only our pages know.
+
+TOKEN_FIELD = "form_token"  # noqa: S105 - the name of a field
+_MOST_FIELDS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The fields of a form, each by its last value."""
+
+    fields: Mapping[str, str]
+
+    def get(self, name: str) -> str:
+        """The value of a field without the spaces around it; empty if it is not there."""
+        return self.fields.get(name, "").strip()
+
+
+def form_token(request: Request) -> str:
+    """The token that forms of this browser's pages carry. It follows from the cookie, so no server has to keep it."""
+    key = request.cookies.get(COOKIE, "").encode("utf-8", "replace")
+    return hmac.digest(key, b"reshard dashboard form", "sha256").hex()
+
+
+def is_from_elsewhere(request: Request) -> bool | None:
+    """True if a page of another site or origin makes this request, False if one of ours does, None if nothing says."""
+    site = request.headers.get("sec-fetch-site")
+    if site is not None:
+        return site != "same-origin"
+    origin = request.headers.get("origin")
+    if origin is None:
+        return None
+    try:
+        return urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower()
+    except ValueError:
+        return True
+
+
+async def form_of(request: Request) -> Form:
+    """The fields of a form's body.
+
+    Raises:
+        RequestError: `request.invalid`: it is not readable, or has text that no job record can hold.
+    """
+    try:
+        text = (await request.body()).decode()
+        pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=_MOST_FIELDS)
+    except ValueError as error:
+        raise RequestError("request.invalid", "the form cannot be read", fix="open the page again") from error
+    for name, value in pairs:
+        refuse_unstorable("body", name)
+        refuse_unstorable("body", value)
+    return Form(dict(pairs))
+
+
+async def require_own_form(request: Request) -> None:
+    """Let a form pass that one of our own pages sent.
+
+    Raises:
+        RequestError: `request.forbidden`.
+    """
+    form = await form_of(request)
+    given = form.get(TOKEN_FIELD).encode()
+    if is_from_elsewhere(request) is not False or not hmac.compare_digest(given, form_token(request).encode()):
+        raise RequestError(
+            "request.forbidden",
+            "this form was not sent by a page of this service, or by one from before the last login",
+            fix="open the page again and repeat what you did",
+        )
+
 
 _HERE = Path(__file__).parent
 PAGE_HEADERS = {

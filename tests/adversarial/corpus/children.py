@@ -126,7 +126,8 @@ def _engine() -> Any:
 
 def _perform(job: Job) -> None:
     from reshard.errors import ReshardError
-    from reshard.models import ConvertRequest, SourceSpec
+    from reshard.models.jobs import ConvertRequest
+    from reshard.options import SourceSpec
 
     source = SourceSpec(url=str(Path(job.directory, "source")))
     if job.op == "unpickle":

@@ -9,14 +9,15 @@ import numpy as np
 from adversarial.corpus import opcodes as op
 from adversarial.corpus.carriers import f32, floats
 from adversarial.corpus.distributed import FILES, REST, TOP, Draft, record
-from reshard.models import ConvertRequest, OpaquePolicy
+from reshard.models.jobs import ConvertRequest
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 _VALUES = ("optimizer.param_groups.0.lr", "optimizer.param_groups.0.params", "user_state")
 _CHUNKS = (("model.w", TOP), ("model.w", REST), ("optimizer.state.v.exp_avg", TOP))

@@ -18,33 +18,30 @@ from adversarial.fuzz import distributed
 from house import dcp_stand_ins as dcp, dcp_streams
 from house.dcp_mutations import assert_equal
 from reshard.errors import ReshardError
-from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
-from reshard_engine.containers.safetensors_file import open_safetensors_file
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import OpaquePolicy, TargetFormat
+from reshard_engine.containers.safetensors import open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
-from reshard_engine.formats.dcp.reader.metadata_pickle import (
-    metadata_of,
-    parse_metadata,
-    parts_of_nodes,
-    parts_with_runs,
-)
+from reshard_engine.formats.dcp.metadata.parse import metadata_of, parse_metadata, parts_of_nodes, parts_with_runs
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
-from reshard_engine.formats.weights.reader.index import read_index
+from reshard_engine.formats.weights.reader import read_index
 from reshard_engine.integrity import manifest
 from reshard_engine.integrity.manifest import parse_manifest
 from reshard_engine.operations.inspection import describe
 from reshard_engine.pickles import policy
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.limits import PickleLimits
+from reshard_engine.pickles.nodes import PickleLimits
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.rewrite import rewrite
+from reshard_engine.pickles.trees import rewrite
 from reshard_engine.pickles.vm import parse_pickle
 from reshard_engine.plan.model import Chunk
 from reshard_engine.storage.locations import Location
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 DATA = Path(__file__).parents[2] / "data"
 LIMITS = PickleLimits(opcodes=100_000, node_bytes=16 << 20, stream_bytes=1 << 20)

@@ -26,10 +26,10 @@ class Writer:
 
     def __init__(self, url: str) -> None:
         from reshard_jobs.database import Database
-        from reshard_jobs.event_log import EventLog
-        from reshard_jobs.idempotency import IdempotencyKeys
-        from reshard_jobs.leases import Leases
-        from reshard_jobs.store import JobStore
+        from reshard_jobs.queue.states import EventLog
+        from reshard_jobs.queue.idempotency import IdempotencyKeys
+        from reshard_jobs.queue.leases import Leases
+        from reshard_jobs.queue.store import JobStore
 
         self.database = Database(url, host="frozen")
         self.store, self.log = JobStore(self.database), EventLog(self.database)
@@ -37,7 +37,9 @@ class Writer:
         self.keys = IdempotencyKeys(self.database)
 
     def create(self, case: str, **more: Any) -> str:
-        from reshard.models import ConvertRequest, SourceSpec, TargetFormat
+        from reshard.models.jobs import ConvertRequest
+        from reshard.options import SourceSpec
+        from reshard.wire_model import TargetFormat
 
         request = ConvertRequest(
             source=SourceSpec(url="/frozen/source"), target=f"/frozen/{case}", to=TargetFormat.UNIVERSAL
@@ -52,7 +54,7 @@ class Writer:
         return claim
 
     def at(self, case: str, *phases: str, **more: Any) -> Any:
-        from reshard.models import Progress
+        from reshard.models.jobs import Progress
 
         claim = self.claimed(case, **more)
         for done, phase in enumerate(phases, start=1):
@@ -62,7 +64,8 @@ class Writer:
 
     def write(self) -> None:
         from reshard.errors import SourceError, StorageError
-        from reshard.models import ConvertResult, JobKind, TargetFormat
+        from reshard.models.jobs import ConvertResult
+        from reshard.wire_model import JobKind, TargetFormat
 
         passing = StorageError("storage.unavailable", "the store did not answer", fix="look at the store")
         wrong = SourceError("checkpoint.incomplete", "rank 1 is missing", fix="copy it again")
@@ -95,8 +98,8 @@ class Writer:
         self.write_nodes(passing)
 
     def write_helpers(self) -> None:
-        from reshard.models import WorkShare
-        from reshard_jobs.helpers import Helpers
+        from reshard.models.jobs import WorkShare
+        from reshard_jobs.queue.helpers import Helpers
 
         helpers = Helpers(self.database, lease_s=LEASE_S, max_workers=4)
         self.at("shared", "running", priority=5, max_workers=3)
@@ -106,7 +109,7 @@ class Writer:
         helpers.leave(left, WorkShare(runs=2, units=5, write_bytes=99))
 
     def write_nodes(self, problem: Any) -> None:
-        from reshard_jobs.nodes import Nodes
+        from reshard_jobs.queue.nodes import Nodes
 
         nodes = Nodes(self.database, lease_s=LEASE_S)
         for name in ("old-worker", "another-worker"):
@@ -152,7 +155,7 @@ def dumped_postgres(url: str) -> str:
 
 def make(scratch: Path, server: Any) -> None:
     """Write the files of the newest revision."""
-    from reshard_jobs.schema import HEAD
+    from reshard_jobs.database import HEAD
 
     name = f"schema{int(HEAD)}"
     uri = server.get_uri()

@@ -9,10 +9,11 @@ from typing import Any, cast
 import pytest
 
 from reshard.errors import SourceError
-from reshard.models import ConvertRequest, SourceSpec
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.peft.adapter_config import CONFIG, AdapterConfig, adapter_config
-from reshard_engine.formats.peft.adapter_scaling import scaling_of
+from reshard_engine.formats.peft.adapters import scaling_of
 
 REQUEST = ConvertRequest(source=SourceSpec(url="/run"), target="/out", to="peft")
 RIGHT = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "use_dora": False, "rank_pattern": {}}

@@ -9,8 +9,8 @@ import pytest
 
 from reshard.errors import SourceError
 from reshard_engine.checkpoint import Parameter, Scalar
-from reshard_engine.formats.deepspeed.reader.native.autoep import FusedExperts, fused_experts, sharing_ranks
-from reshard_engine.pickles.plain import node_of
+from reshard_engine.formats.deepspeed.parallel.experts import FusedExperts, fused_experts, sharing_ranks
+from reshard_engine.pickles.nodes import node_of
 from reshard_engine.tensors.dtypes import FLOAT32
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 

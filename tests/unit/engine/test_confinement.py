@@ -12,13 +12,14 @@ import pytest
 
 from house.saves import make_save
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, SourceSpec, TargetFormat
-from reshard.options import DeepSpeedOptions, Options
-from reshard_engine.formats.peft.adapter_files import adapter_files
+from reshard.models.jobs import ConvertRequest
+from reshard.options import DeepSpeedOptions, Options, SourceSpec
+from reshard.wire_model import TargetFormat
+from reshard_engine.formats.peft.adapter_config import adapter_files
 from reshard_engine.operations.conversion import Conversion
-from reshard_engine.storage.confinement import confine
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.protocol import read_bytes
+from reshard_engine.storage.urls import confine
 from reshard_engine.tensors.layout import Pointer
 
 

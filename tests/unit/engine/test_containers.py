@@ -15,14 +15,13 @@ import torch
 from safetensors import safe_open
 
 from reshard.errors import ReshardError
-from reshard.models import OpaquePolicy
-from reshard_engine.containers.safetensors_layout import safetensors_template
+from reshard.wire_model import OpaquePolicy
+from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file
-from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.containers.zip_reader import read_zip_directory
-from reshard_engine.formats.deepspeed.reader.native.split_files import joined_parts
-from reshard_engine.formats.torch_archive import output_tensor
+from reshard_engine.formats.deepspeed.files import joined_parts
+from reshard_engine.formats.torch_archive import StorageRecord, output_tensor, zip_template
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import PTensor, mapping_items, mapping_of
 from reshard_engine.pickles.policy import OpaqueLedger

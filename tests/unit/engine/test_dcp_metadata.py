@@ -17,14 +17,9 @@ from hypothesis import given, settings, strategies as st
 from house import dcp_stand_ins as d, dcp_streams as streams
 from house.dcp_mutations import ROOM, agree, assert_equal, framed, mutated, opcodes
 from reshard.errors import SourceError
-from reshard_engine.formats.dcp.reader import metadata_pickle
-from reshard_engine.formats.dcp.reader.metadata import BytesEntry, Metadata
-from reshard_engine.formats.dcp.reader.metadata_pickle import (
-    metadata_limits,
-    parse_metadata,
-    parts_of_nodes,
-    parts_with_runs,
-)
+from reshard_engine.formats.dcp.metadata import parse
+from reshard_engine.formats.dcp.metadata.model import BytesEntry, Metadata
+from reshard_engine.formats.dcp.metadata.parse import metadata_limits, parse_metadata, parts_of_nodes, parts_with_runs
 
 
 def parsed(value: Any, *, protocol: int = 4) -> Metadata:
@@ -343,7 +338,7 @@ def test_both_readers_agree_on_anything(random: Random) -> None:
 
 
 def test_limits_follow_the_environment() -> None:
-    assert metadata_limits({}).stream_bytes == metadata_pickle.METADATA_BYTES
+    assert metadata_limits({}).stream_bytes == parse.METADATA_BYTES
     assert metadata_limits({"RESHARD_PICKLE_STREAM_BYTES": "1000"}).stream_bytes == 1_000
     assert metadata_limits({"RESHARD_PICKLE_OPCODES": "77"}).opcodes == 77
 

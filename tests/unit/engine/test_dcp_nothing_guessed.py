@@ -17,7 +17,9 @@ from torch.distributed.tensor.placement_types import Shard
 import reshard
 from laws.dcp_files import Save, Sharded, read_metadata, save
 from reshard.errors import ReshardError
-from reshard.models import ConvertResult, OpaquePolicy, SourceChoices
+from reshard.models.jobs import ConvertResult
+from reshard.options import SourceChoices
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.sources import read_checkpoint

@@ -11,15 +11,13 @@ import torch
 
 from reshard.errors import SourceError
 from reshard_engine.execute.casts.cast import NumpyCast
-from reshard_engine.execute.gather.mean import mean_of
-from reshard_engine.execute.gather.tensor_reader import TensorReader
-from reshard_engine.formats.deepspeed.reader.native.parallel import Joiner
-from reshard_engine.formats.deepspeed.rules.cut_rules import AVERAGED, CutRules
-from reshard_engine.formats.deepspeed.rules.layers import RuleLayers
-from reshard_engine.tensors.derived import Mean
+from reshard_engine.execute.gather import TensorReader, mean_of
+from reshard_engine.formats.deepspeed.parallel.ranks import Joiner
+from reshard_engine.formats.deepspeed.parallel.rules import AVERAGED, CutRules
+from reshard_engine.formats.deepspeed.parallel.tensor import RuleLayers
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.shard_map import ShardMap, ShardMapBuilder
-from reshard_engine.tensors.views import Box, View
+from reshard_engine.tensors.views import Box, Mean, View
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 KERNEL = NumpyCast()
@@ -103,7 +101,7 @@ def _reader(copies: list[torch.Tensor], build: Any) -> tuple[TensorReader, Any]:
 
 
 def test_a_mean_is_gathered_in_any_interval_and_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reshard_engine.execute.gather.computed.MEAN_ELEMS", 7)
+    monkeypatch.setattr("reshard_engine.execute.gather.MEAN_ELEMS", 7)
     copies = list(torch.randn(3, 5, 11, generator=torch.Generator().manual_seed(1)))
     reader, mean = _reader(copies, lambda b, numbers, dtype: b.mean("w", "fp32", numbers, dtype))
     expected = (sum(copies) / 3).flatten()

@@ -11,18 +11,13 @@ import pytest
 
 from laws.deepspeed_files import Layout
 from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, seeded_model
-from reshard.choices import WeightDecayGroups
 from reshard.errors import RequestError
-from reshard.models import OpaquePolicy
+from reshard.wire_model import OpaquePolicy, WeightDecayGroups
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.writer.native.megatron_groups import (
-    group_changes,
-    megatron_grouped,
-    sharded_groups,
-)
+from reshard_engine.formats.deepspeed.param_groups import group_changes, megatron_grouped, sharded_groups
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.operations.dry_run import possible_targets
-from reshard_engine.pickles.plain import node_of
+from reshard_engine.operations.inspection import possible_targets
+from reshard_engine.pickles.nodes import node_of
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 

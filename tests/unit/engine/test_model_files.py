@@ -11,7 +11,9 @@ import pytest
 from house.repository import ROOT
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
 

@@ -13,11 +13,13 @@ import pytest
 from house.repository import ROOT
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, OpaquePolicy, SourceSpec, TargetFormat
-from reshard_engine.containers.safetensors_layout import safetensors_template
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import OpaquePolicy, TargetFormat
+from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats.model_weights import weights_of
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.formats.weights.writer import safetensors
+from reshard_engine.formats.weights import writer
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 from reshard_engine.tensors.dtypes import FLOAT32
@@ -63,7 +65,7 @@ def test_a_header_that_no_reader_takes_is_not_published(tmp_path: Path, monkeypa
         one, other = next((a, b) for a, b in itertools.pairwise(names) if len(a) == len(b))
         return replace(template, literals=((offset, head.replace(f'"{one}"'.encode(), f'"{other}"'.encode())),))
 
-    monkeypatch.setattr(safetensors, "safetensors_template", twice)
+    monkeypatch.setattr(writer, "safetensors_template", twice)
     with pytest.raises(IntegrityError, match="twice") as caught:
         load_engine().convert(_request(tmp_path / "out"))
     assert caught.value.code == "integrity.mismatch"

@@ -10,20 +10,20 @@ from typing import Any
 
 import pytest
 
-from reshard.diffs import DifferenceKind, DiffOptions
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.models import ConvertRequest, ConvertResult, NameScheme, OpaquePolicy, SourceSpec, TargetFormat
+from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.models.reports import DifferenceKind, DiffOptions
+from reshard.options import SourceSpec
+from reshard.wire_model import NameScheme, OpaquePolicy, TargetFormat
 from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState, ParamGroup, Question, Undecided
 from reshard_engine.formats.deepspeed.facts import facts_of, model_states
 from reshard_engine.formats.deepspeed.relabel import relabelled
 from reshard_engine.formats.sources import read_checkpoint
-from reshard_engine.formats.torch_files.facts import files_of
-from reshard_engine.formats.torch_files.reader import read_torch_files
+from reshard_engine.formats.torch_files import files_of, read_torch_files
 from reshard_engine.operations import requested
-from reshard_engine.operations.diff.comparison import diff_checkpoints
-from reshard_engine.pickles.nodes import mapping_items, mapping_of
-from reshard_engine.pickles.plain import plain_value
+from reshard_engine.operations.diff import diff_checkpoints
+from reshard_engine.pickles.nodes import mapping_items, mapping_of, plain_value
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import open_location
 

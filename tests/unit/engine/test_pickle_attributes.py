@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from reshard.errors import ReshardError
-from reshard.models import OpaquePolicy
-from reshard_engine.pickles.attributes import MEMBERS
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.limits import PickleLimits
-from reshard_engine.pickles.nodes import Global, PBytearray, PList, PObject, mapping_items
+from reshard_engine.pickles.nodes import Global, PBytearray, PickleLimits, PList, PObject, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger, is_listed
+from reshard_engine.pickles.rebuild import MEMBERS
 from reshard_engine.pickles.vm import parse_pickle
 
 GETATTR = b"cbuiltins\ngetattr\n"

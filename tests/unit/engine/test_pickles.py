@@ -19,12 +19,11 @@ import torch
 
 from house.speed import slowness
 from reshard.errors import ReshardError
-from reshard.models import OpaquePolicy
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.limits import PickleLimits
-from reshard_engine.pickles.nodes import PDict, PList, PTensor, mapping_items
+from reshard_engine.pickles.nodes import PDict, PickleLimits, PList, PTensor, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.rewrite import rewrite
+from reshard_engine.pickles.trees import rewrite
 from reshard_engine.pickles.vm import parse_pickle
 
 

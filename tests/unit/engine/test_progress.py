@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from reshard.errors import JobError
-from reshard.models import ConvertRequest, Progress, SourceSpec, TargetFormat
-from reshard_engine.execute import progress
+from reshard.models.jobs import ConvertRequest, Progress
+from reshard.options import SourceSpec
+from reshard.wire_model import TargetFormat
+from reshard_engine.execute import executor
 from reshard_engine.local import LocalEngine
 
 ELEMS = 4 << 20
@@ -24,7 +26,7 @@ def _weights(folder: Path) -> Path:
 
 
 def test_bytes_count_before_their_unit_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(executor, "_PERIOD_S", 0.0)
     seen: list[Progress] = []
     request = ConvertRequest(
         source=SourceSpec(url=str(_weights(tmp_path / "source"))),
@@ -44,7 +46,7 @@ def test_bytes_count_before_their_unit_ends(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_resumed_run_says_what_it_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_PERIOD_S", 0.0)
+    monkeypatch.setattr(executor, "_PERIOD_S", 0.0)
     request = ConvertRequest(
         source=SourceSpec(url=str(_weights(tmp_path / "source"))),
         target=str(tmp_path / "target"),

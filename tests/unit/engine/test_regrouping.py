@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from reshard_engine.checkpoint import FormatFacts, Parameter, ParamGroup
-from reshard_engine.formats.deepspeed.writer.native import regrouping
-from reshard_engine.formats.deepspeed.writer.native.regrouping import MAX_GROUP_ELEMS, regrouped
+from reshard_engine.formats.deepspeed import param_groups
+from reshard_engine.formats.deepspeed.param_groups import MAX_GROUP_ELEMS, regrouped
 from reshard_engine.pickles.nodes import Node, PList, mapping_items, mapping_of
 
 HEAD = "moe.experts.deepspeed_experts."
@@ -33,8 +33,8 @@ def _source(groups: list[ParamGroup], members: list[list[str]], monkeypatch: pyt
             SimpleNamespace(**(vars(value) | changes)) if isinstance(value, SimpleNamespace) else real(value, **changes)
         )
 
-    real = regrouping.replace
-    monkeypatch.setattr(regrouping, "replace", replaced)
+    real = param_groups.replace
+    monkeypatch.setattr(param_groups, "replace", replaced)
     return SimpleNamespace(
         parameters=tuple(parameters),
         trained=tuple(parameters),
@@ -56,7 +56,7 @@ def _experts(*parts: str) -> list[str]:
 
 
 def test_fewer_ranks_make_more_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regrouping, "MAX_GROUP_ELEMS", 30)
+    monkeypatch.setattr(param_groups, "MAX_GROUP_ELEMS", 30)
     # Over two ranks each holds two experts: 26 elements.
     everything = _experts("0.w", "0.b", "1.w", "1.b", "2.w", "2.b", "3.w", "3.b")
     source = _source([_group(None), _group(2)], [["dense.w"], everything], monkeypatch)
@@ -70,7 +70,7 @@ def test_fewer_ranks_make_more_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_ranks_put_together_what_the_limit_parted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regrouping, "MAX_GROUP_ELEMS", 20)
+    monkeypatch.setattr(param_groups, "MAX_GROUP_ELEMS", 20)
     # Over two ranks: an expert and a weight are 23 elements, so each rank's two experts are in two groups.
     first, second = _experts("0.w", "0.b", "2.w", "2.b"), _experts("1.w", "1.b", "3.w", "3.b")
     source = _source([_group(None), _group(2), _group(2)], [["dense.w"], first, second], monkeypatch)
@@ -87,12 +87,12 @@ def test_groups_that_the_limit_did_not_part_stay_apart(monkeypatch: pytest.Monke
     source = _source([_group(2), _group(2)], [first, second], monkeypatch)
     assert MAX_GROUP_ELEMS > 1_000
     assert regrouped(source, 1) is source
-    monkeypatch.setattr(regrouping, "MAX_GROUP_ELEMS", 12)
+    monkeypatch.setattr(param_groups, "MAX_GROUP_ELEMS", 12)
     other = _source([_group(2), _group(2, weight_decay=0.5)], [first, second], monkeypatch)
     assert regrouped(other, 2) is other
 
 
 def test_another_limit_than_deepspeeds_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regrouping, "MAX_GROUP_ELEMS", 12)
+    monkeypatch.setattr(param_groups, "MAX_GROUP_ELEMS", 12)
     source = _source([_group(2)], [_experts("0.w", "0.b", "1.w", "1.b")], monkeypatch)
     assert regrouped(source, 1) is source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reshard_engine.formats.deepspeed.rules.cut_rules import (
+from reshard_engine.formats.deepspeed.parallel.rules import (
     COLUMN,
     HEADS,
     REPLICATED,
@@ -13,7 +13,7 @@ from reshard_engine.formats.deepspeed.rules.cut_rules import (
     VOCABULARY,
     CutRules,
 )
-from reshard_engine.formats.deepspeed.rules.layers import RuleLayers
+from reshard_engine.formats.deepspeed.parallel.tensor import RuleLayers
 from reshard_engine.tensors.cuts import Cut
 
 OWN = {

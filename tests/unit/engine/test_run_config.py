@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from reshard_engine.formats.deepspeed.config import RunConfig
-from reshard_engine.pickles.nodes import Node
-from reshard_engine.pickles.plain import node_of
+from reshard_engine.pickles.nodes import Node, node_of
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),

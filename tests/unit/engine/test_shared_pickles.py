@@ -11,17 +11,14 @@ import pytest
 import torch
 
 from reshard.errors import SourceError
-from reshard.models import OpaquePolicy
-from reshard_engine.containers import shared_pickles
-from reshard_engine.containers.shared_pickles import SharedPickles
+from reshard.wire_model import OpaquePolicy
+from reshard_engine.containers import torch_file as shared_pickles
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.containers.torch_file import open_torch_file
-from reshard_engine.pickles.collector import collector_paused
+from reshard_engine.containers.torch_file import SharedPickles, open_torch_file
 from reshard_engine.pickles.emit import emit_pickle
-from reshard_engine.pickles.limits import DEFAULT_LIMITS
-from reshard_engine.pickles.nodes import PBytearray, PList
+from reshard_engine.pickles.nodes import DEFAULT_LIMITS, PBytearray, PList, collector_paused
 from reshard_engine.pickles.policy import OpaqueLedger
-from reshard_engine.pickles.rewrite import rewrite
+from reshard_engine.pickles.trees import rewrite
 from reshard_engine.storage.local import LocalStore
 
 

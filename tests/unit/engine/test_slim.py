@@ -16,7 +16,8 @@ from hypothesis import given, settings, strategies as st
 from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models import SlimResult, SourceSpec
+from reshard.models.jobs import SlimResult
+from reshard.options import SourceSpec
 
 
 def _slim(source: Path, target: Path, **options: Any) -> SlimResult:

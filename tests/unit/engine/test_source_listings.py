@@ -10,7 +10,7 @@ from reshard.errors import SourceError
 from reshard_engine.formats.sources import find_checkpoint
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.testing.stores import MemoryStore
 
 
 class CountingStore(MemoryStore):

@@ -28,12 +28,11 @@ from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, Unit
 from reshard_engine.storage.local import LocalStore
-from reshard_engine.tensors.derived import LoraMerge
 from reshard_engine.tensors.dtypes import BY_NAME, FLOAT32
 from reshard_engine.tensors.layout import Body, FileTemplate, KnownFiles, TargetFile, TargetLayout
 from reshard_engine.tensors.shard_map import LogicalTensor, ShardMapBuilder
-from reshard_engine.tensors.views import Box, View
-from reshard_engine.testing.memory_store import MemoryStore
+from reshard_engine.tensors.views import Box, LoraMerge, View
+from reshard_engine.testing.stores import MemoryStore
 
 ROOT = Path(package.__file__).parent
 SHAPE, HEADER = (400, 400), 64

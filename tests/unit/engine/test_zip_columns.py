@@ -14,9 +14,8 @@ import torch
 from reshard.errors import ReshardError
 from reshard_engine.containers import zip_reader
 from reshard_engine.containers.source_file import CachedFile, SourceFile
-from reshard_engine.containers.zip_format import U32_MAX
-from reshard_engine.containers.zip_layout import StorageRecord, zip_template
-from reshard_engine.containers.zip_reader import ZipDirectory, read_zip_directory
+from reshard_engine.containers.zip_reader import U32_MAX, ZipDirectory, read_zip_directory
+from reshard_engine.formats.torch_archive import StorageRecord, zip_template
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.tensors.dtypes import BY_NAME
 

@@ -1,11 +1,15 @@
-"""A source file for readers: one pinned object, or several objects that are byte ranges of one stream."""
+"""Source files for readers: one pinned object, or ranges of one stream; many at once; and JSON within bounds."""
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -121,3 +125,71 @@ class CachedFile:
             # Headers of large records lie far apart, so their blocks serve no other read. The tail holds the directory.
             del self._blocks[next(start for start in self._blocks if start != self._tail_at)]
         return block[offset - at : offset - at + length]
+
+
+# Reads the metadata of many files in parallel with a bounded pool of threads, because latency dominates.
+
+_LOCAL_THREADS, _REMOTE_THREADS = 8, 32
+_BATCH = 1_024
+_Result = TypeVar("_Result")
+
+
+def open_all(files: Sequence[SourceFile], parse: Callable[[SourceFile], _Result]) -> list[_Result]:
+    """`parse(file)` of each file, in order. A remote file costs two or three round trips, a local one only work.
+
+    Only one batch of files is in flight, because there may be a hundred thousand.
+    """
+    remote = any(file.store.scheme != "file" for file in files)
+    found: list[_Result] = []
+    with ThreadPoolExecutor(_REMOTE_THREADS if remote else _LOCAL_THREADS) as pool:
+        for start in range(0, len(files), _BATCH):
+            found += pool.map(parse, files[start : start + _BATCH])
+    return found
+
+
+# Parses JSON from checkpoints, within bounds, and refuses JSON that parsers read differently.
+
+MAX_STRUCTURE = 2_000_000
+"""Largest number of commas and opening brackets: about 250,000 tensors, and 64 bytes of memory each at worst."""
+
+
+def parse_json(data: bytes, *, code: str, what: str) -> Any:
+    """Parse a JSON document in UTF-8.
+
+    Duplicate keys, lone surrogates, NaN and infinities are refused: parsers disagree about them.
+
+    Args:
+        data: The document; the caller bounds its length.
+        code: Code of the error for anything that is not such a document.
+        what: The name of the document in errors.
+
+    Raises:
+        SourceError: `code`, or `checkpoint.too_large` if it would take too much memory.
+    """
+    structure = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if structure > MAX_STRUCTURE:
+        raise SourceError(
+            "checkpoint.too_large",
+            f"{what} has {structure} parts, the limit is {MAX_STRUCTURE}",
+            fix="copy the file again; if it is right, please report it with its size",
+        )
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            seen: set[str] = set()
+            name = next(k for k, _ in items if k in seen or seen.add(k))
+            raise SourceError(code, f"{what} has the key {printable(name)!r} twice")
+        return found
+
+    def constant(text: str) -> Any:
+        raise ValueError(f"{text} is not JSON")
+
+    try:
+        text = data.decode("utf-8")
+        value = json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise SourceError(code, f"{what} is not valid JSON: {printable(str(error))}") from None
+    return value

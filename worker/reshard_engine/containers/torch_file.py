@@ -3,20 +3,200 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from reshard.errors import SourceError, printable
-from reshard_engine.containers import legacy_stream
-from reshard_engine.containers.shared_pickles import SharedPickles
 from reshard_engine.containers.source_file import CachedFile, SourceFile
-from reshard_engine.containers.zip_format import ZipEntry
-from reshard_engine.containers.zip_reader import ZipDirectory, read_record, read_zip_directory
-from reshard_engine.pickles.limits import PickleLimits, configured_limits
-from reshard_engine.pickles.nodes import Node, PStorage, PTensor
+from reshard_engine.containers.zip_reader import ZipDirectory, ZipEntry, read_record, read_zip_directory
+from reshard_engine.pickles.nodes import (
+    Node,
+    PDict,
+    PickleLimits,
+    PList,
+    PObject,
+    PSet,
+    PStorage,
+    PTensor,
+    PTensorRef,
+    PTuple,
+    configured_limits,
+    mapping_items,
+)
 from reshard_engine.pickles.policy import OpaqueLedger
+from reshard_engine.pickles.trees import rewrite
+from reshard_engine.pickles.vm import parse_pickle
 from reshard_engine.tensors.dtypes import BY_NAME
+from reshard_engine.tensors.shard_map import ShardMapBuilder
+
+# Legacy `torch.save` streams: five pickles, then each storage as an element count and its bytes.
+#
+# DeepSpeed's FAST writer writes the same form; its part files are byte ranges of one such stream.
+#
+# Source: torch 2.13.0 `torch/serialization.py` (`_legacy_save`, `_legacy_load`, MAGIC_NUMBER),
+# deepspeed 0.19.8 `io/fast_file_writer.py` (`_save_storage_list`).
+
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+PROTOCOL_VERSION = 1001
+_FIRST_READ_BYTES = 256 << 10
+_MAX_STORAGES = 1_000_000
+
+
+def read_legacy_stream(
+    cached: CachedFile, ledger: OpaqueLedger, limits: PickleLimits
+) -> tuple[Node, dict[str, tuple[int, int]]]:
+    """Read the value, and (offset, bytes) of each storage by key.
+
+    Raises:
+        SourceError: `source.unknown_kind` if the file is a pickle but not a torch stream, `pickle.*`,
+            `checkpoint.incomplete` if the file ends inside a storage.
+    """
+    name = printable(cached.file.name)
+    at = 0
+    values: list[Node] = []
+    for number in range(5):
+        value, at = _next_pickle(cached, at, ledger, limits)
+        values.append(value)
+        if number == 0 and value != MAGIC_NUMBER:
+            raise SourceError(
+                "source.unknown_kind",
+                f"{name} is a pickle, but not a torch stream",
+                fix="name a file of torch.save, or the checkpoint's directory",
+            )
+        if number == 1 and value != PROTOCOL_VERSION:
+            raise SourceError(
+                "pickle.malformed", f"{name}: torch stream protocol {printable(str(value), max_chars=40)}"
+            )
+    system = mapping_items(values[2], what="sys_info")
+    if system.get("little_endian") is not True:
+        raise SourceError(
+            "zip.bad_record",
+            f"{name} was not written on a little-endian machine",
+            fix="save it again on a little-endian machine",
+        )
+    keys = values[4].items if isinstance(values[4], PList) else None
+    well_formed = keys is not None and len(keys) <= _MAX_STORAGES and all(type(k) is str for k in keys)
+    if keys is None or not well_formed or len(set(keys)) != len(keys):
+        raise SourceError("pickle.malformed", f"{name}: the list of storage keys is malformed")
+    return values[3], _storage_offsets(cached, at, keys, storages_in(values[3]))
+
+
+def _next_pickle(cached: CachedFile, at: int, ledger: OpaqueLedger, limits: PickleLimits) -> tuple[Node, int]:
+    # The length of a pickle is known only after reading it: read a little first, then eight times as much.
+    count = _FIRST_READ_BYTES
+    while True:
+        available = min(count, cached.size_bytes - at)
+        try:
+            value, used = parse_pickle(cached.read(at, available), ledger, limits=limits, allow_trailing=True)
+            return value, at + used
+        except SourceError as error:
+            grown = min(count * 8, limits.stream_bytes)
+            if error.code != "pickle.truncated" or available == cached.size_bytes - at or grown == count:
+                raise
+            count = grown
+
+
+def storages_in(root: Node) -> dict[str, PStorage]:
+    """All storages that a value refers to, by key."""
+    found: dict[str, PStorage] = {}
+    for node in walk(root):
+        if isinstance(node, PTensor):
+            known = found.setdefault(node.storage.key, node.storage)
+            if (known.dtype, known.root_numel) != (node.storage.dtype, node.storage.root_numel):
+                raise SourceError("tensor.bad_extent", f"storage {printable(known.key)} has two types or sizes")
+    return found
+
+
+def walk(root: Node) -> Iterator[Node]:
+    """Yield every node of a value once, in no particular order. It does not recurse."""
+    seen: set[int] = set()
+    todo: list[Node] = [root]
+    while todo:
+        node = todo.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        match node:
+            case PList() | PTuple() | PSet():
+                todo.extend(node.items)
+            case PDict():
+                todo.extend(node.pairs)
+            case PObject():
+                todo += [node.args, node.kwargs, node.state, *node.items, *node.appends]
+            case _:
+                continue
+
+
+def _storage_offsets(
+    cached: CachedFile, at: int, keys: list[str], storages: dict[str, PStorage]
+) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    name = printable(cached.file.name)
+    for key in keys:
+        storage = storages.get(key)
+        if storage is None:
+            raise SourceError("checkpoint.malformed", f"{name}: storage {printable(key)} belongs to no tensor")
+        count = int.from_bytes(cached.file.read(at, 8), "little", signed=True)
+        if count != storage.root_numel:
+            raise SourceError(
+                "tensor.bad_extent", f"{name}: storage {printable(key)} has {count} of {storage.root_numel} elements"
+            )
+        length = count * BY_NAME[storage.dtype].itemsize_bytes
+        if at + 8 + length > cached.size_bytes:
+            raise SourceError(
+                "checkpoint.incomplete",
+                f"{name} ends inside storage {printable(key)}",
+                fix="the file is truncated: copy the checkpoint again",
+            )
+        found[key] = (at + 8, length)
+        at += 8 + length
+    if at != cached.size_bytes:
+        raise SourceError("pickle.trailing", f"{name}: {cached.size_bytes - at} bytes after the last storage")
+    return found
+
+
+# Interprets equal pickles of one checkpoint only once: files of many ranks hold the same pickle, byte for byte.
+
+_KEPT = 16
+"""Number of pickles that are kept. torch writes the device into pickles, so hosts with 8 devices have 8 different
+ones of each of two kinds."""
+
+
+class SharedPickles:
+    """The values of the latest pickles of one read. Nodes are never changed after parsing, so files may share them.
+
+    All pickles use one ledger: the names of an equal pickle are in it already, and refused pickles are not kept.
+    """
+
+    def __init__(self, ledger: OpaqueLedger) -> None:
+        """Start with no pickles."""
+        self.ledger = ledger
+        self._values: OrderedDict[bytes, Node] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def parse(self, data: bytes, limits: PickleLimits) -> Node:
+        """The value of a pickle, or of an equal pickle before it.
+
+        One thread interprets at a time. Threads would wait for Python's own lock anyway, and equal pickles of
+        files that are opened in parallel must not be interpreted twice.
+
+        Raises:
+            SourceError: As `parse_pickle`.
+        """
+        key = hashlib.sha256(data).digest()
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+            else:
+                self._values[key], _ = parse_pickle(data, self.ledger, limits=limits)
+                if len(self._values) > _KEPT:
+                    self._values.popitem(last=False)
+            return self._values[key]
+
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _SMALL_RECORD_BYTES = 16
@@ -105,7 +285,7 @@ def open_torch_file(
     if head == _ZIP_MAGIC:
         return _open_zip(cached, pickles or SharedPickles(ledger), limits)
     if head[:1] == b"\x80":
-        root, storages = legacy_stream.read_legacy_stream(cached, ledger, limits)
+        root, storages = read_legacy_stream(cached, ledger, limits)
         return TorchFile(file, root, {k: RecordExtent(o, n, None) for k, (o, n) in storages.items()}, "legacy")
     raise SourceError(
         "source.unknown_kind",
@@ -195,3 +375,46 @@ def checksummed_spans(file: SourceFile) -> list[tuple[int, int, int]]:
 
 def _extent(entry: ZipEntry) -> RecordExtent:
     return RecordExtent(entry.data_offset, entry.size_bytes, entry.crc32 or None)
+
+
+# Tensors that one torch file holds whole: their places in the file, and aliases among them.
+
+
+def add_whole_tensor(
+    builder: ShardMapBuilder, name: str, state: str, tensor: PTensor, *, torch_file: TorchFile, file: int
+) -> int:
+    """Register a tensor that one file holds whole, packed or strided; returns its number."""
+    index = builder.tensor(name, state, BY_NAME[tensor.dtype], tensor.shape)
+    if tensor.numel:
+        builder.whole(index, file=file, offset=torch_file.tensor_offset(tensor), stride=tensor.stride)
+    return index
+
+
+def place_of(tensor: PTensor) -> tuple[object, ...]:
+    """A key that is equal for two tensors of one file if they are the same elements in the same order."""
+    stride = tuple(s for n, s in zip(tensor.shape, tensor.stride, strict=True) if n != 1)
+    return (tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, stride)
+
+
+# Non-tensor state as trees that can be written again, with their tensors in the shard map.
+
+
+class TreeTensors:
+    """Replaces the tensors of trees by references into the shard map that is being built."""
+
+    def __init__(self, builder: ShardMapBuilder, number: Mapping[SourceFile, int]) -> None:
+        """Add tensors of file `number` to the checkpoint's builder."""
+        self._builder = builder
+        self._number = number
+        self._count = 0
+
+    def carried(self, node: Node, torch_file: TorchFile) -> Node:
+        """Copy the tree and replace its tensors by references; foreign objects stay as they are."""
+
+        def reference(tensor: PTensor) -> PTensorRef:
+            self._count += 1
+            file = self._number[torch_file.file]
+            name = f"state.{self._count}"
+            return PTensorRef(add_whole_tensor(self._builder, name, "value", tensor, torch_file=torch_file, file=file))
+
+        return rewrite(node, reference, lambda foreign: foreign)

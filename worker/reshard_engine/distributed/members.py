@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from reshard.process_identity import process_gone, process_scope
+from reshard.shared_work import process_gone, process_scope
 from reshard_engine.storage.texts import TextStore
 
 BEATS = "beats/"

@@ -6,6 +6,7 @@ Units start in order. So a unit that waits for a CRC of an earlier unit never wa
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,29 +14,72 @@ from contextlib import contextmanager
 import numpy as np
 
 from reshard.errors import JobError, SourceError, printable
-from reshard.models import OverflowPolicy, Progress
+from reshard.models.jobs import Progress
+from reshard.wire_model import OverflowPolicy
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.execute.casts.cast import CastKernel
-from reshard_engine.execute.casts.kernels import default_kernel
-from reshard_engine.execute.casts.losses import Losses
-from reshard_engine.execute.casts.placing import ReadCounts
+from reshard_engine.execute.casts.cast import CastKernel, Losses
+from reshard_engine.execute.casts.placing import ReadCounts, default_kernel
 from reshard_engine.execute.casts.rows import ByteArray
-from reshard_engine.execute.checks.block_digests import BlockDigests
-from reshard_engine.execute.checks.record_crcs import AbandonedError, RecordCrcs
-from reshard_engine.execute.gather.concurrent_reads import CALLS_AT_ONCE
-from reshard_engine.execute.gather.fill import fill
-from reshard_engine.execute.gather.tensor_reader import TensorReader
+from reshard_engine.execute.checks.unit_sums import AbandonedError, BlockDigests, RecordCrcs
+from reshard_engine.execute.gather import CALLS_AT_ONCE, TensorReader, fill
 from reshard_engine.execute.journal import RecordSpan, UnitRecord
-from reshard_engine.execute.progress import ProgressReport
-from reshard_engine.execute.server_copy.copier import ServerCopier
+from reshard_engine.execute.server_copy import ServerCopier
 from reshard_engine.execute.sinks.protocol import Made, Sink
-from reshard_engine.integrity.crc import CrcBoard
+from reshard_engine.integrity.checksums import CrcBoard
 from reshard_engine.plan.budget import READ_BATCH_BYTES
-from reshard_engine.plan.model import Chunk, Plan, RecordPart, Unit
-from reshard_engine.plan.write_items import CACHED_BYTES, steps_of
-from reshard_engine.storage.checksums import crc32
+from reshard_engine.plan.model import CACHED_BYTES, Chunk, Plan, RecordPart, Unit, steps_of
+from reshard_engine.storage.crc32 import crc32
 from reshard_engine.storage.local import kept_open
 from reshard_engine.tensors.layout import TargetLayout
+
+# The progress of a run, which the caller gets a few times a second.
+
+_PERIOD_S = 0.2
+
+
+class ProgressReport:
+    """Counts the bytes and units of a run. Any thread may call it."""
+
+    def __init__(self, plan: Plan, on_progress: Callable[[Progress], None] | None, done: tuple[int, int]) -> None:
+        """`done` is the number of bytes and of units that an earlier attempt finished."""
+        self._plan = plan
+        self._on_progress = on_progress
+        self._lock = threading.Lock()
+        self._done_bytes, self._done_units = done
+        self.resumed_bytes = done[0]
+        self._started_at = time.monotonic()
+        self._reported_at = 0.0
+
+    def add(self, phase: str, length_bytes: int, *, units: int = 0) -> None:
+        """Count finished bytes and units. Bytes count before their unit ends, because a large unit takes seconds."""
+        with self._lock:
+            self._done_bytes += length_bytes
+            self._done_units += units
+        self.report(phase)
+
+    def report(self, phase: str, *, force: bool = False) -> None:
+        """Report the progress to the caller, unless the last report is less than `_PERIOD_S` old."""
+        if self._on_progress is None:
+            return
+        with self._lock:
+            now = time.monotonic()
+            if not force and now - self._reported_at < _PERIOD_S:
+                return
+            self._reported_at = now
+            total = self._plan.write_bytes
+            rate = (self._done_bytes - self.resumed_bytes) / max(now - self._started_at, 1e-6)
+            self._on_progress(
+                Progress(
+                    phase=phase,  # pyright: ignore[reportArgumentType]
+                    bytes_done=self._done_bytes,
+                    bytes_total=total,
+                    bytes_kept=self.resumed_bytes,
+                    units_done=self._done_units,
+                    units_total=len(self._plan.units),
+                    rate_bytes_per_s=rate,
+                    eta_s=(total - self._done_bytes) / rate if rate > 0 else None,
+                )
+            )
 
 
 class StoppedError(JobError):

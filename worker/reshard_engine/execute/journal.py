@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard_engine.execute.casts.losses import Losses
-from reshard_engine.integrity.digests import BlockRun
+from reshard_engine.execute.casts.cast import Losses
+from reshard_engine.integrity.checksums import BlockRun
 from reshard_engine.plan.model import Chunk, Plan
 
 RecordSpan = tuple[int, int, int, int, int]

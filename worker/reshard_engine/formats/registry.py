@@ -9,15 +9,14 @@ from typing import Any
 
 from reshard.errors import RequestError, printable
 from reshard.installed_formats import InstalledFormat, installed_formats, refused_format
-from reshard.models import ConvertRequest
+from reshard.models.jobs import ConvertRequest
 from reshard.options import Options
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.format import DeepSpeed
-from reshard_engine.formats.format import Format
+from reshard_engine.formats.format import Format, Writer
 from reshard_engine.formats.peft.format import Peft
-from reshard_engine.formats.torch_files.format import TorchFiles
+from reshard_engine.formats.torch_files import TorchFiles
 from reshard_engine.formats.weights.format import Weights
-from reshard_engine.formats.writer import Writer
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.tensors.layout import KnownFiles
 

@@ -1,22 +1,183 @@
-"""Lays out a tree and its tensors as one torch archive."""
+"""Lays out a tree and its tensors as one torch archive, byte for byte as torch writes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import hashlib
+import struct
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from reshard.models import OpaquePolicy
+from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Scalar
-from reshard_engine.containers.zip_layout import StorageRecord, zip_template
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Node, PLiteral, PRuns, PRunsPart, PStorage, PTensor, PTensorRef
-from reshard_engine.pickles.rewrite import rewrite
+from reshard_engine.pickles.trees import rewrite
+from reshard_engine.storage.crc32 import crc32
 from reshard_engine.tensors.dtypes import BY_NAME, UINT8, Dtype
-from reshard_engine.tensors.layout import FileTemplate
+from reshard_engine.tensors.layout import Body, FileTemplate
 from reshard_engine.tensors.shard_map import ShardMap, packed_stride
+
+# The layout of a torch zip archive, written as torch writes it: a pure function of names and sizes.
+#
+# Every record has flag bits 3 and 11, zeros in its local header and a data descriptor behind it; data
+# begin at multiples of 64. Offsets are known before the data; CRC-32s of storages are not, and their
+# places (descriptor and directory) are listed as slots.
+#
+# Source: torch 2.13.0 `caffe2/serialize/inline_container.cc` (`getPadding`, order of records),
+# verified byte by byte against `torch.save`; PKWARE APPNOTE 6.3 for zip64.
+
+_FLAGS = 0x0808
+_EMPTY_FLAGS = 0x0800  # miniz writes no descriptor behind an empty record
+_U32_MAX, _U16_MAX = 0xFFFFFFFF, 0xFFFF
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRecord:
+    """One storage of the archive: its key, and the tensor runs that fill it in order."""
+
+    key: str
+    runs: tuple[tuple[int, int, int, Dtype], ...]
+    """The runs that fill the storage, as (slot, begin, end, dtype) of `tensors.layout.Body`."""
+    data: bytes | None = None
+    """The bytes of the storage if they are known; it then has no runs."""
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of the record."""
+        return sum((end - begin) * dtype.itemsize_bytes for _, begin, end, dtype in self.runs)
+
+
+class _Archive:
+    """Accumulates literals and slots in file order."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self.at = 0
+        self.literals: list[tuple[int, bytes]] = []
+        self.bodies: list[Body] = []
+        self.records: list[tuple[int, int]] = []
+        self.crc_slots: list[tuple[int, int]] = []
+        self._entries: list[tuple[bytes, int, int, int, int | None]] = []
+
+    def _literal(self, data: bytes) -> None:
+        self.literals.append((self.at, data))
+        self.at += len(data)
+
+    def _header(self, name: bytes, size: int) -> None:
+        start = self.at + 30 + len(name) + 4
+        zip64 = b""
+        if size >= _U32_MAX or self.at >= _U32_MAX:
+            values = (struct.pack("<QQ", size, size) if size >= _U32_MAX else b"") + (
+                struct.pack("<Q", self.at) if self.at >= _U32_MAX else b""
+            )
+            zip64 = struct.pack("<HH", 1, len(values)) + values
+            start += len(zip64)
+        padding = -start % ALIGNMENT
+        extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        flags = _FLAGS if size else _EMPTY_FLAGS
+        self._literal(
+            struct.pack("<4sHHHHHIIIHH", b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(name), len(extra))
+            + name
+            + extra
+        )
+
+    def _descriptor(self, size: int, crc: int, record: int | None) -> None:
+        if not size:
+            return
+        if record is not None:
+            self.crc_slots.append((self.at + 4, record))
+        form = "<4sIQQ" if size >= _U32_MAX else "<4sIII"
+        self._literal(struct.pack(form, b"PK\x07\x08", crc, size, size))
+
+    def add_bytes(self, name: str, data: bytes) -> None:
+        """Add a record whose bytes are known."""
+        raw = f"{self._root}/{name}".encode()
+        header_at, crc = self.at, crc32(data)
+        self._header(raw, len(data))
+        self._literal(data)
+        self._descriptor(len(data), crc, None)
+        self._entries.append((raw, header_at, len(data), crc, None))
+
+    def add_storage(self, storage: StorageRecord) -> None:
+        """Add a record that tensors fill."""
+        raw = f"{self._root}/data/{storage.key}".encode()
+        header_at, size = self.at, storage.length_bytes
+        self._header(raw, size)
+        record = None
+        if size:
+            record = len(self.records)
+            self.records.append((self.at, size))
+        for slot, begin, end, dtype in storage.runs:
+            body = Body(self.at, slot, begin, end, dtype, record)
+            self.bodies.append(body)
+            self.at += body.length_bytes
+        self._descriptor(size, 0, record)
+        self._entries.append((raw, header_at, size, 0, record))
+
+    def finish(self) -> FileTemplate:
+        """Write the directory and return the whole file's template."""
+        start = self.at
+        directory: list[bytes] = []
+        at = start
+        for name, header_at, size, crc, record in self._entries:
+            values = [v for v in (size, size, header_at) if v >= _U32_MAX]
+            extra = struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+            if record is not None:
+                self.crc_slots.append((at + 16, record))
+            flags = _FLAGS if size else _EMPTY_FLAGS
+            entry = struct.pack(
+                "<4sHHHHHHIIIHHHHHII",
+                *(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, min(size, _U32_MAX), min(size, _U32_MAX)),
+                *(len(name), len(extra), 0, 0, 0, 0, min(header_at, _U32_MAX)),
+            )
+            directory.append(entry + name + extra)
+            at += len(directory[-1])
+        self._literal(b"".join(directory) + self._end(start, at - start))
+        return FileTemplate(
+            self.at, tuple(self.literals), tuple(self.bodies), tuple(self.records), tuple(self.crc_slots)
+        )
+
+    def _end(self, start: int, size: int) -> bytes:
+        count = len(self._entries)
+        out = b""
+        if count >= _U16_MAX or size >= _U32_MAX or start >= _U32_MAX:
+            out += struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, start)
+            out += struct.pack("<4sIQI", b"PK\x06\x07", 0, start + size, 1)
+        short = min(count, _U16_MAX)
+        return out + struct.pack(
+            "<4sHHHHIIH", b"PK\x05\x06", 0, 0, short, short, min(size, _U32_MAX), min(start, _U32_MAX), 0
+        )
+
+
+def zip_template(root: str, pickle: bytes, storages: Sequence[StorageRecord]) -> FileTemplate:
+    """The template of a torch archive.
+
+    Args:
+        root: Name of the archive's root; as in torch, the file's stem.
+        pickle: Bytes of `data.pkl`.
+        storages: The storages in key order.
+    """
+    archive = _Archive(root)
+    archive.add_bytes("data.pkl", pickle)
+    archive.add_bytes(".format_version", b"1")
+    archive.add_bytes(".storage_alignment", str(ALIGNMENT).encode())
+    archive.add_bytes("byteorder", b"little")
+    for storage in storages:
+        if storage.data is not None:
+            archive.add_bytes(f"data/{storage.key}", storage.data)
+        else:
+            archive.add_storage(storage)
+    archive.add_bytes("version", b"3\n")
+    # torch writes a hash of names and CRCs here. Any 40 digits are valid, and ours must not depend on data.
+    serial = int.from_bytes(hashlib.sha256(pickle).digest()[:16], "big") % 10**40
+    archive.add_bytes(".data/serialization_id", f"{serial:040d}".encode())
+    return archive.finish()
+
 
 _REHEARSED: ContextVar[bool] = ContextVar("rehearsed", default=False)
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from reshard.errors import counted, printable
-from reshard.models import VerifyProblem
-from reshard_engine.integrity.digests import BLOCK_BYTES, BlockRun, TensorStream, block_count
+from reshard.models.jobs import VerifyProblem
+from reshard_engine.integrity.checksums import BLOCK_BYTES, BlockRun, TensorStream, block_count
 from reshard_engine.integrity.manifest import Manifest, ManifestFile, ManifestTensor
-from reshard_engine.storage.checksums import crc32
-from reshard_engine.storage.pieces import pieces_of
+from reshard_engine.storage.crc32 import crc32, pieces_of
 from reshard_engine.storage.protocol import ObjectInfo, Store
 
 _THREADS = 4
@@ -286,3 +285,14 @@ def _overlapping(held: Sequence[TensorRange], begin: int, end: int) -> Sequence[
     """The ranges that overlap `[begin, end)`. They do not overlap one another, so starts and ends have one order."""
     first = bisect_right(held, begin, key=lambda h: h.stop)
     return held[first : max(first, bisect_left(held, end, key=lambda h: h.offset))]
+
+
+# Reads written bytes again, to compare them with the CRC-32s that were computed while they were written.
+
+
+def crc_of_range(store: Store, info: ObjectInfo, offset: int, length: int) -> int:
+    """The CRC-32 of a byte range of an object, read in bounded pieces."""
+    crc = 0
+    for _, view in pieces_of(partial(store.read_into, info), offset, offset + length):
+        crc = crc32(view, crc)
+    return crc

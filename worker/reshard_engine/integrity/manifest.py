@@ -7,13 +7,14 @@ that value, so that every changed byte is found.
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from reshard.errors import IntegrityError, printable
-from reshard.models import CastLoss, NotCarried, VerifyLevel
-from reshard.names_on_disk import MANIFEST
+from reshard.models.jobs import CastLoss, NotCarried
+from reshard.wire_model import MANIFEST, VerifyLevel
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
 
@@ -68,7 +69,7 @@ class ManifestTensor(_Facts):
     dtype: str
     shape: tuple[int, ...]
     xxh3: str
-    """Digest that does not depend on the layout: see `reshard_engine.integrity.digests`. It is empty if the store
+    """Digest that does not depend on the layout: see `reshard_engine.integrity.checksums`. It is empty if the store
     itself copied bytes of the tensor: the worker did not see them; `Manifest.server_copied` has their CRC-32s."""
     extents: tuple[tuple[int, int, int, int], ...]
     """(file, byte offset, first byte, last byte + 1): bytes of the packed tensor and where they are."""
@@ -192,3 +193,16 @@ def read_manifest(target: Location) -> Manifest | None:
             fix="copy the directory again, or convert again with --overwrite",
         )
     return parse_manifest(read_bytes(target.store, info))
+
+
+# The version that plans and manifests carry.
+
+
+def _installed() -> str:
+    try:
+        return version("reshard")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+TOOL_VERSION = f"reshard {_installed()}"

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from reshard.checkups import LEAST_FREE_BYTES, Finding, Health
 from reshard.errors import ReshardError, counted, format_size, printable
-from reshard.install import install_line
-from reshard_engine.execute.casts.kernels import DEVICE_VARIABLE, default_kernel
-from reshard_engine.execute.sinks.free_space import room_at
+from reshard.local import LEAST_FREE_BYTES, Finding, Health, install_line
+from reshard_engine.execute.casts.placing import DEVICE_VARIABLE, default_kernel
+from reshard_engine.execute.sinks.local_files import room_at
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named, profile_names
 from reshard_engine.storage.urls import is_local, scheme_of
@@ -50,7 +49,7 @@ def _gpu() -> Finding:
         return Finding("gpu", Health.OK, f"not used: {DEVICE_VARIABLE} is cpu")
     if not os.path.exists(_GPU):
         return Finding("gpu", Health.OK, "none: casts run on the processor")
-    from reshard_engine.execute.casts.device.kernel import device_facts  # numpy's casts need none of it
+    from reshard_engine.execute.casts.device import device_facts  # numpy's casts need none of it
 
     try:
         facts = device_facts()

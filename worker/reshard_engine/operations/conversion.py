@@ -3,53 +3,218 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from reshard.errors import IntegrityError, JobError, RequestError, StorageError, counted, printable
-from reshard.models import (
-    ConvertRequest,
-    ConvertResult,
-    FileEntry,
-    OverflowPolicy,
-    Progress,
-    ServerCopyPolicy,
-    VerifyLevel,
-)
-from reshard.names_on_disk import RECORDS
+from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Progress
+from reshard.wire_model import RECORDS, OverflowPolicy, ServerCopyPolicy, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.segments import FormerWork
-from reshard_engine.execute.casts.kernels import default_kernel
-from reshard_engine.execute.checks.agreements import check_agreements
-from reshard_engine.execute.checks.before_commit import prove_complete, prove_source_unchanged, prove_structure
+from reshard_engine.execute.casts.placing import default_kernel
+from reshard_engine.execute.checks.commit import (
+    build_manifest,
+    casts_of,
+    prove_complete,
+    prove_source_unchanged,
+    prove_structure,
+    with_pins,
+)
 from reshard_engine.execute.checks.full import FullVerification
-from reshard_engine.execute.checks.receipt import build_manifest, casts_of, with_pins
-from reshard_engine.execute.checks.source import check_source
+from reshard_engine.execute.checks.source import check_agreements, check_source
 from reshard_engine.execute.executor import Executor, stop_check
 from reshard_engine.execute.journal import UnitRecord
-from reshard_engine.execute.server_copy.copier import ServerCopier
+from reshard_engine.execute.server_copy import ServerCopier
 from reshard_engine.execute.sinks.opening import sink_at
 from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.formats.registry import check_request, known_files, writer_of
-from reshard_engine.integrity.manifest import Manifest
-from reshard_engine.operations.finished import finished_manifest
-from reshard_engine.operations.ownership import Ownership
-from reshard_engine.operations.pointer_moves import PointerMove, has_save_directory, pointer_move, refuse_earlier
+from reshard_engine.formats.sources import pointed_tag
+from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
 from reshard_engine.operations.requested import requested_checkpoint
 from reshard_engine.operations.verification import verify_target
-from reshard_engine.pickles.collector import collector_paused
+from reshard_engine.pickles.nodes import collector_paused
 from reshard_engine.plan.budget import peak_bytes, threads_within
 from reshard_engine.plan.model import Plan
 from reshard_engine.plan.planner import plan_conversion
 from reshard_engine.spans import begin_span
-from reshard_engine.storage.confinement import refuse_writing_outside
 from reshard_engine.storage.locations import Location, open_location
-from reshard_engine.storage.protocol import parent_and_name, save_directory
-from reshard_engine.storage.urls import is_within, scheme_of
+from reshard_engine.storage.protocol import join, parent_and_name, save_directory
+from reshard_engine.storage.urls import is_within, refuse_writing_outside, scheme_of
 from reshard_engine.tensors.layout import Pointer, TargetLayout
+
+# Recognises a target that an earlier run of the same conversion has finished.
+
+
+def finished_manifest(target: Location, plan: Plan) -> Manifest | None:
+    """The manifest of the target if it is this plan's result, unchanged since its commit."""
+    try:
+        manifest = read_manifest(target)
+    except IntegrityError:
+        return None  # the target is not an output of reshard, or is damaged: `--overwrite` decides
+    if manifest is None or manifest.content_digest != plan.content_digest:
+        return None
+    listing = target.files()
+    listing.pop(MANIFEST_NAME, None)
+    sizes = {path: info.size_bytes for path, info in listing.items()}
+    if sizes != {f.path: f.size_bytes for f in manifest.files}:
+        return None
+    if all(listing[f.path].pin == f.pin for f in manifest.files):
+        return manifest
+    # A worker that was paused and lost its run may have written the same bytes once more, after the commit.
+    return manifest if verify_target(target).ok else None
+
+
+# The pointer beside a target, such as `latest`: whether a conversion writes it, and what it named before.
+#
+# Runs resume from what the pointer names. So a target in the directory of a run changes the checkpoint that the run
+# resumes from; the user hears of it, and a move to an earlier step needs `--overwrite`. In a directory that is no
+# run's, such as the user's own, a pointer is a stray file, and would make the directory look like a run.
+
+_NUMBERED = re.compile(r"(\D*(?:step|iter|epoch|ckpt|checkpoint)\D*)(\d+)", re.IGNORECASE)
+"""A tag that begins with a word for progress and a number: `global_step100`, `step-100`, `checkpoint-100`."""
+_MOST_NEIGHBOURS = 1_000
+"""Names that are listed beside a target; an object store gives as many with one request."""
+_MOST_TAGS = 16
+"""Directories beside a target that are looked into."""
+
+
+@dataclass(frozen=True, slots=True)
+class PointerMove:
+    """A pointer that names another existing checkpoint until the conversion ends."""
+
+    pointer: str
+    directory: str
+    before: str
+    after: str
+    earlier: bool
+    """True if the target is certainly of an earlier step than the checkpoint that the pointer names."""
+
+    def __str__(self) -> str:
+        """The move as a warning."""
+        step = ", an earlier step" if self.earlier else ""
+        return (
+            f"{self.pointer}: {printable(self.before)} -> {printable(self.after)}{step} "
+            f"(without a tag, runs that load {printable(self.directory)} take the new one)"
+        )
+
+
+def has_save_directory(target: Location, pointer: Pointer) -> bool:
+    """True if the directory around a target is a save directory, in which a pointer belongs.
+
+    It is one if any of this holds:
+
+    - It has a pointer: `latest` or `latest_universal`.
+    - It holds nothing but the target, and is not the working directory. It may not exist yet.
+    - It holds another tag directory: its name has a word for progress and a number (`global_step100`), and it is a
+      checkpoint itself. Of a large directory any 1,000 names are considered, and 16 of those directories.
+
+    What unfinished conversions leave there does not count.
+    """
+    save, tag = _save_directory(target, pointer)
+    store, own, known = save.store, tag.partition("/")[0], known_files()
+    if any(store.stat(join(save.path, name)) is not None for name in known.pointers):
+        return True
+    there = store.list_directory(save.path, most=_MOST_NEIGHBOURS)
+    names = (*(f.path.rpartition("/")[2] for f in there.files), *there.directories)
+    if all(name == own or (name.startswith(".") and RECORDS in name) for name in names):
+        return not _is_working_directory(save.url)
+    tags = [name for name in there.directories if name != own and _NUMBERED.match(name)][:_MOST_TAGS]
+    return any(known.holds_checkpoint(_names_in(save, name)) for name in tags)
+
+
+def _names_in(save: Location, name: str) -> list[str]:
+    there = save.store.list_directory(join(save.path, name), most=_MOST_NEIGHBOURS)
+    return [*(f.path.rpartition("/")[2] for f in there.files), *there.directories]
+
+
+def _is_working_directory(url: str) -> bool:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return os.path.samefile(url, os.curdir)
+    return False
+
+
+def pointer_move(target: Location, pointer: Pointer | None, checkpoint: Checkpoint) -> PointerMove | None:
+    """The move of the pointer; None if it names nothing else that exists."""
+    if pointer is None:
+        return None
+    save, tag = _save_directory(target, pointer)
+    before = pointed_tag(save, pointer.name)
+    if before is None or before == tag:
+        return None
+    return PointerMove(pointer.name, save.url, before, tag, _is_earlier(before, tag, checkpoint.tag))
+
+
+def refuse_earlier(move: PointerMove | None, *, overwrite: bool) -> None:
+    """Refuse a move to an earlier step, after which a newer checkpoint would not be resumed from.
+
+    Raises:
+        RequestError: `request.target_exists`.
+    """
+    if move is None or overwrite or not move.earlier:
+        return
+    directory, before, after = printable(move.directory), printable(move.before), printable(move.after)
+    raise RequestError(
+        "request.target_exists",
+        f"`{move.pointer}` of {directory} names {before}, and {after} is of an earlier step: "
+        f"runs would resume from it and no longer from {before}",
+        fix=f"choose a target in another directory, such as {directory}_resharded/{after}, "
+        f"or add --overwrite (`{move.pointer}` will name {after})",
+        details={"pointer": move.pointer, "names": before},
+    )
+
+
+def _save_directory(target: Location, pointer: Pointer) -> tuple[Location, str]:
+    place = Location(target.store, pointer.directory(target.path), pointer.directory(target.url))
+    return place, pointer.content.decode()
+
+
+def _is_earlier(before: str, after: str, tag: str | None) -> bool:
+    """True if both names count the same and the target's number is smaller; its own name tells more than its source's.
+
+    Names that do not count, such as `best` or `dp8`, have no order.
+    """
+    there = _NUMBERED.match(before)
+    for name in (after, tag or ""):
+        here = _NUMBERED.match(name)
+        if there and here and here[1] == there[1]:
+            return int(here[2]) < int(there[2])
+    return False
+
+
+# Conversions of a service: it records which plans its jobs may have begun to write, and gives some of them up.
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Facts about the plans that write a target, between a conversion and its caller.
+
+    Attributes:
+        on_plan: Called with the digest of the plan and the bytes that it writes, before anything is written. It raises
+            to stop the conversion.
+        abandoned: Digests of plans whose conversions have ended without a result and will not go on.
+    """
+
+    on_plan: Callable[[str, int], None] | None = None
+    abandoned: frozenset[str] = frozenset()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the caller keeps a record of the plan, and removes by it what the conversion leaves."""
+        return self.on_plan is not None
+
+    def take(self, plan: Plan, sink: Sink) -> None:
+        """Have the plan recorded, then remove what abandoned conversions of other plans left."""
+        if self.on_plan is not None:
+            self.on_plan(plan.digest, plan.write_bytes)
+        others = self.abandoned - {plan.digest}
+        if others:
+            sink.discard(others)
+
 
 REMOTE_THREADS = 8
 """Units in flight if they wait for latency and not for the processor."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from reshard.errors import RequestError, printable
-from reshard.models import ConvertRequest, ConvertResult, Progress
+from reshard.models.jobs import ConvertRequest, ConvertResult, Progress
 from reshard_engine.execute.sinks.local import INNER
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.operations.conversion import Conversion

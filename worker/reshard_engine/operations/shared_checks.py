@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from reshard.errors import IntegrityError
-from reshard.models import ReplicaPolicy, VerifyProblem
+from reshard.models.jobs import VerifyProblem
+from reshard.wire_model import ReplicaPolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.checks import (
     AGREEMENTS,
@@ -30,16 +31,19 @@ from reshard_engine.distributed.checks import (
 from reshard_engine.distributed.runs import CALL_BYTES
 from reshard_engine.distributed.session import AGREEING, PUBLISHED, SEALED
 from reshard_engine.distributed.worker import DistributedWorker
-from reshard_engine.execute.checks.agreements import (
+from reshard_engine.execute.checks.full import FullVerification
+from reshard_engine.execute.checks.source import (
+    SourceOutcome,
+    SourceSums,
     agreement_threads,
+    check_file,
     compared_bytes,
     difference,
     judge_agreements,
+    judge_source,
 )
-from reshard_engine.execute.checks.full import FullVerification
-from reshard_engine.execute.checks.source import SourceOutcome, SourceSums, check_file, judge_source
 from reshard_engine.execute.sinks.protocol import Sink
-from reshard_engine.integrity.digests import DIGEST_BYTES, BlockRun, block_count
+from reshard_engine.integrity.checksums import DIGEST_BYTES, BlockRun, block_count
 from reshard_engine.integrity.file_check import Damage, FileReading, TargetCheck
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.plan.model import Plan

@@ -10,12 +10,14 @@ from typing import Any, cast
 import torch
 
 from reshard.errors import RequestError, listed, printable
-from reshard.models import ConvertRequest, OpaquePolicy, ReplicaPolicy, SourceSpec, TargetFormat, WeightDtype
+from reshard.models.jobs import ConvertRequest
+from reshard.options import SourceSpec
+from reshard.wire_model import OpaquePolicy, ReplicaPolicy, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint
-from reshard_engine.execute.casts.kernels import default_kernel
-from reshard_engine.execute.checks.agreements import check_agreements
+from reshard_engine.execute.casts.placing import default_kernel
+from reshard_engine.execute.checks.source import check_agreements
 from reshard_engine.execute.executor import stop_check
-from reshard_engine.execute.gather.tensor_reader import TensorReader
+from reshard_engine.execute.gather import TensorReader
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.operations.conversion import REMOTE_THREADS

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from reshard.errors import IntegrityError, printable
-from reshard.models import VerifyProblem, VerifyReport
-from reshard_engine.integrity.file_check import Damage, TargetCheck, size_problem
+from reshard.models.jobs import VerifyProblem, VerifyReport
+from reshard_engine.integrity.file_check import Damage, TargetCheck, crc_of_range, size_problem
 from reshard_engine.integrity.manifest import MANIFEST_NAME, Manifest, read_manifest
-from reshard_engine.integrity.readback import crc_of_range
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, join, parent_and_name, read_bytes, save_directory
 

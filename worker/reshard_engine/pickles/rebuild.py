@@ -1,4 +1,4 @@
-"""Turns allow-listed calls into nodes: tensors, storages and plain values.
+"""Checks allow-listed calls and turns them into nodes: tensors, storages, arrays and plain values.
 
 Source: torch 2.13.0 `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild_parameter`),
 `torch/_tensor.py` (`_rebuild_from_type_v2`), `torch/serialization.py` (persistent ids).
@@ -7,17 +7,21 @@ Source: torch 2.13.0 `torch/_utils.py` (`_rebuild_tensor_v2`, `_rebuild_paramete
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from reshard.errors import SourceError, printable
-from reshard_engine.pickles import arrays, calls, stdlib
-from reshard_engine.pickles.limits import DEFAULT_LIMITS, PickleLimits
+from reshard_engine.pickles import policy
 from reshard_engine.pickles.nodes import (
+    DEFAULT_LIMITS,
     FROM_TYPE,
     Global,
     Node,
+    PBytearray,
     PDict,
+    PickleLimits,
     PList,
     PObject,
     PSet,
@@ -26,6 +30,181 @@ from reshard_engine.pickles.nodes import (
     PTuple,
 )
 from reshard_engine.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS
+
+# Checks numpy arrays, scalars and dtypes in pickles: only numbers and texts pass, with sizes that match their data.
+#
+# This module never builds them, but a program that unpickles our output does. An object dtype makes numpy unpickle its
+# contents, and the state of a dtype sets sizes that numpy trusts.
+#
+# Source: numpy 2.4 `ndarray.__reduce__`, `dtype.__reduce__` (`_core/src/multiarray/methods.c`, `descriptor.c`), the
+# same since 1.0 but for the module's name.
+
+_DTYPE = re.compile(r"[<>|=]?(?P<kind>[biufcSUVMm])(?P<size>[0-9]{1,5})")
+_MAX_ITEMSIZE_BYTES = 4 * 99_999  # five digits of UCS-4 characters
+_MAX_ALIGNMENT_BYTES = 64
+
+
+def is_dtype_call(items: tuple[Node, ...]) -> bool:
+    """True if these are arguments of `numpy.dtype` for a dtype without objects and without structure."""
+    return 1 <= len(items) <= 3 and isinstance(items[0], str) and _DTYPE.fullmatch(items[0]) is not None
+
+
+def is_empty_array_call(items: tuple[Node, ...]) -> bool:
+    """True if these are arguments of `_reconstruct`: numpy makes an empty array and sets its content as state."""
+    if len(items) != 3 or not isinstance(items[0], Global) or items[0].dotted != "numpy.ndarray":
+        return False
+    return isinstance(items[1], PTuple) and items[1].items == (0,)
+
+
+def is_scalar_call(items: tuple[Node, ...]) -> bool:
+    """True if these are arguments of `multiarray.scalar`."""
+    return len(items) == 2 and _is_dtype(items[0]) and _is_data(items[1])
+
+
+def is_buffer_call(items: tuple[Node, ...]) -> bool:
+    """True if these are arguments of `_frombuffer`."""
+    return len(items) == 4 and _is_data(items[0]) and _is_dtype(items[1])
+
+
+def check_array_state(cls: Global, state: Node) -> None:
+    """Refuse state of an array or a dtype that numpy does not write.
+
+    Raises:
+        SourceError: `pickle.type_confusion`.
+    """
+    if cls.dotted == "numpy.dtype" and not _is_dtype_state(state):
+        raise SourceError("pickle.type_confusion", "a numpy dtype with state that numpy does not write")
+    if cls.name == "_reconstruct" and not _is_array_state(state):
+        raise SourceError("pickle.type_confusion", "a numpy array whose shape, type and data do not fit together")
+
+
+def _is_data(node: Node) -> bool:
+    if isinstance(node, PObject) and isinstance(node.cls, Global):
+        # The forms of bytes in protocol 2, and the bytes of an array without elements.
+        empty = node.cls.dotted in ("__builtin__.bytes", "builtins.bytes") and not node.args.items
+        return empty or node.cls.dotted == "_codecs.encode"
+    return isinstance(node, bytes | str | PBytearray)
+
+
+def _is_dtype(node: Node) -> bool:
+    return isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "numpy.dtype"
+
+
+def _is_dtype_state(state: Node) -> bool:
+    items: tuple[Node, ...] = state.items if isinstance(state, PTuple) else ()
+    if not 8 <= len(items) <= 9 or type(items[0]) is not int or items[1] not in ("<", ">", "|", "="):
+        return False
+    sizes = [type(v) is int and v >= -1 for v in items[5:8]]
+    plain = all(v is None for v in items[2:5])
+    return plain and all(sizes) and items[5] <= _MAX_ITEMSIZE_BYTES and items[6] <= _MAX_ALIGNMENT_BYTES
+
+
+def _is_array_state(state: Node) -> bool:
+    items: tuple[Node, ...] = state.items if isinstance(state, PTuple) else ()
+    if len(items) != 5 or not isinstance(items[1], PTuple) or not _is_dtype(items[2]) or not _is_data(items[4]):
+        return False
+    shape = items[1].items
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape):
+        return False
+    return prod(shape) * _itemsize_bytes(items[2]) == _data_bytes(items[4])
+
+
+def _itemsize_bytes(dtype: PObject) -> int:
+    found = _DTYPE.fullmatch(dtype.args.items[0])
+    size = int(found["size"]) if found else 0
+    return 4 * size if found and found["kind"] == "U" else size
+
+
+def _data_bytes(node: Node) -> int:
+    if isinstance(node, PObject):
+        node = (
+            node.args.items[0] if node.args.items else b""
+        )  # text of one character per byte, for `_codecs.encode(_, "latin1")`
+    return len(node.data if isinstance(node, PBytearray) else node)
+
+
+# Checks the arguments of allow-listed calls: only arguments that known writers give pass.
+#
+# A program that unpickles our output calls the names on the allow-list, so their arguments are checked here:
+# `bytearray(2_000_000_000)` builds two gigabytes from nine bytes.
+#
+# Source: CPython 3.11 `Lib/pickle.py` (bytes before
+# protocol 3), torch 2.13.0 `torch/_utils.py`.
+
+_ENCODINGS = ("latin1", "latin-1", "ascii", "utf-8")
+_LAYOUT = re.compile(r"torch\.[a-z_]{1,32}")
+
+
+def _bytes_like(items: tuple[Node, ...]) -> bool:
+    if not items:
+        return True
+    first = items[0]
+    encoded = isinstance(first, PObject) and isinstance(first.cls, Global) and first.cls.dotted == "_codecs.encode"
+    text = len(items) == 2 and isinstance(first, str) and items[1] in _ENCODINGS
+    return text or (len(items) == 1 and (encoded or isinstance(first, bytes | PBytearray | PList)))
+
+
+def _encode(items: tuple[Node, ...]) -> bool:
+    return len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], str) and items[1] in _ENCODINGS
+
+
+def _never(_items: tuple[Node, ...]) -> bool:
+    return False
+
+
+def _numbers(items: tuple[Node, ...]) -> bool:
+    return len(items) <= 3 and all(type(i) in (int, float) for i in items)
+
+
+def _one_sequence(items: tuple[Node, ...]) -> bool:
+    return not items or (len(items) == 1 and isinstance(items[0], PTuple | PList))
+
+
+def _layout(items: tuple[Node, ...]) -> bool:
+    return len(items) == 1 and isinstance(items[0], str) and _LAYOUT.fullmatch(items[0]) is not None
+
+
+_CHECKS: dict[str, Callable[[tuple[Node, ...]], bool]] = {
+    "_codecs.encode": _encode,
+    "numpy.ndarray": _never,
+    "numpy.dtype": is_dtype_call,
+    "torch.Size": _one_sequence,
+    "torch._utils._rebuild_wrapper_subclass": _never,  # an argument of `_rebuild_from_type_v2` alone
+    "torch.serialization._get_layout": _layout,
+    "datetime.timedelta": _numbers,
+    **policy.CHECKS,
+    **{f"{b}.{n}": _bytes_like for b in ("builtins", "__builtin__") for n in ("bytes", "bytearray")},
+    **{f"{b}.complex": _numbers for b in ("builtins", "__builtin__")},
+    **{f"numpy.{c}.multiarray._reconstruct": is_empty_array_call for c in ("core", "_core")},
+    **{f"numpy.{c}.multiarray.scalar": is_scalar_call for c in ("core", "_core")},
+    **{f"numpy.{c}.numeric._frombuffer": is_buffer_call for c in ("core", "_core")},
+}
+_NO_INSTANCES = frozenset(_CHECKS) - {"collections.OrderedDict"}
+"""Functions, and classes that no writer instantiates by NEWOBJ."""
+
+
+def check_call(func: Global, args: PTuple) -> None:
+    """Refuse a call of a listed name with arguments that its writers never give.
+
+    Raises:
+        SourceError: `pickle.forbidden_call`.
+    """
+    check = _CHECKS.get(func.dotted)
+    if check is not None and not check(args.items):
+        raise SourceError("pickle.forbidden_call", f"{printable(func.dotted)} with arguments that no writer gives")
+
+
+def check_instance(cls: Global, args: PTuple) -> None:
+    """Refuse to instantiate a listed name that is only ever called, or an OrderedDict with entries as arguments.
+
+    Raises:
+        SourceError: `pickle.forbidden_build`.
+    """
+    if cls.dotted in _NO_INSTANCES or (cls.dotted in _CHECKS and args.items):
+        raise SourceError(
+            "pickle.forbidden_build", f"an instance of {printable(cls.dotted)}, which is only ever called"
+        )
+
 
 MAX_ELEMS = 1 << 62
 _ATTRIBUTES, _ATTRIBUTE_CHARS = 8, 64
@@ -152,8 +331,8 @@ def apply(func: Node, args: PTuple, limits: PickleLimits) -> Node:
         return _from_type(func, args, limits)
     if name in ("builtins.set", "__builtin__.set", "builtins.frozenset", "__builtin__.frozenset"):
         return _set(items, frozen=name.endswith("frozenset"))
-    calls.check_call(func, args)
-    return stdlib.normal_form(func, args) or PObject("reduce", func, args, depth=args.depth + 1)
+    check_call(func, args)
+    return policy.normal_form(func, args) or PObject("reduce", func, args, depth=args.depth + 1)
 
 
 def _rebuilt(name: str, items: tuple[Node, ...], limits: PickleLimits) -> PTensor | None:
@@ -243,5 +422,107 @@ def check_state(target: PObject, state: Any) -> int:
     if isinstance(target.cls, Global):
         if target.cls.dotted == "collections.OrderedDict" and not isinstance(state, PDict):
             raise SourceError("pickle.forbidden_build", "state of an OrderedDict that is not a dict")
-        arrays.check_state(target.cls, state)
+        check_array_state(target.cls, state)
     return steps
+
+
+# Attributes of named classes, which pickles write as calls of `getattr`: members of enums, and nested classes.
+#
+# `getattr` is read as data: nothing is imported, and no attribute is looked up. Every other writer spells a member
+# of an enum by its value, `ZeroStageEnum(3)`; so does the node of a member that the table below knows, because every
+# Python reads that form. A class within a class gets the dotted name that protocol 4 gives it.
+#
+# Source: CPython 3.11.2 `Lib/enum.py` (`Enum.__reduce_ex__`, so in 3.11.0 to 3.11.3; by value before and after),
+# CPython 3.8 to 3.13 `Lib/pickle.py` (`save_global` of nested names before protocol 4).
+
+GETATTR = frozenset({"__builtin__.getattr", "builtins.getattr"})
+
+_Members = dict[str, int | str]
+_LAYERS: _Members = {"encoder": 1, "decoder": 2}
+_RETRO_LAYERS: _Members = {"retro_encoder": 3, "retro_decoder": 4, "retro_decoder_with_retriever": 5}
+_ATTENTION: _Members = {"self_attn": 1, "cross_attn": 2}
+_MASKS: _Members = {"padding": 1, "causal": 2}
+_MODELS: _Members = {"encoder_or_decoder": 1, "encoder_and_decoder": 2}
+_GRAPHS: _Members = {"attn": 2, "mlp": 3, "moe": 4, "moe_router": 5, "moe_preprocess": 6, "mamba": 7}
+_MODULES: _Members = {"attn": 1, "mlp": 2, "moe": 3, "moe_router": 4, "moe_preprocess": 5, "mamba": 6}
+
+MEMBERS: dict[str, _Members] = {
+    # DeepSpeed 0.19.8 `runtime/zero/config.py`; the same since 0.6.
+    "deepspeed.runtime.zero.config.ZeroStageEnum": {
+        "disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3,
+    },
+    # Megatron-LM and Megatron-DeepSpeed of 2021 and 2022 (BigScience's too), `megatron/enums.py`.
+    "megatron.enums.LayerType": _LAYERS,
+    "megatron.enums.AttnType": _ATTENTION,
+    "megatron.enums.AttnMaskType": {**_MASKS, "prefix": 3, "custom": 4},
+    "megatron.enums.PositionEmbeddingType": {"rotary": 1, "absolute": 2, "alibi": 3, "xpos": 4},
+    "megatron.enums.UL2ModelType": {"ENCODER_DECODER": "ED", "NON_CAUSAL_DECODER": "ND", "CAUSAL_DECODER": "CD"},
+    # Megatron-DeepSpeed of July 2025 and Megatron-LM to 2023, `megatron/model/enums.py`.
+    # Its forks number `PositionEmbeddingType` in two ways: a name alone does not say its value.
+    "megatron.model.enums.ModelType": _MODELS,
+    "megatron.model.enums.LayerType": {**_LAYERS, **_RETRO_LAYERS},
+    "megatron.model.enums.AttnType": _ATTENTION,
+    "megatron.model.enums.AttnMaskType": _MASKS,
+    # Megatron-LM core 0.2 to 0.15, `megatron/core/enums.py` and `megatron/core/transformer/enums.py`.
+    "megatron.core.enums.ModelType": {**_MODELS, "retro_encoder": 3, "retro_decoder": 4},
+    "megatron.core.enums.Fp8Recipe": {
+        name: name for name in ("delayed", "tensorwise", "mxfp8", "blockwise", "custom")
+    },
+    "megatron.core.enums.Fp4Recipe": {name: name for name in ("nvfp4", "custom")},
+    "megatron.core.transformer.enums.ModelType": _MODELS,
+    "megatron.core.transformer.enums.LayerType": {"embedding": 1, "loss": 2, "encoder": 3, "decoder": 4, "mtp": 5},
+    "megatron.core.transformer.enums.AttnType": _ATTENTION,
+    "megatron.core.transformer.enums.AttnMaskType": {
+        **_MASKS, "no_mask": 3, "padding_causal": 4, "arbitrary": 5,
+        "causal_bottom_right": 6, "padding_causal_bottom_right": 7,
+    },
+    "megatron.core.transformer.enums.AttnBackend": {
+        "flash": 1, "fused": 2, "unfused": 3, "local": 4, "auto": 5, "flashmask": 6,
+    },
+    "megatron.core.transformer.enums.CudaGraphScope": {
+        "full_iteration": 1, **_GRAPHS, "full_iteration_inference": 8,
+    },
+    "megatron.core.transformer.enums.CudaGraphModule": _MODULES,
+    "megatron.core.transformer.enums.InferenceCudaGraphScope": {"none": 1, "layer": 2, "block": 3},
+}  # fmt: skip
+"""Values of the members of enums on the allow-list, by the names that `getattr` gives."""
+
+
+def checked_arguments(args: PTuple) -> tuple[Node, str]:
+    """Check the arguments of `getattr` and return the owner and the attribute's name.
+
+    Raises:
+        SourceError: `pickle.forbidden_call` for arguments that no pickler gives: a default, a name that is no
+            identifier, or one with two leading underscores.
+    """
+    owner, name = args.items if len(args.items) == 2 else (None, None)
+    if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):
+        raise SourceError("pickle.forbidden_call", f"getattr with arguments that no writer gives: {printable(name)}")
+    return owner, name
+
+
+def member(owner: Global, name: str) -> PObject | None:
+    """The member of a known enum, as a call with its value; None for any other attribute."""
+    value = MEMBERS.get(owner.dotted, {}).get(name)
+    return None if value is None else PObject("reduce", owner, PTuple((value,)), depth=2)
+
+
+def is_mentioned(value: Node) -> bool:
+    """True if `getattr` is itself a value somewhere in the tree, not only called."""
+    left: list[Node] = [value]
+    met: set[int] = set()
+    while left:
+        node = left.pop()
+        if isinstance(node, Global) and node.dotted in GETATTR:
+            return True
+        if not isinstance(node, PList | PTuple | PSet | PDict | PObject) or id(node) in met:
+            continue
+        met.add(id(node))
+        if isinstance(node, PDict):
+            left += node.pairs
+            continue
+        left += node.items
+        if isinstance(node, PObject):
+            # Its class was refused or recorded when it was called.
+            left += (node.args, node.kwargs, node.state, *node.appends)
+    return False

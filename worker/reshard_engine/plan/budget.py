@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.errors import RequestError
-from reshard_engine.integrity.digests import BLOCK_BYTES
+from reshard_engine.integrity.checksums import BLOCK_BYTES
 from reshard_engine.tensors.layout import FileTemplate, TargetFile
 from reshard_engine.tensors.shard_map import ShardMap
 from reshard_engine.tensors.views import View

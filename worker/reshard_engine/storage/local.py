@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
 
-from reshard.errors import RequestError, SourceError, StorageError, printable
-from reshard.file_errors import storage_code
-from reshard_engine.storage.confinement import refuse_opened_outside, refuse_outside
+from reshard.errors import RequestError, SourceError, StorageError, printable, storage_code
 from reshard_engine.storage.protocol import Listing, ObjectInfo
+from reshard_engine.storage.urls import refuse_opened_outside, refuse_outside
 
 _KEPT_FILES = 64
 

@@ -1,19 +1,20 @@
-"""Locations: a URL resolved to a store and a path in it."""
+"""Locations: a URL resolved to a store and a path in it, for any file system that can be listed."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+import os
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from reshard.errors import RequestError, printable
-from reshard_engine.storage.local import LocalStore
+from reshard.errors import RequestError, ReshardError, SourceError, StorageError, printable
+from reshard_engine.storage.local import LocalStore, changed
 from reshard_engine.storage.profiles import profile_named
-from reshard_engine.storage.protocol import ObjectInfo, Store, join
-from reshard_engine.storage.urls import canonical_url, is_local, scheme_of
+from reshard_engine.storage.protocol import Listing, ObjectInfo, Store, join
+from reshard_engine.storage.urls import canonical_url, is_local, is_within, scheme_of
 
 _NOT_STORAGE = ("http", "https", "data", "blockcache", "filecache", "simplecache", "cached", "reference", "zip", "tar")
 """fsspec file systems that cannot list directories, or that wrap another one."""
@@ -78,8 +79,6 @@ def open_location(url: str, profile: str | None = None, *, beside: Location | No
 def _generic(scheme: str) -> Store:
     import fsspec  # pyright: ignore[reportMissingTypeStubs]  # it has none
 
-    from reshard_engine.storage.generic import FsspecStore
-
     if scheme == "hf":
         # The client of hf:// raises errors of whichever HTTP library it uses, and reads whole blocks.
         raise RequestError(
@@ -102,3 +101,129 @@ def _unserved(scheme: str, reason: str) -> RequestError:
         f"no storage backend serves {printable(scheme)!r}: {printable(reason)}",
         fix="use a local path, s3://, or install the fsspec backend of that scheme",
     )
+
+
+# Refusal of links in a checkpoint's directory that would carry the content of other files into the output.
+
+
+def refuse_link_elsewhere(location: Location, path: str, *, also: Sequence[str] = ()) -> None:
+    """Refuse a file of a location if it is a link to a file elsewhere, whose content must not reach the output.
+
+    Args:
+        location: The directory.
+        path: Path of the file in its store.
+        also: Further directories that may hold the file.
+
+    Raises:
+        SourceError: `name.invalid`.
+    """
+    if location.store.scheme != "file":
+        return
+    if not any(is_within(canonical_url(path), place) for place in (location.url, *also)):
+        raise SourceError(
+            "name.invalid", f"{printable(path)} is a link to a file elsewhere", fix="copy the file itself there"
+        )
+
+
+def refuse_hub_link_elsewhere(location: Location, path: str) -> None:
+    """Like `refuse_link_elsewhere`, but accepts links into the huggingface_hub cache that holds the location.
+
+    That cache consists of such links: `snapshots/REVISION` holds links to `blobs` beside `snapshots`.
+
+    Raises:
+        SourceError: `name.invalid`.
+    """
+    snapshots = os.path.dirname(location.url)
+    cached = os.path.basename(snapshots) == "snapshots"
+    blobs = [os.path.join(os.path.dirname(snapshots), "blobs")] if cached else []
+    refuse_link_elsewhere(location, path, also=blobs)
+
+
+# A read-only store over any other fsspec file system that lists directories: gs, az, hdfs, memory and others.
+
+_RAISED = (OSError, ValueError, ImportError)
+"""Exceptions of file systems: system errors, paths that they do not accept, and missing packages."""
+
+
+class FsspecStore:
+    """A read-only view of an fsspec file system. Pins hold all that the file system reports of ETag, mtime and size."""
+
+    def __init__(self, filesystem: Any, scheme: str) -> None:
+        """Wrap a file system that fsspec made."""
+        self._fs = filesystem
+        self.scheme = scheme
+
+    def _info(self, entry: dict[str, Any]) -> ObjectInfo:
+        marks = [
+            str(entry[k])
+            for k in ("ETag", "etag", "md5Hash", "mtime", "updated", "LastModified", "created")
+            if entry.get(k)
+        ]
+        size = int(entry.get("size") or 0)
+        return ObjectInfo(str(entry["name"]), size, f"info:{size}:{':'.join(marks)}")
+
+    def list_directory(self, path: str, *, most: int | None = None) -> Listing:
+        """The immediate children of a directory, any `most` of them at the most; empty if there is none."""
+        try:
+            entries: list[dict[str, Any]] = self._fs.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return Listing((), ())
+        except _RAISED as error:
+            raise self._typed(error, path) from error
+        entries = entries[:most]
+        files = [self._info(e) for e in entries if e["type"] == "file" and e["name"].rstrip("/") != path.rstrip("/")]
+        names = [str(e["name"]).rstrip("/").rpartition("/")[2] for e in entries if e["type"] == "directory"]
+        return Listing(tuple(sorted(files, key=lambda f: f.path)), tuple(sorted(names)))
+
+    def list_tree(self, path: str) -> list[ObjectInfo]:
+        """Every file below a directory, sorted by path."""
+        try:
+            found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
+        except _RAISED as error:
+            raise self._typed(error, path) from error
+        return sorted((self._info(e) for e in found.values()), key=lambda f: f.path)
+
+    def stat(self, path: str) -> ObjectInfo | None:
+        """The file at exactly this path, or None."""
+        try:
+            entry: dict[str, Any] = self._fs.info(path)
+        except FileNotFoundError:
+            return None
+        except _RAISED as error:
+            raise self._typed(error, path) from error
+        return self._info(entry) if entry["type"] == "file" else None
+
+    def read_into(self, info: ObjectInfo, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, after checking the pin."""
+        try:
+            if self._info(self._fs.info(info.path)) != info:
+                raise changed(info)
+            data = self._fs.cat_file(info.path, start=offset, end=offset + len(buffer))
+        except FileNotFoundError:
+            raise changed(info) from None
+        except _RAISED as error:
+            raise self._typed(error, info.path) from error
+        if len(data) != len(buffer):
+            raise changed(info)
+        buffer[:] = data
+
+    def _typed(self, error: BaseException, path: str) -> ReshardError:
+        where = f"{self.scheme}://{printable(path)}"
+        if isinstance(error, ValueError | ImportError):
+            return RequestError(
+                "request.invalid",
+                f"{where}: {printable(str(error))}",
+                fix="copy the checkpoint to a local directory, and name that",
+            )
+        if isinstance(error, PermissionError):
+            return StorageError(
+                "storage.denied",
+                f"{where}: {printable(str(error))}",
+                fix="check the credentials of the store, then run the same command again",
+            )
+        text = f"{where} cannot be reached: {printable(str(error))}"
+        return StorageError(
+            "storage.unavailable",
+            text,
+            fix="check the network and the URL, or copy the checkpoint to this machine",
+        )

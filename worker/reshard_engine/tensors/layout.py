@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from reshard.errors import SourceError, printable
-from reshard.models import NotCarried
+from reshard.models.jobs import NotCarried
 from reshard_engine.tensors.dtypes import Dtype
 from reshard_engine.tensors.shard_map import LogicalTensor, ShardMap
 from reshard_engine.tensors.views import View

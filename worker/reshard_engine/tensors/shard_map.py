@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from reshard.errors import SourceError, printable
-from reshard_engine.tensors.derived import STORED, Derived, Mean, Origin
 from reshard_engine.tensors.dtypes import Dtype
-from reshard_engine.tensors.views import View, composed
+from reshard_engine.tensors.views import STORED, Derived, Mean, Origin, View, composed
 
 Column = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 from reshard.errors import RequestError
-from reshard.models import ConvertRequest, PossibleTarget
+from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.format import DryRun, Format
-from reshard_engine.formats.reader import Reader
-from reshard_engine.formats.writer import Writer
+from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.tensors.layout import KnownFiles
 from reshard_raw_rows import RawRowsOptions
 from reshard_raw_rows.reader import INDEX, RawRowsReader

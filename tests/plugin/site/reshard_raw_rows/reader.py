@@ -12,8 +12,8 @@ import numpy as np
 from reshard.errors import SourceError, printable
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
 from reshard_engine.containers.source_file import SourceFile
-from reshard_engine.formats.names import checked_name
-from reshard_engine.formats.reader import ReadOptions
+from reshard_engine.formats.format import ReadOptions
+from reshard_engine.formats.model_weights import checked_name
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import Listing, read_bytes
 from reshard_engine.tensors.dtypes import BY_NAME

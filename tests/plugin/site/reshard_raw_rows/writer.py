@@ -6,9 +6,9 @@ import json
 from math import prod
 from typing import Any
 
-from reshard.models import ConvertRequest
+from reshard.models.jobs import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats import not_written
+from reshard_engine.formats import carried
 from reshard_engine.formats.model_weights import weights_of
 from reshard_engine.tensors.layout import Body, FileTemplate, TargetFile, TargetLayout, literal_template
 from reshard_raw_rows import RawRowsOptions
@@ -40,6 +40,6 @@ class RawRowsWriter:
         ties = {a: o for a, o in sorted(checkpoint.shared.items()) if o in written and a not in written}
         index = {"title": options.title, "tensors": entries, "ties": ties if options.keep_ties else {}}
         files.append(TargetFile(INDEX, literal_template(json.dumps(index).encode()), (), commit=True))
-        left_out = not_written.frozen_parameters(checkpoint) if request.exclude_frozen else ()
-        not_carried = (*not_written.training_state(checkpoint), *not_written.extra_states(checkpoint), *left_out)
+        left_out = carried.frozen_parameters(checkpoint) if request.exclude_frozen else ()
+        not_carried = (*carried.training_state(checkpoint), *carried.extra_states(checkpoint), *left_out)
         return TargetLayout(tuple(files), None, not_carried=not_carried)

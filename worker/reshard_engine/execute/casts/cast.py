@@ -5,24 +5,259 @@ The numpy kernel is the reference. On a machine with a CUDA device, the package 
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+from dataclasses import dataclass
+from typing import Protocol, Self
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from reshard.errors import RequestError, SourceError
-from reshard_engine.execute.casts.losses import special
 from reshard_engine.execute.casts.rows import ByteArray, Kind, Rows, copy_rows, starts_of
-from reshard_engine.execute.casts.tiles import (
-    INF32,
-    TILE_ELEMS,
-    Scratch,
-    holds_special,
-    narrow_to_bfloat16,
-    narrow_to_float16,
-    widen_bfloat16,
-    widen_float16,
-)
 from reshard_engine.tensors.dtypes import Dtype
+
+# Casts of one tile, which is so small that it stays in a core's cache.
+#
+# `ml_dtypes` rounds to bfloat16 in one pass of vector registers. numpy converts float16 one element at a time, so casts
+# of float16 are made here of whole-array steps of integer arithmetic. They run at 1.4 (narrowing) and 2.5 times
+# (widening) numpy's speed, with numpy 2.4. Two maxima tell if a tile holds a special element (a NaN, an infinity, or an
+# element that becomes one): the bits of floats are ordered like integers, positive floats as signed and negative floats
+# as unsigned integers.
+
+TILE_ELEMS = 1 << 18
+"""Elements of a tile: 1 MiB of float32. Measured with 2 MiB of L2 cache, casts to bfloat16 with one thread and with
+two: tiles of 256 KiB 3.9 and 3.8 GB/s, tiles of 1 MiB 3.5 and 6.2 GB/s. The steps of a small tile are so short that
+two threads spend their time passing Python's lock to each other."""
+Bytes = npt.NDArray[np.uint8]
+Bits16 = npt.NDArray[np.uint16]
+Bits32 = npt.NDArray[np.uint32]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+INF32, _INF_BFLOAT16, _INF16 = 0x7F800000, 0x7F80, 0x7C00
+_SIGN32, _SIGN16 = 0x80000000, 0x8000
+_LEAST_LOST = 0x477FF000
+"""The bits of the smallest float32 that becomes infinite in float16."""
+# These scalars have numpy types: each call would convert a plain scalar, which takes about a microsecond.
+_SIXTEEN = np.uint32(16)
+_ABS, _EXPONENT, _TOP_BIT = np.uint32(0x7FFFFFFF), np.uint32(INF32), np.uint32(_SIGN16)
+_CLAMP = np.uint32(0x47800000)
+_LEAST_NORMAL = np.uint32(113 << 23)
+"""The bits of 2**-14. Below it, all float16 numbers have one spacing."""
+_THIRTEEN, _BY_2_TO_13, _REBIAS = np.uint32(13), np.uint32(13 << 23), np.uint16(2 << 10)
+_KEEP, _THREE, _BY_2_TO_112 = np.int32(-0x70002000), np.int32(3), np.float32(2.0**112)
+
+
+class Scratch(threading.local):
+    """Memory for the steps of one tile. Each thread keeps its own: new pages would cost as much as a step."""
+
+    def __init__(self) -> None:
+        """Begin without memory."""
+        self._take(0)
+
+    def _take(self, elems: int) -> None:
+        self.values = np.empty(elems, dtype=np.float32)
+        self.first = np.empty(elems, dtype=np.uint32)
+        self.second = np.empty(elems, dtype=np.uint32)
+        self.source = np.empty(elems * 8, dtype=np.uint8)
+        self.target = np.empty(elems * 4, dtype=np.uint8)
+
+    def at_least(self, elems: int) -> Self:
+        """This scratch, with room for at least so many elements, but for no more than one tile."""
+        if len(self.values) < min(elems, TILE_ELEMS):
+            self._take(min(elems, TILE_ELEMS))
+        return self
+
+
+def _maxima(bits: Bits32) -> tuple[int, int]:
+    """The largest magnitude of the positive and of the negative elements, as bits without the sign."""
+    return max(int(bits.view(np.int32).max()), 0), max(int(bits.max()), _SIGN32) - _SIGN32
+
+
+def holds_special(bits: Bits16 | Bits32, infinity: int) -> bool:
+    """True if a tile holds a zero, an infinity or a NaN. `infinity` is the bits of the type's positive infinity.
+
+    The maxima and minima of the bits, as signed and as unsigned integers, give the answer.
+    """
+    signed = bits.view(f"i{bits.itemsize}")
+    sign = 1 << 8 * bits.itemsize - 1
+    if max(int(signed.max()), int(bits.max()) - sign) >= infinity:
+        return True
+    return int(bits.min()) == 0 or int(signed.min()) == -sign
+
+
+def narrow_to_bfloat16(values: npt.NDArray[np.float32], out: Bits16) -> bool:
+    """Round a tile to bfloat16; returns True if the result holds a zero, an infinity or a NaN."""
+    np.copyto(out.view(_BFLOAT16), values, casting="unsafe")
+    # The result is searched and not the source, because it has half the bytes.
+    found = holds_special(out, _INF_BFLOAT16)
+    if found:
+        nan = np.isnan(values)
+        # The sign and the payload are kept, and the quiet bit is set; ml_dtypes would make the same NaN of all.
+        out[nan] = (values.view(np.uint32)[nan] >> 16).astype(np.uint16) | 0x40
+    return found
+
+
+def narrow_to_float16(values: npt.NDArray[np.float32], out: Bits16, scratch: Scratch) -> bool:
+    """Round a tile to float16; returns True if the result holds a zero, an infinity or a NaN.
+
+    Each element is added to 2**13 times its own power of two. This addition rounds the element to the eleven binary
+    digits that float16 keeps, which are then the low bits of the sum. For subnormal numbers, the power of the least
+    normal number is used instead of their own. Source: Fabian Giesen, "Float->half variants" (public domain), which
+    adds a constant, for subnormal numbers only.
+    """
+    bits, count = values.view(np.uint32), len(values)
+    digits, power = scratch.first[:count], scratch.second[:count]
+    largest = max(_maxima(bits))
+    np.bitwise_and(bits, _ABS, out=digits)
+    if largest >= _LEAST_LOST:
+        np.minimum(digits, _CLAMP, out=digits)
+    np.bitwise_and(digits, _EXPONENT, out=power)
+    # The bits are compared as signed numbers, because numpy vectorises that maximum; none is negative here.
+    np.maximum(power.view(np.int32), _LEAST_NORMAL.view(np.int32), out=power.view(np.int32))
+    power += _BY_2_TO_13
+    np.add(digits.view(np.float32), power.view(np.float32), out=digits.view(np.float32))
+    digits -= power
+    power >>= _THIRTEEN
+    digits += power
+    np.right_shift(bits, _SIXTEEN, out=power)
+    power &= _TOP_BIT
+    digits += power
+    np.copyto(out, digits, casting="unsafe")
+    # The exponent's bias in the sum is wrong by 126. In sixteen bits this wraps around, so that 2 must be added.
+    out += _REBIAS
+    if largest > INF32:
+        nan = np.isnan(values)
+        # The sign and the payload are kept. A payload that would vanish gets one bit, or the NaN would become infinite.
+        kept = (bits[nan] >> 13 & 0x3FF).astype(np.uint16)
+        out[nan] = (bits[nan] >> 16 & _SIGN16).astype(np.uint16) | _INF16 | np.maximum(kept, 1)
+    return holds_special(out, _INF16)
+
+
+def widen_bfloat16(data: Bits16, out: Bits32) -> None:
+    """Widen a tile: an element is the upper half of the float32."""
+    np.copyto(out, data)
+    out <<= _SIXTEEN
+
+
+def widen_float16(data: Bits16, out: Bits32) -> None:
+    """Widen a tile: shift exponent and digits; one multiplication sets the bias, also of subnormal numbers."""
+    np.copyto(out, data)
+    if _flushes_subnormals():
+        np.copyto(out.view(np.float32), data.view(np.float16))
+        return
+    signed = out.view(np.int32)
+    out <<= _SIXTEEN
+    signed >>= _THREE
+    signed &= _KEEP
+    values = out.view(np.float32)
+    values *= _BY_2_TO_112
+    if max(int(data.view(np.int16).max()), int(data.max()) - _SIGN16) >= _INF16:
+        special = (data & _INF16) == _INF16
+        kept = data[special].astype(np.uint32)
+        out[special] = (kept & _SIGN16) << 16 | INF32 | (kept & 0x3FF) << 13
+
+
+def _flushes_subnormals() -> bool:
+    """True if a library has set this thread's processor to treat subnormal numbers as zero."""
+    return not bool(_SUBNORMAL[0] * _BY_2_TO_112)
+
+
+_SUBNORMAL = np.array([1 << 13], dtype=np.uint32).view(np.float32)
+
+
+# Losses of a cast: counts of elements that became infinite or zero, and of those that were already NaN or infinite.
+
+_BITS = {8: np.uint64, 4: np.uint32, 2: np.uint16}
+_INFINITY = {"float64": 0x7FF << 52, "float32": 0x7F800000, "bfloat16": 0x7F80, "float16": 0x7C00}
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Counts of elements that a cast lost, and of elements that were special before it."""
+
+    overflowed: int = 0
+    """Elements that are finite, but infinite in the narrower type (with saturation: its largest number)."""
+    underflowed: int = 0
+    """Elements that are not zero, but zero in the narrower type."""
+    nan: int = 0
+    infinite: int = 0
+    """Elements that were infinite before the cast."""
+
+    def __add__(self, other: Losses) -> Losses:
+        """The sum of both, field by field."""
+        return Losses(
+            self.overflowed + other.overflowed,
+            self.underflowed + other.underflowed,
+            self.nan + other.nan,
+            self.infinite + other.infinite,
+        )
+
+    def __bool__(self) -> bool:
+        """True if any count is not zero."""
+        return self != _NOTHING
+
+    def columns(self) -> list[int]:
+        """The counts in the order of the fields."""
+        return [self.overflowed, self.underflowed, self.nan, self.infinite]
+
+
+_NOTHING = Losses()
+
+
+def may_lose(source: Dtype, target: Dtype) -> bool:
+    """True if a cast can lose anything. Widening to float32 cannot."""
+    return target.name != "float32" or source.name == "float64"
+
+
+def losses_of(before: ByteArray, after: ByteArray, source: Dtype, target: Dtype, *, saturate: bool = False) -> Losses:
+    """The losses of a cast. With `saturate`, elements of `after` that overflowed are replaced.
+
+    Args:
+        before: The elements, in memory that is aligned for their type.
+        after: Their casts, also in aligned memory.
+        source: The type of the elements.
+        target: The type of the casts.
+        saturate: True to turn finite elements that became infinite into the largest finite number of their sign.
+    """
+    if not may_lose(source, target):
+        return _NOTHING
+    old, new = _magnitude(before, source), _magnitude(after, target)
+    old_limit, new_limit = _infinity(source), _infinity(target)
+    overflowed = (old < old_limit) & (new == new_limit)
+    count = int(np.count_nonzero(overflowed))
+    if saturate and count:
+        # The bits of the largest finite number are those of infinity minus one; the sign stays.
+        after.view(_BITS[target.itemsize_bytes])[overflowed] -= 1
+    return Losses(
+        count,
+        int(np.count_nonzero((old != 0) & (new == 0))),
+        int(np.count_nonzero(old > old_limit)),
+        int(np.count_nonzero(old == old_limit)),
+    )
+
+
+def _magnitude(data: ByteArray, dtype: Dtype) -> npt.NDArray[np.unsignedinteger]:
+    """The bits without the sign. They are ordered like the magnitudes of the numbers."""
+    size = dtype.itemsize_bytes
+    bits = data.view(_BITS[size])
+    return bits & np.array((1 << size * 8 - 1) - 1, dtype=_BITS[size])
+
+
+def _infinity(dtype: Dtype) -> npt.NDArray[np.unsignedinteger]:
+    return np.array(_INFINITY[dtype.name], dtype=_BITS[dtype.itemsize_bytes])
+
+
+def are_nan(data: ByteArray, dtype: Dtype) -> npt.NDArray[np.bool_]:
+    """A mask that is True for each element of a floating type that is NaN."""
+    return _magnitude(data, dtype) > _infinity(dtype)
+
+
+def special(data: ByteArray, dtype: Dtype) -> int:
+    """The number of elements that are zero, infinite or NaN. A cast to this type can have lost no other elements."""
+    bits = _magnitude(data, dtype)
+    return int(np.count_nonzero((bits == 0) | (bits >= _infinity(dtype))))
+
 
 CAST_BYTES = 32 << 10
 """Mean row length from which rows are cast one by one. Shorter rows are packed first: a copy costs less than a call."""

@@ -1,4 +1,4 @@
-"""A target on the local file system: it is staged in a hidden sibling directory, synced once, and renamed once.
+"""A target on the local file system: it is staged in a hidden sibling directory, synced once, and renamed.
 
 The rename never replaces a directory. With `--overwrite` the old directory is first renamed aside, and it is removed
 after the commit. A crash between the two renames leaves no checkpoint at the target, and never a mixture of both.
@@ -6,41 +6,52 @@ after the commit. A crash between the two renames leaves no checkpoint at the ta
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 from reshard.errors import IntegrityError, RequestError, printable
-from reshard.models import Leftover
-from reshard_engine.execute.journal import ChunkRecord, UnitRecord
-from reshard_engine.execute.sinks.chunk_writers import write_streamed
-from reshard_engine.execute.sinks.free_space import require_room
-from reshard_engine.execute.sinks.local_chunk import LocalChunkFile
-from reshard_engine.execute.sinks.local_journal import LocalJournal
-from reshard_engine.execute.sinks.local_leftovers import (
+from reshard.models.jobs import Leftover
+from reshard_engine.execute.journal import ChunkRecord, UnitRecord, records_in
+from reshard_engine.execute.sinks.leftovers import (
     WORKERS,
     abandoned_bytes,
     busy,
     held_by_others,
     leftovers_of,
+    locked,
     plans_beside,
     remove_unless_held,
     targets_below,
 )
-from reshard_engine.execute.sinks.overwrite import not_to_overwrite, target_exists
-from reshard_engine.execute.sinks.protocol import CopyRead, Earlier, Made, Shared
+from reshard_engine.execute.sinks.local_files import require_room
+from reshard_engine.execute.sinks.protocol import (
+    CopyRead,
+    Earlier,
+    Made,
+    Shared,
+    not_to_overwrite,
+    target_exists,
+    write_streamed,
+)
+from reshard_engine.integrity.file_check import crc_of_range
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
-from reshard_engine.storage.local import LocalStore
+from reshard_engine.storage.local import LocalStore, translated
 from reshard_engine.storage.local_writes import (
     rename_new,
     sync_directory,
     sync_file_system,
     unlink,
+    write_all,
     write_file,
     writing,
 )
@@ -48,6 +59,152 @@ from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo, Store, read_bytes, save_directory
 from reshard_engine.storage.texts import FileTexts
 from reshard_engine.tensors.layout import KnownFiles, Pointer
+
+# The writer of one chunk of a local file.
+
+_WRITE = 2
+_WRITEBACK_BYTES = 8 << 20
+_START_WRITING = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+
+
+class LocalChunkFile:
+    """Writes items at their offsets, and tells the kernel to write them to the disk while the next items are made.
+
+    So the sync at the end has little left to do. The call (`sync_file_range`) is only a hint: the sync at the end
+    reports all failures of writing.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open or create the file."""
+        self._path = path
+        with translated(path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._unsent = (0, 0)
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Write bytes at their offset in the file."""
+        with translated(self._path):
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._descriptor, data[done:], offset + done)
+        first, end = self._unsent
+        first, end = (first, offset + len(data)) if offset == end else (offset, offset + len(data))
+        if end - first >= _WRITEBACK_BYTES:
+            self._send(first, end)
+            first = end
+        self._unsent = first, end
+
+    def _send(self, first: int, end: int) -> None:
+        if _START_WRITING is not None:
+            _START_WRITING(self._descriptor, ctypes.c_int64(first), ctypes.c_int64(end - first), _WRITE)
+
+    def close(self) -> None:
+        """Close the file."""
+        first, end = self._unsent
+        if end - first >= _WRITEBACK_BYTES >> 3:
+            self._send(first, end)
+        os.close(self._descriptor)
+
+
+# The journal beside a local target. A running process locks it and appends one line for each finished unit.
+
+_THREADS = 4
+
+
+def _boot_id() -> str:
+    # Data that was written but not synced does not survive a power loss, so a journal from an earlier boot is void.
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else "unknown"
+
+
+class LocalJournal:
+    """The journal of one plan. Its descriptor is -1 if this process does not have the lock."""
+
+    def __init__(self, path: str, *, shared: bool = False) -> None:
+        """Open and lock the file, which is created if necessary; `shared` locks it together with other workers."""
+        self._path = path
+        self._lock = threading.Lock()
+        self._descriptor = locked(path, shared=shared)
+
+    @property
+    def held(self) -> bool:
+        """True if this process has the lock."""
+        return self._descriptor >= 0
+
+    def remove_empty(self) -> None:
+        """Remove the journal if no unit was ever finished."""
+        if os.fstat(self._descriptor).st_size == 0:
+            os.unlink(self._path)
+
+    def append(self, record: UnitRecord) -> None:
+        """Append the line of a finished unit. Any thread may call this."""
+        line = record.to_line() + b"\n"
+        with self._lock, translated(self._path):
+            write_all(self._descriptor, line)
+
+    def close(self) -> None:
+        """Release the lock."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def resume(self, plan: Plan, staging: str, synced: Iterable[UnitRecord] = ()) -> Mapping[int, UnitRecord]:
+        """The records of units that earlier attempts finished and whose bytes are still staged.
+
+        Without an earlier attempt, the journal and the staging directory are made anew, empty.
+
+        Args:
+            plan: The plan.
+            staging: The directory in which the target's files are.
+            synced: Records of workers that shared the conversion. Their data was on the disk before their records.
+        """
+        header = {"plan": plan.digest, "boot": _boot_id()}
+        size = os.fstat(self._descriptor).st_size
+        lines = os.pread(self._descriptor, size, 0).split(b"\n")
+        try:
+            same = json.loads(lines[0]) == header
+        except ValueError:
+            same = False
+        durable = [r for r in synced if r.belongs_to(plan)]
+        if same and os.path.isdir(staging):
+            found = records_in(b"\n".join(lines[1:-1]))
+            # A torn last line is cut off, so that the next one does not continue it.
+            os.ftruncate(self._descriptor, size - len(lines[-1]))
+            os.lseek(self._descriptor, 0, os.SEEK_END)
+            return _still_valid(plan, staging, [*durable, *(r for r in found if r.belongs_to(plan))])
+        if durable and os.path.isdir(staging):
+            os.ftruncate(self._descriptor, 0)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+            write_all(self._descriptor, json.dumps(header).encode() + b"\n")
+            return _still_valid(plan, staging, durable)
+        # The journal is emptied before the directory is made: an old journal must not describe a new directory.
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        shutil.rmtree(staging, ignore_errors=True)
+        os.makedirs(staging)
+        write_all(self._descriptor, json.dumps(header).encode() + b"\n")
+        return {}
+
+
+def _still_valid(plan: Plan, staging: str, records: Sequence[UnitRecord]) -> Mapping[int, UnitRecord]:
+    """The records whose bytes are still in the staging directory. Every byte is read again."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        there = list(pool.map(partial(_is_there, plan, staging), records))
+    return {r.unit: r for r, whole in zip(records, there, strict=True) if whole}
+
+
+def _is_there(plan: Plan, staging: str, record: UnitRecord) -> bool:
+    """True if the staged bytes of every chunk of a unit have the CRC-32 of its record."""
+    store = LocalStore()
+    for entry in record.chunks:
+        chunk = entry.chunk
+        info = store.stat(os.path.join(staging, plan.files[chunk.file].path))
+        if info is None or info.size_bytes < chunk.offset + chunk.length_bytes:
+            return False
+        if crc_of_range(store, info, chunk.offset, chunk.length_bytes) != entry.crc32:
+            return False
+    return True
+
 
 INNER = ".reshard-into"
 """The name of the target inside an existing directory into which a conversion writes."""

@@ -15,17 +15,23 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from reshard.errors import IntegrityError, ReshardError, StorageError, printable
-from reshard.models import Leftover
+from reshard.models.jobs import Leftover
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
-from reshard_engine.execute.sinks.chunk_writers import write_whole
 from reshard_engine.execute.sinks.control_objects import WORKERS, ControlObjects
-from reshard_engine.execute.sinks.object_leftovers import Leftovers
-from reshard_engine.execute.sinks.object_uploads import PLAN_KEY, ObjectUploads, Receipts
-from reshard_engine.execute.sinks.overwrite import not_to_overwrite, target_exists
-from reshard_engine.execute.sinks.protocol import CopyRead, Earlier, Made, Shared
+from reshard_engine.execute.sinks.leftovers import Leftovers
+from reshard_engine.execute.sinks.protocol import (
+    CopyRead,
+    Earlier,
+    Made,
+    Shared,
+    not_to_overwrite,
+    target_exists,
+    write_whole,
+)
+from reshard_engine.execute.sinks.uploads import PLAN_KEY, ObjectUploads, Receipts
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.plan.model import Chunk, Plan
-from reshard_engine.plan.server_copy import part_numbers
+from reshard_engine.plan.planner import part_numbers
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import (
     DELETED_AT_ONCE,

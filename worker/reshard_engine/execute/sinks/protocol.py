@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future, wait
 from typing import Protocol
 
-from reshard.models import Leftover
+from reshard.errors import RequestError, printable
+from reshard.models.jobs import Leftover
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord
-from reshard_engine.plan.model import Chunk, Plan
-from reshard_engine.plan.write_items import WriteItem
+from reshard_engine.plan.model import Chunk, Plan, WriteItem
+from reshard_engine.storage.crc32 import crc32
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo, PartInfo, Store
 from reshard_engine.storage.texts import TextStore
-from reshard_engine.tensors.layout import Pointer
+from reshard_engine.tensors.layout import KnownFiles, Pointer
 
 Made = Iterator[tuple[WriteItem, memoryview]]
 """The items of one unit in order, each with its bytes. The bytes stay valid until the next step begins."""
@@ -255,3 +256,78 @@ class ChunkFile(Protocol):
     def close(self) -> None:
         """Close the file, also if the chunk is incomplete."""
         ...
+
+
+# Errors for targets that are not empty. Nothing is replaced without `--overwrite`; it replaces only checkpoints.
+
+
+def target_exists(target: str, known: KnownFiles, names: Iterable[str] | None = None) -> RequestError:
+    """The error for a target that is not empty. `names` are its entries, if they are known."""
+    text = f"{printable(target)} already exists"
+    if names is not None and not known.holds_checkpoint(names):
+        return RequestError(
+            "request.target_exists",
+            f"{text}, and it is neither a checkpoint nor an output of reshard",
+            fix="choose another target, or remove it yourself: --overwrite replaces checkpoints and outputs only",
+        )
+    fix = "choose another target, or add --overwrite (the old data will be gone)"
+    return RequestError("request.target_exists", text, fix=fix)
+
+
+def not_to_overwrite(target: str) -> RequestError:
+    """The error for a target that `--overwrite` leaves alone."""
+    return RequestError(
+        "request.target_exists",
+        f"{printable(target)} is neither a checkpoint nor an output of reshard; --overwrite removes nothing else",
+        fix="choose another target, or remove it yourself",
+    )
+
+
+# Writers of the items of a unit: item by item to a file, or by whole chunks to an object store.
+
+
+def write_streamed(open_chunk: Callable[[Chunk], ChunkFile], made: Made) -> list[ChunkRecord]:
+    """Write each item at its offset in its file. One file is open at a time."""
+    written: list[ChunkRecord] = []
+    chunk: Chunk | None = None
+    file: ChunkFile | None = None
+    crc = 0
+    try:
+        for item, data in made:
+            if file is None or item.chunk is not chunk:
+                if file is not None and chunk is not None:
+                    closing, file = file, None
+                    closing.close()
+                    written.append(ChunkRecord(chunk, crc))
+                chunk, file, crc = item.chunk, open_chunk(item.chunk), 0
+            crc = crc32(data, crc)
+            file.put(item.begin, data)
+    finally:
+        if file is not None:
+            file.close()
+    if chunk is not None:
+        written.append(ChunkRecord(chunk, crc))
+    return written
+
+
+def write_whole(
+    send: Callable[[Chunk, memoryview, int], str], made: Made, copy_read: CopyRead | None, pool: Executor | None
+) -> list[ChunkRecord]:
+    """Write whole chunks: each item is one chunk. With a pool, several chunks are sent concurrently."""
+
+    def write(chunk: Chunk, data: memoryview) -> ChunkRecord:
+        crc = crc32(data)
+        etag = copy_read(chunk, crc) if copy_read is not None else None
+        return ChunkRecord(chunk, crc, send(chunk, data, crc) if etag is None else etag)
+
+    if pool is None:
+        return [write(item.chunk, data) for item, data in made]
+    sent: list[Future[ChunkRecord]] = []
+    try:
+        sent.extend(pool.submit(write, item.chunk, data) for item, data in made)
+        return [s.result() for s in sent]
+    finally:
+        # When this function returns, also after a failure, no call may still read the unit's memory.
+        for one in sent:
+            one.cancel()
+        wait(sent)

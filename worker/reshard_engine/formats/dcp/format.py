@@ -8,15 +8,12 @@ from typing import ClassVar
 
 from reshard.dcp_options import DcpOptions, MissingMoments
 from reshard.errors import RequestError, listed
-from reshard.models import ConvertRequest, PossibleTarget
+from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard_engine.checkpoint import Checkpoint, Question
-from reshard_engine.formats.dcp.facts import facts_of
-from reshard_engine.formats.dcp.names import DATA_FILE, METADATA, SHARD_FILE, SUFFIX
-from reshard_engine.formats.dcp.reader.hf_shards import HuggingFaceShardsReader
+from reshard_engine.formats.dcp.facts import DATA_FILE, METADATA, SHARD_FILE, SUFFIX, facts_of
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
-from reshard_engine.formats.format import DryRun, Format
-from reshard_engine.formats.reader import Reader
-from reshard_engine.formats.writer import Writer
+from reshard_engine.formats.dcp.reader.tensors import HuggingFaceShardsReader
+from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location, open_location
 from reshard_engine.tensors.layout import KnownFiles
@@ -35,7 +32,7 @@ class Dcp(Format):
     def writer(self, target: str) -> Writer:
         """The writer of shards, or of one file that holds everything."""
         if target == "torch_save":
-            from reshard_engine.formats.dcp.writer.torch_save import TorchSaveWriter
+            from reshard_engine.formats.dcp.state_tree import TorchSaveWriter
 
             return TorchSaveWriter()
         from reshard_engine.formats.dcp.writer.writer import DcpWriter
@@ -53,7 +50,7 @@ class Dcp(Format):
         """A file of `torch.save` for a distributed target; a whole state dict for a target that is such a file."""
         if request.to not in self.targets:
             return None
-        from reshard_engine.formats.dcp.reader.state_tree import read_state_tree, read_torch_tree
+        from reshard_engine.formats.dcp.state_tree import read_state_tree, read_torch_tree
 
         place = location if request.source.tag is None else location.child(*request.source.tag.split("/"))
         if request.to == "torch_save":

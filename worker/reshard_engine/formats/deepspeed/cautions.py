@@ -6,13 +6,12 @@ A warning is given only where it matters: if the target is cut in another way, o
 from __future__ import annotations
 
 from reshard.errors import counted, listed
-from reshard.models import ConvertRequest
+from reshard.models.jobs import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
-from reshard_engine.formats.deepspeed.facts import facts_of
-from reshard_engine.formats.deepspeed.megatron import is_megatron
-from reshard_engine.formats.deepspeed.names import INFO
-from reshard_engine.formats.deepspeed.rules.families import SECTIONED_WARNING, may_be_sectioned
-from reshard_engine.formats.not_written import padding_left_out
+from reshard_engine.formats.carried import padding_left_out
+from reshard_engine.formats.deepspeed.facts import facts_of, is_megatron
+from reshard_engine.formats.deepspeed.files import INFO
+from reshard_engine.formats.deepspeed.parallel.rules import SECTIONED_WARNING, may_be_sectioned
 
 HOW_TO_SAY = "--family gpt-megatron|llama-megatron|bloom, or --rules FILE"
 EFFECT_OF_PADDING = (

@@ -7,25 +7,82 @@ it does not know goes to the client), `runtime/pipe/engine.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import RequestError, listed
-from reshard.models import NotCarried
+from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, ParamGroup
-from reshard_engine.formats.deepspeed.megatron import ARGS, TOKENS_ARG, namespace_items
-from reshard_engine.formats.deepspeed.names import (
+from reshard_engine.formats.carried import named, of_the_format
+from reshard_engine.formats.deepspeed.files import (
     COUNTERS,
     DESCRIBED_KEYS,
+    LAYOUT_KEYS,
     OPTIMIZER_STATE,
     OWN_KEYS,
     RNG_KEYS,
     SCHEDULER,
     VERSION,
 )
-from reshard_engine.formats.not_written import named, of_the_format
-from reshard_engine.pickles.nodes import Node, PList, PTensorRef, is_mapping, mapping_items, mapping_of
-from reshard_engine.pickles.state_dict import KeyPath, nested_dict
+from reshard_engine.formats.format import RunFacts
+from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PTensorRef, is_mapping, mapping_items, mapping_of
+from reshard_engine.pickles.trees import KeyPath, nested_dict
+
+# Names in Megatron-DeepSpeed's checkpoints, for the modules that read, write and compare them.
+#
+# Source: Megatron-DeepSpeed (main, July 2025) `megatron/checkpointing.py` (`save_checkpoint`: what is beside the tag;
+# `check_checkpoint_args` compares parallel sizes), `megatron/arguments.py` (names of `args`).
+
+ARGS = "args"
+"""The entry of model states that holds the run's arguments."""
+VERSION_KEY = "checkpoint_version"
+ITERATION = "iteration"
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file beside `latest` in which Megatron's tools look for the number of the last iteration."""
+TOKENS_ARG = "consumed_train_tokens"
+PADDED_VOCAB_ARG = "padded_vocab_size"
+NO_PIPELINE_ARG = "no_pipeline_parallel"
+VOCAB_DIVISOR_ARG = "make_vocab_size_divisible_by"
+LAYOUT_ARGS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "world_size",
+    "moe_expert_parallel_size",
+    PADDED_VOCAB_ARG,
+    NO_PIPELINE_ARG,
+    VOCAB_DIVISOR_ARG,
+)
+"""Arguments that name the layout. Writers set them for the target's layout; `diff` does not compare them."""
+
+
+def namespace_items(node: Node) -> Mapping[str | int, Node]:
+    """The attributes of an `argparse.Namespace`; an empty mapping for any other node."""
+    if isinstance(node, PObject) and isinstance(node.cls, Global) and node.cls.dotted == "argparse.Namespace":
+        return mapping_items(node.state, what=ARGS) if is_mapping(node.state) else {}
+    return {}
+
+
+def with_args(node: Node, values: Mapping[str, Node]) -> Node:
+    """The namespace with new values for those arguments that it has; any other node is returned unchanged."""
+    known = namespace_items(node)
+    if not known or not isinstance(node, PObject):
+        return node
+    return replace(node, state=mapping_of({**known, **{k: v for k, v in values.items() if k in known}}))
+
+
+def without_layout(node: Node) -> Node:
+    """The namespace without the arguments that name a layout; any other node is returned unchanged."""
+    known = namespace_items(node)
+    if not known or not isinstance(node, PObject):
+        return node
+    return replace(node, state=mapping_of({k: v for k, v in known.items() if k not in LAYOUT_ARGS}))
+
+
+def is_megatron(checkpoint: Checkpoint) -> bool:
+    """True if the client state is that of a Megatron-DeepSpeed run."""
+    return ARGS in checkpoint.client_state and VERSION_KEY in checkpoint.client_state
+
 
 OLDEST_VERSION = "0.7.4"
 """Loaders insist on a version; where it is unknown, the oldest whose stage 1 is laid out as today's stands in."""
@@ -237,3 +294,42 @@ def split_groups(nodes: Iterable[Node]) -> tuple[tuple[ParamGroup, ...], tuple[N
 def group_node(group: ParamGroup, params: Node) -> Node:
     """A param group as DeepSpeed's files hold it, with the numbers of its members."""
     return mapping_of({**group.hyper_parameters, "params": params})
+
+
+# The part of a DeepSpeed run's state that `diff` compares beside its tensors: the same under every layout.
+
+_SCALE = "cur_scale"
+_SCALER = (_SCALE, "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+_CLIPPING = "clip_grad"
+
+
+def run_facts(checkpoint: Checkpoint) -> RunFacts:
+    """The run's state for `diff`: model states without layout entries, the loss scale, and the gradient clipping.
+
+    Raises:
+        SourceError: `checkpoint.malformed` for trees of the wrong shape.
+    """
+    entries = checkpoint.facts.run_state(checkpoint)
+    state = {str(k): v for k, v in entries.items() if k not in LAYOUT_KEYS} if entries else None
+    if state is not None and ARGS in state:
+        state[ARGS] = without_layout(state[ARGS])
+    if checkpoint.optimizer is None:
+        return RunFacts(state)
+    beside = facts_of(checkpoint).optimizer_entries
+    scaler = _scaler(beside)
+    # Stage 0 in fp32 and BF16_Optimizer keep no scale: they scale by 1. Only some stages keep the other attributes.
+    optimizer: dict[str, Node] = {f"loss_scaler.{_SCALE}": scaler.get(_SCALE, 1.0)}
+    optimizer |= {f"loss_scaler.{key}": scaler[key] for key in _SCALER[1:] if key in scaler}
+    optimizer |= {_CLIPPING: beside[_CLIPPING]} if _CLIPPING in beside else {}
+    return RunFacts(state, optimizer, frozenset(k for k in optimizer if k != f"loss_scaler.{_SCALE}"))
+
+
+def _scaler(beside: Mapping[str, Node]) -> Mapping[str | int, Node]:
+    """The loss scaler's attributes, from the object that stages 1 to 3 keep, or from stage 0's entries.
+
+    Source: deepspeed 0.19.8 `runtime/fp16/loss_scaler.py` (`LossScalerBase`), `runtime/fp16/fused_optimizer.py`.
+    """
+    node = beside.get("loss_scaler")
+    if isinstance(node, PObject) and node.has_state and is_mapping(node.state):
+        return mapping_items(node.state, what="loss_scaler")
+    return {k: v for k, v in beside.items() if k in _SCALER}

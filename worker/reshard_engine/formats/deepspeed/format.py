@@ -1,26 +1,26 @@
-"""DeepSpeed as a format: native checkpoints of every stage, and universal ones."""
+"""DeepSpeed as a format: native and universal checkpoints, and which of them a checkpoint can become."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from reshard.choices import TargetFormat
-from reshard.errors import RequestError, counted, listed
-from reshard.models import ConvertRequest, PossibleTarget
-from reshard.names_on_disk import POINTERS
-from reshard.options import Options
-from reshard_engine.checkpoint import Checkpoint, Question
-from reshard_engine.formats.deepspeed.cautions import sectioned
-from reshard_engine.formats.deepspeed.facts import facts_of
-from reshard_engine.formats.deepspeed.reader.native.files import rank_of
-from reshard_engine.formats.deepspeed.reader.native.reader import DeepSpeedReader
-from reshard_engine.formats.deepspeed.reader.universal.reader import UniversalReader
+from reshard.errors import RequestError, ReshardError, counted, listed
+from reshard.models.jobs import ConvertRequest, PossibleTarget
+from reshard.options import DeepSpeedOptions, Options
+from reshard.wire_model import POINTERS, TargetFormat, ZeroStage
+from reshard_engine.checkpoint import Checkpoint, Parameter, Question
+from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, sectioned, uncut
+from reshard_engine.formats.deepspeed.facts import facts_of, run_facts
+from reshard_engine.formats.deepspeed.files import rank_of
+from reshard_engine.formats.deepspeed.native.reader import DeepSpeedReader
+from reshard_engine.formats.deepspeed.native.target import resolve
+from reshard_engine.formats.deepspeed.native.writer import is_pipeline, vocab_rows
+from reshard_engine.formats.deepspeed.parallel.experts import experts_by_layer, fuse_experts, require_divisible
+from reshard_engine.formats.deepspeed.parallel.tensor import Cutter
 from reshard_engine.formats.deepspeed.relabel import relabelled
-from reshard_engine.formats.deepspeed.run_facts import run_facts
-from reshard_engine.formats.format import DryRun, Format, RunFacts
-from reshard_engine.formats.reader import Reader
-from reshard_engine.formats.writer import Writer
+from reshard_engine.formats.deepspeed.universal.reader import UniversalReader
+from reshard_engine.formats.format import DryRun, Format, Reader, RunFacts, Writer
 from reshard_engine.tensors.layout import KnownFiles
 
 
@@ -42,16 +42,16 @@ class DeepSpeed(Format):
     def writer(self, target: str) -> Writer:
         """The writer of universal or of native checkpoints."""
         if target == TargetFormat.UNIVERSAL:
-            from reshard_engine.formats.deepspeed.writer.universal.writer import UniversalWriter
+            from reshard_engine.formats.deepspeed.universal.writer import UniversalWriter
 
             return UniversalWriter()
-        from reshard_engine.formats.deepspeed.writer.native.writer import ZeroWriter
+        from reshard_engine.formats.deepspeed.native.writer import ZeroWriter
 
         return ZeroWriter()
 
     def read_rules(self, options: Options) -> Mapping[str, Any] | None:
         """The rules of `--rules` and `--family`."""
-        from reshard_engine.formats.deepspeed.rules.request import requested_rules
+        from reshard_engine.formats.deepspeed.parallel.rules import requested_rules
 
         return requested_rules(options.deepspeed)
 
@@ -75,7 +75,7 @@ class DeepSpeed(Format):
             return ()
         # Without an optimizer there is no such target, and nothing tells the type that its model would have.
         if request.to == TargetFormat.ZERO and checkpoint.optimizer is not None:
-            from reshard_engine.formats.deepspeed.writer.native.target import resolve
+            from reshard_engine.formats.deepspeed.native.target import resolve
 
             if resolve(checkpoint, request).stage == 3:
                 return ()
@@ -116,10 +116,130 @@ class DeepSpeed(Format):
 
     def possible_targets(self, tried: DryRun) -> Iterable[PossibleTarget]:
         """Native layouts by kind of parallelism, and the universal form."""
-        from reshard_engine.formats.deepspeed.possible_targets import native_targets, universal_target
-
         return (*native_targets(tried), universal_target(tried))
 
     def run_facts(self, checkpoint: Checkpoint) -> RunFacts:
         """The state that `diff` compares: model states without entries of the layout; loss scale; gradient clipping."""
         return run_facts(checkpoint)
+
+
+# The DeepSpeed targets that a checkpoint can become, found by asking their writers for a layout.
+#
+# There are many sizes of tensor parallelism, and a layout of each takes long. So the writer's cutter is asked about
+# each kind of parameter, and only one size is laid out.
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Numbers of tensor-parallel ranks that are tried."""
+_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of pipeline stages that are tried."""
+
+
+def universal_target(tried: DryRun) -> PossibleTarget:
+    """The universal target: possible, or the reason why not."""
+    if (refusal := tried.refusal(TargetFormat.UNIVERSAL)) is not None:
+        return tried.impossible("universal", refusal)
+    detail, reason = "one directory for every stage and world", uncut(tried.checkpoint)
+    if reason is not None:
+        detail = f"one directory for every stage and --dp; for runs with --tp 1 only: {reason}; give {HOW_TO_SAY}"
+    return tried.possible("universal", detail, "--to universal")
+
+
+def _refusal(tried: DryRun, stage: ZeroStage, **world: int) -> ReshardError | None:
+    """The reason for which a run of this stage on `dp` ranks is refused, with `tp`, `pp` and `ep` where given."""
+    options = DeepSpeedOptions.model_validate({"zero_stage": stage, **world})
+    return tried.refusal(TargetFormat.ZERO, options=Options(deepspeed=options))
+
+
+def native_targets(tried: DryRun) -> list[PossibleTarget]:
+    """The native targets by kind of parallelism: each possible, or the reason why not."""
+    if tried.checkpoint.optimizer is None:
+        # Without an optimizer every stage is refused for the same reason: one answer stands for all.
+        refusal = _refusal(tried, ZeroStage.STAGE_1, dp=1)
+        return [] if refusal is None else [tried.impossible("zero", refusal)]
+    stages = {stage: _refusal(tried, stage, dp=1) for stage in ZeroStage}
+    works = [stage for stage, refusal in stages.items() if refusal is None]
+    refused = [refusal for refusal in stages.values() if refusal is not None]
+    if not works:
+        return [tried.impossible("zero --dp", refused[0])]
+    detail = f"any number of ranks; stages {', '.join(s.value for s in works)}"
+    if refused:
+        detail += f" ({refused[0].message}; {refused[0].fix})"
+    found = [tried.possible("zero --dp", detail, f"--to zero --dp 2 --zero-stage {works[0].value}")]
+    # Sizes of model parallelism are tried at one stage only: the first that works and is not stage 0.
+    stage = next((s for s in works if s is not ZeroStage.STAGE_0), None)
+    if stage is None:
+        return found
+    return [*found, _tensor_parallel(tried, stage), _pipeline(tried, stage), *_experts(tried, stage)]
+
+
+def _tensor_parallel(tried: DryRun, stage: ZeroStage) -> PossibleTarget:
+    checkpoint, name = tried.checkpoint, "zero --tp"
+    unknown = [p.fqn for p in checkpoint.parameters if p.cut is None]
+    if unknown:
+        reason = f"--tp above 1: unknown how {len(unknown)} parameters are split; give {HOW_TO_SAY}"
+        return PossibleTarget(name=name, possible=False, detail=reason)
+    # Layers repeat: a few kinds of parameters stand for thousands.
+    kinds = list({(p.cut, p.shape, *p.padding): p for p in checkpoint.parameters}.values())
+    refusals = {n: _uncuttable(tried, kinds, DeepSpeedOptions(dp=1, tp=n, zero_stage=stage)) for n in _SIZES}
+    sizes = [n for n, refusal in refusals.items() if refusal is None]
+    least = next((n for n in sizes if n > 1), None)
+    refusal = refusals[2] if least is None else _refusal(tried, stage, dp=1, tp=least)
+    if refusal is not None:
+        return tried.impossible(name, refusal)
+    detail = f"{', '.join(map(str, sizes))} (tried up to {_SIZES[-1]}); not at stage 0"
+    return tried.possible(name, detail, f"--to zero --dp 1 --tp {least} --zero-stage {stage.value}")
+
+
+def _uncuttable(tried: DryRun, kinds: Sequence[Parameter], layout: DeepSpeedOptions) -> RequestError | None:
+    """The writer's refusal to cut some kind of parameter for `layout.tp` ranks; None if it can cut all."""
+    options = Options(deepspeed=layout)
+    request = ConvertRequest(source=tried.source, target="-", to=TargetFormat.ZERO, options=options)
+    try:
+        dtype = resolve(tried.checkpoint, request).dtype
+        cutter = Cutter(tried.checkpoint, layout.tp, vocab_rows(tried.checkpoint, layout), dtype=dtype)
+        for parameter in kinds:
+            for rank in {0, layout.tp - 1}:
+                cutter.local(parameter, rank)
+    except RequestError as error:
+        return error
+    return None
+
+
+def _pipeline(tried: DryRun, stage: ZeroStage) -> PossibleTarget:
+    checkpoint, name = tried.checkpoint, "zero --pp"
+    if not is_pipeline(checkpoint):
+        reason = "--pp above 1: the run was no pipeline; if it was Megatron-DeepSpeed's, give --names megatron-pipeline"
+        return PossibleTarget(name=name, possible=False, detail=reason)
+    most = len({p.layer for p in checkpoint.trained})
+    refusals = {n: _refusal(tried, stage, dp=1, pp=n) for n in _STAGES if n <= most}
+    works = [n for n, refusal in refusals.items() if refusal is None]
+    least = next((n for n in works if n > 1), None)
+    if least is None:
+        refusal = next((r for n, r in refusals.items() if n > 1 and r is not None), None)
+        reason = PossibleTarget(name=name, possible=False, detail=f"the pipeline has {most} layers")
+        return reason if refusal is None else tried.impossible(name, refusal)
+    sizes = ", ".join(map(str, works))
+    detail = f"{sizes} (tried up to {max(refusals)}, stage sizes as by default); stages 1 and bf16"
+    return tried.possible(name, detail, f"--to zero --dp 1 --pp {least} --zero-stage {stage.value}")
+
+
+def _experts(tried: DryRun, stage: ZeroStage) -> list[PossibleTarget]:
+    checkpoint, name = tried.checkpoint, "zero --ep"
+    counts = list(experts_by_layer(p.fqn for p in checkpoint.trained).values())
+    counts += [shape[0] for shape in fuse_experts(checkpoint).values()]
+    if not counts:
+        return []
+    sizes = [n for n in range(1, min(counts) + 1) if _divides(counts, n)]
+    least = next((n for n in sizes if n > 1), 1)
+    if (refusal := _refusal(tried, stage, dp=least, ep=least)) is not None:
+        return [tried.impossible(name, refusal)]
+    detail = f"{', '.join(map(str, sizes))}, if it divides --dp"
+    return [tried.possible(name, detail, f"--to zero --dp {least} --ep {least} --zero-stage {stage.value}")]
+
+
+def _divides(counts: Sequence[int], ranks: int) -> bool:
+    try:
+        require_divisible(counts, ranks, ranks)
+    except RequestError:
+        return False
+    return True

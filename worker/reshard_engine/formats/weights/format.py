@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
-from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, printable
-from reshard.models import ConvertRequest, PossibleTarget
+from reshard.models.jobs import ConvertRequest, PossibleTarget
+from reshard.wire_model import TargetFormat
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
-from reshard_engine.formats.format import DryRun, Format
+from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.model_weights import model_dtype
-from reshard_engine.formats.reader import Reader
-from reshard_engine.formats.weights.reader.safetensors import SafetensorsReader
-from reshard_engine.formats.weights.reader.torch_weights import TorchWeightsReader
-from reshard_engine.formats.writer import Writer
-from reshard_engine.storage.locations import open_location
+from reshard_engine.formats.weights.reader import SafetensorsReader, TorchWeightsReader
+from reshard_engine.storage.locations import Location, open_location, refuse_hub_link_elsewhere
+from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.tensors.layout import KnownFiles
 
 
@@ -35,10 +35,10 @@ class Weights(Format):
     def writer(self, target: str) -> Writer:
         """The writer of either container."""
         if target == TargetFormat.SAFETENSORS:
-            from reshard_engine.formats.weights.writer.safetensors import SafetensorsWriter
+            from reshard_engine.formats.weights.writer import SafetensorsWriter
 
             return SafetensorsWriter()
-        from reshard_engine.formats.weights.writer.torch_weights import TorchWeightsWriter
+        from reshard_engine.formats.weights.writer import TorchWeightsWriter
 
         return TorchWeightsWriter()
 
@@ -61,7 +61,6 @@ class Weights(Format):
         """The checkpoint with the files of `--model-files`."""
         if request.model_files is None or request.to not in self.targets:
             return checkpoint
-        from reshard_engine.formats.weights.model_files import read_model_files
 
         location = open_location(request.model_files, request.source.profile)
         try:
@@ -100,3 +99,69 @@ def _refuse_file_name(request: ConvertRequest) -> None:
         "and the manifest that `verify` needs",
         fix=f"name the directory {printable(place)}: without --max-shard-size the weights are one file in it, {whole}",
     )
+
+
+# Reads the files that `from_pretrained` needs beside the weights: configuration, tokenizer, generation settings.
+#
+# Source: transformers 5.23.0 `utils/__init__.py` (`CONFIG_NAME`, `GENERATION_CONFIG_NAME`, ...) and
+# `tokenization_utils_base.py` (names of tokenizer files).
+
+_NAMES = re.compile(
+    r"config\.json|generation_config\.json"
+    r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json"
+    r"|vocab\.(json|txt)|merges\.txt|tokenizer\.model|spiece\.model|sentencepiece\.bpe\.model"
+    r"|chat_template\.(jinja|json)|(pre)?processor_config\.json|video_preprocessor_config\.json"
+)
+"""Names of the files. They are data only: code in a model's repository is not copied."""
+_MAX_BYTES = 128 << 20
+"""Largest size of all of them, because they are in memory during a conversion. A large tokenizer has 30 MB."""
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def read_model_files(location: Location, dtype: str | None, *, unties: bool = False) -> Mapping[str, bytes]:
+    """The files of a directory by their names, `config.json` with the type that the weights get.
+
+    Args:
+        location: A directory that `save_pretrained` wrote, or a trainer's checkpoint.
+        dtype: The name of the type of the weights that will lie beside them; None leaves the configuration as it is.
+        unties: True if the head has weights of its own now, so that the configuration must not say that it is tied.
+
+    Raises:
+        SourceError: `source.not_found` if there is no `config.json`, `checkpoint.too_large`, `checkpoint.malformed`.
+    """
+    listed = {i.path.rpartition("/")[2]: i for i in location.store.list_directory(location.path).files}
+    found = {name: info for name, info in listed.items() if _NAMES.fullmatch(name)}
+    if "config.json" not in found:
+        raise SourceError(
+            "source.not_found",
+            f"{printable(location.url)} has no config.json",
+            fix="--model-files names the directory that `save_pretrained` wrote, or the trainer's checkpoint",
+        )
+    for info in found.values():
+        refuse_hub_link_elsewhere(location, info.path)
+    total = sum(i.size_bytes for i in found.values())
+    if total > _MAX_BYTES:
+        raise SourceError(
+            "checkpoint.too_large", f"configuration and tokenizer have {total} bytes, the limit is {_MAX_BYTES}"
+        )
+    files = {name: read_bytes(location.store, info) for name, info in sorted(found.items())}
+    return files | {"config.json": _fitting(files["config.json"], dtype, unties=unties)}
+
+
+def _fitting(data: bytes, dtype: str | None, *, unties: bool) -> bytes:
+    """The configuration with the type and ties of the target's weights, because loaders make weights match it."""
+    try:
+        config: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise SourceError("checkpoint.malformed", "config.json is not a JSON object", fix="copy it again")
+    facts = cast("dict[str, Any]", config)
+    keys = [k for k in _DTYPE_KEYS if isinstance(facts.get(k), str)] if dtype is not None else []
+    said = facts | dict.fromkeys(keys, dtype)
+    if unties:
+        # PEFT's merge writes the same. Without the key, the default of the model's class may be true.
+        said["tie_word_embeddings"] = False
+    if said == facts:
+        return data
+    return json.dumps(said, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from reshard.choices import ParamOrder
 from reshard.errors import RequestError, SourceError, counted, listed, printable
+from reshard.wire_model import ParamOrder
 from reshard_engine.checkpoint import ParamGroup, Question, Undecided
+from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape
-from reshard_engine.formats.dcp.reader.metadata import KeyPath
-from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue
-from reshard_engine.formats.dcp.reader.values import nested
-from reshard_engine.formats.names import name_without_adapter
+from reshard_engine.formats.dcp.reader.saved_state import Item, SavedTensor, SavedValue, nested
+from reshard_engine.formats.model_weights import name_without_adapter
 from reshard_engine.pickles.nodes import (
     Global,
     Node,

@@ -1,0 +1,422 @@
+"""The commands of administrators of a service: `tokens`, `tenants`, `audit`, `webhooks`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from reshard.cli.flags import choice
+from reshard.cli.help_pages import OPERATION, REMOTE, Commands
+from reshard.cli.local import JsonFlag
+from reshard.errors import RequestError, counted, format_size, printable
+from reshard.option import parse_size
+from reshard.wire_model import TokenScope
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from pydantic import BaseModel
+
+    from reshard.api.client import Client
+    from reshard.models.access import Tenant, TenantSettings, Token, Webhook
+
+
+tokens = Commands(help="Tokens of a service (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
+tenants = Commands(help="Tenants of a service, for its operator (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True)
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_NONE = "none"
+TenantFlag = Annotated[
+    str | None,
+    typer.Option("--tenant", metavar="NAME", help="The tenant; only the operator may name another than their own."),
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant's name: a-z, 0-9 and '-'.")]
+ReadRoots = Annotated[
+    list[str] | None,
+    typer.Option("--read-root", metavar="URL", help="URL that jobs may read below; may be repeated; none for any."),
+]
+WriteRoots = Annotated[
+    list[str] | None,
+    typer.Option("--write-root", metavar="URL", help="URL that jobs may write below; may be repeated; none for any."),
+]
+Profiles = Annotated[
+    list[str] | None,
+    typer.Option("--profile", metavar="NAME", help="Storage profile of the tenant; may be repeated; none for any."),
+]
+MaxQueued = Annotated[str | None, typer.Option(metavar="N|none", help="The most jobs that may wait.")]
+MaxRunning = Annotated[str | None, typer.Option(metavar="N|none", help="The most jobs that run at once.")]
+MaxWorkers = Annotated[str | None, typer.Option(metavar="N|none", help="The most workers at once, helpers included.")]
+MaxPriority = Annotated[str | None, typer.Option(metavar="N|none", help="The highest priority of a job.")]
+BytesPerDay = Annotated[
+    str | None, typer.Option(metavar="SIZE|none", help="The most bytes of the conversions of 24 hours, such as 10TiB.")
+]
+Weight = Annotated[int | None, typer.Option(min=1, max=1000, help="Share of the workers, relative to others.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this module to the app."""
+    app.add_typer(tokens, name="tokens", rich_help_panel=REMOTE)
+    app.add_typer(tenants, name="tenants", rich_help_panel=OPERATION)
+    app.command(rich_help_panel=OPERATION)(audit)
+
+
+def _client() -> Client:
+    from reshard.api.client import Client
+
+    return Client()
+
+
+@tokens.command("create")
+def create_token(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name for people: who uses the token.")],
+    *,
+    scope: Annotated[list[TokenScope], choice(TokenScope, help="A right of the token; may be repeated.")],
+    tenant: TenantFlag = None,
+    expires: Annotated[str, typer.Option(metavar="TIME", help="When it expires: 12h, 90d, or never.")] = "90d",
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a token and print it. Nobody can show it again."""
+    with _client() as client:
+        made = client.admin.create_token(name, scope, tenant=tenant, expires_in_s=_seconds(expires))
+    _say(_json(made) if as_json else made.secret)
+
+
+@tokens.command("list")
+def list_tokens(*, tenant: TenantFlag = None, as_json: JsonFlag = False) -> None:
+    """List tokens, newest first, also those that have expired or were revoked."""
+    with _client() as client:
+        found = client.admin.tokens(tenant)
+    if as_json:
+        _say(json.dumps({"schema_version": 1, "tokens": [token.model_dump(mode="json") for token in found]}))
+        return
+    header = ("ID", "SCOPES", "EXPIRES", "LAST USED", "NAME")
+    for line in _table([header, *(_token_row(token) for token in found)]):
+        _say(line)
+
+
+@tokens.command("revoke")
+def revoke_token(
+    token_id: Annotated[str, typer.Argument(metavar="ID", help="The token's id.")], *, as_json: JsonFlag = False
+) -> None:
+    """Revoke a token. Revoking twice is harmless."""
+    with _client() as client:
+        token = client.admin.revoke_token(token_id)
+    _say(_json(token) if as_json else f"{token.id} revoked")
+
+
+@tenants.command("create")
+def create_tenant(
+    name: Name,
+    *,
+    read_root: ReadRoots = None,
+    write_root: WriteRoots = None,
+    profile: Profiles = None,
+    max_queued: MaxQueued = None,
+    max_running: MaxRunning = None,
+    max_workers: MaxWorkers = None,
+    max_priority: MaxPriority = None,
+    bytes_per_day: BytesPerDay = None,
+    weight: Weight = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a tenant. A setting that is not given is the service's own."""
+    numbers = {"max_queued": max_queued, "max_running": max_running, "max_workers": max_workers}
+    numbers |= {"max_priority": max_priority, "bytes_per_day": bytes_per_day}
+    lists = {"read_roots": read_root, "write_roots": write_root, "profiles": profile}
+    with _client() as client:
+        made = client.admin.create_tenant(name, _settings(None, lists, numbers, weight))
+    _say(_json(made) if as_json else made.name)
+
+
+@tenants.command("set")
+def set_tenant(
+    name: Name,
+    *,
+    read_root: ReadRoots = None,
+    write_root: WriteRoots = None,
+    profile: Profiles = None,
+    max_queued: MaxQueued = None,
+    max_running: MaxRunning = None,
+    max_workers: MaxWorkers = None,
+    max_priority: MaxPriority = None,
+    bytes_per_day: BytesPerDay = None,
+    weight: Weight = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Change settings of a tenant; the others stay. `none` makes a setting the service's own again."""
+    numbers = {"max_queued": max_queued, "max_running": max_running, "max_workers": max_workers}
+    numbers |= {"max_priority": max_priority, "bytes_per_day": bytes_per_day}
+    lists = {"read_roots": read_root, "write_roots": write_root, "profiles": profile}
+    with _client() as client:
+        before = next((tenant for tenant in client.admin.tenants() if tenant.name == name), None)
+        if before is None:
+            raise RequestError(
+                "request.not_found", f"there is no tenant {printable(name, max_chars=64)!r}", fix="reshard tenants list"
+            )
+        changed = client.admin.set_tenant(name, _settings(before, lists, numbers, weight))
+    _say(_json(changed) if as_json else changed.name)
+
+
+@tenants.command("list")
+def list_tenants(*, as_json: JsonFlag = False) -> None:
+    """List the tenants, by name."""
+    with _client() as client:
+        found = client.admin.tenants()
+    if as_json:
+        _say(json.dumps({"schema_version": 1, "tenants": [tenant.model_dump(mode="json") for tenant in found]}))
+        return
+    header = ("NAME", "QUEUED", "RUNNING", "WORKERS", "BYTES A DAY", "WEIGHT", "MAY WRITE BELOW")
+    for line in _table([header, *(_tenant_row(tenant) for tenant in found)]):
+        _say(line)
+
+
+@tenants.command("remove")
+def remove_tenant(name: Name, *, as_json: JsonFlag = False) -> None:
+    """Remove a tenant with its tokens and the records of its jobs, once all of these have ended."""
+    with _client() as client:
+        tenant = client.admin.remove_tenant(name)
+    _say(_json(tenant) if as_json else f"{tenant.name} removed")
+
+
+def audit(
+    *,
+    tenant: TenantFlag = None,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="At most this many entries, newest first.")] = 100,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show the audit log of a service: who did what, and who was refused as an administrator."""
+    entries: list[Any] = []
+    before: int | None = None
+    with _client() as client:
+        while len(entries) < limit:
+            page = client.admin.audit(tenant, before=before, limit=min(500, limit - len(entries)))
+            entries.extend(page.entries)
+            before = page.next_before
+            if before is None:
+                break
+    if as_json:
+        _say(json.dumps({"schema_version": 1, "entries": [entry.model_dump(mode="json") for entry in entries]}))
+        return
+    header = ("TIME", "TENANT", "ACTOR", "ADDRESS", "ACTION", "OUTCOME", "OBJECT")
+    rows = [
+        (_time(e.at), e.tenant, printable(e.actor), e.address, e.action, e.outcome, printable(e.object))
+        for e in entries
+    ]
+    for line in _table([header, *rows]):
+        _say(line)
+
+
+def _settings(
+    before: Tenant | None, lists: dict[str, list[str] | None], numbers: dict[str, str | None], weight: int | None
+) -> TenantSettings:
+    from pydantic import ValidationError
+
+    from reshard.models.access import TenantSettings
+    from reshard.wire_model import invalid
+
+    values: dict[str, Any] = before.model_dump(exclude={"name", "created_at"}) if before is not None else {}
+    values |= {name: None if given == [_NONE] else given for name, given in lists.items() if given}
+    values |= {name: _number(name, given) for name, given in numbers.items() if given is not None}
+    values |= {"weight": weight} if weight is not None else {}
+    try:
+        return TenantSettings.model_validate(values)
+    except ValidationError as error:
+        raise invalid(error, {}) from None
+
+
+def _number(name: str, text: str) -> int | None:
+
+    if text == _NONE:
+        return None
+    if name == "bytes_per_day":
+        return parse_size(text)
+    if re.fullmatch(r"-?\d{1,9}", text, re.ASCII) is None:
+        raise RequestError(
+            "request.invalid",
+            f"--{name.replace('_', '-')} {printable(text, max_chars=64)} is no number",
+            fix="name a whole number, or none",
+        )
+    return int(text)
+
+
+def _seconds(text: str) -> int | None:
+    if text == "never":
+        return None
+    match = re.fullmatch(r"(\d{1,9})([smhd])", text, re.ASCII)
+    if match is None:
+        raise RequestError(
+            "request.invalid",
+            f"--expires {printable(text, max_chars=64)} is no time",
+            fix="name a number with a unit, such as 12h or 90d, or never",
+        )
+    return int(match[1]) * _UNITS_S[match[2]]
+
+
+def _token_row(token: Token) -> tuple[str, ...]:
+    expires = "revoked" if token.revoked_at else _time(token.expires_at) if token.expires_at else "never"
+    used = _time(token.last_used_at) if token.last_used_at else "never"
+    return (token.id, ",".join(token.scopes), expires, used, printable(token.name))
+
+
+def _tenant_row(tenant: Tenant) -> tuple[str, ...]:
+
+    limits = (tenant.max_queued, tenant.max_running, tenant.max_workers)
+    size = "-" if tenant.bytes_per_day is None else format_size(tenant.bytes_per_day)
+    places = "-" if tenant.write_roots is None else ", ".join(map(printable, tenant.write_roots)) or "nothing"
+    return (tenant.name, *("-" if n is None else str(n) for n in limits), size, str(tenant.weight), places)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    for row in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]])
+
+
+def _time(moment: datetime) -> str:
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _json(model: BaseModel) -> str:
+    return json.dumps({"schema_version": 1, **model.model_dump(mode="json")})
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+# `reshard webhooks`: endpoints that a service calls when jobs end.
+
+webhooks = Commands(
+    help="Endpoints that a service calls when jobs end (RESHARD_URL, RESHARD_TOKEN).", no_args_is_help=True
+)
+WebhookId = Annotated[str, typer.Argument(metavar="ID", help="The webhook's id.")]
+
+
+def register_webhooks(app: typer.Typer) -> None:
+    """Mount the group of commands."""
+    app.add_typer(webhooks, name="webhooks", rich_help_panel=REMOTE)
+
+
+def _webhooks_client() -> Client:
+    from reshard.api.client import Client
+
+    return Client()
+
+
+@webhooks.command()
+def create(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where calls go: https://host/path.")],
+    *,
+    event: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="job.started, job.succeeded, job.failed or job.cancelled; may be repeated. Default: the last three."
+        ),
+    ] = None,
+    description: Annotated[str, typer.Option(help="For people.")] = "",
+    as_json: JsonFlag = False,
+) -> None:
+    """Add an endpoint and print its id and its secret, which is not shown again."""
+    from reshard.models.access import ENDINGS
+
+    with _webhooks_client() as client:
+        made = client.webhooks.create(url, events=event or ENDINGS, description=description)
+    _say_secret(made, as_json=as_json)
+
+
+@webhooks.command("list")
+def list_webhooks(*, as_json: JsonFlag = False) -> None:
+    """List the endpoints."""
+    with _webhooks_client() as client:
+        found = client.webhooks.list()
+    if as_json:
+        _say_all("webhooks", found)
+        return
+    for hook in found:
+        off = "  disabled: it answered 410" if hook.disabled_at is not None else ""
+        _say_webhook(
+            f"{hook.id}  {printable(hook.url)}  {' '.join(hook.events)}{off}  {printable(hook.description)}".rstrip()
+        )
+
+
+@webhooks.command()
+def remove(webhook_id: WebhookId) -> None:
+    """Remove an endpoint and its deliveries."""
+    with _webhooks_client() as client:
+        client.webhooks.remove(webhook_id)
+
+
+@webhooks.command()
+def rotate(
+    webhook_id: WebhookId,
+    *,
+    keep_hours: Annotated[float, typer.Option(min=0, max=720, help="For so long the secret before signs, too.")] = 24.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a new secret and print it."""
+    with _webhooks_client() as client:
+        made = client.webhooks.rotate(webhook_id, keep_s=3600 * keep_hours)
+    _say_secret(made, as_json=as_json)
+
+
+@webhooks.command()
+def enable(webhook_id: WebhookId, *, as_json: JsonFlag = False) -> None:
+    """Send to an endpoint again that has answered 410 (Gone)."""
+    with _webhooks_client() as client:
+        found = client.webhooks.enable(webhook_id)
+    _say_webhook(found.model_dump_json() if as_json else found.id)
+
+
+@webhooks.command()
+def deliveries(
+    webhook_id: WebhookId,
+    *,
+    state: Annotated[
+        Literal["pending", "delivered", "dead"] | None, typer.Option(help="Only deliveries in this state.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="At most so many, the newest.")] = 50,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the deliveries of an endpoint, the newest first. Dead ones were tried for about a day."""
+    from reshard.models.access import DeliveryState
+
+    with _webhooks_client() as client:
+        found = client.webhooks.deliveries(webhook_id, state=DeliveryState(state) if state else None, limit=limit)
+    if as_json:
+        _say_all("deliveries", found)
+        return
+    for one in found:
+        said = f"  {printable(one.last_error)}" if one.last_error else ""
+        at = one.created_at.astimezone().isoformat(timespec="seconds")
+        _say_webhook(
+            f"{one.id}  {one.state.value}  {one.event}  {one.job_id}  {at}  {counted(one.tries, 'try', 'tries')}{said}"
+        )
+
+
+@webhooks.command()
+def redeliver(
+    webhook_id: WebhookId,
+    *,
+    delivery: Annotated[str | None, typer.Option(metavar="ID", help="This one only; default: all dead ones.")] = None,
+) -> None:
+    """Send dead deliveries again, with their ids. Prints their number."""
+    with _webhooks_client() as client:
+        _say_webhook(str(client.webhooks.redeliver(webhook_id, delivery)))
+
+
+def _say_secret(hook: Webhook, *, as_json: bool) -> None:
+    _say_webhook(hook.model_dump_json() if as_json else f"{hook.id}\n{hook.secret}")
+
+
+def _say_all(name: str, found: Sequence[BaseModel]) -> None:
+    _say_webhook(json.dumps({"schema_version": 1, name: [one.model_dump(mode="json") for one in found]}))
+
+
+def _say_webhook(line: str) -> None:
+    sys.stdout.write(f"{line}\n")

@@ -1,0 +1,324 @@
+"""Inspections and plans as lines of text, and the next step after a conversion."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from reshard.draw.layout import render
+from reshard.errors import counted, format_size, printable
+from reshard.wire_model import POINTERS, TargetFormat
+
+if TYPE_CHECKING:
+    from reshard.models.jobs import CastLoss, Inspection, NotCarried, PlanSummary, PossibleTarget, TensorInfo
+    from reshard.models.reports import LayoutPicture, TensorPicture
+
+
+_SHOWN_ENTRIES = 6
+_NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
+
+
+def inspection_lines(
+    found: Inspection, commands: Sequence[tuple[str, str]], *, every_tensor: bool, every_target: bool
+) -> Iterator[str]:
+    """A checkpoint in a few lines; tensors that differ only in layer numbers share one line.
+
+    Args:
+        found: The checkpoint.
+        commands: What can be done with it: labels and commands.
+        every_tensor: True to list each tensor.
+        every_target: True to list each target with a note, or with the reason why it is not possible.
+    """
+    world = " ".join(f"{axis}={size}" for axis, size in found.world.items())
+    step = f"step {found.step}" if found.step is not None else ""
+    version = f"deepspeed {found.framework_version}" if found.framework_version else ""
+    yield ", ".join(filter(None, (found.format, step, world, version)))
+    width = max((len(label) for label, _ in commands), default=0) + 1
+    yield from (f"  {label + ':':<{width}} {command}" for label, command in commands)
+    yield f"  {printable(found.url)}"
+    groups = counted(found.param_groups, "param group")
+    yield f"  {counted(found.parameters, 'parameter')}, {counted(found.parameter_elems, 'element')}, {groups}"
+    states = ", ".join(map(printable, found.optimizer_states)) or "none"
+    yield f"  optimizer states: {states}; types: {', '.join(found.dtypes)}"
+    yield f"  {counted(found.files, 'file')}, {format_size(found.total_bytes)}"
+    yield from _target_lines(found.targets, every=every_target or not commands)
+    if found.foreign_globals:
+        yield f"  foreign names, never executed: {', '.join(found.foreign_globals)}"
+    yield from (_tensor_line(t, 1) for t in found.tensors) if every_tensor else _digest_lines(found.tensors)
+
+
+def _target_lines(targets: Sequence[PossibleTarget], *, every: bool) -> Iterator[str]:
+    """Each target with its note; those that are not possible for one reason share a line. Or only their number."""
+    by_reason: dict[tuple[bool, str], list[str]] = {}
+    for target in targets:
+        # `zero --tp` is the name of a target, and a reason may begin with the same words.
+        name = target.name.partition(" ")[0] if target.detail.startswith("--") else target.name
+        by_reason.setdefault((target.possible, target.detail), []).append(name)
+    if every:
+        for (possible, detail), names in by_reason.items():
+            yield f"  {'can' if possible else 'cannot'} become {', '.join(names)}: {printable(detail)}"
+    elif count := sum(not target.possible for target in targets):
+        yield f"  {counted(count, 'target')} not possible: --all says why"
+
+
+def cast_line(casts: Sequence[CastLoss]) -> str:
+    """The losses of casts in one line; `--json` lists them by parameter."""
+    facts = (
+        (sum(c.overflowed for c in casts), "too large"),
+        (sum(c.underflowed for c in casts), "now zero"),
+        (sum(c.nan for c in casts), "NaN"),
+        (sum(c.infinite for c in casts), "infinite before"),
+    )
+    listed = ", ".join(f"{counted(count, 'element')} {what}" for count, what in facts if count)
+    names = ", ".join(c.fqn for c in casts[:3]) + (", ..." if len(casts) > 3 else "")
+    return f"casts: {listed}, in {counted(len(casts), 'parameter')}: {names}"
+
+
+def not_carried_lines(found: Sequence[NotCarried]) -> Iterator[str]:
+    """One line for each reason why the target does not hold a value of its source; `--json` lists every value."""
+    by_reason: dict[str, list[NotCarried]] = {}
+    for entry in found:
+        by_reason.setdefault(entry.reason, []).append(entry)
+    for reason, entries in by_reason.items():
+        names = ", ".join(e.path for e in entries[:_SHOWN_ENTRIES]) + (", ..." if len(entries) > _SHOWN_ENTRIES else "")
+        yield f"not carried ({reason}): {counted(len(entries), 'entry', 'entries')}: {names}"
+
+
+def _tensor_line(tensor: TensorInfo, count: int, name: str | None = None) -> str:
+    kind = (
+        "tied to " + printable(tensor.shared_with) if tensor.shared_with else ", ".join(map(printable, tensor.states))
+    )
+    times = f" x{count}" if count > 1 else ""
+    frozen = "frozen" if tensor.frozen else kind
+    return f"    {printable(name or tensor.fqn)}{times}  {list(tensor.shape)}  {tensor.dtype}  {frozen}"
+
+
+def _digest_lines(tensors: tuple[TensorInfo, ...]) -> Iterator[str]:
+    groups: dict[tuple[object, ...], list[TensorInfo]] = {}
+    for tensor in tensors:
+        key = (
+            _NUMBER.sub("#", tensor.fqn),
+            tensor.shape,
+            tensor.dtype,
+            tensor.states,
+            tensor.frozen,
+            tensor.shared_with,
+        )
+        groups.setdefault(key, []).append(tensor)
+    for key, members in groups.items():
+        yield _tensor_line(members[0], len(members), str(key[0]) if len(members) > 1 else None)
+
+
+def plan_lines(summary: PlanSummary) -> Iterator[str]:
+    """A plan in a few lines."""
+    yield f"{summary.source_format} -> {summary.to}"
+    yield f"  from  {printable(summary.source_url)}"
+    yield f"  to    {printable(summary.target)}"
+    reads, writes = format_size(summary.read_bytes), format_size(summary.write_bytes)
+    yield f"  reads {reads} of tensors, writes {writes} in {counted(len(summary.files), 'file')}"
+    yield f"  {counted(summary.units, 'unit')}, peak buffers {format_size(summary.peak_memory_bytes)}"
+    yield f"  digest {summary.digest}"
+    for file in summary.files[:12]:
+        yield f"    {printable(file.path)}  {format_size(file.size_bytes)}"
+    if len(summary.files) > 12:
+        yield f"    ... and {len(summary.files) - 12} more"
+
+
+# The layout of a checkpoint as lines of text, or as an HTML page with the picture and these lines.
+#
+# Names come from checkpoints, so all text is escaped, including characters that HTML or a line of text may not hold.
+
+MAX_LINES = 64
+MAX_NAME_CHARS = 1_024
+_STYLE = (
+    ":root{color-scheme:light dark}"
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem}"
+    "h1{font-size:1.2rem;overflow-wrap:anywhere}pre{overflow-x:auto;font-size:.85rem}"
+)
+
+
+def _plain(text: str) -> str:
+    return printable(text, max_chars=MAX_NAME_CHARS)
+
+
+def _markup(text: str) -> str:
+    return escape(_plain(text))
+
+
+def picture_lines(picture: LayoutPicture, *, limit: int = MAX_LINES) -> Iterator[str]:
+    """A compact table: the parts of each tensor, or the contents of each file."""
+    for tensor in picture.tensors:
+        yield _title(tensor)
+        if tensor.cut:
+            yield f"  {_plain(tensor.cut)}"
+        for region in tensor.regions[:limit]:
+            rows, columns = region.rows, region.columns
+            where = f"rows {rows[0]}:{rows[1]}  columns {columns[0]}:{columns[1]}"
+            yield f"  {where:<44} {_plain(region.rank):<22} {_plain(region.file)}"
+        more = len(tensor.regions) - limit + tensor.left_out
+        if more > 0:
+            yield f"  ... and {more} more"
+    if picture.tensors:
+        return
+    for share in picture.files[:limit]:
+        held = ", ".join(f"{_plain(state)} {format_size(size)}" for state, size in share.bytes_by_state.items())
+        size_text = format_size(share.size_bytes)
+        yield f"{_plain(share.rank):<24} {size_text:>10}  {_plain(share.file)}  {held}".rstrip()
+    if len(picture.files) > limit:
+        yield f"... and {len(picture.files) - limit} more"
+
+
+def _title(tensor: TensorPicture) -> str:
+    return f"{_plain(tensor.fqn)}/{_plain(tensor.state)} {tensor.dtype} {list(tensor.shape)}"
+
+
+def html_of(picture: LayoutPicture, beside: LayoutPicture | None = None) -> str:
+    """A page with the picture, of one layout or of two side by side, and the table of each."""
+    pictures = [picture] if beside is None else [picture, beside]
+    title = _markup(" and ".join(f"{p.url} ({p.format})" for p in pictures))
+    tables = "".join(f"<pre>{escape(_table(p))}</pre>" for p in pictures)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
+        f"<body><h1>{title}</h1>\n{render(picture, beside)}{tables}</body></html>\n"
+    )
+
+
+def _table(picture: LayoutPicture) -> str:
+    return "\n".join(picture_lines(picture, limit=4_096))
+
+
+# The next step after a conversion: the line of a configuration, or the call, that uses the target.
+
+_UNIVERSAL = 'in the DeepSpeed config: "checkpoint": {"load_universal": true}'
+
+DISTRIBUTED = "dcp"
+"""The target of distributed checkpoints (`reshard.dcp_options`)."""
+_STAGES = re.compile(r"; stages ([\w, ]+)")
+"""The stages that `inspect` lists for the target `zero --dp`."""
+_RESUME = "Resume on N GPUs"
+_NUMBER_OF_RANKS = re.compile(r"--dp \d+")
+
+
+def remote(source: str) -> bool:
+    """True for a URL."""
+    return "://" in source
+
+
+def ensurable(found: Inspection) -> bool:
+    """True if `reshard ensure` can convert the checkpoint at its own stage, without options."""
+    from reshard.ensuring.world import stage_of
+
+    stage = stage_of(found)
+    zero = next((t for t in found.targets if t.name == "zero --dp" and t.possible), None)
+    if zero is None or stage is None or "--opaque" in zero.example:
+        return False
+    stages = _STAGES.search(zero.detail)
+    return stages is not None and stage.value in stages[1].strip().split(", ")
+
+
+_MORE_RANKS = {
+    "zero --tp": "Tensor parallelism",
+    "zero --pp": "Pipeline parallelism",
+    "zero --ep": "Expert parallelism",
+}
+_LABELS = {
+    "universal": "DeepSpeed universal",
+    DISTRIBUTED: "FSDP (DCP)",
+    TargetFormat.SAFETENSORS: "Weights",
+    TargetFormat.TORCH: "Weights",
+    TargetFormat.PEFT: "LoRA adapter",
+}
+"""The use of each target, in the order in which targets are shown."""
+
+
+def possible_commands(source: str, found: Inspection, said: str) -> list[tuple[str, str]]:
+    """Tells what can be done with a checkpoint: a label and the command of each, the most common first.
+
+    Words in upper case (`N`, `DST`) are for the user to fill in.
+
+    Args:
+        source: The source as the user named it.
+        found: What was found in it.
+        said: The flags that say which checkpoint of the source it is.
+    """
+    place, here = shlex.quote(source), not remote(source)
+    examples = {t.name: t.example for t in found.targets if t.possible and t.example}
+    commands: list[tuple[str, str]] = []
+    distributed = found.format.startswith(f"{DISTRIBUTED}-")
+    if here and distributed and found.optimizer_states:
+        commands.append(("Resume on N GPUs (FSDP)", f"ensure {place}"))
+    if here and ensurable(found):
+        commands.append((_RESUME, f"ensure {place} --dp N"))
+    elif here and distributed and "zero --dp" in examples:
+        commands.append(("Resume on N GPUs (DeepSpeed)", f"ensure {place} --to zero --dp N --zero-stage 2"))
+    elif "zero --dp" in examples:
+        flags = "--to zero --dp N" if ensurable(found) else _NUMBER_OF_RANKS.sub("--dp N", examples["zero --dp"])
+        commands.append((_RESUME, f"convert {place} DST {flags}"))
+    if TargetFormat.SAFETENSORS in examples:
+        examples.pop(TargetFormat.TORCH, None)
+    labels = _MORE_RANKS | _LABELS
+    others = {name: name for name in examples if name not in labels and not name.startswith("zero")}
+    for name, label in (labels | others).items():
+        if name in examples:
+            commands.append((label, f"convert {place} DST {examples[name]}"))
+    return [(label, f"reshard {command}{said}") for label, command in commands]
+
+
+def followed(source: str, tag: str | None) -> str | None:
+    """A line that names the pointer that was followed, if it is not `latest`."""
+    if tag is not None or remote(source):
+        return None
+    pointers = [name for name in POINTERS if os.path.isfile(os.path.join(source, name))]
+    if not pointers or pointers[0] == POINTERS[0]:
+        return None
+    return f"followed `{pointers[0]}`: {printable(source)} has no `{POINTERS[0]}`"
+
+
+def next_steps(to: str, target: str, files: Iterable[str]) -> list[str]:
+    """The lines that say what a user does next with a target that has these files.
+
+    The list is empty for formats of other packages.
+    """
+    away = remote(target)
+    directory, tag = os.path.split(target.rstrip("/") if away else os.path.normpath(target))
+    whole = "'DIR'" if away else repr(printable(target))
+    save, name = ("'DIR'" if away else repr(printable(directory or "."))), repr(printable(tag))
+    calls = {
+        TargetFormat.UNIVERSAL: [_UNIVERSAL, f"in the script: engine.load_checkpoint({save}, tag={name})"],
+        TargetFormat.ZERO: [f"in the script: engine.load_checkpoint({save}, tag={name})"],
+        TargetFormat.SAFETENSORS: [f"in the script: {_weights_call(whole, sorted(files), remote=away)}"],
+        TargetFormat.TORCH: [f"in the script: {_weights_call(whole, sorted(files), remote=away)}"],
+        TargetFormat.PEFT: [f"in the script: PeftModel.from_pretrained(base_model, {whole})"],
+    }
+    found = calls[TargetFormat(to)] if to in calls else []
+    if to == DISTRIBUTED:
+        found = [f"in the script: {_distributed_call(whole, set(files))}"]
+    return [f"copy {printable(target)} to a directory DIR of each node", *found] if away and found else found
+
+
+def _distributed_call(whole: str, files: set[str]) -> str:
+    """The call of the framework whose files these are."""
+    if "meta.pt" in files:
+        return f"trainer.fit(model, ckpt_path={whole})"
+    if "trainer_state.json" in files:
+        return f"trainer.train(resume_from_checkpoint={whole})"
+    if any(name.startswith("pytorch_model_fsdp_0/") for name in files):
+        return f"accelerator.load_state({whole})"
+    return f"dcp.load(state_dict, checkpoint_id={whole})"
+
+
+def _weights_call(whole: str, files: list[str], *, remote: bool) -> str:
+    weights = [name for name in files if name.endswith((".safetensors", ".bin"))]
+    if "config.json" in files:
+        return f"AutoModelForCausalLM.from_pretrained({whole})"
+    if len(weights) != 1:
+        return f"accelerate.load_checkpoint_in_model(model, {whole})"
+    path = repr(f"DIR/{weights[0]}" if remote else printable(f"{whole[1:-1]}/{weights[0]}"))
+    if weights[0].endswith(".bin"):
+        return f"model.load_state_dict(torch.load({path}, weights_only=True))"
+    return f"safetensors.torch.load_model(model, {path})"

@@ -1,0 +1,1 @@
+"""Pictures of checkpoints and results, for the command line, notebooks and pages."""

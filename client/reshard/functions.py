@@ -1,0 +1,499 @@
+"""The functions of `import reshard`: convert and plan, inspect, picture, verify and diff, with their arguments."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from pydantic import ValidationError
+
+from reshard.declared import Declared, declared_options, options_of_source
+from reshard.draw.layout import Picture
+from reshard.errors import SEE_HELP, JobError, RequestError, printable
+from reshard.installed_formats import nested
+from reshard.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
+from reshard.local import load_engine
+from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
+from reshard.models.reports import DiffOptions, DiffReport, LayoutPicture
+from reshard.option import PathLike, parse_percent, read_rules
+from reshard.options import DeepSpeedOptions, Options, SourceSpec
+from reshard.progress import progress_of
+from reshard.shared_work import shared_work
+from reshard.wire_model import TargetFormat, invalid
+
+if TYPE_CHECKING:
+    from reshard.api.client import Client
+
+
+# The keyword arguments of the functions of `import reshard`: their signatures and texts, and the models they make.
+
+OnProgress = Callable[[Progress], None]
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+_LISTED = "        **given: "
+_TYPES: Mapping[str, Any] = {
+    **ConversionKeywords.__annotations__,
+    **ChoiceKeywords.__annotations__,
+    **TwoSourceKeywords.__annotations__,
+}
+
+
+def keywords() -> dict[str, str]:
+    """Fields of requests whose keyword arguments have other names."""
+    return {"url": "source", **{o.field: o.name for o in declared_options().values() if o.name != o.field}}
+
+
+def takes_keywords(options: Mapping[str, Declared]) -> Callable[[FunctionT], FunctionT]:
+    """Give a function that takes these options as `**given` a signature and a docstring that list them.
+
+    They stand where the docstring has `**given`. Type checkers know them from `reshard.keywords`, which is generated
+    from the same fields.
+    """
+
+    def listing(function: FunctionT) -> FunctionT:
+        own, text = signature(function), function.__doc__ or ""
+        begin = text.index(_LISTED)
+        made = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=o.default, annotation=_type_of(name, o))
+            for name, o in options.items()
+        ]
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        before = [p for p in named if f"\n        {p.name}: " in text[:begin]]
+        parameters = [*before, *made, *(p for p in named if p not in before)]
+        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        lines = "".join(f"        {name}: {_meaning(name, o)}\n" for name, o in options.items())
+        function.__doc__ = text[:begin] + lines + text[text.index("\n", begin) + 1 :]
+        return function
+
+    return listing
+
+
+def of_two_sources() -> dict[str, Declared]:
+    """The options of two sources, which have the letter of their side behind their names."""
+    return {f"{name}_{side}": option for side in "ab" for name, option in options_of_source().items()}
+
+
+def of_side(given: Mapping[str, Any], side: str) -> dict[str, Any]:
+    """The options of one of two sources, by the names that they have for one.
+
+    Raises:
+        TypeError: No option has this name.
+    """
+    if unknown := next((name for name in given if name not in of_two_sources()), None):
+        raise TypeError(f"got an unexpected keyword argument {unknown!r}")
+    return {n.removesuffix(f"_{side}"): value for n, value in given.items() if n.endswith(f"_{side}")}
+
+
+def request_of(given: Mapping[str, Any], fix: str, *, to_service: bool, named: Mapping[str, Any]) -> ConvertRequest:
+    """The wire model of a conversion, from the arguments of a function.
+
+    Args:
+        given: The options by the names of their keyword arguments.
+        fix: The fix of an error that has none of its own.
+        to_service: True if another process will read and write.
+        named: The other arguments: `source`, `target`, `to`, `options`.
+
+    Raises:
+        RequestError: `request.invalid`.
+        TypeError: No option has this name.
+    """
+    of_source = options_of_source()
+    source, target = (for_service(named[n]) if to_service else _text_of(named[n]) for n in ("source", "target"))
+    others = {n: v for n, v in given.items() if n not in of_source}
+    said = _fields_of(others, declared_options(), to_service=to_service)
+    said |= {"to": named["to"], "options": dict[str, Any](named["options"] or {}), "target": target}
+    said["source"] = source_of(source, {n: v for n, v in given.items() if n in of_source})
+    try:
+        return ConvertRequest.model_validate(nested(said))
+    except ValidationError as error:
+        found = invalid(error, keywords(), keywords=True)
+        found.fix = fix if found.fix == SEE_HELP else found.fix
+        raise found from None
+
+
+def _fields_of(given: Mapping[str, Any], known: Mapping[str, Declared], *, to_service: bool = False) -> dict[str, Any]:
+    """The values of fields, from keyword arguments; None stands for the default of its field."""
+    if unknown := next((name for name in given if name not in known), None):
+        raise TypeError(f"got an unexpected keyword argument {unknown!r}")
+    said = {known[name]: value for name, value in given.items() if value is not None}
+    return {
+        option.field: for_service(value) if to_service and option.names_place else option.value(value)
+        for option, value in said.items()
+    }
+
+
+def source_of(place: PathLike, given: Mapping[str, Any]) -> SourceSpec:
+    """The wire model of a source.
+
+    Args:
+        place: The checkpoint.
+        given: The options of the source, by the names of their keyword arguments.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    try:
+        return SourceSpec.model_validate({"url": os.fspath(place), **_fields_of(given, options_of_source())})
+    except ValidationError as error:
+        raise invalid(error, keywords(), keywords=True) from None
+
+
+def _text_of(place: PathLike) -> str:
+    return os.fspath(place)
+
+
+def for_service(place: PathLike) -> str:
+    """A local path as an absolute one: the service may have another working directory and home directory."""
+    text = os.fspath(place)
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def fraction_of(sample: float | str | None) -> float | None:
+    """A fraction that is given as a number, or as a text such as `2%`.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    return parse_percent(sample) if isinstance(sample, str) else sample
+
+
+def client_of(url: str, token: str | None) -> Client:
+    """A client of the service at `url`. It is imported here: httpx takes longer to import than all else."""
+    from reshard.api.client import Client
+
+    return Client(url, token)
+
+
+def _type_of(name: str, option: Declared) -> Any:
+    found = _TYPES.get(name, option.kind)
+    return getattr(found, "__forward_arg__", found)
+
+
+def _meaning(name: str, option: Declared) -> str:
+    return option.meaning if name == option.name else f"{name[-1].upper()}: {option.meaning}"
+
+
+@takes_keywords(declared_options())
+def plan(
+    source: PathLike,
+    target: PathLike,
+    *,
+    to: TargetFormat | str,
+    options: Mapping[str, Any] | None = None,
+    url: str | None = None,
+    token: str | None = None,
+    **given: Unpack[ConversionKeywords],
+) -> PlanSummary:
+    """Show the reads, writes and memory of `convert` with the same arguments; nothing is written.
+
+    Args:
+        source: A checkpoint, as for `inspect`.
+        target: The target; for `universal` and `zero`, the tag directory.
+        to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
+        **given: The options, as the flags of `reshard convert`.
+        options: Options of formats of other packages, by format.
+        url: URL of a service that plans, in place of this process.
+        token: Token of the service; by default `RESHARD_TOKEN`.
+
+    Returns:
+        The plan. A notebook shows it with the layouts of source and target, and one tensor on its way.
+
+    Raises:
+        RequestError: The arguments do not go together, or not with the source; `request.engine_missing`.
+        SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
+        StorageError: The storage refused or failed.
+
+    Examples:
+        >>> found = plan("tests/data/zero2_tiny", "run-dp4", to="zero", dp=4)
+        >>> found.source_format, found.to, len(found.files)
+        ('deepspeed-zero2', <TargetFormat.ZERO: 'zero'>, 5)
+    """
+    named = {"source": source, "target": target, "to": to, "options": options}
+    request = request_of(given, "see help(reshard.plan)", to_service=url is not None, named=named)
+    if url is not None:
+        with client_of(url, token) as client:
+            return client.plan_request(request)
+    return load_engine().plan(request).drawn_from(request)
+
+
+@takes_keywords(declared_options())
+def convert(
+    source: PathLike,
+    target: PathLike,
+    *,
+    to: TargetFormat | str,
+    options: Mapping[str, Any] | None = None,
+    workers: int | str | None = None,
+    worker: int | None = None,
+    on_progress: OnProgress | None = None,
+    progress: bool | None = None,
+    wait_timeout: float | None = None,
+    url: str | None = None,
+    token: str | None = None,
+    **given: Unpack[ConversionKeywords],
+) -> ConvertResult:
+    """Convert a checkpoint, and return when the target is verified and committed.
+
+    The same call resumes an interrupted conversion. A finished one is recognised and not repeated. Ctrl-C in this
+    process (`KeyboardInterrupt`) keeps what is finished; a job of a service goes on without its caller.
+
+    Args:
+        source: A checkpoint, as for `inspect`.
+        target: The target; for `universal` and `zero`, the tag directory.
+        to: The format to write: `universal`, `zero`, `safetensors`, `torch`, `peft`, `dcp`.
+        **given: The options, as the flags of `reshard convert`.
+        options: Options of formats of other packages, by format.
+        workers: Number of processes that make this call together, each with its `worker`; `auto`: the launcher's.
+        worker: Number of this process, from 0 to `workers` - 1.
+        on_progress: Called with each `Progress`, from one thread at a time.
+        progress: True for a bar, False for none; by default a bar in a terminal or a notebook, if nobody else is told.
+        wait_timeout: Seconds after which the call stops waiting (`job.wait_timeout`). Finished work is kept.
+        url: URL of a service that converts, in place of this process. For labels, priorities and attempts: `Client`.
+        token: Token of the service; by default `RESHARD_TOKEN`.
+
+    Returns:
+        The result: files, bytes, seconds, warnings, lossy casts. A notebook shows it with the picture.
+
+    Raises:
+        RequestError: The arguments do not go together, or not with the source; `request.target_exists`,
+            `request.target_busy`; `request.engine_missing`.
+        SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
+        StorageError: The storage refused or failed; the same call resumes.
+        IntegrityError: The output does not verify.
+        JobError: `job.wait_timeout`, `job.cancelled`, or what else ended the job of a service.
+
+    Examples:
+        >>> done = convert("tests/data/zero2_tiny", "weights", to="safetensors")
+        >>> [file.path for file in done.files]
+        ['model.safetensors']
+    """
+    named = {"source": source, "target": target, "to": to, "options": options}
+    request = request_of(given, "see help(reshard.convert)", to_service=url is not None, named=named)
+    if url is not None:
+        if workers is not None or worker is not None:
+            raise RequestError(
+                "request.invalid",
+                "workers and worker divide a conversion of this process, and url names a service",
+                fix="leave them out: the service's own workers help one another",
+            )
+        with client_of(url, token) as client, progress_of(on_progress, progress) as show:
+            return _by_service(client, request, show, wait_timeout)
+    work = shared_work(None if workers is None else str(workers), worker, os.environ)
+    with progress_of(on_progress, progress) as show:
+        result = _by_engine(partial(load_engine().convert, request, work=work, on_progress=show), request, wait_timeout)
+    return result.drawn_from(request)
+
+
+def _by_engine(run: Callable[..., ConvertResult], request: ConvertRequest, wait_timeout: float | None) -> ConvertResult:
+    if wait_timeout is None:
+        return run()
+    until = time.monotonic() + wait_timeout
+    try:
+        return run(should_stop=lambda: time.monotonic() >= until)
+    except JobError as error:
+        if error.code != "job.cancelled":
+            raise
+        raise JobError(
+            "job.wait_timeout",
+            f"the conversion into {printable(request.target)} has not finished after {wait_timeout:g} s",
+            fix="call again: finished work is kept",
+        ) from None
+
+
+def _by_service(
+    client: Client, request: ConvertRequest, show: OnProgress | None, wait_timeout: float | None
+) -> ConvertResult:
+    job = client.submit_request(request)
+    try:
+        for event in client.watch(job.id, timeout_s=wait_timeout):
+            if show is not None and event.progress is not None:
+                show(event.progress)
+    except KeyboardInterrupt as error:
+        error.add_note(f"job {job.id} goes on: reshard.Client({client.url!r}).wait({job.id!r})")
+        raise
+    result = client.result(job.id)
+    if not isinstance(result, ConvertResult):
+        raise JobError(
+            "service.protocol",
+            "a conversion has no result",
+            fix="install the same release of reshard as the service has: reshard --version",
+        )
+    return result
+
+
+# Functions of `import reshard` that look at checkpoints: `inspect`, `picture`, `verify`, `diff`.
+
+
+@takes_keywords(options_of_source())
+def inspect(
+    source: PathLike,
+    *,
+    url: str | None = None,
+    token: str | None = None,
+    **given: Unpack[SourceKeywords],
+) -> Inspection:
+    """Describe a checkpoint from its metadata: format, step, ranks, tensors, possible targets. Nothing in it runs.
+
+    Args:
+        source: A directory or URL: a save directory, a tag directory, or a directory of weights.
+        **given: The options of the source.
+        url: URL of a service that reads it, in place of this process.
+        token: Token of the service; by default `RESHARD_TOKEN`.
+
+    Returns:
+        The description. A notebook shows it with the picture of the layout.
+
+    Raises:
+        SourceError: The checkpoint is missing, damaged, hostile or of an unsupported kind.
+        StorageError: The storage refused or failed.
+        RequestError: `request.engine_missing` without the `worker` extra.
+
+    Examples:
+        >>> found = inspect("tests/data/zero2_tiny")
+        >>> found.format, found.world, found.step
+        ('deepspeed-zero2', {'dp': 2, 'tp': 1, 'pp': 1}, 3)
+    """
+    place = source if url is None else for_service(source)
+    spec = source_of(place, given)
+    if url is not None:
+        with client_of(url, token) as client:
+            return client.inspect(spec)
+    return load_engine().inspect(spec).drawn_from(spec)
+
+
+@takes_keywords(options_of_source())
+def picture(
+    source: PathLike,
+    *,
+    tensor: str | None = None,
+    beside: PathLike | None = None,
+    **given: Unpack[SourceKeywords],
+) -> Picture:
+    """Draw what each rank of a checkpoint holds and, with `tensor`, which rank holds which part of a tensor.
+
+    Args:
+        source: A checkpoint, as for `inspect`.
+        tensor: `NAME` or `NAME/STATE` of a tensor to draw.
+        beside: Another checkpoint, such as the one that `source` was converted to, to draw on the right.
+        **given: The options of `source`. Its storage profile is that of both.
+
+    Returns:
+        The picture. A notebook shows it; `svg()` is its text, and `save("moves.svg")` writes it.
+
+    Raises:
+        RequestError: `request.invalid` for a name that `source` does not have.
+        ReshardError: As `inspect`.
+
+    Examples:
+        >>> drawn = picture("tests/data/zero2_tiny", tensor="embed.weight", beside="tests/data/zero3_tiny")
+        >>> drawn.svg()[:5]
+        '<svg '
+    """
+    engine = load_engine()
+    here = engine.picture(source_of(source, given), tensor)
+    if beside is None:
+        return Picture(here)
+    return Picture(here, _beside(source_of(beside, {"profile": given.get("profile")}), tensor))
+
+
+def verify(target: PathLike, *, sample: float | str | None = None, profile: str | None = None) -> VerifyReport:
+    """Read every byte of a target and compare its checksums and tensor digests with its manifest.
+
+    Args:
+        target: A target that `convert` wrote; or a directory whose `latest` names one.
+        sample: Read only a random part of a huge target: a fraction such as `0.02`, or `"2%"`.
+        profile: Storage profile of the target.
+
+    Returns:
+        The report; `ok` says if everything matches, and `problems` what does not. Nothing is raised for that.
+
+    Raises:
+        SourceError: `source.not_found`.
+        IntegrityError: `integrity.no_manifest`: it is no output of reshard.
+        StorageError: The storage refused or failed.
+
+    Examples:
+        >>> import reshard
+        >>> done = reshard.convert("tests/data/zero2_tiny", "run-dp3", to="zero", dp=3)
+        >>> verify("run-dp3").ok
+        True
+    """
+    return load_engine().verify(os.fspath(target), profile=profile, sample=fraction_of(sample))
+
+
+@takes_keywords(of_two_sources())
+def diff(
+    a: PathLike,
+    b: PathLike,
+    *,
+    states: str = "all",
+    weights_only: bool = False,
+    common: bool = False,
+    ignore: Iterable[str] | None = None,
+    sample: float | str | None = None,
+    rules: PathLike | None = None,
+    family: str | None = None,
+    on_progress: OnProgress | None = None,
+    progress: bool | None = None,
+    **given: Unpack[TwoSourceKeywords],
+) -> DiffReport:
+    """Compare two checkpoints by logical tensor, bit by bit, across layouts and formats.
+
+    Args:
+        a: A checkpoint, as for `inspect`.
+        b: The checkpoint to compare it with.
+        **given: The options of both sources.
+        states: `all`, or `weights` to skip optimizer states, counters and client state.
+        weights_only: Short for `states="weights"`.
+        common: True to ignore tensors and values that only one side has.
+        ignore: Patterns of names to leave out, such as `["*.bias", "*/exp_avg*"]`.
+        sample: Compare only a random part of the elements: a fraction such as `0.02`, or `"2%"`.
+        rules: File of rules (YAML) for tensor-parallel sides that do not say how they are cut.
+        family: Built-in set of rules, such as `gpt-megatron`.
+        on_progress: Called with each `Progress`, from one thread at a time.
+        progress: True for a bar, False for none; by default as for `convert`.
+
+    Returns:
+        The report; `equal` is the verdict, and `differences` has the worst first. Nothing is raised for a difference.
+
+    Raises:
+        RequestError: `request.invalid`.
+        SourceError: A checkpoint is missing, damaged, hostile or of an unsupported kind.
+        StorageError: The storage refused or failed.
+
+    Examples:
+        >>> diff("tests/data/zero2_tiny", "tests/data/zero2_tiny").equal
+        True
+    """
+    if states not in ("all", "weights"):
+        raise RequestError("request.invalid", f"states is {printable(states)!r}", fix="states is one of: all, weights")
+    sides = (source_of(a, of_side(given, "a")), source_of(b, of_side(given, "b")))
+    deepspeed = DeepSpeedOptions(rules=None if rules is None else read_rules(Path(rules)), family=family)
+    try:
+        asked = DiffOptions(
+            weights_only=weights_only or states == "weights",
+            common=common,
+            ignore=tuple(ignore or ()),
+            sample=fraction_of(sample),
+            options=Options(deepspeed=deepspeed),
+        )
+    except ValidationError as error:
+        raise invalid(error, keywords(), keywords=True) from None
+    with progress_of(on_progress, progress) as show:
+        return load_engine().diff(*sides, asked, on_progress=show)
+
+
+def _beside(spec: SourceSpec, tensor: str | None) -> LayoutPicture:
+    """The layout of another checkpoint, with the tensor of this name in whatever states it has there."""
+    engine = load_engine()
+    for name in () if tensor is None else (tensor, tensor.rpartition("/")[0]):
+        try:
+            return engine.picture(spec, name)
+        except RequestError as error:
+            if error.code != "request.invalid":
+                raise
+    return engine.picture(spec)

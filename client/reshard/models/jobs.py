@@ -1,0 +1,461 @@
+"""Wire models of the API, of the CLI's `--json` and of the worker's pipe. They are frozen and versioned.
+
+Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/key` is no path.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+
+from reshard.installed_formats import OfInstalledFormats, default_options, nested
+from reshard.options import (
+    ConversionOptions,
+    Options,
+    SourceSpec,
+)
+from reshard.wire_model import (
+    SCHEMA_VERSION,
+    JobKind,
+    JobState,
+    RequestModel,
+    ShownModel,
+    TargetFormat,
+    VerifyLevel,
+    WireModel,
+)
+
+# The type of a target's name in requests: a target of reshard, or of a format of another package.
+
+
+class _OfInstalledFormats:
+    """Makes the API's schema list every target that the service can write."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """A string of a closed list."""
+        from reshard.installed_formats import target_names
+
+        return {"type": "string", "enum": list(target_names())}
+
+
+def known_target(name: str) -> str:
+    """The member of `TargetFormat` with this name; the name itself if it belongs to another package's format."""
+    return TargetFormat.__members__.get(name.upper(), name)
+
+
+TargetName = Annotated[str, Field(max_length=64), AfterValidator(known_target), _OfInstalledFormats]
+"""The name of a target. A name that this machine does not know stays a plain string; the engine refuses it."""
+
+
+def _is_empty(value: object) -> bool:
+    return not value
+
+
+def _place(source: object) -> object:
+    """A source that is only a place, as a text, is that place without a tag or choices."""
+    return {"url": source} if isinstance(source, str) else source
+
+
+Place = Annotated[str, Field(min_length=1, max_length=4096)]
+"""A directory or a URL."""
+
+
+class _Places(RequestModel):
+    """What is converted into what."""
+
+    source: Annotated[SourceSpec, BeforeValidator(_place, json_schema_input_type=SourceSpec | Place)]
+    """The checkpoint to read. A text is short for a source that has nothing but this `url`."""
+    target: str = Field(min_length=1, max_length=4096)
+    to: TargetName
+
+
+class ConvertRequest(ConversionOptions, _Places):
+    """One conversion: the body of `POST /v1/jobs`, the flags of `reshard convert`."""
+
+    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
+    """Options of single formats, by format."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest_options(cls, fields: Any) -> Any:
+        """Also accept options of formats unnested, as in the previous release."""
+        return nested(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else fields
+
+
+class Progress(WireModel):
+    """The progress of a conversion. Bytes are bytes of the output and never decrease within an attempt."""
+
+    phase: Literal["planning", "running", "verifying", "committing", "done"]
+    bytes_done: int = 0
+    bytes_total: int = 0
+    bytes_kept: int = 0
+    """Those of `bytes_done` that an earlier, interrupted attempt wrote and that were kept."""
+    units_done: int = 0
+    units_total: int = 0
+    rate_bytes_per_s: float = 0.0
+    eta_s: float | None = None
+    takes_workers: bool = False
+    """True while other workers can join the conversion."""
+
+
+class WorkShare(WireModel):
+    """The part of one worker in a conversion that several workers run together."""
+
+    runs: int = 0
+    """Runs of units that it claimed."""
+    takeovers: int = 0
+    """Those runs that it took over from a worker that had died."""
+    splits: int = 0
+    """Runs of which it gave a part to a worker that had nothing to do."""
+    epochs_lost: int = 0
+    """Times that the conversion ended, or began again, while this worker still worked for it."""
+    units: int = 0
+    write_bytes: int = 0
+
+
+class FileEntry(WireModel):
+    """One file of a target; its path is relative to the target's directory."""
+
+    path: str
+    size_bytes: int
+
+
+class NotCarried(WireModel):
+    """A value of the source that the target does not hold, or holds only for one rank."""
+
+    path: str
+    """The keys that lead to the value, joined by dots: from the top of a model states file, or from
+    `optimizer_state_dict`, `param_groups`, ... of an optimizer file. It may also be the name of a file."""
+    file: str = ""
+    """The first source file that holds the value; empty if it belongs to no single file."""
+    files: int = 1
+    """Number of source files that hold the value."""
+    reason: str
+
+
+class PlanSummary(ShownModel):
+    """A plan in short: the reads, writes and memory of a conversion that has not run."""
+
+    schema_version: int = SCHEMA_VERSION
+    digest: str
+    source_format: str
+    source_url: str
+    tag: str | None
+    target: str
+    to: TargetName
+    tensors: int
+    files: tuple[FileEntry, ...]
+    units: int
+    read_bytes: int
+    write_bytes: int
+    peak_memory_bytes: int
+    warnings: tuple[str, ...] = ()
+    not_carried: tuple[NotCarried, ...] = ()
+    """As in `ConvertResult`."""
+    left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)
+    """As in `ConvertResult`."""
+
+    @property
+    def files_count(self) -> int:
+        """The number of files, also where a list of jobs leaves them out."""
+        return len(self.files) or self.left_out.get("files", 0)
+
+
+class TensorInfo(WireModel):
+    """One logical tensor as inspection shows it."""
+
+    fqn: str
+    states: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    frozen: bool = False
+    shared_with: str | None = None
+
+
+class PossibleTarget(WireModel):
+    """A target, and True if a checkpoint can be converted to it."""
+
+    name: str
+    """The target as on the command line: `universal`, `zero --tp`, ..."""
+    possible: bool
+    detail: str
+    """A note on the target, or the reason why it is not possible."""
+    example: str = ""
+    """Flags of `reshard convert SRC DST` that would work, with upper-case placeholders for values that only the user
+    knows; empty if the target is not possible."""
+
+
+class Inspection(ShownModel):
+    """The description of a checkpoint, found without reading tensor data."""
+
+    schema_version: int = SCHEMA_VERSION
+    url: str
+    tag: str | None
+    format: str
+    framework_version: str | None
+    zero_stage: int | None
+    world: dict[str, int]
+    step: int | None
+    param_groups: int
+    parameters: int
+    parameter_elems: int
+    optimizer_states: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    files: int
+    total_bytes: int
+    foreign_globals: tuple[str, ...]
+    warnings: tuple[str, ...]
+    not_carried: tuple[NotCarried, ...] = ()
+    """Keys of the source's files that no target can hold."""
+    targets: tuple[PossibleTarget, ...] = ()
+    tensors: tuple[TensorInfo, ...]
+
+
+class CastLoss(WireModel):
+    """The losses of one parameter's cast to a narrower type, in elements."""
+
+    fqn: str
+    overflowed: int = 0
+    """Finite elements that were too large: now infinite, or the largest finite number (`on_overflow: saturate`)."""
+    underflowed: int = 0
+    """Elements that were not zero and are zero now."""
+    nan: int = 0
+    infinite: int = 0
+    """Elements that were infinite in the source."""
+
+
+class ConvertResult(ShownModel):
+    """The result of a finished conversion."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    to: TargetName
+    files: tuple[FileEntry, ...]
+    read_bytes: int
+    write_bytes: int
+    server_copied_bytes: int = 0
+    """Bytes of the output that the object store copied itself (server-side copies)."""
+    resumed_bytes: int = 0
+    """Bytes that an earlier, interrupted attempt had already written."""
+    seconds: dict[str, float]
+    """Seconds by phase."""
+    plan_digest: str
+    already_done: bool = False
+    verification: VerifyLevel = VerifyLevel.DEFAULT
+    warnings: tuple[str, ...] = ()
+    not_carried: tuple[NotCarried, ...] = ()
+    """Every key of the source that the target neither holds nor replaces by a value of its own."""
+    casts: tuple[CastLoss, ...] = ()
+    """Parameters whose casts lost values, and those with NaNs or infinities; the others are left out."""
+    share: WorkShare | None = None
+    """The part of this worker, if several could run the conversion together."""
+    left_out: dict[str, int] = Field(default_factory=dict, exclude_if=_is_empty)
+    """In a list of jobs, long lists such as `files` are empty, and their lengths are here. The job itself has them."""
+
+    @property
+    def files_count(self) -> int:
+        """The number of files, also where a list of jobs leaves them out."""
+        return len(self.files) or self.left_out.get("files", 0)
+
+
+class SlimResult(WireModel):
+    """The result of `reshard slim`: sizes before and after."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    files: int
+    source_bytes: int
+    target_bytes: int
+    already_done: bool = False
+
+
+class Leftover(WireModel):
+    """One thing that an unfinished conversion left in or beside its target."""
+
+    path: str
+    kind: Literal["staging", "journal", "old target", "claim", "upload", "object"]
+    size_bytes: int
+    in_use: bool
+    """True if a process uses it now, or used it a short while ago; it is then not removed."""
+
+
+class CleanReport(WireModel):
+    """The files that unfinished conversions left beside one target, and whether they were removed."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    removed: bool
+    """True if everything that is not in use was removed; false for a dry run."""
+    leftovers: tuple[Leftover, ...]
+    below: tuple[str, ...] = ()
+    """Targets directly below a local directory of which conversions left files. Those stay: each is cleaned by name."""
+
+
+class VerifyProblem(WireModel):
+    """One deviation of a target from its manifest."""
+
+    path: str
+    offset: int | None
+    length_bytes: int | None
+    tensor: str | None = None
+    """Name of the tensor that the damaged bytes belong to, if any."""
+    problem: str
+
+
+class VerifyReport(ShownModel):
+    """The outcome of comparing a target with its manifest."""
+
+    schema_version: int = SCHEMA_VERSION
+    target: str
+    files: int
+    tensors: int = 0
+    """Number of tensors whose digests were compared."""
+    read_bytes: int
+    sampled: float | None = None
+    """The requested fraction of the bytes; None if everything was read."""
+    ok: bool
+    problems: tuple[VerifyProblem, ...]
+    seconds: float
+
+
+class Problem(WireModel):
+    """An RFC 9457 problem object with additional members of Reshard."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    fix: str = ""
+    retryable: bool = False
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class JobWorker(WireModel):
+    """A worker that runs, or ran, a job."""
+
+    worker: str
+    role: Literal["owner", "helper"]
+    """The owner answers for an attempt and commits. Helpers join a running job and leave it."""
+    attempt: int
+    joined_at: datetime
+    left_at: datetime | None = None
+    share: WorkShare | None = None
+    """None while it works, and if it ended without a report."""
+
+
+class Job(ShownModel):
+    """A job as the API shows it."""
+
+    schema_version: int = SCHEMA_VERSION
+    id: str
+    kind: JobKind = JobKind.CONVERT
+    state: JobState
+    done: bool
+    attempt: int
+    max_attempts: int
+    retries: int = 0
+    """How often the job was sent back to the queue after it had FAILED."""
+    request: ConvertRequest
+    labels: dict[str, str] = Field(default_factory=dict)
+    progress: Progress | None = None
+    plan_digest: str | None = None
+    worker: str | None = None
+    """The owner of the running attempt."""
+    workers: tuple[JobWorker, ...] = ()
+    """All workers of all attempts, in the order in which they joined."""
+    max_workers: int = 0
+    """The number of workers that may run the job at once; 0 is the service's default."""
+    priority: int = 0
+    checked: bool = True
+    """False as long as nobody has planned the conversion: no process of the service was free for it, or it took too
+    long. The worker plans it then, and the job fails with the error that would have refused it."""
+    created_at: datetime
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    leftovers_until: datetime | None = None
+    """Files of the ended job's attempts are kept until then. Until then, a retry goes on where the job stopped."""
+    error: Problem | None = None
+    result: ConvertResult | None = None
+    plan: PlanSummary | None = None
+    """The outcome of a job of kind `plan`."""
+    links: dict[str, str] = Field(default_factory=dict)
+
+
+class WorkerNode(WireModel):
+    """A live worker of a service."""
+
+    name: str
+    state: Literal["idle", "working", "quarantined"]
+    """`quarantined`: several jobs in a row failed there as they do on a bad host, and it claims nothing for a while."""
+    job_id: str | None = None
+    """The job that it runs or helps."""
+    started_at: datetime
+    seen_at: datetime
+    quarantined_until: datetime | None = None
+    problem: Problem | None = None
+    """The problem of the job that led to the quarantine."""
+
+
+class WorkerNodeList(WireModel):
+    """The live workers of a service, by name."""
+
+    workers: tuple[WorkerNode, ...]
+
+
+class JobList(ShownModel):
+    """One page of jobs, newest first.
+
+    Results in it are short: of lists with more than 20 entries, such as `files`, `left_out` has the length only.
+    """
+
+    jobs: tuple[Job, ...]
+    next_page_token: str = ""
+
+
+_LabelName = Annotated[str, Field(max_length=128)]
+_LabelValue = Annotated[str, Field(max_length=512)]
+
+
+class SubmitRequest(ConvertRequest):
+    """Body of `POST /v1/jobs`: a conversion request, and the job's own fields."""
+
+    labels: dict[_LabelName, _LabelValue] = Field(default_factory=dict, max_length=32)
+    max_attempts: int = Field(default=3, ge=1, le=20)
+    max_workers: int = Field(default=0, ge=0, le=1024)
+    """The number of workers that may run the job at once; 0 is the service's default, 1 forbids helpers."""
+    priority: int = Field(default=0, ge=-100, le=100)
+    """Jobs with a higher priority begin, and get helpers, before others. Running jobs are not interrupted."""
+
+
+class JobEvent(WireModel):
+    """One entry of a job's event log; `seq` grows by one within a job."""
+
+    seq: int
+    job_id: str
+    at: datetime
+    kind: Literal["state", "progress", "worker"]
+    """`worker`: a helper has joined or left."""
+    state: JobState
+    progress: Progress | None = None
+    worker: JobWorker | None = None
+    """The helper that has joined or left."""
+
+    @property
+    def ends_job(self) -> bool:
+        """True for the last event of a job."""
+        return self.kind == "state" and self.state.terminal
+
+
+class JobEventPage(WireModel):
+    """Events after a sequence number: the polling form of a job's event stream."""
+
+    events: tuple[JobEvent, ...]
+    done: bool
+    """True if the job has ended and `events` includes its last event."""

@@ -1,0 +1,205 @@
+"""Wire models of reports: comparisons of checkpoints, and layouts with their pictures."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from reshard.errors import counted
+from reshard.installed_formats import OfInstalledFormats
+from reshard.options import Options
+from reshard.wire_model import SCHEMA_VERSION, RenderedModel, ShownModel, WireModel
+
+
+class DiffOptions(WireModel):
+    """The options of a comparison of two checkpoints."""
+
+    weights_only: bool = False
+    """Compare names, shapes, weights and buffers; no optimizer states and no counters."""
+    common: bool = False
+    """Do not report tensors and values that only one side has."""
+    ignore: tuple[str, ...] = Field(default=(), max_length=256)
+    """Shell patterns of the names, or of `NAME/STATE`, to leave out."""
+    sample: float | None = Field(default=None, gt=0, le=1)
+    """Fraction of the blocks of elements to compare, chosen at random; None compares all."""
+    options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=Options)
+    """Options of single formats, by format; they apply to both sides."""
+
+
+class DifferenceKind(StrEnum):
+    """The kinds of differences between two checkpoints."""
+
+    SHAPE = "shape"
+    MISSING = "missing"
+    """Only one side has the tensor or value."""
+    UNEXPLAINED = "unexplained"
+    """No rule says how the tensor-parallel parts make the tensor, so it is not compared."""
+    DTYPE = "dtype"
+    """The element types cannot be compared by rounding the more precise side."""
+    ROLE = "role"
+    """The tensor has another role: trained, frozen or a buffer."""
+    TIED = "tied"
+    """The tensor is tied to other names."""
+    ELEMENTS = "elements"
+    """Elements of a tensor differ."""
+    SCALAR = "scalar"
+    """A number of the parameter, such as `step`, differs."""
+    HYPER_PARAMETER = "hyper-parameter"
+    """A value of the parameter's optimizer group, such as `lr`, differs."""
+    STATE = "state"
+    """A counter, or a value of a scheduler or of the client state, differs."""
+
+
+class Difference(WireModel):
+    """One thing that is not the same in two checkpoints."""
+
+    kind: DifferenceKind
+    name: str
+    """Name of the parameter or buffer, or the path of a value in the non-tensor state."""
+    state: str = ""
+    """`fp32`, `weight`, `exp_avg`, `step`, `lr`, ...; empty if the name alone identifies the value."""
+    a: str | None = None
+    """The value on the first side; for tensors, the first element that differs. None if this side has no value."""
+    b: str | None = None
+    compared_as: str | None = None
+    """Element type that the more precise side was rounded to before comparing; None if neither was."""
+    elements: int | None = None
+    """Number of elements that were compared: all, or those of a sample."""
+    differing: int | None = None
+    """Number of compared elements whose bits differ, counted exactly: NaNs of equal bits are equal, -0.0 is not 0.0."""
+    nonfinite: int = 0
+    """Number of differing elements that are infinite or NaN on a side."""
+    max_abs: float | None = None
+    max_rel: float | None = None
+    """Largest |a-b| divided by the larger magnitude of the two."""
+    first_index: tuple[int, ...] | None = None
+    parameters: int = 1
+    """Number of parameters that have this same difference; `name` is the first of them."""
+
+
+class DiffSide(WireModel):
+    """One of two checkpoints that were compared."""
+
+    url: str
+    tag: str | None
+    format: str
+    step: int | None
+    zero_stage: int | None
+    world: dict[str, int]
+
+
+_NOUNS = {
+    DifferenceKind.SHAPE: ("shape", ""),
+    DifferenceKind.MISSING: ("thing on one side only", "things on one side only"),
+    DifferenceKind.UNEXPLAINED: ("tensor that cannot be compared", "tensors that cannot be compared"),
+    DifferenceKind.DTYPE: ("element type", ""),
+    DifferenceKind.ROLE: ("role", ""),
+    DifferenceKind.TIED: ("tie", ""),
+    DifferenceKind.SCALAR: ("number of a parameter", "numbers of parameters"),
+    DifferenceKind.HYPER_PARAMETER: ("hyper-parameter", ""),
+    DifferenceKind.STATE: ("counter or other value", "counters and other values"),
+}
+"""The words for what a kind of difference counts, one and several. Differences of elements are counted in elements."""
+
+
+class DiffReport(ShownModel):
+    """Outcome of comparing two checkpoints by logical tensor."""
+
+    schema_version: int = SCHEMA_VERSION
+    a: DiffSide
+    b: DiffSide
+    equal: bool
+    tensors: int
+    """Number of pairs of tensors whose elements were compared."""
+    identical: int
+    """Number of compared pairs without a difference."""
+    elements: int
+    values: int
+    """Number of hyper-parameters, counters and other single values that were compared."""
+    read_bytes: int
+    sampled: float | None
+    differences: tuple[Difference, ...]
+    """Worst first."""
+    notes: tuple[str, ...] = ()
+    """Notes on the comparison: conventions that were used, and findings that neither prove nor disprove equality."""
+    seconds: float
+
+    def verdict(self) -> str:
+        """The outcome in words: whether the sides are equal, or how many of what differ."""
+        if self.equal:
+            some = self.sampled is not None
+            return f"no difference in a sample of {self.sampled:.3%}; the rest was not read" if some else "equal"
+        kinds: dict[DifferenceKind, list[Difference]] = {}
+        for found in self.differences:
+            kinds.setdefault(found.kind, []).append(found)
+        counts: list[str] = []
+        for kind, those in kinds.items():
+            if kind is not DifferenceKind.ELEMENTS:
+                counts.append(counted(len(those), *_NOUNS[kind]))
+                continue
+            differing, elements = (sum(getattr(d, name) or 0 for d in those) for name in ("differing", "elements"))
+            tensors = f"{counted(len(those), 'tensor')} {'differs' if len(those) == 1 else 'differ'}"
+            counts.append(f"{tensors} bit by bit, in {differing:,} of {counted(elements, 'element')}")
+        return f"different: {', '.join(counts)}"
+
+
+# Wire models of a checkpoint's layout: the file that holds each part of each tensor.
+
+
+class Region(WireModel):
+    """A rectangle of a tensor that is seen as a matrix: the first dimension as rows, all others together as columns."""
+
+    file: str
+    rank: str
+    """The rank that owns the file, such as `dp 1 tp 0 pp 0`; empty if the file belongs to no single rank."""
+    rows: tuple[int, int]
+    """The first row, and one past the last."""
+    columns: tuple[int, int]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the region."""
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+
+class TensorPicture(WireModel):
+    """One tensor of a checkpoint, with the files that hold its regions."""
+
+    fqn: str
+    state: str
+    dtype: str
+    shape: tuple[int, ...]
+    cut: str
+    """A sentence on how tensor parallelism cuts the tensor."""
+    regions: tuple[Region, ...]
+    """The regions tile the tensor; `left_out` more are not listed."""
+    left_out: int = 0
+
+
+class FileShare(WireModel):
+    """The contents of one file, by tensor state."""
+
+    file: str
+    rank: str
+    size_bytes: int
+    bytes_by_state: dict[str, int]
+
+
+class LayoutPicture(RenderedModel):
+    """The layout of a checkpoint: its files, and the tensors that were asked for."""
+
+    schema_version: int = SCHEMA_VERSION
+    url: str
+    format: str
+    world: dict[str, int]
+    files: tuple[FileShare, ...]
+    tensors: tuple[TensorPicture, ...] = ()
+
+
+class LayoutPair(RenderedModel):
+    """The layouts of a conversion's source, and of its target as it is planned, each with the parts of one tensor."""
+
+    source: LayoutPicture
+    target: LayoutPicture

@@ -1,0 +1,1 @@
+"""Tenants, their callers, and what administrators did."""

@@ -1,0 +1,1 @@
+"""Short processes that read a checkpoint's metadata for the API."""

@@ -1,0 +1,1 @@
+"""Webhooks that leave the service."""

@@ -1,1 +1,0 @@
-"""Server-side copies: chunks that a store copies from source objects itself."""

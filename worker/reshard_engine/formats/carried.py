@@ -1,0 +1,76 @@
+"""Names what a conversion does not carry: keys of files that no reader uses, and parts that a target leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from reshard.errors import printable
+from reshard.models.jobs import NotCarried
+from reshard_engine.checkpoint import Checkpoint
+
+UNKNOWN = "reshard does not know this key"
+
+
+class NotCarriedKeys:
+    """Keys by path and reason, each with the files that hold it."""
+
+    def __init__(self) -> None:
+        """Start without keys."""
+        self._files: dict[tuple[str, str], list[str]] = {}
+
+    def add(self, path: str, reason: str, *, file: str = "") -> None:
+        """Note one key of one file."""
+        self._files.setdefault((printable(path), reason), []).append(printable(file))
+
+    def add_all(self, paths: Iterable[str], reason: str, *, file: str = "") -> None:
+        """Note several keys of one file."""
+        for path in paths:
+            self.add(path, reason, file=file)
+
+    def found(self) -> tuple[NotCarried, ...]:
+        """The noted keys, in the order in which they were met."""
+        return tuple(
+            NotCarried(path=path, reason=reason, file=files[0], files=len(files))
+            for (path, reason), files in self._files.items()
+        )
+
+
+# Names the parts of a checkpoint that a target leaves out, for `not_carried` of the conversion's result.
+
+NO_TRAINING_STATE = "weights hold no training state"
+OF_ANOTHER = "it is not of the model that was read: --model-key and --optimizer-key choose another one"
+NO_TENSORS = "the format holds tensors only, and this entry of the state dict is not a tensor"
+AS_ASKED = "left out, as asked"
+
+
+def named(paths: Iterable[str], reason: str) -> tuple[NotCarried, ...]:
+    """Entries with one reason."""
+    return tuple(NotCarried(path=printable(path), reason=reason) for path in paths)
+
+
+def training_state(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
+    """The optimizer and each entry of the run's state, for targets that hold no training state."""
+    others = checkpoint.facts.of_others(checkpoint)
+    optimizer = ["optimizer"] if checkpoint.optimizer is not None else []
+    state = [key for key in map(str, checkpoint.facts.run_state(checkpoint)) if key not in others]
+    return (*named([*optimizer, *state], NO_TRAINING_STATE), *named(others, OF_ANOTHER))
+
+
+def of_the_format(checkpoint: Checkpoint, reason: str) -> tuple[NotCarried, ...]:
+    """The parts of the run's state that only the source's own format has, for targets of other formats."""
+    return named(map(str, checkpoint.facts.own_state()), reason)
+
+
+def extra_states(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
+    """The entries of the state dict that are not tensors, for targets that hold tensors only."""
+    return named((f"module.{name}" for name in checkpoint.extra_states), NO_TENSORS)
+
+
+def frozen_parameters(checkpoint: Checkpoint) -> tuple[NotCarried, ...]:
+    """The frozen parameters, for targets that were asked to leave them out."""
+    return named((f"module.{p.fqn}" for p in checkpoint.frozen), AS_ASKED)
+
+
+def padding_left_out(checkpoint: Checkpoint) -> str:
+    """A note about the padding rows of the vocabulary, for targets that leave them out."""
+    return f"{checkpoint.padding_rows} rows of padding behind the vocabulary are left out"

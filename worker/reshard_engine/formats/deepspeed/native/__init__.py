@@ -1,0 +1,1 @@
+"""Native DeepSpeed checkpoints: files of ranks, as a run saves them."""

@@ -1,1 +1,0 @@
-"""Readers of DeepSpeed's native checkpoints and of universal ones."""

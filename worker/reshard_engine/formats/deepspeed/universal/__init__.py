@@ -1,0 +1,1 @@
+"""DeepSpeed universal checkpoints: an atom per parameter and state, and the model states of the run."""

@@ -1,1 +1,0 @@
-"""Writers of DeepSpeed's native checkpoints and of universal ones."""

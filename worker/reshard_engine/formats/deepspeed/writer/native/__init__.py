@@ -1,1 +1,0 @@
-"""The writer of DeepSpeed's own files for a given layout: plain `engine.load_checkpoint` reads them."""

@@ -1,1 +1,0 @@
-"""Consolidated weights: one file, or shards with an index; no optimizer, no masters."""

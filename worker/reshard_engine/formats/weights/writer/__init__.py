@@ -1,1 +1,0 @@
-"""The writers of consolidated weights."""

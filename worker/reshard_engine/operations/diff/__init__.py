@@ -1,1 +1,0 @@
-"""`reshard diff`: two checkpoints compared by logical tensor, whatever their layouts and formats."""
