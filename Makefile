@@ -34,7 +34,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export RESHARD_TORCHTITAN := $(TITAN)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fmt lint type boundaries compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
+.PHONY: help setup fmt lint type boundaries structure compose-check dockerfiles workflows docs-check packages locks sbom docs site test smoke test-changed quick quick-all full laws chaos fuzz contract gpu golden bench bench-device bench-load bench-metadata bench-queue bench-store bench-workers browser demo check ci clean
 
 help: ## list the commands
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -126,6 +126,9 @@ lint: $(READY) ## ruff: rules and format
 type: $(READY) ## strict types
 	@$(BIN)/basedpyright
 
+structure: $(READY) ## how the product is cut into modules, and the bounds of that (ARGS="--before OTHER_CHECKOUT" compares)
+	@$(BIN)/python scripts/structure.py $(ARGS)
+
 boundaries: $(READY) ## who may import whom
 	@$(BIN)/lint-imports --no-cache | sed -n '/^Contracts/,$$p' | tail -n +2; exit $${PIPESTATUS[0]}
 
@@ -174,7 +177,7 @@ bench-load: $(READY) ## the API with 1,000 queued jobs, 300 watchers, 16 posters
 bench-workers: $(READY) ## one conversion on 1, 2, 4 and 8 workers behind a slow store, the protocol's price, a very large plan
 	@$(BIN)/python bench/workers.py $(ARGS)
 
-check: lint type boundaries compose-check dockerfiles workflows docs-check ## every check that is not a test
+check: lint type boundaries structure compose-check dockerfiles workflows docs-check ## every check that is not a test
 
 ci: ## what CI runs
 	@.ci/run
