@@ -5,7 +5,7 @@ the row-major order of the global shape. Pieces are columns of integers, not obj
 on 64 ranks has four million of them.
 
 The constructor of `ShardMap` proves that pieces cover every stored tensor exactly once. Some tensors are *derived* from
-others of the map (`tensors.derived`): views prove their own coverage, and all others have the shape of an operand.
+others of the map (`tensors.views`): views prove their own coverage, and all others have the shape of an operand.
 """
 
 from __future__ import annotations
