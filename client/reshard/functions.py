@@ -320,7 +320,7 @@ def _by_service(
         raise JobError(
             "service.protocol",
             "a conversion has no result",
-            fix="install the same release of reshard as the service has: reshard --version",
+            fix="install the release of reshard that the service runs",
         )
     return result
 

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 
-from reshard.errors import RequestError, printable
+from reshard.errors import SEE_HELP, RequestError, printable
 
 LOCAL_SCHEMES = ("file", "local")
 _ALIASES = {"s3a": "s3", "s3n": "s3"}
@@ -45,11 +45,7 @@ def canonical_url(url: str) -> str:
         RequestError: `request.invalid` for a URL that two parsers could read in two ways.
     """
     if "\0" in url or not url.strip():
-        raise RequestError(
-            "request.invalid",
-            f"{printable(url)!r} names no location",
-            fix="give a path or a URL, such as s3://bucket/path",
-        )
+        raise RequestError("request.invalid", f"{printable(url)!r} names no location", fix=SEE_HELP)
     if is_local(url):
         # The kernel resolves `a/link/../b` with the link first and the dots after it, so this function does the same.
         return os.path.realpath(_local_path(url))
