@@ -25,6 +25,8 @@ from reshard_engine.storage.s3 import S3Store
 
 CALL_S = 0.04
 """Each read waits for so long, as for a network: waiting is what the workers divide."""
+LEASE_S = 10.0
+"""A worker that is silent for so long counts as dead."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _forked(
         for checks in (AgreementChecks, FullChecks):
             _log_checks(checks, directory / f"{number}.log")
         disturb(number)
-        work = SharedWork(number=number, count=count, lease_s=10.0) if count else None
+        work = SharedWork(number=number, count=count, lease_s=LEASE_S) if count else None
         engine = load_engine()
         try:
             run = engine.help if helps else engine.convert

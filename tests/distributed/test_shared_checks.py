@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from checkpoints import write_zero_checkpoint
 
+from distributed import many
 from distributed.many import Ended, convert_together
 from distributed.test_workers import contents, strays
 from house.measured import say
@@ -57,6 +58,12 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "parts"
 
 
+@pytest.fixture
+def nobody_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a worker may be silent for longer than a short lease: others would make its checks again."""
+    monkeypatch.setattr(many, "LEASE_S", 100.0)
+
+
 def request_for(source: Path | str, target: Path | str, to: str, options: Mapping[str, Any]) -> ConvertRequest:
     wanted = {"part_bytes": 256 << 10, "threads": 2, "verify": "full", "server_copy": "never", **options}
     return convert_request(SourceSpec(url=str(source)), str(target), to, wanted)
@@ -90,6 +97,7 @@ def judge_shares(ended: Sequence[Ended], alone: Ended, what: str) -> None:
     assert max(shares) <= 0.5, "a worker made many more checks than a quarter"
 
 
+@pytest.mark.usefixtures("nobody_dies")
 @pytest.mark.parametrize(
     "to", ["zero", *(pytest.param(t, marks=pytest.mark.full) for t in ("universal", "safetensors"))]
 )
@@ -104,6 +112,7 @@ def test_each_worker_reads_its_part_on_a_directory(to: str, source: Path, tmp_pa
     judge_shares(ended, plain, f"{to} on a directory")
 
 
+@pytest.mark.usefixtures("nobody_dies")
 @pytest.mark.parametrize(
     "to", ["universal", *(pytest.param(t, marks=pytest.mark.full) for t in ("zero", "safetensors"))]
 )
@@ -177,6 +186,7 @@ def test_a_damaged_target_byte_is_told_by_all_workers(source: Path, tmp_path: Pa
     assert "embed.weight" in ended[0].result["detail"]
 
 
+@pytest.mark.usefixtures("nobody_dies")
 @pytest.mark.parametrize("replicas", ["error", "first"])
 def test_a_disagreement_is_told_by_all_workers(replicas: str, parts: Path, tmp_path: Path) -> None:
     shutil.copytree(parts, tmp_path / "parts")
@@ -263,6 +273,7 @@ def test_checks_of_a_killed_worker_are_taken_over(victim: str, source: Path, tmp
     assert set(twice) <= set(dead[0].checks), "a check of a worker that lived was made twice"
 
 
+@pytest.mark.usefixtures("nobody_dies")
 def test_a_worker_that_only_helps_checks_and_leaves(source: Path, tmp_path: Path) -> None:
     request = request_for(source, tmp_path / "together", "universal", {})
     ended = convert_together(request, tmp_path / "said", WORKERS, helpers=(1, 2, 3))
