@@ -194,7 +194,7 @@ def _first_words(tree: ast.Module) -> str:
 
 
 def _is_package(name: str) -> bool:
-    return any((REPOSITORY / root / name.replace(".", "/")).is_dir() for root in SOURCE_ROOTS)
+    return any((REPOSITORY / root / name.replace(".", "/") / "__init__.py").is_file() for root in SOURCE_ROOTS)
 
 
 def _by_package(name: str) -> tuple[str, str]:

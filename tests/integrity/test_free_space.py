@@ -13,8 +13,8 @@ import pytest
 from house.promises import command
 from house.saves import DATA
 from reshard.errors import ExitCode, StorageError
-from reshard_engine.execute.sinks import local_files
-from reshard_engine.execute.sinks.local_files import Room, require_room, room_at
+from reshard_engine.execute.sinks import free_space
+from reshard_engine.execute.sinks.free_space import Room, require_room, room_at
 from reshard_engine.storage.local import translated
 
 SOURCE = str(DATA / "zero2_tiny")
@@ -60,7 +60,7 @@ def test_a_disk_that_fills_up_later_keeps_what_is_written(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = str(small_disk / "universal")
-    monkeypatch.setattr(local_files, "room_at", lambda _path: None)  # as where the system does not say
+    monkeypatch.setattr(free_space, "room_at", lambda _path: None)  # as where the system does not say
     code, _, said = command("convert", SOURCE, target, "--to", "universal", "-q")
     assert code == ExitCode.REFUSED
     assert "storage.no_space" in said
@@ -87,7 +87,7 @@ def test_what_an_earlier_attempt_wrote_needs_no_room_again(tmp_path: Path, monke
     staging = tmp_path / "staging"
     staging.mkdir()
     (staging / "file").write_bytes(os.urandom(3 * MIB))
-    monkeypatch.setattr(local_files, "room_at", lambda _path: Room(2 * MIB, "file system"))
+    monkeypatch.setattr(free_space, "room_at", lambda _path: Room(2 * MIB, "file system"))
     target = str(tmp_path / "target")
     require_room(target, [4 * MIB], staging=str(staging), replaces=False)
     with pytest.raises(StorageError) as caught:
@@ -97,7 +97,7 @@ def test_what_an_earlier_attempt_wrote_needs_no_room_again(tmp_path: Path, monke
 
 
 def test_a_quota_is_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_files, "_quota_bytes", lambda _place: [MIB, 5 * MIB])
+    monkeypatch.setattr(free_space, "_quota_bytes", lambda _place: [MIB, 5 * MIB])
     assert room_at(str(tmp_path / "a" / "b")) == Room(MIB, "quota")
     with pytest.raises(StorageError, match="quota"):
         require_room(str(tmp_path / "a"), [2 * MIB], staging="", replaces=False)

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.errors import ReshardError, counted, format_size, printable
 from reshard.local import LEAST_FREE_BYTES, Finding, Health, install_line
 from reshard_engine.execute.casts.placing import DEVICE_VARIABLE, default_kernel
-from reshard_engine.execute.sinks.local_files import room_at
+from reshard_engine.execute.sinks.free_space import room_at
 from reshard_engine.storage.locations import open_location
 from reshard_engine.storage.profiles import PROFILES_VARIABLE, profile_named, profile_names
 from reshard_engine.storage.urls import is_local, scheme_of

@@ -18,7 +18,7 @@ from typing import Any
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import Leftover
 from reshard_engine.execute.sinks.control_objects import WORKERS as DELETING_WORKERS, Claim, ControlObjects
-from reshard_engine.execute.sinks.local_files import allocated_bytes
+from reshard_engine.execute.sinks.free_space import allocated_bytes
 from reshard_engine.execute.sinks.protocol import target_exists
 from reshard_engine.execute.sinks.uploads import PLAN_KEY
 from reshard_engine.integrity.manifest import MANIFEST_NAME, parse_manifest

@@ -21,6 +21,7 @@ from pathlib import Path
 from reshard.errors import IntegrityError, RequestError, printable
 from reshard.models.jobs import Leftover
 from reshard_engine.execute.journal import ChunkRecord, UnitRecord, records_in
+from reshard_engine.execute.sinks.free_space import require_room
 from reshard_engine.execute.sinks.leftovers import (
     WORKERS,
     abandoned_bytes,
@@ -32,7 +33,6 @@ from reshard_engine.execute.sinks.leftovers import (
     remove_unless_held,
     targets_below,
 )
-from reshard_engine.execute.sinks.local_files import require_room
 from reshard_engine.execute.sinks.protocol import (
     CopyRead,
     Earlier,
