@@ -17,6 +17,7 @@ from checkpoints import write_zero_checkpoint
 from faults.shared_chaos import TARGETS, Store, Tally, a_service, contents, convert_in_turmoil, expectations
 from house.measured import say
 from servers.faulty import faulty_proxy
+from servers.postgres import PostgresServer
 from servers.s3 import S3Server
 from servers.stack import Stack
 
@@ -102,13 +103,13 @@ def test_workers_of_a_service(
     chance: random.Random,
     store: Store,
     make_stack: Callable[[str], Stack],
-    server_directory: Path,
+    postgres: PostgresServer,
     tmp_path: Path,
 ) -> None:
     tally = Tally()
     stack = make_stack("celery")
     env = store.s3.env(store.proxy.endpoint)
-    with a_service(stack, tmp_path, env, server_directory / "pg", chance) as service:
+    with a_service(stack, tmp_path, env, postgres.directory, chance) as service:
         for turn in range(rounds):
             name = chance.choice(sorted(TARGETS))
             target = f"s3://{store.bucket}/turn{turn}/target"

@@ -20,6 +20,7 @@ class PostgresServer:
         self._server = server
         self._uri: str = server.get_uri()
         self._databases = 0
+        self.directory = Path(server.pgdata)
 
     def new_database(self) -> str:
         """Create an empty database and return its URL."""
