@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from inspect import Parameter, signature
+from inspect import Parameter, cleandoc, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 OnProgress = Callable[[Progress], None]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-_LISTED = "        **given: "
+_LISTED = "    **given: "
 _TYPES: Mapping[str, Any] = {
     **ConversionKeywords.__annotations__,
     **ChoiceKeywords.__annotations__,
@@ -55,18 +55,20 @@ def takes_keywords(options: Mapping[str, Declared]) -> Callable[[FunctionT], Fun
     """
 
     def listing(function: FunctionT) -> FunctionT:
-        own, text = signature(function), function.__doc__ or ""
-        begin = text.index(_LISTED)
+        # Python 3.13 takes the indentation out of docstrings when it compiles them; with -OO there are none.
+        own, text = signature(function), cleandoc(function.__doc__ or "")
+        begin = text.find(_LISTED)
         made = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=o.default, annotation=_type_of(name, o))
             for name, o in options.items()
         ]
         named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        before = [p for p in named if f"\n        {p.name}: " in text[:begin]]
+        before = [p for p in named if f"\n    {p.name}: " in text[:begin]]
         parameters = [*before, *made, *(p for p in named if p not in before)]
         function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-        lines = "".join(f"        {name}: {_meaning(name, o)}\n" for name, o in options.items())
-        function.__doc__ = text[:begin] + lines + text[text.index("\n", begin) + 1 :]
+        if begin >= 0:
+            lines = "".join(f"    {name}: {_meaning(name, o)}\n" for name, o in options.items())
+            function.__doc__ = text[:begin] + lines + text[text.index("\n", begin) + 1 :]
         return function
 
     return listing

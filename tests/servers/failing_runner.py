@@ -10,12 +10,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from reshard.errors import StorageError
 from reshard_engine.execute.sinks.local import LocalJournal
-from reshard_engine.storage.locations import seen_through
-from reshard_engine.storage.protocol import ObjectStore, Store
+from reshard_engine.storage.locations import serving
+from reshard_engine.storage.profiles import profile_named
+from reshard_engine.storage.s3 import S3Store
 from reshard_engine.testing.stores import FaultyStore, Steps
 from reshard_worker import runner
 
@@ -45,9 +46,6 @@ def count_or_fail() -> None:
 def main() -> int:
     steps = FailingRecords()
 
-    def view(store: Store, _profile: str | None) -> Store:
-        return FaultyStore(cast("ObjectStore", store), steps) if store.scheme == "s3" else store
-
     append = LocalJournal.append
 
     def counted(self: LocalJournal, record: object) -> None:
@@ -55,7 +53,7 @@ def main() -> int:
         append(self, record)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
 
     LocalJournal.append = counted  # type: ignore[method-assign] # pyright: ignore[reportAttributeAccessIssue]
-    with seen_through(view):
+    with serving("s3", FaultyStore(S3Store(profile_named(None)), steps)):
         return runner.main()
 
 

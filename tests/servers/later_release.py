@@ -44,7 +44,7 @@ def later_service(directory: Path) -> Path:
     shutil.copytree(ROOT / "service", made, ignore=shutil.ignore_patterns("__pycache__"))
     jobs = made / "reshard_jobs"
     (jobs / "migrations" / "versions" / f"r{LATER}_later.py").write_text(_REVISION)
-    schema = jobs / "schema.py"
+    schema = jobs / "database.py"
     before, after = f'HEAD = "{HEAD}"', f'HEAD = "{LATER}"'
     text = schema.read_text()
     assert text.count(before) == 1

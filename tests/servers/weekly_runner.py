@@ -12,11 +12,12 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from reshard.errors import StorageError
-from reshard_engine.storage.locations import seen_through
-from reshard_engine.storage.protocol import ObjectStore, Store
+from reshard_engine.storage.locations import serving
+from reshard_engine.storage.profiles import profile_named
+from reshard_engine.storage.s3 import S3Store
 from reshard_engine.testing.stores import FaultyStore, Steps
 from reshard_worker import runner
 
@@ -42,10 +43,7 @@ class DoomedRecords(Steps):
 def main() -> int:
     steps = DoomedRecords()
 
-    def view(store: Store, _profile: str | None) -> Store:
-        return FaultyStore(cast("ObjectStore", store), steps) if store.scheme == "s3" else store
-
-    with seen_through(view):
+    with serving("s3", FaultyStore(S3Store(profile_named(None)), steps)):
         return runner.main()
 
 
