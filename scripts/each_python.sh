@@ -17,7 +17,7 @@ found=$(version "$main")
 roots=$(command -v pyenv >/dev/null && pyenv root)
 for minor in 3.11 3.12 3.13; do
   for python in $(type -aP "python$minor") "/usr/bin/python$minor" ${roots:+"$roots"/versions/"$minor".*/bin/python}; do
-    # A shim of pyenv does not run unless its version is chosen; a prerelease is no supported Python.
+    # A shim of pyenv does not run unless its version is chosen; a prerelease is not a supported Python.
     found=$(version "$python")
     [[ $found =~ ^[0-9.]+$ && -z ${done[$found]:-} ]] || continue
     done[$found]=1

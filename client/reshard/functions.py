@@ -415,7 +415,7 @@ def verify(target: PathLike, *, sample: float | str | None = None, profile: str 
 
     Raises:
         SourceError: `source.not_found`.
-        IntegrityError: `integrity.no_manifest`: it is no output of reshard.
+        IntegrityError: `integrity.no_manifest`: it is not an output of reshard.
         StorageError: The storage refused or failed.
 
     Examples:

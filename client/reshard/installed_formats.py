@@ -59,7 +59,9 @@ def installed_formats() -> tuple[InstalledFormat, ...]:
         except (ImportError, AttributeError) as error:
             raise refused_format(entry.name, package, printable(str(error))) from error
         if not isinstance(loaded, InstalledFormat):
-            raise refused_format(entry.name, package, f"{entry.value} is no reshard.installed_formats.InstalledFormat")
+            raise refused_format(
+                entry.name, package, f"{entry.value} is not a reshard.installed_formats.InstalledFormat"
+            )
         if (problem := _problem(loaded, found)) is not None:
             raise refused_format(entry.name, package, problem)
         found.append(loaded)
@@ -93,7 +95,7 @@ def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
     if new.options is None:
         return None
     if odd := [n for n, f in new.options.model_fields.items() if plain_kind(f) is None]:
-        return f"its option {odd[0]} is no text, number, choice or truth value"
+        return f"its option {odd[0]} is neither text nor a number, a choice or a truth value"
     if required := [n for n, f in new.options.model_fields.items() if f.is_required()]:
         return f"its option {required[0]} has no default"
     ours = (SourceSpec, ConversionOptions, *(f.default_factory for f in Options.model_fields.values()))
@@ -114,7 +116,7 @@ _OTHER_NAMES = frozenset({
     "job_id", "wait_timeout", "max_workers", "priority", "workers", "worker", "dry_run", "json", "as_json", "quiet",
     "url", "help",
 })  # fmt: skip
-"""Names that requests and commands have taken for what is no option of a conversion."""
+"""Names that requests and commands have taken for what is not an option of a conversion."""
 
 
 def refused_format(name: str, package: str, reason: str) -> RequestError:

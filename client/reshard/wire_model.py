@@ -36,7 +36,7 @@ class RequestModel(WireModel):
         if isinstance(value, bool | str) and _is_number(cls, info.field_name or ""):
             # These are the types of pydantic's own errors, which callers of either kind already read.
             whole = int in _types_of(cls.model_fields[info.field_name or ""].annotation)
-            raise PydanticCustomError("int_type" if whole else "float_type", "this is no number")
+            raise PydanticCustomError("int_type" if whole else "float_type", "this is not a number")
         return value
 
 
@@ -49,7 +49,7 @@ def _is_number(model: type[BaseModel], name: str) -> bool:
 
 def _types_of(annotation: Any) -> set[Any]:
     arguments = get_args(annotation)
-    # What follows the type within `Annotated` is no type.
+    # What follows the type within `Annotated` is not a type.
     within = arguments[:1] if hasattr(annotation, "__metadata__") else arguments
     return set[Any]().union(*map(_types_of, within)) if within else {annotation}
 
@@ -75,7 +75,7 @@ class RenderedModel(WireModel):
 class Drawn:
     """The checkpoint, or the conversion, whose layout a notebook shows beside a result.
 
-    It is no part of the result: equal results stay equal, however they were made.
+    It is not part of the result: equal results stay equal, however they were made.
     """
 
     subject: WireModel | None = None
@@ -300,11 +300,11 @@ _LIMITS = {
 }
 _KINDS = {
     "missing": "is missing",
-    "extra_forbidden": "is no field that is known",
+    "extra_forbidden": "is not a known field",
     "enum": "is not one of the choices",
     "literal_error": "is not one of the choices",
-    "finite_number": "is no finite number",
-    "json_invalid": "is no JSON",
+    "finite_number": "is not a finite number",
+    "json_invalid": "is not JSON",
 }
 
 
@@ -320,9 +320,10 @@ def said_of(problem: Mapping[str, Any]) -> str:
     if kind in ("enum", "literal_error"):
         return f"is none of {context.get('expected')}"
     wanted = kind.removesuffix("_parsing").removesuffix("_type").removesuffix("_from_float")
-    nouns = {"int": "whole number", "float": "number", "bool": "true or false", "string": "text", "dict": "object"}
-    nouns |= {"model": "object", "model_attributes": "object", "list": "list", "tuple": "list"}
-    return _KINDS.get(kind) or f"is no {nouns.get(wanted, 'value that is taken')}"
+    nouns = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text"}
+    nouns |= dict.fromkeys(("dict", "model", "model_attributes"), "an object")
+    nouns |= dict.fromkeys(("list", "tuple"), "a list")
+    return _KINDS.get(kind) or f"is not {nouns.get(wanted, 'a value that is taken')}"
 
 
 def invalid(error: ValidationError, flags: Mapping[str, str] | None = None, *, keywords: bool = False) -> RequestError:

@@ -68,7 +68,7 @@ def compare(before: Losses, after: Losses) -> None:
     header = ("step", f"{RANKS} ranks, uninterrupted", f"{OTHER_RANKS} ranks, resumed", "difference")
     table(header, [(str(n), f"{a:.8f}", f"{b:.8f}", f"{share:.0e}") for n, a, b, share in rows])
     worst = max(share for *_, share in rows)
-    if not worst < DIFFERENCE:  # NaN is no loss, either
+    if not worst < DIFFERENCE:  # NaN is not a loss, either
         raise RuntimeError(f"the losses differ by {worst:.1e} of their value; less than {DIFFERENCE:g} was expected")
 
 

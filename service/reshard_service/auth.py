@@ -315,7 +315,7 @@ def believe_proxies(scope: Scope, trusted: Sequence[Network]) -> None:
     """Give a request from a trusted proxy the client and the scheme that the proxy names.
 
     Each proxy appends the address that called it to `X-Forwarded-For`, so the list is read from its end: the client is
-    the first address that is no trusted proxy. What stands before it is the client's own claim. A hop that is no
+    the first address that is not a trusted proxy. What stands before it is the client's own claim. A hop that is not an
     address ends the walk, too; the client is then the last trusted proxy.
     """
     client = _address_in(address_of(scope))
@@ -337,7 +337,7 @@ def believe_proxies(scope: Scope, trusted: Sequence[Network]) -> None:
 
 
 def _address_in(hop: str) -> Address | None:
-    """The address in `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1` or `[2001:db8::1]:80`; None if it is no address."""
+    """The address in `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1` or `[2001:db8::1]:80`; None if it is not an address."""
     text = hop.strip()
     if text.startswith("["):
         text = text[1:].partition("]")[0]

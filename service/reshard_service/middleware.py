@@ -139,7 +139,7 @@ async def require_plain_text(request: Request) -> None:
     places += [("query", text) for pair in request.query_params.multi_items() for text in pair]
     body = await request.body()
     if body:
-        # FastAPI keeps the parsed body with the request, so this is the same value. A form is no JSON.
+        # FastAPI keeps the parsed body with the request, so this is the same value. A form is not JSON.
         with suppress(ValueError, RecursionError):
             places += _texts(await request.json())
     for where, text in places:

@@ -134,7 +134,7 @@ def test_a_signal_ends_the_training(tmp_path: Path, number: signal.Signals) -> N
 
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch) -> Generator[dict[str, Any]]:
-    """Modules of the demo, which are no package."""
+    """Modules of the demo, which are not a package."""
     names = [path.stem for path in DEMO.glob("*.py") if path.stem != "train"]
     monkeypatch.syspath_prepend(str(DEMO))
     yield {name: importlib.import_module(name) for name in names}

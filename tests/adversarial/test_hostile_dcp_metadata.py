@@ -348,7 +348,7 @@ def test_hostile_metadata(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 BOUNDS = PickleLimits(stream_bytes=1 << 30, opcodes=100_000)
-"""Opcodes for what is no run of records: a node for each chunk would take fifty million."""
+"""Opcodes for what is not a run of records: a node for each chunk would take fifty million."""
 
 
 def _refusal(data: bytes) -> str:

@@ -68,7 +68,7 @@ def partial_result(found: Tree, new: Outcome, *, old: Outcome | None = None) -> 
 
 
 def difference(found: Tree, wanted: Outcome) -> str | None:
-    """What is missing, other, or too much, or None; a manifest of another second is no other."""
+    """What is missing, other, or too much, or None; a manifest of another second counts as the same."""
     if wanted.is_all_of(found):
         return None
     lost = sorted(path for path, body in wanted.tree.items() if found.get(path) != body)

@@ -92,7 +92,7 @@ def test_two_plans_in_memory(memory: MemoryStore) -> None:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_two_plans_on_local_files(small_root: Path, overwrite: bool) -> None:
-    """Processes of their own: locks of one process are no proof for two."""
+    """Processes of their own: locks of one process are not proof for two."""
     requests = {
         name: request.model_copy(update={"overwrite": overwrite})
         for name, request in rivals(str(small_root / "run"), str(small_root / "jobs")).items()

@@ -31,7 +31,7 @@ def _stopped(request: ConvertRequest) -> None:
 
 
 def test_discard_leaves_a_target_alone_whose_name_begins_alike(small_root: Path, tmp_path: Path) -> None:
-    """`tag.reshard-x` is no leftover of `tag`: its journal begins with `.tag.reshard-`, too."""
+    """`tag.reshard-x` is not a leftover of `tag`: its journal begins with `.tag.reshard-`, too."""
     request = small_request(str(small_root / "run"), str(tmp_path), TargetFormat.UNIVERSAL)
     neighbour = request.model_copy(update={"target": f"{request.target}.reshard-x"})
     _stopped(neighbour)

@@ -19,7 +19,7 @@ def let_pass(database: Database, seconds: float, *, swept: bool = True) -> None:
     """
     with database.write() as session:
         for table in Base.metadata.sorted_tables:
-            # 0 is no time: "never" or "at once".
+            # 0 is not a time: "never" or "at once".
             for column in (c for c in table.columns if isinstance(c.type, Float)):
                 session.execute(update(table).where(column > 0).values({column.name: column - seconds}))
         row = session.scalars(select(MetaRow).where(MetaRow.name == _SWEPT_AT)).one_or_none()

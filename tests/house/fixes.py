@@ -64,7 +64,7 @@ def fixes() -> list[str]:
 def commands_in(text: str) -> list[str]:
     """The commands that a fix says: each ends where the fix, or a part of its sentence, does.
 
-    A name in backticks, such as that of `reshard convert`, is no command.
+    A name in backticks, such as that of `reshard convert`, is not a command.
     """
     without_names = re.sub(r"`reshard [a-z-]+`", "", text)
     return [found.strip() for part in without_names.split(" | ") for found in _COMMAND.findall(part)]

@@ -535,7 +535,7 @@ def test_the_list_has_search_order_totals_duration_and_owner(service: Service) -
     assert "test" in words_of(page)  # the name of the token
     assert "Submitted by test" in re.sub(r"\s+", " ", words_of(browser.page(f"/jobs/{jobs[0]}")))
     assert re.search(r'<option value="queued">Queued \(\d+\)</option>', page)
-    # Waiting and doing nothing are no warnings.
+    # Waiting and doing nothing are not warnings.
     assert 'class="state off">Queued' in page
     assert "Times are in" in words_of(page)
 

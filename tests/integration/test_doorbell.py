@@ -218,7 +218,7 @@ def test_a_worker_outlives_what_is_no_message(service: Service) -> None:
                 time.sleep(0.02)
         assert service.ended(service.submit("after", units=1)).state is JobState.SUCCEEDED
         assert worker.popen.poll() is None
-    assert "is no message" in worker.log.read_text()
+    assert "is not a message" in worker.log.read_text()
     assert service.broker.hlen("unacked") == 0
 
 

@@ -197,7 +197,7 @@ HOSTILE: dict[str, Callable[[Issuer], str]] = {
     "no tenant": lambda issuer: issuer.token(tenant=None),
     "list of tenants": lambda issuer: issuer.token(tenant=["team-a"]),
     "no token at all": lambda _issuer: "a.b.c",
-    "header that is no object": lambda issuer: f"{_part([1])}.{_part(issuer.claims())}.x",
+    "header that is not an object": lambda issuer: f"{_part([1])}.{_part(issuer.claims())}.x",
     "nested header": lambda issuer: f"{_part(b'[' * 4000)}.{_part(issuer.claims())}.x",
 }
 

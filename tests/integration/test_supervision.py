@@ -242,7 +242,7 @@ def test_settings_of_the_walls() -> None:
 
 
 def test_names_that_are_no_text_reach_the_record_escaped(place: Workplace) -> None:
-    # The error's fix names what is there: a folder whose name is no UTF-8.
+    # The error's fix names what is there: a folder whose name is not UTF-8.
     checkpoint = place.directory / "ck"
     shutil.copytree(DATA, checkpoint)
     (tag,) = (path for path in checkpoint.iterdir() if path.is_dir())

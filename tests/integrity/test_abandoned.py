@@ -129,7 +129,7 @@ def test_what_a_process_is_at_work_on_stays(tmp_path: Path) -> None:
     assert code == ExitCode.CONFLICT
     assert "in use, stays" in told
     assert "request.target_busy" in said
-    code, told, said = command("clean", target, "--idle")  # a lock is no guess
+    code, told, said = command("clean", target, "--idle")  # a lock is not a guess
     assert code == ExitCode.CONFLICT
     assert sorted(os.listdir(tmp_path)) == begun_files
     first.sink.close()

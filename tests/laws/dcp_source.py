@@ -83,7 +83,7 @@ def _labels(state: LogicalState, layout: Layout) -> Iterator[str]:
         "files of an earlier save": bool(how.stale),
         "wrapped name": bool(layout.wrapper),
         "strided cut": any(isinstance(p, StridedShard) for _, placed in cuts for p in placed),
-        "boxes that are no rows": any(_is_grid(p.shape, each) for (p, _), each in zip(cuts, boxes, strict=True)),
+        "boxes that are not rows": any(_is_grid(p.shape, each) for (p, _), each in zip(cuts, boxes, strict=True)),
         "strided record": layout.turned and any(len(p.shape) > 1 for p in state.parameters),
         "never updated": bool(idle_parameters(state, layout)),
     }

@@ -46,7 +46,7 @@ class StateDicts:
         return self.sharded(fqn, weight)
 
     def sharded(self, fqn: str, bits: Bits) -> Any:
-        """A tensor of a parameter; those without dimensions, or without elements and chunks, are no shards."""
+        """A tensor of a parameter; those without dimensions, or without elements and chunks, are not shards."""
         if not bits.shape or not (bits.numel or self.layout.how.empty_chunks):
             return self._whole(bits)
         return Sharded(self._whole(bits), self.layout.placements(fqn, bits.shape))

@@ -245,6 +245,6 @@ def test_a_state_of_an_unlisted_class_is_kept_or_dropped_as_asked(tmp_path: Path
 
 def test_a_weight_of_such_a_class_is_refused(tmp_path: Path) -> None:
     for to in ("dcp", "safetensors"):
-        with pytest.raises(SourceError, match=r"model\.b is no plain tensor, but a .*TwoTensor") as refused:
+        with pytest.raises(SourceError, match=r"model\.b is not a plain tensor, but a .*TwoTensor") as refused:
             _convert(_of_a_class(tmp_path / to, weight=True), tmp_path / f"{to}-out", to, opaque="keep")
         assert refused.value.code == "source.unsupported"

@@ -92,7 +92,7 @@ class Census:
     def lacking(self, sources: Sequence[str], wanted: Mapping[str, float], examples: int) -> dict[str, str]:
         """The items that were met in less than their share of the examples asked for, with how often they were.
 
-        `examples` counts those of each source; Hypothesis draws some more, which are no reason to ask for more.
+        `examples` counts those of each source; Hypothesis draws some more, which are not a reason to ask for more.
         """
         total, asked = self.examples(sources), examples * len(sources)
         met = {item: sum(self._met.get(s, Counter())[item] for s in sources) for item in wanted}

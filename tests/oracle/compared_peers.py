@@ -40,7 +40,7 @@ def outcome(call: Callable[[], Any]) -> str:
     """`ok`, or the error of a call."""
     try:
         call()
-    except BaseException as error:  # noqa: BLE001 - which way it fails is the answer; CheckpointException is no Exception
+    except BaseException as error:  # noqa: BLE001 - which way it fails is the answer; CheckpointException is not an Exception
         return f"{type(error).__name__}: {error}"
     return "ok"
 

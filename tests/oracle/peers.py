@@ -42,7 +42,7 @@ def _stub_megatron() -> None:
 
 
 def _mended() -> Any:
-    """A copy of the converter that passes over the entries of ``module`` that are no tensors.
+    """A copy of the converter that passes over the entries of ``module`` that are not tensors.
 
     Without pipeline, Megatron nests dictionaries there, and ds_to_universal (0.19.8) calls ``.float()`` on them.
     """

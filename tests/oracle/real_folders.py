@@ -1,6 +1,6 @@
 """Real checkpoints of other frameworks beside the project: where they are, and what is true of them.
 
-They cannot be made here, so they are no part of the project: a test that wants one is skipped where it is absent.
+They cannot be made here, so they are not part of the project: a test that wants one is skipped where it is absent.
 """
 
 from __future__ import annotations

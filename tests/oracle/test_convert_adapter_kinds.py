@@ -401,7 +401,7 @@ def test_a_half_adapter_is_refused(worlds: Worlds, tmp_path: Path) -> None:
 
 
 def test_buffers_of_a_module_that_was_saved_whole(worlds: Worlds, tmp_path: Path) -> None:
-    """The statistics of a batch norm are no parameters: they go with their module, under its plain name."""
+    """The statistics of a batch norm are not parameters: they go with their module, under its plain name."""
     worlds.run("oracle.adapter_kinds:train_with_buffers", world=1, folder=str(tmp_path))
     files = {"model_files": str(tmp_path / "adapter")}
     convert(tmp_path / "state", tmp_path / "out", "safetensors", merge_adapter=True, **files)

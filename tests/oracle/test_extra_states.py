@@ -1,4 +1,4 @@
-"""The model's state dict whole: extra states of modules that are no tensors, and nesting as Megatron nests it.
+"""The model's state dict whole: extra states of modules that are not tensors, and nesting as Megatron nests it.
 
 DeepSpeed itself loads what was written, strictly; the losses depend on every extra state.
 """

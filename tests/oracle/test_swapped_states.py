@@ -156,7 +156,7 @@ def test_deepspeed_says_so_when_a_run_on_nvme_loads_the_result(run: Trained, ora
 
 
 def test_leftovers_and_padding_change_nothing(run: Trained) -> None:
-    """An earlier run's longer file keeps its end, gradients stay where they are, and other folders are no ranks."""
+    """An earlier run's longer file keeps its end, gradients stay where they are, and other folders are not ranks."""
     before = _atoms(run, "before")
     for path in _swapped(run).rglob("*.swp"):
         path.write_bytes(path.read_bytes() + b"\xff" * 4096)

@@ -40,7 +40,7 @@ NAMES = re.compile(
 
 
 def strings_of(path: Path) -> Iterator[str]:
-    """The strings of a module that are no documentation and no text for people, which have blanks."""
+    """The strings of a module that are neither documentation nor text for people, which have blanks."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     documentation = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     for node in ast.walk(tree):

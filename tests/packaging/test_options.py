@@ -175,13 +175,13 @@ def test_requests_of_the_release_before_are_taken() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"options": []}, "options is no object"),
-        ({"options": {"deepspeed": 5}}, "options.deepspeed is no object"),
+        ({"options": []}, "options is not an object"),
+        ({"options": {"deepspeed": 5}}, "options.deepspeed is not an object"),
         ({"options": {"deepspeed": {"dp": 0}}}, "options.deepspeed.dp is below 1"),
-        ({"options": {"deepspeed": {"dq": 1}}}, "options.deepspeed.dq is no field that is known"),
-        ({"layout": 7}, "layout is no field that is known"),
-        ({"layout": {"dp": "x"}}, "options.deepspeed.dp is no whole number"),
-        ({"options": {"deepspeed": 5}, "layout": {"dp": 1}}, "options.deepspeed is no object"),
+        ({"options": {"deepspeed": {"dq": 1}}}, "options.deepspeed.dq is not a known field"),
+        ({"layout": 7}, "layout is not a known field"),
+        ({"layout": {"dp": "x"}}, "options.deepspeed.dp is not a whole number"),
+        ({"options": {"deepspeed": 5}, "layout": {"dp": 1}}, "options.deepspeed is not an object"),
     ],
 )
 def test_options_of_another_shape_are_refused(fields: dict[str, Any], says: str) -> None:
@@ -212,7 +212,7 @@ def test_a_text_is_a_source() -> None:
     for place, says in (
         ("", "source.url is empty"),
         ("a" * 4097, "source.url is longer than 4096"),
-        (5, "source is no"),
+        (5, "source is not"),
     ):
         with pytest.raises(ValidationError) as caught:
             ConvertRequest.model_validate({"source": place, **fields})

@@ -30,7 +30,7 @@ def test_images_install_the_tested_versions_by_digest(name: str) -> None:
     pinned = {_plain(key): value for key, value in re.findall(r"^([\w.-]+)==(\S+)$", _constraints(), re.MULTILINE)}
     found = packages(name)
     assert found
-    # The libraries of CUDA are no part of the environment that tests run in: torch's own metadata choose them.
+    # The libraries of CUDA are not part of the environment that tests run in: torch's own metadata choose them.
     cuda = {key for key in found if re.match(r"nvidia|cuda|triton", key)}
     assert (name == "gpu.txt") == bool(cuda)
     assert {key: value for key, value in found.items() if key not in cuda and pinned.get(key) != value} == {}

@@ -27,7 +27,7 @@ from reshard.errors import SEE_HELP, ReshardError
 
 EXAMPLES = ROOT / "docs" / "examples"
 HERE = {"on_progress", "progress", "url", "token"}
-"""Keyword arguments that are no flags: a program asks for progress and names a service in this way."""
+"""Keyword arguments that are not flags: a program asks for progress and names a service in this way."""
 SCREEN = {"json", "quiet", "help"}
 """Flags about what a command prints."""
 FLAGS: dict[str, tuple[set[str], set[str]]] = {
@@ -38,7 +38,7 @@ FLAGS: dict[str, tuple[set[str], set[str]]] = {
     "verify": (set(), set()),
     "diff": ({"all"}, {"on_progress", "progress"}),
 }
-"""By function: flags that are no arguments, and arguments that are no flags."""
+"""By function: flags that are not arguments, and arguments that are not flags."""
 
 
 def keywords(function: Any) -> dict[str, inspect.Parameter]:

@@ -198,7 +198,7 @@ BROKEN = {
         "class O(FormatOptions):\n    size: int\nIT = InstalledFormat('odd', 'odd:F', {'odd': ''}, O)",
         "size",
     ),
-    "no Format": ("odd:IT", 'IT = InstalledFormat("odd", "builtins:dict", {"odd": ""})', "no Format"),
+    "no Format": ("odd:IT", 'IT = InstalledFormat("odd", "builtins:dict", {"odd": ""})', "not a Format"),
     "no implementation": ("odd:IT", 'IT = InstalledFormat("odd", "odd:F", {"odd": ""})', "'F'"),
 }
 

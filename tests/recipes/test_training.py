@@ -36,7 +36,7 @@ _TIMEOUT_S = 200.0
 
 @dataclass(frozen=True)
 class Said:
-    """What a launcher and its processes printed. Apart: a warning in the middle of a line is no line of ours."""
+    """What a launcher and its processes printed. Apart: a warning in the middle of a line is not a line of ours."""
 
     out: str
     err: str

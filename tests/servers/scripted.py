@@ -66,7 +66,7 @@ class ScriptedEngine:
         _look(script)
         if request.to not in target_names():
             # As the real one does: the API leaves the check to it, because an engine may know more targets.
-            raise RequestError("request.invalid", f"{request.to} is no target that is known", fix="change it")
+            raise RequestError("request.invalid", f"{request.to} is not a known target", fix="change it")
         time.sleep(float(script.get("plan_s", 0)))
         units = int(script.get("units", 4))
         return PlanSummary(

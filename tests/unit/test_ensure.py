@@ -252,7 +252,7 @@ def test_all_models_of_accelerate_are_converted(save: Path) -> None:
         assert same(save / name, result / name)
     assert (result / "latest").read_text() == "pytorch_model_1"
     assert len(list(result.glob("random_states_*.pkl"))) == 4
-    # Other tags of the directory are no part of it.
+    # Other tags of the directory are not part of it.
     assert not (result / "global_step3").exists()
 
 

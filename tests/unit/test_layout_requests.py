@@ -261,7 +261,7 @@ def test_layout_flags_belong_to_native_targets(
     ("rules", "message"),
     [
         ("a: &x [1]\ndefault: *x\n", "aliases are not read"),
-        ("- just\n- a list\n", "no mapping"),
+        ("- just\n- a list\n", "not a mapping"),
         ("columns: ['.*']\n", "unknown key 'columns'"),
         ("default: row\n", "`refuse` or `column`"),
         ("default: [unclosed\n", "not a YAML document"),

@@ -35,4 +35,4 @@ def test_what_is_no_number_is_refused(model: type[RequestModel], name: str, wron
     with pytest.raises(ValidationError) as caught:
         model.model_validate({name: wrong})
     (own,) = [error for error in caught.value.errors() if error["loc"] == (name,)]
-    assert "no number" in own["msg"]
+    assert "not a number" in own["msg"]

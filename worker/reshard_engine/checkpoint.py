@@ -111,7 +111,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A persistent buffer, or another tensor of the state dict that is no parameter."""
+    """A persistent buffer, or another tensor of the state dict that is not a parameter."""
 
     fqn: str
     tensor: int
@@ -292,7 +292,7 @@ class Checkpoint:
     module_names: tuple[str, ...] = ()
     """Names of the model's state dict, in its order (param groups have another); empty where nothing shows it."""
     extra_states: Mapping[str, Node] = field(default_factory=dict[str, Node])
-    """Entries of the model's state dict that are no tensors, by name, such as torch's extra states of modules."""
+    """Entries of the model's state dict that are not tensors, by name, such as torch's extra states of modules."""
     not_carried: tuple[NotCarried, ...] = ()
     """Everything that the source holds and this checkpoint does not."""
     unexplained: tuple[str, ...] = ()

@@ -112,7 +112,7 @@ def _bell_of(raw: Any) -> dict[str, Any]:
     """The message that Celery writes for the doorbell's task, in the place of one that somebody wrote.
 
     Raises:
-        LookupError: It is not for this task. Entries that are no messages raise other errors of `_DAMAGE`.
+        LookupError: It is not for this task. Entries that are not messages raise other errors of `_DAMAGE`.
     """
     if raw["headers"]["task"] != DOORBELL_TASK:
         raise LookupError(DOORBELL_TASK)
@@ -131,7 +131,7 @@ def _bell_of(raw: Any) -> dict[str, Any]:
 
 
 def _dropped(queue: str, error: Exception) -> None:
-    logger.warning("an entry of %s was dropped, it is no message: %s", queue, printable(f"{error!r}"))
+    logger.warning("an entry of %s was dropped, it is not a message: %s", queue, printable(f"{error!r}"))
 
 
 # pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false

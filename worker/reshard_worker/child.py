@@ -167,7 +167,7 @@ class RunnerProcess:
                 try:
                     self._messages.put(parse_message(line))
                 except ValueError:
-                    self._context.run(logger.warning, "runner %d sent a line that is no message", self._process.pid)
+                    self._context.run(logger.warning, "runner %d sent a line that is not a message", self._process.pid)
         self._messages.put(None)
 
 

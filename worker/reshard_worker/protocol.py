@@ -42,7 +42,7 @@ class Command(_Line):
     write_roots: tuple[str, ...] = ()
     """The URLs below which the engine may write; empty for everything."""
     memory_bytes: int = 0
-    """Bytes of memory that the runner's process may use; 0 is no limit."""
+    """Bytes of memory that the runner's process may use; 0 means no limit."""
     abandoned: tuple[str, ...] = ()
     """Plans of unfinished conversions into the target that have ended: one of another plan removes their files."""
     plans: tuple[str, ...] | None = None

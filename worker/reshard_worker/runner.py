@@ -53,7 +53,7 @@ _GPU = Path("/dev/nvidiactl")
 
 
 def engine_memory_bytes(request: ConvertRequest, chosen_bytes: int | None) -> int:
-    """Bytes of memory that the engine process may use for this request; 0 is no limit.
+    """Bytes of memory that the engine process may use for this request; 0 means no limit.
 
     Args:
         request: The request of the engine.
@@ -65,7 +65,7 @@ def engine_memory_bytes(request: ConvertRequest, chosen_bytes: int | None) -> in
 
 
 def limit_memory(size_bytes: int) -> None:
-    """Limit the memory of this process. 0 is no limit, and there is none if a GPU may be used."""
+    """Limit the memory of this process. 0 means no limit, and there is none if a GPU may be used."""
     if size_bytes <= 0 or _uses_gpu():
         return
     # RLIMIT_AS would count memory that is only mapped, and a CUDA build of torch maps more than a checkpoint needs.

@@ -247,7 +247,7 @@ class Exchange:
         return page.done and not page.events
 
     def _stream(self, seen: _Seen, deadline: _Deadline) -> Flow[bool]:
-        """The events of one stream; False if the answer is no stream."""
+        """The events of one stream; False if the answer is not a stream."""
         answer: Answer = yield Listen(wire.stream_call(seen.job_id, seen.after_seq), deadline.limit(_SILENCE_S))
         if answer.status >= 400:
             if wire.passing(answer):

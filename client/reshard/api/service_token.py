@@ -38,7 +38,7 @@ def is_loopback(host: str) -> bool:
 
 
 def token_for(url: str) -> str:
-    """The token of this user's service at a URL; empty if the URL is no loopback address, or if no file has one."""
+    """The token of this user's service at a URL; empty if the URL is not a loopback address, or if no file has one."""
     try:
         parts = urlsplit(url)
         port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 0)

@@ -157,7 +157,7 @@ def error_of(answer: Answer) -> ReshardError:
         problem = None
     if isinstance(problem, Mapping) and "code" in problem:
         return from_problem(cast("Mapping[str, Any]", problem))
-    # The body is no problem object of ours: a proxy answered.
+    # The body is not a problem object of ours: a proxy answered.
     text = printable(answer.body[:200].decode("utf-8", "replace"))
     passing = answer.status in PASSING_STATUSES
     code = "service.unavailable" if passing else "service.protocol"

@@ -238,7 +238,7 @@ def _number(name: str, text: str) -> int | None:
     if re.fullmatch(r"-?\d{1,9}", text, re.ASCII) is None:
         raise RequestError(
             "request.invalid",
-            f"--{name.replace('_', '-')} {printable(text, max_chars=64)} is no number",
+            f"--{name.replace('_', '-')} {printable(text, max_chars=64)} is not a number",
             fix="name a whole number, or none",
         )
     return int(text)
@@ -251,7 +251,7 @@ def _seconds(text: str) -> int | None:
     if match is None:
         raise RequestError(
             "request.invalid",
-            f"--expires {printable(text, max_chars=64)} is no time",
+            f"--expires {printable(text, max_chars=64)} is not a time",
             fix="name a number with a unit, such as 12h or 90d, or never",
         )
     return int(match[1]) * _UNITS_S[match[2]]

@@ -129,7 +129,7 @@ def target_among(names: Sequence[str], text: str) -> str:
     """
     word = text.strip().lower()
     if word not in names and (fix := TARGET_FIXES.get(word)) is not None:
-        raise RequestError("request.invalid", f"--to {word} is no target", fix=fix)
+        raise RequestError("request.invalid", f"--to {word} is not a target", fix=fix)
     value = chosen(text, names, TARGET_NAMES)
     if value != text.strip().lower():
         sys.stderr.write(f"--to {printable(text, max_chars=64)}: taken as {value}\n")

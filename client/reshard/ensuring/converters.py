@@ -95,7 +95,7 @@ def _flags_of(request: ConvertRequest) -> dict[str, object]:
 
 
 class Deadline:
-    """The time limit of a wait; None is no limit."""
+    """The time limit of a wait; None means no limit."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s

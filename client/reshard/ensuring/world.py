@@ -154,7 +154,7 @@ class Wanted:
     choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The user's choices where the source's files leave several ways to read them (`SourceChoices`)."""
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
-    """For each process that converts. The result is the same, so that it is no part of the key."""
+    """For each process that converts. The result is the same, so that it is not part of the key."""
 
     @classmethod
     def of(

@@ -1,6 +1,6 @@
 """Wire models of the API, of the CLI's `--json` and of the worker's pipe. They are frozen and versioned.
 
-Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/key` is no path.
+Units are in the names (`_bytes`, `_s`); URLs are strings because `s3://bucket/key` is not a path.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class IdempotencyKeys:
         Raises:
             RequestError: `request.job_exists`: another request made the job.
                 `request.idempotency_conflict`: its first request is in flight; retry is safe.
-                `request.invalid`: it is no id that callers may give.
+                `request.invalid`: it is not an id that callers may give.
         """
         if _OWN_ID.fullmatch(job_id) is None:
             raise RequestError(

@@ -106,7 +106,7 @@ def read_audit_log(
 
 
 def note_refusal(request: Request, error: ReshardError) -> None:
-    """Record a refused attempt to do what administrators do; other refusals are no news."""
+    """Record a refused attempt to do what administrators do; other refusals are not news."""
     caller = getattr(request.state, "principal", None)
     prefix, _, thing = path_of(request.scope)[1:].partition("/")[2].partition("/")
     kind = _WATCHED.get(f"/v1/{prefix}")

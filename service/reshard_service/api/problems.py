@@ -74,7 +74,7 @@ def install_handlers(
             if (page := as_page(request, unknown)) is not None:
                 return page
         code = "request.not_found" if error.status_code == 404 else "request.invalid"
-        # FastAPI answers 400 to a body that is no UTF-8, and 422 to one that is no JSON.
+        # FastAPI answers 400 to a body that is not UTF-8, and 422 to one that is not JSON.
         status = 422 if error.status_code == 400 else error.status_code
         answer = problem_response(RequestError(code, str(error.detail), fix="see /openapi.json"), status=status)
         if error.status_code == 405:

@@ -209,7 +209,7 @@ def suggested_target(found: Inspection, to: str, roots: Roots) -> str:
     ending = f"_{_ENDINGS.get(to, to or 'converted')}"
     last = f"{name}{ending}/{tag}" if tag and to in _WITH_TAGS else f"{name}{tag and '_'}{tag}{ending}"
     writable = tuple(map(normalized_url, roots.writable or roots.urls))
-    # `s3:/` and the root of a machine are no places for a checkpoint.
+    # `s3:/` and the root of a machine are not places for a checkpoint.
     places = [parent] if parent and not parent.endswith(":/") else []
     for place in (*places, *(root for root in writable if not is_within(root, run))):
         text = f"{place.rstrip('/')}/{last}"
@@ -273,7 +273,7 @@ def _put(body: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
     for name in place[:-1]:
         inner = body.setdefault(name, {})
         if not isinstance(inner, dict):
-            raise RequestError("request.invalid", f"{name} of the other fields is no JSON object", fix="change it")
+            raise RequestError("request.invalid", f"{name} of the other fields is not a JSON object", fix="change it")
         body = cast("dict[str, Any]", inner)
     body[place[-1]] = value
 

@@ -66,7 +66,7 @@ def accepted_url(url: str, *, http: bool, allowed: Sequence[Network]) -> str:
     """The normalised form of an endpoint's URL.
 
     Raises:
-        RequestError: `request.invalid`: it is no URL of an endpoint. `request.address_forbidden`: nothing is sent to
+        RequestError: `request.invalid`: it is not a URL of an endpoint. `request.address_forbidden`: nothing is sent to
             its address.
     """
     try:
@@ -186,6 +186,6 @@ def _forbidden(why: str) -> RequestError:
 def _no_endpoint(url: str) -> RequestError:
     return RequestError(
         "request.invalid",
-        f"{printable(url, max_chars=100)!r} is no URL that webhooks can be sent to",
+        f"{printable(url, max_chars=100)!r} is not a URL that webhooks can be sent to",
         fix="use https://host/path without user, password and fragment, or http if RESHARD_WEBHOOK_HTTP allows it",
     )

@@ -55,7 +55,7 @@ class Sealer:
         keys: Keys of Fernet, the newest first. All of them open, the first one seals. Without keys nothing is sealed.
 
     Raises:
-        ValueError: One of them is no key.
+        ValueError: One of them is not a key.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:

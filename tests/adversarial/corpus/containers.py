@@ -71,7 +71,7 @@ def _npy() -> bytes:
 ENTRIES = (
     _raw(93, "torch-tar", _tar()),
     _raw(94, "legacy-good", legacy(), OK),
-    _raw(94, "legacy-wrong-magic", legacy(magic=MAGIC + 1), _KIND, why="a pickle that begins with another value is no torch stream"),
+    _raw(94, "legacy-wrong-magic", legacy(magic=MAGIC + 1), _KIND, why="a pickle that begins with another value is not a torch stream"),
     _raw(94, "legacy-magic-is-list", legacy(magic=[MAGIC]), _KIND, why="as above"),
     _raw(94, "legacy-wrong-protocol", legacy(protocol=1002), "pickle.malformed"),
     _raw(94, "legacy-big-endian", legacy(info={**SYSTEM_INFO, "little_endian": False}), "zip.bad_record", why="the code for another byte order, whatever the container"),

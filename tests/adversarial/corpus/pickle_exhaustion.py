@@ -51,7 +51,7 @@ ENTRIES = (
     Entry(52, "param-shapes-hold-themselves", "checkpoint.malformed", carriers.entry("param_shapes", op.Code(b"]" + op.put(0) + op.get(0) + b"a")), scaled=True, why="what is interpreted has a known kind at every level"),
     Entry(52, "module-holds-itself", _DEEP, carriers.entry("module", op.Code(op.ordered({}) + op.put(0) + op.push("x") + op.get(0) + b"s")), scaled=True, why="nested state dicts are read to a depth"),
     Entry(53, "hash-flood", OK, carriers.payload(lambda: b"}(" + b"".join(op.push(k * _PRIME) + b"N" for k in range(1, 100_001)) + b"u"), scaled=True),
-    Entry(53, "hash-flood-interpreted", "checkpoint.malformed", carriers.pickled(lambda: b"\x80\x02}(" + b"".join(op.push(k * _PRIME) + b"N" for k in range(1, 100_001)) + b"u."), scaled=True, why="such integers are no keys of ours, and are never hashed"),
+    Entry(53, "hash-flood-interpreted", "checkpoint.malformed", carriers.pickled(lambda: b"\x80\x02}(" + b"".join(op.push(k * _PRIME) + b"N" for k in range(1, 100_001)) + b"u."), scaled=True, why="such integers are not keys of ours, and are never hashed"),
     Entry(54, "binunicode8-2-63", "pickle.truncated", carriers.payload(b"\x8d" + struct.pack("<Q", 1 << 63)), scaled=True),
     Entry(54, "binbytes8-2-63", "pickle.truncated", carriers.payload(b"\x8e" + struct.pack("<Q", 1 << 63)), scaled=True),
     Entry(54, "bytearray8-2-63", "pickle.truncated", carriers.payload(b"\x96" + struct.pack("<Q", 1 << 63)), scaled=True),

@@ -122,7 +122,7 @@ ENTRIES = (
     Entry(43, "module-key-twice", "pickle.ambiguous_key", carriers.entry("module", op.Code(op.call(op.name("collections", "OrderedDict")) + b"(" + op.push("w") + carriers.f32("0", 4, 3) + op.push("w") + carriers.f32("0", 4, 3) + b"u"))),
     Entry(43, "top-level-key-twice", "pickle.ambiguous_key", carriers.pickled(_good()[:-2] + op.push("module") + b"Nu.")),
     Entry(43, "int-keys-twice", "pickle.ambiguous_key", _group(_keys(7, 7))),
-    Entry(44, "param-group-key-nan", "checkpoint.malformed", _group(_keys(float("nan"), float("nan"))), why="a key that is no text and no integer is refused whatever its value"),
+    Entry(44, "param-group-key-nan", "checkpoint.malformed", _group(_keys(float("nan"), float("nan"))), why="a key that is neither text nor an integer is refused whatever its value"),
     _value(45, "persid-text", b"P../../etc/passwd\n", _PID),
     _value(45, "pid-is-text", _persistent("storage"), _PID),
     _value(45, "pid-is-short", _persistent(("storage",)), _PID),

@@ -83,7 +83,7 @@ ENTRIES = (
     _entry(102, "three-offsets", _OFFSETS, file_of({"w": {**tensor(), "data_offsets": [0, 12, 12]}})),
     _entry(102, "offset-million-digits", _HEADER, file_of(b'{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,' + b"9" * 1_000_000 + b"]}}"), why="Python's own limit of digits makes it no JSON number"),
     _entry(103, "size-differs", _OFFSETS, file_of({"w": tensor(shape=(4,))})),
-    _entry(103, "product-overflow", _HEADER, file_of({"w": tensor(shape=(1 << 63, 1 << 63))}), why="a length beyond 2**62 is no length"),
+    _entry(103, "product-overflow", _HEADER, file_of({"w": tensor(shape=(1 << 63, 1 << 63))}), why="a length beyond 2**62 is not a length"),
     _entry(103, "product-overflow-to-size", _OFFSETS, file_of({"w": tensor(shape=(1 << 32, 1 << 32, 3))})),
     _entry(103, "shape-negative", _HEADER, file_of({"w": tensor(shape=(-3,))}), why="no shape at all"),
     _entry(103, "shape-of-floats", _HEADER, file_of({"w": tensor(shape=(3.0,))}), why="no shape at all"),

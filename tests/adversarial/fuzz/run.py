@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing: `python tests/adversarial/fuzz/run.py [--seconds 600] [--jobs 2] [TARGET ...]`.
 
 Each target runs in processes of its own under atheris (libFuzzer), which instruments the engine. A find is an
-exception that is no `ReshardError`, two seconds of processor time, or a gigabyte of memory; the input that made it
+exception that is not a `ReshardError`, two seconds of processor time, or a gigabyte of memory; the input that made it
 is left in `--finds`, and the exit status is 1. Replay: `run.py --replay FILE TARGET`.
 """
 

@@ -169,7 +169,7 @@ def fuzz_index(data: bytes) -> None:
     info = store.put("b/model.safetensors.index.json", data, metadata={}, if_absent=False)
     for file in read_index(store, info, suffix=".safetensors").names_by_file:
         if "/" in file or "\\" in file or file.startswith("."):
-            raise AssertionError(f"{file!r} is no plain name")
+            raise AssertionError(f"{file!r} is not a plain name")
 
 
 def _archives() -> list[bytes]:

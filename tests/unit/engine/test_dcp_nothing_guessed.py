@@ -552,7 +552,7 @@ def test_zeros_have_the_type_of_their_parameter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_nested_states_are_kept_or_named(flat: bool, tmp_path: Path) -> None:
-    """Those of SOAP: a list of matrices that may have one shape, and values that are no tensors."""
+    """Those of SOAP: a list of matrices that may have one shape, and values that are not tensors."""
     held = optimizer(model())
     for state in held["state"].values():
         state |= {"GG": [torch.rand(2, 2), torch.rand(2, 2)], "Q": None, "info": {"k": 3, "t": torch.rand(2)}}

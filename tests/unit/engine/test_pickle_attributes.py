@@ -72,7 +72,7 @@ HOSTILE = {
     "of a function, called": (_getattr(b"cos\nsystem\n", "mro") + b")R", "forbidden_call"),
     "of no member": (_getattr(STAGE, "optimizer"), "forbidden_global"),
     "of no member, called": (_getattr(STAGE, "mro") + b")R", "forbidden_call"),
-    "of a listed class that is no enum": (_getattr(b"ctorch\nSize\n", "mro"), "forbidden_global"),
+    "of a listed class that is not an enum": (_getattr(b"ctorch\nSize\n", "mro"), "forbidden_global"),
     "of a value": (_getattr(b"]", "append"), "forbidden_call"),
     "of a text": (_getattr(_text("os"), "system"), "forbidden_call"),
     "chain": (_getattr(_getattr(b"cos\npath\n", "os"), "system") + b")R", "forbidden_call"),
@@ -107,7 +107,7 @@ ALWAYS = {
     "zone of a number": (b"cdatetime\ntimezone\nK\x01\x85R", "forbidden_call"),
     "zone by a name": (b"cdatetime\ndatetime\nC\x0a" + b"\x01" * 10 + STAGE + b"\x86R", "forbidden_call"),
     "a factory called": (b"cbuiltins\nlist\n)R", "forbidden_call"),
-    "bytes that are no latin-1": (
+    "bytes that are not latin-1": (
         b"cbuiltins\nbytearray\n" + b"X\x03\x00\x00\x00\xe2\x82\xac" + _text("latin-1") + b"\x86R",
         "forbidden_call",
     ),

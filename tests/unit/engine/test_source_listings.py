@@ -1,4 +1,4 @@
-"""The number of directories that are listed to say what a place is that is no checkpoint."""
+"""The number of directories that are listed to say what a place is that is not a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The walk of one unit through the executor: how many rooms it passes, and how often it enters each.
 
 A room is a package or a module directly below `reshard_engine.execute`. It is entered when a function of it is called
-or resumed by one of another room. Constructors are no entries: no byte has moved. The units are of one item, so that
+or resumed by one of another room. Constructors are not entries: no byte has moved. The units are of one item, so that
 nothing is counted twice because a loop turns twice.
 """
 

@@ -116,7 +116,7 @@ class Checks(ABC):
         """The result of the check with this number.
 
         Raises:
-            ValueError, LookupError, TypeError: The JSON values are no result.
+            ValueError, LookupError, TypeError: The JSON values are not a result.
         """
 
 

@@ -86,7 +86,7 @@ class StoppedError(JobError):
     """The error that ends a run when the caller asks it to stop."""
 
     def __init__(self) -> None:
-        """Stopping is no failure: finished units stay finished."""
+        """Stopping is not a failure: finished units stay finished."""
         super().__init__("job.cancelled", "stopped on request", fix="run the same command again: it resumes")
 
 

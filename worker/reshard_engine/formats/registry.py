@@ -43,7 +43,7 @@ def _loaded(installed: InstalledFormat) -> Format:
     except (ImportError, AttributeError, TypeError) as error:
         raise refused_format(installed.name, module, printable(str(error))) from error
     if not isinstance(found, Format) or found.name != installed.name or {*found.targets} != {*installed.targets}:
-        text = f"{installed.implementation} is no Format with its name and its targets"
+        text = f"{installed.implementation} is not a Format with its name and its targets"
         raise refused_format(installed.name, module, text)
     return found
 

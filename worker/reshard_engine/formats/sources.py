@@ -124,8 +124,8 @@ def _error(location: Location, kind: str, fix: str) -> SourceError:
 
 _POINTER_LIMIT_BYTES = 1_024
 _LOOKED_INTO = 98
-"""So many directories at each of two levels below one that is no checkpoint are looked into: with the place itself and
-a tag there are fewer than 200 listings, each of which costs a call to an object store."""
+"""So many directories at each of two levels below one that is not a checkpoint are looked into: with the place itself
+and a tag there are fewer than 200 listings, each of which costs a call to an object store."""
 _LISTED_AT_ONCE = 16
 """Listings of an object store that run at once. A local directory is listed within microseconds."""
 _WITHOUT_TAGS = (
@@ -161,7 +161,7 @@ def _recognise(
 
 
 class _Below:
-    """The directories below a place that is no checkpoint: each is listed once, several at once, and not all."""
+    """The directories below a place that is not a checkpoint: each is listed once, several at once, and not all."""
 
     def __init__(self, location: Location) -> None:
         self._location = location
@@ -261,7 +261,7 @@ def _tagged(location: Location, listing: Listing, tag: str, *, code: str, said_b
     if not tag or len(tag) > 512 or not tag.isprintable() or any(p in ("", ".", "..") for p in parts) or "\\" in tag:
         raise SourceError(
             "source.not_found" if said_by == "--tag" else code,
-            f"{said_by} says {printable(tag)!r}, which is no directory name",
+            f"{said_by} says {printable(tag)!r}, which is not a directory name",
             fix=_tag_fix(below, listing, tag) or _WITHOUT_TAGS[said_by == "--tag"],
         )
     found = _recognise_child(location, tag)

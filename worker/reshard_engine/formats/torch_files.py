@@ -44,7 +44,7 @@ class TorchFiles(Format):
         return SlimWriter()
 
 
-# The trees of torch files, which are no training state that any other format knows.
+# The trees of torch files, which are not a training state that any other format knows.
 
 
 @dataclass(frozen=True, slots=True)

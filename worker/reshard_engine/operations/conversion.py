@@ -72,8 +72,8 @@ def finished_manifest(target: Location, plan: Plan) -> Manifest | None:
 # The pointer beside a target, such as `latest`: whether a conversion writes it, and what it named before.
 #
 # Runs resume from what the pointer names. So a target in the directory of a run changes the checkpoint that the run
-# resumes from; the user hears of it, and a move to an earlier step needs `--overwrite`. In a directory that is no
-# run's, such as the user's own, a pointer is a stray file, and would make the directory look like a run.
+# resumes from; the user hears of it, and a move to an earlier step needs `--overwrite`. In a directory of no run,
+# such as the user's own, a pointer is a stray file, and would make the directory look like a run.
 
 _NUMBERED = re.compile(r"(\D*(?:step|iter|epoch|ckpt|checkpoint)\D*)(\d+)", re.IGNORECASE)
 """A tag that begins with a word for progress and a number: `global_step100`, `step-100`, `checkpoint-100`."""
@@ -310,7 +310,7 @@ class Conversion:
     def pointer(self) -> Pointer | None:
         """The pointer to write after the commit: if the request asks for it, or the target has a save directory.
 
-        It is decided once, before anything is written. It is no part of the plan: the same target may be finished, or
+        It is decided once, before anything is written. It is not part of the plan: the same target may be finished, or
         resumed, when other things lie beside it.
         """
         # No `cached_property`: under Python 3.11 all conversions of a process would share its lock.

@@ -304,7 +304,7 @@ _COUNTER = "step"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The result of comparing the state that is no tensor of a parameter."""
+    """The result of comparing the state that is not a tensor of a parameter."""
 
     differences: tuple[Difference, ...]
     pairs: tuple[TensorPair, ...]
@@ -315,7 +315,7 @@ class Facts:
 
 
 class FactComparison:
-    """Compares the state that is no tensor of a parameter."""
+    """Compares the state that is not a tensor of a parameter."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, matching: Matching) -> None:
         """Take the two sides, and their matching, which pairs param groups with common parameters."""
@@ -326,7 +326,7 @@ class FactComparison:
         self._values = 0
 
     def compare(self) -> Facts:
-        """Compare all state that is no tensor of a parameter.
+        """Compare all state that is not a tensor of a parameter.
 
         Raises:
             SourceError: `checkpoint.malformed` for trees of the wrong shape.
@@ -393,7 +393,7 @@ class FactComparison:
             self._tree((mine.state.get(key), theirs.state.get(key)), DifferenceKind.STATE, key)
 
     def _extra_states(self, mine: Mapping[str, Node], theirs: Mapping[str, Node]) -> None:
-        """Compare the entries of the models' state dicts that are no tensors."""
+        """Compare the entries of the models' state dicts that are not tensors."""
         for name in dict.fromkeys((*mine, *theirs)):
             if name in mine and name in theirs:
                 self._tree((mine[name], theirs[name]), DifferenceKind.STATE, f"module.{name}")

@@ -27,7 +27,7 @@ from reshard_engine.tensors.views import Box, Mean, View
 MAX_REGIONS = 16_384
 """The most regions of one tensor that are listed; the rest are only counted. 4,096 ranks hold three or fewer each."""
 MAX_STRETCHES = 1 << 20
-"""The most runs of elements that are looked at one by one, where a tensor's parts are no rectangles of the matrix."""
+"""The most runs of elements that are looked at one by one, where a tensor's parts are not rectangles of the matrix."""
 MAX_COPIES = 8
 """The most files with copies of the same elements that are named."""
 MAX_NAME_CHARS = 1_024
@@ -236,7 +236,7 @@ class _FlatBox:
 
 
 def _flat_box(box: Box, view: View, columns: int) -> _FlatBox | None:
-    """The box with its dimensions joined to rows and columns; None if it is no rectangle then."""
+    """The box with its dimensions joined to rows and columns; None if it is not a rectangle then."""
     ends = [k for k in range(len(view.grid) + 1) if prod(view.grid[k:]) == columns]
     for split in ends:
         halves = (slice(None, split), slice(split, None))

@@ -121,7 +121,7 @@ def lazy(source: SourceSpec, *, exclude_frozen: bool) -> dict[str, LazyTensor]:
         RequestError: `request.unsatisfiable` if frozen parameters are to be left out, but the source does not show
             them.
     """
-    # Foreign objects are no weights: any of them is ignored.
+    # Foreign objects are not weights: any of them is ignored.
     checkpoint = read_checkpoint(
         open_location(source.url, source.profile), source.tag, OpaqueLedger(OpaquePolicy.KEEP), choices=source
     )

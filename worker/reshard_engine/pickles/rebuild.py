@@ -492,8 +492,8 @@ def checked_arguments(args: PTuple) -> tuple[Node, str]:
     """Check the arguments of `getattr` and return the owner and the attribute's name.
 
     Raises:
-        SourceError: `pickle.forbidden_call` for arguments that no pickler gives: a default, a name that is no
-            identifier, or one with two leading underscores.
+        SourceError: `pickle.forbidden_call` for arguments that no pickler gives: a default, a name that is not
+            an identifier, or one with two leading underscores.
     """
     owner, name = args.items if len(args.items) == 2 else (None, None)
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("__"):

@@ -1,8 +1,8 @@
 """The pickle interpreter: turns opcodes into inert nodes, under bounds, and imports and calls nothing.
 
-Overriding `find_class` of Python's unpickler is no security boundary: it hashes untrusted values, allocates gigabytes
-from eight bytes and crashes on deep keys. Therefore this is an interpreter of its own. It
-executes the data opcodes and records the code opcodes (GLOBAL, REDUCE, BUILD, ...) as data.
+Overriding `find_class` of Python's unpickler is not a security boundary: it hashes untrusted values, allocates
+gigabytes from eight bytes and crashes on deep keys. Therefore this is an interpreter of its own. It executes
+the data opcodes and records the code opcodes (GLOBAL, REDUCE, BUILD, ...) as data.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Plan:
     server_copies: tuple[ServerCopy, ...] = ()
     """Server-side copies in file order. If the store refuses, the bytes are read and sent; the plan stays the same."""
     digest: str = field(init=False)
-    """Digest of everything that decides the bytes and the units. The URLs of source and target are no part of it."""
+    """Digest of everything that decides the bytes and the units. The URLs of source and target are not part of it."""
     content_digest: str = field(init=False)
     """Digest of everything that decides the bytes. Plans that write the same files in other units have the same one."""
 

@@ -50,7 +50,7 @@ class translated:  # noqa: N801 - reads as the function that it is used as
                 fix=f"correct the path, or copy the file again: ls {shlex.quote(os.path.dirname(path) or '.')}",
             )
         if isinstance(error, FileExistsError):
-            return StorageError("storage.denied", f"{path} is no directory", fix="choose another target")
+            return StorageError("storage.denied", f"{path} is not a directory", fix="choose another target")
         reason = f"{path}: {error.strerror}"
         if error.errno == errno.ENAMETOOLONG:
             return SourceError("name.invalid", reason, fix="use a shorter path")

@@ -1,6 +1,6 @@
 """The protocol of stores: pinned ranged reads, conditional puts, and explicit multipart calls.
 
-Paths are strings without a scheme (`/abs/path`, `bucket/key`), because a key of an object store is no `pathlib.Path`.
+Paths are strings without a scheme (`/abs/path`, `bucket/key`): a key of an object store is not a `pathlib.Path`.
 Every read names the pinned object. So a read of a changed source fails, and never mixes two versions.
 """
 
@@ -95,7 +95,7 @@ class ObjectStore(Store, Protocol):
         ...
 
     def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
-        """Remove objects, in this order or in any. A missing object is no error.
+        """Remove objects, in this order or in any. A missing object is not an error.
 
         Without an order, many go in one request of at most `DELETED_AT_ONCE`, of which a part may have happened after
         an error.
@@ -141,7 +141,7 @@ class ObjectStore(Store, Protocol):
         ...
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """Abort an upload. An upload that no longer exists is no error."""
+        """Abort an upload. An upload that no longer exists is not an error."""
         ...
 
 

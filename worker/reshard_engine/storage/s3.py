@@ -151,14 +151,14 @@ def pages(client: Any, bucket: str, prefix: str, *, delimiter: str = "") -> Iter
     """Each page of the listing of a prefix, as botocore parses it.
 
     Raises:
-        StorageError: `storage.protocol` for a reply that is no listing, and for pages out of order or without end.
+        StorageError: `storage.protocol` for a reply that is not a listing, and for pages out of order or without end.
     """
     asked: dict[str, str] = {}
     last = b""
     for number in range(1, MAX_PAGES + 1):
         page: dict[str, Any] = client.list_objects_v2(Bucket=bucket, Prefix=prefix, Delimiter=delimiter, **asked)
         if "IsTruncated" not in page:
-            raise _against_the_protocol(bucket, "the reply is no listing")
+            raise _against_the_protocol(bucket, "the reply is not a listing")
         if any("Key" not in entry or "Size" not in entry for entry in page.get("Contents", ())):
             raise _against_the_protocol(bucket, "the listing names an object without a key or a size")
         names = [str(entry["Key"]).encode() for entry in page.get("Contents", ())]
@@ -334,7 +334,7 @@ class S3Store:
         return ObjectInfo(path, len(data), "etag:" + answer["ETag"].strip('"'))
 
     def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
-        """Remove objects. A missing object is no error."""
+        """Remove objects. A missing object is not an error."""
         # XML has no form for control characters in keys.
         many = [] if in_order or len(paths) < 2 else [path for path in paths if path.isprintable()]
         left = list(paths) if not many else [path for path in paths if not path.isprintable()]
@@ -479,7 +479,7 @@ class S3Store:
             )
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """Abort an upload. An upload that no longer exists is no error."""
+        """Abort an upload. An upload that no longer exists is not an error."""
         bucket, key = _split(path)
         try:
             with translated(path):

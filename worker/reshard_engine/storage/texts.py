@@ -54,7 +54,7 @@ class TextStore(Protocol):
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove texts. A missing one is no error."""
+        """Remove texts. A missing one is not an error."""
         ...
 
 

@@ -155,7 +155,7 @@ class LogicalState:
 def tree_difference(left: Tree, right: Tree, where: str = "") -> str | None:
     """The first difference of two trees in a type, a key, an order or a bit of a value; None if they are equal."""
     if type(left) is not type(right):
-        return f"{where or 'the root'}: {type(left).__name__} {left!r:.80} is no {type(right).__name__} {right!r:.80}"
+        return f"{where or 'the root'}: {type(left).__name__} {left!r:.80} is not {type(right).__name__} {right!r:.80}"
     pairs: Iterable[tuple[str, Tree, Tree]]
     if isinstance(left, Instance):
         pairs = [(f"{where}:class", left.dotted, right.dotted), (where, dict(left.attributes), dict(right.attributes))]

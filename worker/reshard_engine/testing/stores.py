@@ -127,7 +127,7 @@ class MemoryStore:
         return _info(path, made)
 
     def delete(self, paths: Sequence[str], *, in_order: bool = True) -> None:
-        """Remove objects; absent ones are no error."""
+        """Remove objects; absent ones are not an error."""
         with self._lock:
             for path in paths:
                 self._objects.pop(path, None)
@@ -195,7 +195,7 @@ class MemoryStore:
             del self._uploads[upload_id]
 
     def abort_multipart(self, path: str, upload_id: str) -> None:
-        """Drop an upload; one that is gone is no error."""
+        """Drop an upload; one that is gone is not an error."""
         with self._lock:
             found = self._uploads.get(upload_id)
             if found is not None and found.path == path:

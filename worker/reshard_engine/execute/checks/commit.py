@@ -392,7 +392,7 @@ def with_full_checks(manifest: Manifest, sums: Mapping[str, SourceSums], sha256:
 
 
 def name_in_manifest(file: SourceFile) -> str:
-    """The name of a source file as JSON text; bytes that are no UTF-8 are written as backslash escapes."""
+    """The name of a source file as JSON text; bytes that are not UTF-8 are written as backslash escapes."""
     return file.name.encode("utf-8", "backslashreplace").decode()
 
 

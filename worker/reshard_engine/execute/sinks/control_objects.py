@@ -118,7 +118,7 @@ class ControlObjects:
         """The claim on the target, if there is one.
 
         Raises:
-            IntegrityError: `integrity.journal` if the object of that name is no claim.
+            IntegrityError: `integrity.journal` if the object of that name is not a claim.
         """
         text = self._read(self._claim_path)
         return None if text is None else self._claim_in(text)
@@ -210,7 +210,7 @@ class ControlObjects:
         """The plan with this digest as JSON values; empty if no attempt has stored it yet.
 
         Raises:
-            IntegrityError: `integrity.journal` if it is no plan.
+            IntegrityError: `integrity.journal` if it is not a plan.
         """
         path = join(self.journal_of(digest), "plan.json")
         text = self._read(path)
@@ -251,7 +251,7 @@ class ControlObjects:
         """Upload ids by file number, from the given journal or, by default, from this plan's journal.
 
         Raises:
-            IntegrityError: `integrity.journal` if one is no record of an upload.
+            IntegrityError: `integrity.journal` if one is not a record of an upload.
         """
         texts = self._read_all(journal or self._journal, "upload")
         return {file: _facts(f"upload-{file}.json", text, {"id": str})["id"] for file, text in texts.items()}
@@ -260,7 +260,7 @@ class ControlObjects:
         """All upload ids that a journal names: those of one process, and those of workers that shared the conversion.
 
         Raises:
-            IntegrityError: `integrity.journal` if one is no record of an upload.
+            IntegrityError: `integrity.journal` if one is not a record of an upload.
         """
         paths = [i.path for i in self._store.list_tree(journal) if _UPLOAD.fullmatch(i.path[len(journal) + 1 :])]
         with ThreadPoolExecutor(_THREADS) as pool:

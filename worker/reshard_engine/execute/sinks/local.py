@@ -370,7 +370,7 @@ class LocalSink:
         return occupied
 
     def _refuse_precious(self, names: Sequence[str]) -> None:
-        """Refuse to let `--overwrite` remove a directory that is no checkpoint and no output of reshard."""
+        """Refuse to let `--overwrite` remove a directory that is neither a checkpoint nor an output of reshard."""
         here = os.path.realpath(os.getcwd())
         kept = {"/", os.path.realpath(os.path.expanduser("~")), here}
         foreign = bool(names) and not self._known.holds_checkpoint(names)

@@ -53,7 +53,7 @@ def read_state_tree(location: Location, ledger: OpaqueLedger) -> Checkpoint:
         if state is None:
             raise SourceError(
                 "source.unknown_kind",
-                f"{printable(location.url)} is no distributed checkpoint",
+                f"{printable(location.url)} is not a distributed checkpoint",
                 fix="name the directory that holds `.metadata`",
             )
         builder = ShardMapBuilder()

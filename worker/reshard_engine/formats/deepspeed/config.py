@@ -88,7 +88,7 @@ class RunConfig:
 def config_for(
     config: Node, *, stage: int, dtype: str, bf16_optimizer: bool, ep: int, options: Mapping[str, Node]
 ) -> Node:
-    """A copy of the config that describes the target; a config that is no mapping stays as it is.
+    """A copy of the config that describes the target; a config that is not a mapping stays as it is.
 
     Args:
         config: The source's `ds_config`.
@@ -218,7 +218,9 @@ def _configured(checkpoint: Checkpoint) -> tuple[str, _Values, list[str | int]]:
     known = _DEFAULTS[kind]
     given = [k for k in known if k in params]
     if odd := [k for k in given if isinstance(params[k], str)]:
-        raise _refused(f"ds_config has {printable(str(odd[0]))} {printable(str(params[odd[0]]))!r}, which is no number")
+        raise _refused(
+            f"ds_config has {printable(str(odd[0]))} {printable(str(params[odd[0]]))!r}, which is not a number"
+        )
     return kind, {k: _as_torch(params.get(k, v)) for k, v in known.items()}, given
 
 

@@ -105,7 +105,7 @@ class DeepSpeedFacts(FormatFacts):
     entries: Mapping[str | int, Node] = field(default_factory=dict[str | int, Node])
     """Entries of model states that are DeepSpeed's own, such as `module` (with `PTensorRef`s) and `ds_config`.
 
-    A scheduler's state that `model_states` once made is here, too: it is no state of the run.
+    A scheduler's state that `model_states` once made is here, too: it is not a state of the run.
     """
     order: tuple[str | int, ...] = ()
     """All keys of the model states in the order of the source's file; empty for a source that is not DeepSpeed's."""
@@ -161,7 +161,7 @@ def run_fields(entries: Mapping[str | int, Node], rng: tuple[Mapping[str, Node],
 
 
 def own_entries(entries: Mapping[str | int, Node]) -> dict[str | int, Node]:
-    """The entries that only DeepSpeed knows, and entries with a counter's name whose value is no integer."""
+    """The entries that only DeepSpeed knows, and entries with a counter's name whose value is not an integer."""
     made = {SCHEDULER} if _is_made(entries.get(SCHEDULER)) else set[str]()
     return {k: v for k, v in entries.items() if k in OWN_KEYS | made or (k in COUNTERS and type(v) is not int)}
 

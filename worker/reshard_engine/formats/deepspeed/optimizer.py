@@ -160,7 +160,7 @@ def groups_of(checkpoint: Checkpoint) -> list[ParamGroup]:
 
     Groups of torch's Adam get the one key that DeepSpeed's own Adam reads and torch's does not have: without it, the
     first step of FusedAdam or DeepSpeedCPUAdam ends with a KeyError. Torch's Adam always corrects the bias of its
-    moments, so that the value is no assumption. Torch's Adam keeps a key that it does not know and never reads it.
+    moments, so that the value is not an assumption. Torch's Adam keeps a key that it does not know and never reads it.
 
     Source: deepspeed 0.19.8 `ops/adam/fused_adam.py`, `ops/adam/cpu_adam.py` (`step`), torch 2.13.0 `optim/adam.py`.
     """

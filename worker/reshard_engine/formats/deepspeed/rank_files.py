@@ -55,7 +55,7 @@ class ModelStates:
     entries: Mapping[str | int, Node]
     module: Mapping[str, PTensor]
     extra_states: Mapping[str, Node]
-    """Entries of `module` that are no tensors, by name."""
+    """Entries of `module` that are not tensors, by name."""
     paths: tuple[KeyPath, ...]
     """Key paths of all entries of `module`, in its order."""
     buffer_names: tuple[str, ...]
@@ -174,7 +174,7 @@ def shape_of(node: Node, what: str) -> tuple[int, ...]:
         node = node.args.items[0]
     items = node.items if isinstance(node, PTuple | PList) else None
     if items is None or len(items) > 64 or not all(type(i) is int and 0 <= i < 1 << 48 for i in items):
-        raise SourceError("checkpoint.malformed", f"{what} is no shape but {kind_of(node)}")
+        raise SourceError("checkpoint.malformed", f"{what} is not a shape but {kind_of(node)}")
     numel = 1
     for item in items:
         numel *= item
@@ -332,7 +332,7 @@ def _stage(node: Node) -> int:
 def _tensor_list(node: Node, what: str) -> tuple[PTensor, ...]:
     items = sequence_items(node, what=what)
     if not all(isinstance(i, PTensor) and len(i.shape) == 1 for i in items):
-        raise SourceError("checkpoint.malformed", f"{what} holds something that is no flat tensor")
+        raise SourceError("checkpoint.malformed", f"{what} holds something that is not a flat tensor")
     return tuple(items)
 
 
@@ -366,7 +366,7 @@ def named_states(entries: Mapping[str | int, Node]) -> dict[str, Node]:
     """An optimizer's states by name; the names become file names.
 
     Raises:
-        SourceError: `name.invalid` for a name that is no plain word, or that is taken (`fp32`).
+        SourceError: `name.invalid` for a name that is not a plain word, or that is taken (`fp32`).
     """
     return {checked_state(k): v for k, v in entries.items()}
 
@@ -391,7 +391,7 @@ def _paddings(node: Node, name: str) -> tuple[tuple[int, ...], ...]:
     for group in sequence_items(node, what=f"{name}: param_alignment_paddings"):
         values = sequence_items(group, what=f"{name}: param_alignment_paddings")
         if not all(type(v) is int and 0 <= v < 1 << 20 for v in values):
-            raise SourceError("checkpoint.malformed", f"{name}: an alignment padding is no small integer")
+            raise SourceError("checkpoint.malformed", f"{name}: an alignment padding is not a small integer")
         groups.append(tuple(values))
     return tuple(groups)
 
@@ -408,7 +408,7 @@ def read_scalar(node: Node, torch_file: TorchFile, *, what: str) -> Scalar:
         found = Scalar.of_element(torch_file.read_scalar_bytes(node), BY_NAME[node.dtype], node.shape)
         if found is not None:
             return found
-    raise SourceError("checkpoint.malformed", f"{what} is no number but {kind_of(node)}")
+    raise SourceError("checkpoint.malformed", f"{what} is not a number but {kind_of(node)}")
 
 
 # Opens the files of one checkpoint's ranks, and parses equal pickles once.

@@ -120,7 +120,7 @@ def _to_pipeline(names: list[str]) -> dict[str, Renamed]:
 def _unknown(name: str) -> RequestError:
     return RequestError(
         "request.unsatisfiable",
-        f"{printable(name)} is no name of a GPT or Llama model of Megatron-DeepSpeed",
+        f"{printable(name)} is not a name of a GPT or Llama model of Megatron-DeepSpeed",
         fix="leave --names out: other models keep their names",
     )
 

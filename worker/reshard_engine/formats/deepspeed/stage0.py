@@ -229,7 +229,7 @@ def assemble_stage0(
     builder = ShardMapBuilder()
     number = {model.torch_file.file: 0}
     module = ModuleTensors(builder, [model], number, owned={}, sharded=False)
-    # Without `param_shapes` everything that is no buffer and no alias is a candidate, in the model's order.
+    # Without `param_shapes` everything that is neither a buffer nor an alias is a candidate, in the model's order.
     candidates = {p.fqn: p for p in module.frozen_parameters}
     trees = ModelTrees(builder, number)
     extra_states = {n: trees.carried(v, model.torch_file) for n, v in model.extra_states.items()}
@@ -492,7 +492,7 @@ def _elementwise_keys(entries: Sequence[Mapping[str, Node]]) -> set[str]:
 def _tensors(node: Node) -> list[PTensor]:
     items: Sequence[Node] = [] if node is None else sequence_items(node, what="fp32 groups")
     if not all(isinstance(i, PTensor) for i in items):
-        raise SourceError("checkpoint.malformed", "an fp32 group holds something that is no tensor")
+        raise SourceError("checkpoint.malformed", "an fp32 group holds something that is not a tensor")
     if any(prod(i.shape) != i.numel for i in items):
         raise SourceError("checkpoint.malformed", "an fp32 group has an impossible shape")
     return list(items)

@@ -97,14 +97,14 @@ def _facts_in(data: bytes) -> dict[str, Any]:
     try:
         found: Any = json.loads(data, parse_constant=no_number)
     except (ValueError, RecursionError) as error:
-        raise not_lora(f"it is no JSON ({printable(str(error), max_chars=100)})") from None
+        raise not_lora(f"it is not JSON ({printable(str(error), max_chars=100)})") from None
     if not isinstance(found, dict):
         raise not_lora(f"it holds no object but {printable(repr(found), max_chars=100)}")
     return cast("dict[str, Any]", found)
 
 
 def _refuse_wrong_values(facts: Mapping[str, Any]) -> None:
-    """Refuse values with which PEFT's `LoraConfig` makes no adapter. True is no number, and 1 is not True.
+    """Refuse values with which PEFT's `LoraConfig` makes no adapter. True is not a number, and 1 is not True.
 
     Raises:
         SourceError: `checkpoint.malformed` with the field and its value.

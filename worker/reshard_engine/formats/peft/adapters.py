@@ -84,7 +84,7 @@ def scaling_of(config: AdapterConfig | None, alpha: float | None, seen: Iterable
         try:
             _RE2.compile(pattern)
         except _RE2.error:
-            raise not_lora(f"`alpha_pattern` has {printable(pattern)!r}, which is no regular expression") from None
+            raise not_lora(f"`alpha_pattern` has {printable(pattern)!r}, which is not a regular expression") from None
     if (said := facts.get("lora_alpha")) is None:
         raise not_lora("it has no `lora_alpha`")
     by_root, transposed = (bool(facts.get(k)) for k in ("use_rslora", "fan_in_fan_out"))
@@ -116,7 +116,7 @@ def merge_of(name: str, base: Parameter, factors: Factors, scaling: Scaling) -> 
     embedding = "lora_embedding_A" in factors
     a, b = (factors.get(f"lora_embedding_{k}" if embedding else f"lora_{k}") for k in "AB")
     if a is None or b is None or not len(base.shape) == len(a.shape) == len(b.shape) == 2:
-        raise unmergeable(name, "a layer that is no matrix with two factors")
+        raise unmergeable(name, "a layer that is not a matrix with two factors")
     (rank, inputs), (outputs, other) = a.shape, b.shape
     by_shape = transposed_by_shape(base.shape, factors)
     transposed = True if embedding else scaling.transposed if by_shape is None else by_shape
@@ -352,7 +352,9 @@ def _new_rows(name: str, base: Parameter, tokens: Parameter, config: AdapterConf
         )
     rows = cast("list[Any]", said) if isinstance(said, list) else [said]
     if not all(type(r) is int and 0 <= r < base.shape[0] for r in rows) or len(set(rows)) != len(rows):
-        raise SourceError("checkpoint.malformed", f"{CONFIG}: `trainable_token_indices` are no rows of {base.shape[0]}")
+        raise SourceError(
+            "checkpoint.malformed", f"{CONFIG}: `trainable_token_indices` are not rows of {base.shape[0]}"
+        )
     if tokens.shape != (len(rows), *base.shape[1:]) or len(base.shape) != 2:
         raise SourceError(
             "checkpoint.malformed",

@@ -158,7 +158,7 @@ class PeftWriter:
 
         Raises:
             RequestError: `request.unsatisfiable` if there is no LoRA adapter, or several and none was named, or trained
-                parameters that are no part of it, or an unknown scale.
+                parameters that are not part of it, or an unknown scale.
         """
         if request.exclude_frozen:
             raise RequestError(
@@ -282,7 +282,7 @@ def _refuse_rest(checkpoint: Checkpoint, taken: set[str]) -> None:
     if rest:
         raise RequestError(
             "request.unsatisfiable",
-            f"{len(rest)} trained parameters are no part of a LoRA adapter: {listed(rest)}",
+            f"{len(rest)} trained parameters are not part of a LoRA adapter: {listed(rest)}",
             fix="--to safetensors writes them all; biases go along if adapter_config.json says so (`bias`)",
             details={"parameters": [printable(n) for n in rest[:64]]},
         )

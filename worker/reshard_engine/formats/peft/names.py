@@ -130,7 +130,7 @@ def own_name(fqn: str) -> str:
 
 
 def refuse_other_methods(names: Iterable[str]) -> None:
-    """Refuse parameters that PEFT added and that are no part of a LoRA adapter.
+    """Refuse parameters that PEFT added and that are not part of a LoRA adapter.
 
     Every attribute of a wrapper except the wrapped module belongs to PEFT, also if its name is unknown.
 

@@ -421,7 +421,7 @@ def _parse_torch(file: SourceFile, ledger: OpaqueLedger) -> Shard:
         if not isinstance(key, str) or not isinstance(value, PTensor):
             raise SourceError(
                 "source.unsupported",
-                f"{printable(file.name)}: {printable(key)} is no name of a tensor (its value is {kind_of(value)})",
+                f"{printable(file.name)}: {printable(key)} is not the name of a tensor (its value is {kind_of(value)})",
                 fix="only a flat mapping of names to tensors is read: save `model.state_dict()` alone",
             )
         name = checked_name(key)

@@ -23,7 +23,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 FileTemplateOf = Callable[[Sequence[Weight], dict[str, str], dict[str, Node]], tuple[FileTemplate, tuple[int, ...]]]
-"""Weights of a file, the aliases of them, and its entries that are no tensors, to its template and slots."""
+"""Weights of a file, the aliases of them, and its entries that are not tensors, to its template and slots."""
 
 
 def lay_out_weights(
@@ -135,7 +135,7 @@ def _template(
 # Consolidated weights as `torch.save` writes them: `pytorch_model.bin`, or shards with an index.
 #
 # Tied names refer to one storage, and each storage is exactly as long as its tensor. Entries of the state dict that are
-# no tensors, such as extra states of modules, are there as they were.
+# not tensors, such as extra states of modules, are there as they were.
 
 _ROOT = "pytorch_model"
 

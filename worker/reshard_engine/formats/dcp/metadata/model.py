@@ -46,7 +46,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class BytesEntry:
-    """A value that is no tensor: a stream of `torch.save` in a range of a file."""
+    """A value that is not a tensor: a stream of `torch.save` in a range of a file."""
 
     key: str
     file: int
@@ -337,7 +337,7 @@ def _check_memory_format(node: Node, what: str) -> None:
 
 NO_TRANSFORM = -1
 NO_OFFSET = -1
-"""The number of dimensions of a place without an offset: that of a value that is no tensor."""
+"""The number of dimensions of a place without an offset: that of a value that is not a tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -438,7 +438,7 @@ def checked_path(node: Node) -> str:
     if bad or any(part in ("", ".", "..") for part in path.split("/")):
         raise SourceError(
             "name.invalid",
-            f"the checkpoint names the file {printable(path)!r}, which is no plain path below its directory",
+            f"the checkpoint names the file {printable(path)!r}, which is not a plain path below its directory",
         )
     return path
 

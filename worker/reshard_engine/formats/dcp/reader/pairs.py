@@ -273,7 +273,7 @@ class _PairReader:
             if type(node) is int or type(node) is float:
                 return Scalar(node)
             if state == _STEP:
-                raise SourceError("checkpoint.malformed", f"{printable(first.entry.key)} is no number")
+                raise SourceError("checkpoint.malformed", f"{printable(first.entry.key)} is not a number")
             return None
         if first.entry.shape == () and (shape != () or state == _STEP):
             return self._reading.tensors.chunks.scalar(first)

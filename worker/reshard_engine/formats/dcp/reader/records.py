@@ -81,7 +81,7 @@ class Places:
     scalars: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """The data, by row, of chunks of at most `MAX_SCALAR_BYTES` bytes."""
     classes: dict[int, Global] = field(default_factory=dict[int, Global])
-    """The classes, by row, of chunks that are no plain tensors, but made of several, such as quantized ones."""
+    """The classes, by row, of chunks that are not plain tensors, but made of several, such as quantized ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def refuse_other_streams(part: SourceFile) -> None:
     if head.startswith(b"PK"):
         return
     kind = _COMPRESSED.get(head)
-    text = f"is compressed ({kind})" if kind else "is no torch archive"
+    text = f"is compressed ({kind})" if kind else "is not a torch archive"
     raise SourceError(
         "source.unsupported",
         f"{_where(part)} {text}",
@@ -334,7 +334,7 @@ def decompressed(metadata: Metadata, files: Sequence[SourceFile]) -> Decompresse
 
     Raises:
         SourceError: `source.unsupported` for other transforms, and without the codec; `checkpoint.malformed` for bytes
-            that are no frame; `zip.bomb` for a record that has more bytes than its tensor, and for values that have
+            that are not a frame; `zip.bomb` for a record that has more bytes than its tensor, and for values that have
             more bytes together than one pickle may have.
         StorageError: `storage.no_space`.
     """
@@ -410,7 +410,7 @@ class _Spooling:
         whole = SourceFile(
             self._store, "decompressed", (info,), archives=np.array(archives, dtype=np.int64).reshape(-1, 2)
         )
-        # The compressed records are no archives.
+        # The compressed records are not archives.
         return Decompressed(plain, (*(replace(f, archives=None) for f in self._files), whole))
 
     def _limits(self) -> Sequence[int]:

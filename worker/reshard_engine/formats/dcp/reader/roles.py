@@ -212,7 +212,7 @@ class _Sorting:
     ) -> list[tuple[KeyPath | None, KeyPath | None]]:
         """The pair to read, and behind it every other optimizer with its model, then models that no optimizer trains.
 
-        Where there is an optimizer, a place that holds none of an optimizer's parameters is no model, but something
+        Where there is an optimizer, a place that holds none of an optimizer's parameters is not a model, but something
         else that the script saved.
         """
         found = [first]

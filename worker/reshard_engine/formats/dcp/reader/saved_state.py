@@ -45,7 +45,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedValue:
-    """A value of the state dict that is no tensor."""
+    """A value of the state dict that is not a tensor."""
 
     path: KeyPath
     entry: BytesEntry
@@ -290,7 +290,7 @@ def _refuse_other_tensors(same: Sequence[SavedTensor]) -> None:
             )
 
 
-# Values of a saved state that are no tensors, as inert nodes.
+# Values of a saved state that are not tensors, as inert nodes.
 #
 # Each value is a stream of `torch.save`, which torch reads back with `weights_only=False`. Here nothing of it is run.
 #

@@ -75,7 +75,7 @@ def _add_view(builder: ShardMapBuilder, tensor: LogicalTensor, held: Boxes) -> i
     if count > MAX_BOXES:
         raise SourceError(
             "checkpoint.too_large",
-            f"{printable(tensor.fqn)} has {count} chunks that are no runs of rows, the limit is {MAX_BOXES}",
+            f"{printable(tensor.fqn)} has {count} chunks that are not runs of rows, the limit is {MAX_BOXES}",
         )
     boxes: list[Box] = []
     for at in range(count):
@@ -164,7 +164,7 @@ class ChunkTensors:
         return ChunkRecords(kind.astype(np.int32), file.astype(np.int32), offset, length, list(kinds))
 
     def scalar(self, tensor: SavedTensor) -> Scalar | None:
-        """The number of a tensor with one element; None if it is no plain number, or has several chunks."""
+        """The number of a tensor with one element; None if it is not a plain number, or has several chunks."""
         entry = tensor.entry
         raw = self._places.scalars.get(self._first[id(tensor)]) if entry.count == 1 else None
         if raw is None or len(raw) != entry.dtype.itemsize_bytes:
@@ -212,7 +212,7 @@ class ChunkTensors:
         if (kind := self.class_of(saved)) is not None:
             raise SourceError(
                 "source.unsupported",
-                f"{printable(entry.key)} is no plain tensor, but a {printable(kind)}",
+                f"{printable(entry.key)} is not a plain tensor, but a {printable(kind)}",
                 fix="save it as a plain tensor (dequantized), or leave it out of the state dict",
             )
         chunks = self._without_copies(fqn, state, self._chunks(saved), entry.shape, saved[0])

@@ -63,7 +63,7 @@ class Saved:
 
     path: KeyPath
     dtype: Dtype | None
-    """None for a value that is no tensor."""
+    """None for a value that is not a tensor."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
     kind: Kind = None

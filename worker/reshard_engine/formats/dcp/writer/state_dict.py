@@ -59,7 +59,7 @@ class LiteralEntry:
 
 @dataclass(frozen=True, slots=True)
 class ValueEntry:
-    """A value that is no tensor."""
+    """A value that is not a tensor."""
 
     path: KeyPath
     value: Node

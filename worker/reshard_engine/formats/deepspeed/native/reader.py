@@ -62,7 +62,7 @@ from reshard_engine.tensors.shard_map import ShardMapBuilder
 
 # Buffers and extra states of modules: every tensor-parallel rank holds a copy, and no rule cuts them.
 #
-# The checkpoint takes the first rank's copy. Values that are no tensors are compared at once, tensors before writing.
+# The checkpoint takes the first rank's copy. Values that are not tensors are compared at once, tensors before writing.
 
 
 class Copies:
@@ -337,7 +337,7 @@ class _Assembly:
             noted.add(name, "no file of DeepSpeed's", file=name)
         for file in run.experts.values():
             left = (e.name for e in module_entries(file.root, file.file.name) if not isinstance(e.value, PTensor))
-            noted.add_all(left, "an entry of an expert's file that is no tensor", file=file.file.name)
+            noted.add_all(left, "an entry of an expert's file that is not a tensor", file=file.file.name)
 
     def _module_of(self, piece: Slice) -> ModuleTensors:
         owned = {p.fqn: p.shape for p in piece.trained}
@@ -418,7 +418,7 @@ class _Assembly:
         )
 
     def _extra_tables(self) -> list[dict[str, tuple[TorchFile, Node]]]:
-        """Per tensor-parallel rank the entries of its state dicts that are no tensors, by name."""
+        """Per tensor-parallel rank the entries of its state dicts that are not tensors, by name."""
         tp = self._run.tp
         tables: list[dict[str, tuple[TorchFile, Node]]] = [{} for _ in range(tp)]
         for mp, piece in enumerate(self._slices):

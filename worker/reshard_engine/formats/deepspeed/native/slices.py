@@ -485,7 +485,7 @@ class ModuleTensors:
                 self._add_frozen(owner, tensor.shape, self._whole(owner, "weight", tensor))
 
     def _is_hooks_own(self, name: str, tensor: PTensor, *, sharded: bool) -> bool:
-        """True for a tensor that is no parameter, in a run that lists its frozen parameters (stages 2 and 3)."""
+        """True for a tensor that is not a parameter, in a run that lists its frozen parameters (stages 2 and 3)."""
         if self._listed is None or name in self._listed:
             return False
         return not (sharded and self._is_placeholder(tensor))
@@ -575,7 +575,7 @@ class ModelTrees(TreeTensors):
             model: The model states of rank 0.
             numbers: Tensors of `module` by name.
             module: Tied names and frozen parameters.
-            extra_states: Entries of `module` that are no tensors, by name.
+            extra_states: Entries of `module` that are not tensors, by name.
             without: Entries to leave out.
         """
         entries: dict[str | int, Node] = {}

@@ -223,11 +223,11 @@ class LocalModel:
     layers: Mapping[str, int]
     """The layer whose file holds each parameter's weight; empty in a run without a pipeline."""
     buffers: Mapping[str, int]
-    """Tensor numbers of persistent buffers, and of other tensors that are no parameters."""
+    """Tensor numbers of persistent buffers, and of other tensors that are not parameters."""
     shared: Mapping[str, str]
     """Owner's name of each tied name."""
     extra_states: Mapping[str, Node]
-    """Entries of `module` that are no tensors, by name."""
+    """Entries of `module` that are not tensors, by name."""
     paths: tuple[KeyPath, ...]
     """The key path of every entry of `module`, in the model's order."""
     fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])

@@ -302,7 +302,7 @@ def layer_tensors(
 
 
 def layer_extra_states(files: Mapping[tuple[int, int], TorchFile]) -> dict[int, dict[str, tuple[TorchFile, Node]]]:
-    """Per tensor-parallel rank every entry of the layer files that is no tensor, under its full name."""
+    """Per tensor-parallel rank every entry of the layer files that is not a tensor, under its full name."""
     found: dict[int, dict[str, tuple[TorchFile, Node]]] = {}
     for (layer, tp), file in sorted(files.items()):
         table = found.setdefault(tp, {})

@@ -85,7 +85,7 @@ class Patterns:
             except _ERROR as error:
                 raise SourceError(
                     "rules.invalid",
-                    f"{what}: {printable(text)!r} is no pattern: {printable(str(error), max_chars=120)}",
+                    f"{what}: {printable(text)!r} is not a pattern: {printable(str(error), max_chars=120)}",
                     fix="patterns are regular expressions without lookaround and backreferences (RE2)",
                 ) from None
 
@@ -145,7 +145,7 @@ def as_mapping(value: Any, what: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise SourceError("rules.invalid", f"{what} is no mapping")
+        raise SourceError("rules.invalid", f"{what} is not a mapping")
     return cast("Mapping[str, Any]", value)
 
 
@@ -158,7 +158,7 @@ def as_items(value: Any, what: str) -> Sequence[Any]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise SourceError("rules.invalid", f"{what} is no list")
+        raise SourceError("rules.invalid", f"{what} is not a list")
     found = cast("Sequence[Any]", value)
     if len(found) > MAX_ITEMS:
         raise SourceError("rules.invalid", f"{what} has more than {MAX_ITEMS} items")
@@ -173,7 +173,7 @@ def as_texts(value: Any, what: str) -> list[str]:
     """
     items = list(as_mapping(value, what)) if isinstance(value, Mapping) else list(as_items(value, what))
     if not all(isinstance(i, str) for i in items):
-        raise SourceError("rules.invalid", f"{what} holds something that is no text")
+        raise SourceError("rules.invalid", f"{what} holds something that is not text")
     return items
 
 
@@ -184,7 +184,7 @@ def as_count(value: Any, what: str) -> int:
         SourceError: `rules.invalid` for anything else.
     """
     if type(value) is not int or not 0 < value < 1 << 48:
-        raise SourceError("rules.invalid", f"{what} is no positive number")
+        raise SourceError("rules.invalid", f"{what} is not a positive number")
     return value
 
 
@@ -195,7 +195,7 @@ def as_number(value: Any, what: str) -> float:
         SourceError: `rules.invalid` for anything else, and for a NaN.
     """
     if (type(value) is not int and type(value) is not float) or value != value:  # noqa: PLR0124 - a nan
-        raise SourceError("rules.invalid", f"{what} is no number")
+        raise SourceError("rules.invalid", f"{what} is not a number")
     return float(value)
 
 
@@ -207,7 +207,7 @@ def as_lengths(value: Any, what: str, *, max_items: int = 16, least: int = 0) ->
     """
     items = as_items(value, what) if value is not None else (None,)
     if len(items) > max_items or not all(type(n) is int and least <= n < 1 << 48 for n in items):
-        raise SourceError("rules.invalid", f"{what} is no list of lengths")
+        raise SourceError("rules.invalid", f"{what} is not a list of lengths")
     return tuple(items)
 
 
@@ -435,7 +435,7 @@ def _sections(entry: Any, what: str) -> _Sections:
         else:
             sizes.append(as_lengths(item, f"{what}: {SECTIONS}: shape", max_items=1 << 12))
     if type(dim) is not int or not 0 <= dim < len(sizes):
-        raise SourceError("rules.invalid", f"{what}: {SECTIONS}: partition_dim is no dimension of the shape")
+        raise SourceError("rules.invalid", f"{what}: {SECTIONS}: partition_dim is not a dimension of the shape")
     patterns = Patterns(as_texts(facts.get("patterns"), f"{what}: {SECTIONS}"), f"{what}: {SECTIONS}")
     return _Sections(patterns, tuple(sizes), dim)
 
@@ -547,7 +547,7 @@ def parse_rules(text: str) -> dict[str, Any]:
     """The rules in a document.
 
     Raises:
-        RequestError: `request.invalid` if it is no mapping of known keys.
+        RequestError: `request.invalid` if it is not a mapping of known keys.
     """
     try:
         found = yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
@@ -559,7 +559,7 @@ def parse_rules(text: str) -> dict[str, Any]:
             fix="write it as in docs/rules.md: a mapping of names to lists of patterns",
         ) from None
     if not isinstance(found, dict):
-        raise RequestError("request.invalid", "--rules: the document is no mapping", fix="see docs/rules.md")
+        raise RequestError("request.invalid", "--rules: the document is not a mapping", fix="see docs/rules.md")
     facts = {str(k): v for k, v in cast("dict[Any, Any]", found).items()}
     unknown = sorted(k for k in facts if k not in KNOWN)
     if unknown:

@@ -71,7 +71,7 @@ class AffineMaps:
         """The whole parameter as a view of its ranks' shards; None for a parameter without a map.
 
         Raises:
-            SourceError: `rules.invalid` for a map of another form, `source.unsupported` for a piece that is no box.
+            SourceError: `rules.invalid` for a map of another form, `source.unsupported` for a piece that is not a box.
             ValueError: The pieces do not tile the parameter.
         """
         pattern = self._patterns.match(name)
@@ -107,7 +107,7 @@ def _box(piece: Mapping[str, Any], logical: tuple[int, ...], shard: tuple[int, .
     whole = _place(lengths, _strided(piece.get("source"), len(lengths), what), logical, what)
     part = _place(lengths, _strided(piece.get("dest"), len(lengths), what), shard, what)
     if whole[1] != part[1] or len(logical) != len(shard):
-        raise SourceError("source.unsupported", f"{what} has a piece that is no box")
+        raise SourceError("source.unsupported", f"{what} has a piece that is not a box")
     return Box(tensor, shard, part[0], whole[0], whole[1])
 
 
@@ -134,7 +134,7 @@ def _place(
             continue
         dim = next((d for d in range(low - 1, -1, -1) if steps[d] == stride and grid[d] >= length), None)
         if dim is None:
-            raise SourceError("source.unsupported", f"{what} has a piece that is no box")
+            raise SourceError("source.unsupported", f"{what} has a piece that is not a box")
         box[dim], low = length, dim
     return tuple(at), tuple(box)
 

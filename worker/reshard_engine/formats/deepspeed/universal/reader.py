@@ -136,7 +136,7 @@ def list_atoms(location: Location) -> AtomFiles:
     """The files of a universal directory's `zero` folder.
 
     Raises:
-        SourceError: `name.invalid` for a folder or file that is no name of a parameter or state.
+        SourceError: `name.invalid` for a folder or file that is not the name of a parameter or state.
     """
     optimizer: SourceFile | None = None
     by_name: dict[str, dict[str, SourceFile]] = {}
@@ -321,7 +321,7 @@ _PATHS = f"{LAYOUT_NOTES}: module_paths"
 def _path(value: Any) -> KeyPath:
     keys = as_items(value, _PATHS)
     if not keys or not all(isinstance(k, str) or type(k) is int for k in keys):
-        raise SourceError("checkpoint.malformed", f"{_PATHS}: {len(keys)} keys, which are no names or numbers")
+        raise SourceError("checkpoint.malformed", f"{_PATHS}: {len(keys)} keys, which are not names or numbers")
     checked_name(name_of(tuple(keys)))
     return tuple(keys)
 
@@ -404,7 +404,7 @@ class Assembly:
         groups, params = split_groups(trees.carried(n, source) for n in self._optimizer.group_nodes)
         beside = {k: trees.carried(v, source) for k, v in self._optimizer.extras.items()}
         trained = [_with_weight(builder, p, module) for p in trained]
-        # At one tensor-parallel rank `module` holds a vocabulary with its padding, which is no part of the model.
+        # At one tensor-parallel rank `module` holds a vocabulary with its padding, which is not part of the model.
         numbers = module.numbers | {p.fqn: p.weight for p in trained if p.weight is not None}
         # The shapes in the model states of a model-parallel run are those of one rank's parts.
         partial = (PARAM_SHAPES,) if self._parallel else ()

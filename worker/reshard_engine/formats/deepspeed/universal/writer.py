@@ -99,7 +99,7 @@ _RANKS = 16
 
 
 _NAMES = ("name", "param_names")
-"""Entries of param groups that are no hyper-parameters."""
+"""Entries of param groups that are not hyper-parameters."""
 _AMSGRAD = "max_exp_avg_sq"
 
 
