@@ -93,13 +93,13 @@ def test_it_has_the_methods_of_the_client(kind: type, twin: type) -> None:
     for name, method in vars(kind).items():
         if name.startswith("_"):
             continue
-        there = inspect.getattr_static(twin, name)
+        counterpart = inspect.getattr_static(twin, name)
         if isinstance(method, property):
-            assert isinstance(there, property)
+            assert isinstance(counterpart, property)
             continue
-        assert list(inspect.signature(method).parameters) == list(inspect.signature(there).parameters), name
+        assert list(inspect.signature(method).parameters) == list(inspect.signature(counterpart).parameters), name
         streams = name in ("watch", "events")
-        assert streams or inspect.iscoroutinefunction(there), name
+        assert streams or inspect.iscoroutinefunction(counterpart), name
 
 
 def test_two_jobs_at_once(real: Service) -> None:

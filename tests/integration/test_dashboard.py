@@ -135,11 +135,11 @@ def test_a_login_leads_to_the_page_that_was_asked_for_and_to_no_other_host(servi
 def test_a_link_of_another_site_finds_the_login_that_is_there(service: Service) -> None:
     """A strict cookie is not sent after a click on another site, so that our own page must ask again."""
     with httpx.Client(base_url=service.url, headers=HTML) as browser:
-        there = browser.get("/jobs/job_x", headers={"Sec-Fetch-Site": "cross-site"}).headers["location"]
-        page = browser.get(there, headers={"Sec-Fetch-Site": "cross-site"}).text
+        address = browser.get("/jobs/job_x", headers={"Sec-Fetch-Site": "cross-site"}).headers["location"]
+        page = browser.get(address, headers={"Sec-Fetch-Site": "cross-site"}).text
         assert 'content="0;url=/jobs/job_x"' in page
         assert "password" not in page
-        assert "password" in browser.get(there, headers={"Sec-Fetch-Site": "same-origin"}).text
+        assert "password" in browser.get(address, headers={"Sec-Fetch-Site": "same-origin"}).text
 
 
 def test_a_login_from_another_site_is_refused(service: Service) -> None:

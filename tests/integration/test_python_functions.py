@@ -35,10 +35,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Generator[Service]:
 
 def test_a_service_says_what_this_process_says(service: Service) -> None:
     source = service.directory / "source"
-    there = reshard.inspect(source, url=service.url, token=TOKEN)
-    assert there == reshard.inspect(source)
+    remote = reshard.inspect(source, url=service.url, token=TOKEN)
+    assert remote == reshard.inspect(source)
     # This process may not see what the service sees, so it draws nothing.
-    assert "<svg" not in there._repr_html_()
+    assert "<svg" not in remote._repr_html_()
     plan = reshard.plan(source, service.directory / "planned", to="zero", dp=3, url=service.url, token=TOKEN)
     assert plan == reshard.plan(source, service.directory / "planned", to="zero", dp=3)
 

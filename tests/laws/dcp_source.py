@@ -87,7 +87,7 @@ def _labels(state: LogicalState, layout: Layout) -> Iterator[str]:
         "strided record": layout.turned and any(len(p.shape) > 1 for p in state.parameters),
         "never updated": bool(idle_parameters(state, layout)),
     }
-    yield from (label for label, there in found.items() if there)
+    yield from (label for label, present in found.items() if present)
 
 
 def _is_grid(shape: tuple[int, ...], boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:

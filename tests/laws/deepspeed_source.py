@@ -130,7 +130,7 @@ def _cut_labels(state: LogicalState, layout: Layout) -> Iterator[str]:
         "elastic": layout.elastic,
         "frozen late": bool(layout.late and state.trained),
     }
-    yield from (label for label, there in switches.items() if there)
+    yield from (label for label, present in switches.items() if present)
     if layout.stage in {0, 3}:
         if world > 1 and (state.buffers or layout.stage == 0):
             yield "replicas"

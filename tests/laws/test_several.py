@@ -92,13 +92,13 @@ def test_a_number_is_the_parameter_of_its_shape_or_asked_for(number: int) -> Non
     assert "--param-order" in error.fix
     (engine,), (names,) = source.engines, source.models.values()
     counts = Counter(names[n] for n in engine.order)
-    there = Counter(names.values())
+    available = Counter(names.values())
     groups = next(value for key, value in source.state.items() if key == engine.place[0])
     for part in engine.place[1:]:
         groups = groups[part]
     # Of optimizers that are not torch's own, states tell no shapes.
     foreign = any("foreach" not in group for group in groups["param_groups"])
-    assert foreign or any(there[shape] > 1 for shape in counts)
+    assert foreign or any(available[shape] > 1 for shape in counts)
     return None
 
 

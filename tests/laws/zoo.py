@@ -52,7 +52,7 @@ def _labels(state: LogicalState) -> Iterator[str]:
         "counter is a tensor": any(isinstance(s, Bits) for s in state.steps),
         "counter is a number": any(isinstance(s, int) for s in state.steps),
     }
-    yield from (label for label, there in found.items() if there)
+    yield from (label for label, present in found.items() if present)
 
 
 def _tensors(state: LogicalState) -> Iterator[Bits]:

@@ -96,10 +96,10 @@ def test_every_link_and_anchor_leads_somewhere(site: Path, built: dict[str, Page
             )
             if target == "." or (site / target).is_dir():
                 target = posixpath.normpath(f"{target}/index.html")
-            there = (site / target).is_file()
-            if there and address.fragment and target in built:
-                there = unquote(address.fragment) in built[target].names
-            if not there:
+            exists = (site / target).is_file()
+            if exists and address.fragment and target in built:
+                exists = unquote(address.fragment) in built[target].names
+            if not exists:
                 broken.append(f"{name}: {link}")
     assert broken == []
 

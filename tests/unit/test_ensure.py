@@ -186,7 +186,7 @@ def test_trainers_find_what_they_look_for(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("there", "ranks", "expected"),
+    ("present", "ranks", "expected"),
     [
         (
             {"rng_state_0.pth": 0, "rng_state_1.pth": 1},
@@ -204,12 +204,12 @@ def test_trainers_find_what_they_look_for(checkpoint: Path) -> None:
     ids=str,
 )
 def test_random_states_are_dealt_out(
-    there: dict[str, int], ranks: int, expected: dict[str, int], tmp_path: Path
+    present: dict[str, int], ranks: int, expected: dict[str, int], tmp_path: Path
 ) -> None:
     home, target = tmp_path / "home", tmp_path / "target"
     home.mkdir()
     target.mkdir()
-    for name, content in there.items():
+    for name, content in present.items():
         (home / name).write_text(str(content))
     for _ in range(2):
         place_companions(LocalSource(str(home), ("tag",), names_tag=False), str(target), ranks)

@@ -29,12 +29,12 @@ def _plain(blocks: int, *, tied: bool) -> list[str]:
 @given(blocks=st.integers(1, 130), tied=st.booleans())
 def test_there_and_back_is_the_identity(blocks: int, tied: bool) -> None:
     names = _plain(blocks, tied=tied)
-    there = rename_all(names, NameScheme.MEGATRON_PIPELINE)
-    piped = [there[n].name for n in names]
+    renamed = rename_all(names, NameScheme.MEGATRON_PIPELINE)
+    piped = [renamed[n].name for n in names]
     assert len(set(piped)) == len(names)
     back = rename_all(piped, NameScheme.MEGATRON_PLAIN)
     assert [back[n].name for n in piped] == names
-    layers = [there[n].layer for n in names]
+    layers = [renamed[n].layer for n in names]
     assert layers == sorted(layers, key=int)
     assert layers[0] == 1
     assert layers[-1] == blocks + (2 if tied else 3)

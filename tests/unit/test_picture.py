@@ -189,9 +189,9 @@ def test_regions_say_the_file_that_holds_each_element(kind: str, tp: int, dp: in
             own.reshape(-1)[ends[d] : ends[d + 1]] = t * dp + d
         dim = cut.dim or 0
         for part in parts(cut, grid[dim], tp, t):
-            there = (slice(None),) * dim
-            wanted[(*there, slice(part.start, part.start + part.width))] = own[
-                (*there, slice(part.local, part.local + part.width))
+            before = (slice(None),) * dim
+            wanted[(*before, slice(part.start, part.start + part.width))] = own[
+                (*before, slice(part.local, part.local + part.width))
             ]
     assert bool((drawn == wanted.reshape(drawn.shape)).all())
 

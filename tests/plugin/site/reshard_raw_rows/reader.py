@@ -38,16 +38,18 @@ class RawRowsReader:
         Raises:
             SourceError: `checkpoint.malformed`, `checkpoint.incomplete`, `checkpoint.coverage`, `name.invalid`.
         """
-        there = {f.path.rpartition("/")[2]: f for f in listing.files}
-        if there[INDEX].size_bytes > _MAX_INDEX_BYTES:
-            raise SourceError("checkpoint.too_large", f"{INDEX} has {there[INDEX].size_bytes} bytes")
+        by_name = {f.path.rpartition("/")[2]: f for f in listing.files}
+        if by_name[INDEX].size_bytes > _MAX_INDEX_BYTES:
+            raise SourceError("checkpoint.too_large", f"{INDEX} has {by_name[INDEX].size_bytes} bytes")
         try:
-            return self._checkpoint(location, there, json.loads(read_bytes(location.store, there[INDEX])), options.tag)
+            return self._checkpoint(
+                location, by_name, json.loads(read_bytes(location.store, by_name[INDEX])), options.tag
+            )
         except (KeyError, TypeError, ValueError) as error:
             text = f"{INDEX} is not as this format writes it: {printable(str(error))}"
             raise SourceError("checkpoint.malformed", text, fix="write the checkpoint again") from error
 
-    def _checkpoint(self, location: Location, there: Mapping[str, Any], index: Any, tag: str | None) -> Checkpoint:
+    def _checkpoint(self, location: Location, by_name: Mapping[str, Any], index: Any, tag: str | None) -> Checkpoint:
         builder, files = ShardMapBuilder(), list[SourceFile]()
         parameters, buffers = list[Parameter](), list[Buffer]()
         for entry in index["tensors"]:
@@ -55,13 +57,13 @@ class RawRowsReader:
             tensor = builder.tensor(name, "weight", BY_NAME[entry["dtype"]], shape)
             row = prod(shape[1:])
             for shard in entry["files"]:
-                if shard["name"] not in there:
+                if shard["name"] not in by_name:
                     raise SourceError(
                         "checkpoint.incomplete",
                         f"{printable(shard['name'])} is not there, and {INDEX} names it",
                         fix="copy the checkpoint again",
                     )
-                files.append(SourceFile(location.store, shard["name"], (there[shard["name"]],)))
+                files.append(SourceFile(location.store, shard["name"], (by_name[shard["name"]],)))
                 columns = (tensor, shard["rows"][0] * row, shard["rows"][1] * row, len(files) - 1, 0)
                 number, begin, end, file, offset = (np.array([v], dtype=np.int64) for v in columns)
                 builder.pieces(number, begin, end, file=file, offset=offset)

@@ -60,9 +60,9 @@ def prove_source_unchanged(checkpoint: Checkpoint) -> None:
     for file in checkpoint.files:
         by_store.setdefault(id(file.store), (file.store, []))[1].extend(file.objects)
     for store, objects in by_store.values():
-        there = _as_they_are(store, [i.path for i in objects])
+        current = _as_they_are(store, [i.path for i in objects])
         for info in objects:
-            if there.get(info.path) != info:
+            if current.get(info.path) != info:
                 raise changed(info)
 
 
@@ -111,11 +111,11 @@ def prove_structure(
         info = where.store.stat(where.child(file.path).path)
         if info is None:
             return "it is not there"
-        there = SourceFile(where.store, file.path, (info,))
+        written = SourceFile(where.store, file.path, (info,))
         try:
             if _is_safetensors(file):
-                return _header_problem(there, file)
-            return _archive_problem(there, file, [sums[number, r] for r in range(len(file.template.records))])
+                return _header_problem(written, file)
+            return _archive_problem(written, file, [sums[number, r] for r in range(len(file.template.records))])
         except SourceError as error:
             return f"{error.code}: {error.message}"
 

@@ -225,10 +225,10 @@ class ControlObjects:
     def offer_upload(self, file: int, upload_id: str) -> str:
         """Name the upload of a file, before its first part is sent; returns the id of the one that has the name."""
         name = f"upload-{file}.json"
-        there = agreed_text(ObjectTexts(self._store, self._journal), name, json.dumps({"id": upload_id}).encode())
-        if there is None:
+        agreed = agreed_text(ObjectTexts(self._store, self._journal), name, json.dumps({"id": upload_id}).encode())
+        if agreed is None:
             raise self.busy("")
-        return str(_facts(join(self._journal, name), there, {"id": str})["id"])
+        return str(_facts(join(self._journal, name), agreed, {"id": str})["id"])
 
     def replace_upload(self, file: int, upload_id: str) -> None:
         """Name the upload of a file in place of one that no longer exists."""
@@ -284,10 +284,10 @@ class ControlObjects:
         A worker that still saw the journal may have written to it after it was listed, so it is listed again.
         """
         for _ in range(_TRIES):
-            there = [i.path for i in self._store.list_tree(journal or self._journal)]
-            if not there:
+            listed = [i.path for i in self._store.list_tree(journal or self._journal)]
+            if not listed:
                 return
-            for paths in _in_order(there):
+            for paths in _in_order(listed):
                 self._store.delete(paths, in_order=False)
 
     def objects(self) -> list[ObjectInfo]:

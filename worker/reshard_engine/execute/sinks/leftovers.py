@@ -230,12 +230,12 @@ class Leftovers:
         """
         # The target is listed before the claim is read: objects that another attempt at this plan writes after it takes
         # the claim must not look like foreign ones.
-        there = self._store.list_tree(self._target)
+        objects = self._store.list_tree(self._target)
         rival = self._control.claimed_by()
         if rival is not None and rival.plan != digest:
             raise self._control.busy(rival.plan)
-        if rival is None and there:
-            heads = {i.path.removeprefix(self._target + "/").partition("/")[0] for i in there}
+        if rival is None and objects:
+            heads = {i.path.removeprefix(self._target + "/").partition("/")[0] for i in objects}
             raise target_exists(f"{self._store.scheme}://{self._target}", self._known, heads)
 
     def found(self, *, idle_s: float) -> list[Leftover]:
@@ -252,10 +252,10 @@ class Leftovers:
         known = {upload for journal in self._control.journals() for upload in self._control.upload_ids(journal)}
         uploads = [u for u in self._store.list_uploads(self._target + "/") if u[1] in known or u[0] in mine]
         unfinished = claim is not None and not self._is_finished(plan, claim.plan)
-        there = [i for i in self._store.list_tree(self._target) if i.path in mine] if unfinished else []
+        written = [i for i in self._store.list_tree(self._target) if i.path in mine] if unfinished else []
         sizes = {i.path: (_CLAIM if i.path.endswith(".reshard-claim") else "journal", i.size_bytes) for i in control}
         sizes |= {path: ("upload", self._uploaded_bytes(path, upload)) for path, upload in uploads}
-        sizes |= {i.path: ("object", i.size_bytes) for i in there}
+        sizes |= {i.path: ("object", i.size_bytes) for i in written}
         scheme = self._store.scheme
         return [
             Leftover.model_validate({"path": f"{scheme}://{p}", "kind": k, "size_bytes": n, "in_use": in_use})
@@ -296,8 +296,8 @@ class Leftovers:
                 journals.remove(self._control.journal_of(claim.plan))
             else:
                 self._collect_claimed(claim, plan)
-        there = set(self._control.journals())
-        self._collect_journals([j for j in journals if j in there])
+        existing = set(self._control.journals())
+        self._collect_journals([j for j in journals if j in existing])
         if claim is None:
             self._abort_strays(digests)
 
@@ -328,8 +328,8 @@ class Leftovers:
         self.abort(self.uploads_of(paths))
         if not self._is_finished(plan, claim.plan):
             commit = {join(self._target, f[0]) for f in plan.get("files", []) if f[2]} | {last}
-            there = [i.path for i in self._store.list_tree(self._target) if i.path in paths | {last}]
-            self.delete_written(there, claim.plan, first=commit)
+            written = [i.path for i in self._store.list_tree(self._target) if i.path in paths | {last}]
+            self.delete_written(written, claim.plan, first=commit)
         self.release(claim.plan, paths)
 
     def release(self, digest: str, paths: Iterable[str]) -> None:

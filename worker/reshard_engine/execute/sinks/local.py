@@ -189,8 +189,8 @@ class LocalJournal:
 def _still_valid(plan: Plan, staging: str, records: Sequence[UnitRecord]) -> Mapping[int, UnitRecord]:
     """The records whose bytes are still in the staging directory. Every byte is read again."""
     with ThreadPoolExecutor(_THREADS) as pool:
-        there = list(pool.map(partial(_is_there, plan, staging), records))
-    return {r.unit: r for r, whole in zip(records, there, strict=True) if whole}
+        intact = list(pool.map(partial(_is_there, plan, staging), records))
+    return {r.unit: r for r, whole in zip(records, intact, strict=True) if whole}
 
 
 def _is_there(plan: Plan, staging: str, record: UnitRecord) -> bool:
@@ -360,9 +360,9 @@ class LocalSink:
 
     def _refuse_occupied(self, *, overwrite: bool) -> bool:
         with writing(self._target):
-            there = os.path.lexists(self._target)
+            exists = os.path.lexists(self._target)
             names = os.listdir(self._target) if os.path.isdir(self._target) else []
-            occupied = there and (bool(names) or not os.path.isdir(self._target))
+            occupied = exists and (bool(names) or not os.path.isdir(self._target))
         if occupied and not overwrite:
             raise target_exists(self._target, self._known, names)
         if occupied:

@@ -144,10 +144,10 @@ class ObjectSink:
         claim = self._control.claim(plan)
         self._claimed = True
         # The target is listed again, under the claim: from now on, no other conversion writes there.
-        there = {i.path: i for i in self._store.list_tree(self._target)}
+        objects = {i.path: i for i in self._store.list_tree(self._target)}
         if not self._control.is_settled():
-            if there:
-                self._make_room(sorted(there), allowed=claim.clearing, overwrite=overwrite)
+            if objects:
+                self._make_room(sorted(objects), allowed=claim.clearing, overwrite=overwrite)
             with self._doubting():
                 self._control.settle(plan)
                 if shared:
@@ -159,7 +159,7 @@ class ObjectSink:
         known = self._control.uploads() | dict(earlier.uploads() if earlier is not None else {})
         self._uploads = self._uploads_of(known)
         self._leftovers.abort(u for u in listed if u[1] not in set(known.values()))
-        return self._still_valid(there)
+        return self._still_valid(objects)
 
     def _make_room(self, paths: Sequence[str], *, allowed: bool, overwrite: bool) -> None:
         heads = {p.removeprefix(self._target + "/").partition("/")[0] for p in paths}
@@ -184,7 +184,7 @@ class ObjectSink:
                 self._control.require_clearing(self._plan)
                 self._store.delete(group[at : at + self.deleted_at_once], in_order=False)
 
-    def _still_valid(self, there: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
+    def _still_valid(self, objects: Mapping[str, ObjectInfo]) -> Mapping[int, UnitRecord]:
         """The records of units whose parts and objects the store still holds, with the same ETags."""
         parts = self._uploads.look()
 
@@ -192,7 +192,7 @@ class ObjectSink:
             for entry in record.chunks:
                 file = entry.chunk.file
                 if not self._uploads.is_large(file):
-                    info = there.get(self._path(file))
+                    info = objects.get(self._path(file))
                     if info is None or info.size_bytes != entry.chunk.length_bytes or info.pin != f"etag:{entry.etag}":
                         return False
                 elif file not in self._uploads.completed:
@@ -294,8 +294,8 @@ class ObjectSink:
             self._uploads.complete(
                 [i for i, f in enumerate(self._plan.files) if f.commit and self._uploads.is_large(i)], etags
             )
-            there = self._check_listing(range(len(self._plan.files)), etags)
-        return [ObjectInfo(i.path.removeprefix(self._target + "/"), i.size_bytes, i.pin) for i in there]
+            objects = self._check_listing(range(len(self._plan.files)), etags)
+        return [ObjectInfo(i.path.removeprefix(self._target + "/"), i.size_bytes, i.pin) for i in objects]
 
     def _receipts(self, records: Mapping[int, UnitRecord]) -> Receipts:
         found: Receipts = {}
@@ -312,9 +312,9 @@ class ObjectSink:
         return found
 
     def _check_listing(self, files: Sequence[int], etags: Receipts) -> list[ObjectInfo]:
-        there = {i.path: i for i in self._store.list_tree(self._target)}
+        objects = {i.path: i for i in self._store.list_tree(self._target)}
         for file in files:
-            planned, info = self._plan.files[file], there.get(self._path(file))
+            planned, info = self._plan.files[file], objects.get(self._path(file))
             receipt = etags[file].get(1) if not self._uploads.is_large(file) else None
             held = -1 if info is None else info.size_bytes
             if (
@@ -328,7 +328,7 @@ class ObjectSink:
                     f"{printable(planned.path)}: the store holds another object, or {held} bytes of it; "
                     f"{planned.size_bytes} bytes were written",
                 )
-        return list(there.values())
+        return list(objects.values())
 
     def withdraw(self, paths: Sequence[str]) -> None:
         """Delete the commit files that exist, then the damaged files. A later attempt writes them anew."""
@@ -357,8 +357,8 @@ class ObjectSink:
                 self._control.require_claim(self._plan)
             except ReshardError:
                 # There is no claim, but the target is complete: another attempt finished it.
-                there = {i.path: i.size_bytes for i in self._store.list_tree(self._target)}
-                if all(there.get(join(self._target, f.path)) == f.size_bytes for f in self._plan.files):
+                sizes = {i.path: i.size_bytes for i in self._store.list_tree(self._target)}
+                if all(sizes.get(join(self._target, f.path)) == f.size_bytes for f in self._plan.files):
                     return
                 if self._leftovers.is_written_by(path, self._plan.digest):
                     self._store.delete([path])

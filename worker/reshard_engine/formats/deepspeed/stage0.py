@@ -115,9 +115,9 @@ def assign_names(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[in
 
 def shapes_prove(candidates: Sequence[Named], groups: Sequence[Sequence[tuple[int, ...] | None]]) -> bool:
     """True if every number has a shape that no other number and one candidate only has: then no order is assumed."""
-    there = Counter(shape for _, shape in candidates)
+    available = Counter(shape for _, shape in candidates)
     wanted = Counter(shape for group in groups for shape in group)
-    return None not in wanted and all(count == 1 == there[shape] for shape, count in wanted.items() if shape)
+    return None not in wanted and all(count == 1 == available[shape] for shape, count in wanted.items() if shape)
 
 
 def names_as_said(
@@ -136,8 +136,10 @@ def names_as_said(
     for number, (name, shape) in enumerate(zip(names, wanted, strict=True)):
         held = shapes.get(name)
         if held is None or shape not in (held, None):
-            there = "which the model does not have" if held is None else f"which is {held}"
-            text = f"--param-order gives number {number}, whose states are {shape}, the name {printable(name)}, {there}"
+            reason = "which the model does not have" if held is None else f"which is {held}"
+            text = (
+                f"--param-order gives number {number}, whose states are {shape}, the name {printable(name)}, {reason}"
+            )
             raise RequestError("request.invalid", text, fix=_LIST)
     found, left = list[list[str]](), list(names)
     for group in groups:

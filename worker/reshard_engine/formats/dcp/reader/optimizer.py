@@ -307,9 +307,9 @@ class OptimizerEntries:
         if not self.numbered:
             found = [(key, names.of(key)) for key in self._keys]
             return bool(found) and all(n is not None and self._agrees(key, names.shapes[n]) for key, n in found)
-        there = Counter(names.shapes.values())
+        available = Counter(names.shapes.values())
         wanted = Counter(shape for key in self._keys if (shape := self.shape_of(key)) is not None)
-        return len(self._keys) <= len(names.shapes) and all(there[s] >= n for s, n in wanted.items())
+        return len(self._keys) <= len(names.shapes) and all(available[s] >= n for s, n in wanted.items())
 
     def _agrees(self, key: str, shape: Shape) -> bool:
         held = [i[0].entry.shape for i in self.states.get(key, {}).values() if isinstance(i[0], SavedTensor)]
@@ -392,10 +392,10 @@ class OptimizerEntries:
         for key, said in zip(numbers, order, strict=True):
             name, shape = names.of(said), self.shape_of(key)
             if name is None or not self._agrees(key, names.shapes[name]):
-                there = "which the model does not have" if name is None else f"which is {names.shapes[name]}"
+                reason = "which the model does not have" if name is None else f"which is {names.shapes[name]}"
                 raise RequestError(
                     "request.invalid",
-                    f"--param-order gives number {key}, whose states are {shape}, the name {printable(said)}, {there}",
+                    f"--param-order gives number {key}, whose states are {shape}, the name {printable(said)}, {reason}",
                     fix="list each parameter of the optimizer once, in its order",
                 )
             found[key] = name

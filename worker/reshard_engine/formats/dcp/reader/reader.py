@@ -405,11 +405,11 @@ def _unread_values(entries: Mapping[str | int, Node], home: KeyPath, read: ReadP
     models = [k for k, v in held.items() if any(isinstance(item, PTensorRef) for item in v.values())]
     optimizers = [k for k, v in held.items() if {"state", "param_groups"} <= v.keys()]
     asked: list[Undecided] = []
-    for question, there, found in (
+    for question, decided, found in (
         (Question.MODEL, read.parameters or read.buffers, models),
         (Question.OPTIMIZER, read.optimizer, optimizers),
     ):
-        if found and not there:
+        if found and not decided:
             place = printable(key_of((*home, found[0])))
             text = f"the {question.value} at {place} was saved as one value of one rank"
             asked.append(Undecided(question, text, "save with the default planner (flatten_state_dict=True)"))
