@@ -1,8 +1,8 @@
-"""The walk of one unit through the executor: how many rooms it passes, and how often it enters each.
+"""The walk of one unit through the executor: how many modules it passes, and how often it enters each.
 
-A room is a package or a module directly below `reshard_engine.execute`. It is entered when a function of it is called
-or resumed by one of another room. Constructors are not entries: no byte has moved. The units are of one item, so that
-nothing is counted twice because a loop turns twice.
+A package directly below `reshard_engine.execute` counts as one module. A module is entered when a function of it is
+called or resumed by one of another module. Constructors are not entries: no byte has moved. The units are of one item,
+so that nothing is counted twice because a loop turns twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from reshard_engine.testing.stores import MemoryStore
 ROOT = Path(package.__file__).parent
 SHAPE, HEADER = (400, 400), 64
 NUMEL = 160_000
-MOST_ROOMS, MOST_ENTRIES = 8, 2
+MOST_MODULES, MOST_ENTRIES = 8, 2
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Walk:
     entered: list[tuple[str, str | None]]
 
     @property
-    def rooms(self) -> list[str]:
-        """The rooms that were entered, in order."""
+    def modules(self) -> list[str]:
+        """The modules that were entered, in order."""
         pairs = [(here.split(".")[0], (there or "").split(".")[0]) for here, there in self.entered]
         return [here for here, there in pairs if there and here != there]
 
@@ -144,6 +144,6 @@ def walk_of(directory: Path, kind: str, dtype: str, *, cut: bool, stored: bool =
 @pytest.mark.parametrize("kind", ["stored", "view", "mean", "merge"])
 def test_a_unit_enters_no_room_often(tmp_path: Path, kind: str, dtype: str, cut: bool, stored: bool) -> None:
     walk = walk_of(tmp_path, kind, dtype, cut=cut, stored=stored)
-    entries = Counter(walk.rooms)
-    assert len(entries) <= MOST_ROOMS, walk.rooms
-    assert max(entries.values()) <= MOST_ENTRIES, walk.rooms
+    entries = Counter(walk.modules)
+    assert len(entries) <= MOST_MODULES, walk.modules
+    assert max(entries.values()) <= MOST_ENTRIES, walk.modules

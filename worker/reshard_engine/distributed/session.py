@@ -1,6 +1,6 @@
 """A session of a conversion: the names of its texts, and a worker as its member.
 
-A session is one attempt at a conversion. Its coordinator makes room in the target and checks what earlier attempts
+A session is one attempt at a conversion. Its coordinator clears the target and checks what earlier attempts
 wrote; then it is ready, and workers claim its runs. A new session begins when all workers of the last one are dead. A
 worker that sees a newer session stops. So whatever a worker of a dead session still writes is read by nobody.
 

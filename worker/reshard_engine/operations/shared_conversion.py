@@ -1,6 +1,6 @@
 """One conversion that several workers run together, without a service: each calls this, in any order.
 
-The workers meet below the journal beside the target. One of them, the coordinator, makes room in the target and checks
+The workers meet below the journal beside the target. One of them, the coordinator, clears the target and checks
 what earlier attempts wrote. All of them execute runs of units. One is elected to verify and commit; the others wait.
 """
 

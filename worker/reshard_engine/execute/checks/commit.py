@@ -132,18 +132,20 @@ def _is_safetensors(file: TargetFile) -> bool:
     return file.path.endswith(".safetensors") and file.template.literals[:1] != ()
 
 
-def _header_problem(there: SourceFile, file: TargetFile) -> str | None:
-    tensors = Counter((t.offset, t.dtype.itemsize_bytes * prod(t.shape)) for t in open_safetensors_file(there).tensors)
+def _header_problem(written: SourceFile, file: TargetFile) -> str | None:
+    tensors = Counter(
+        (t.offset, t.dtype.itemsize_bytes * prod(t.shape)) for t in open_safetensors_file(written).tensors
+    )
     if tensors != Counter((b.offset, b.length_bytes) for b in file.template.bodies):
         return "its tensors are not where they were planned"
     return None
 
 
-def _archive_problem(there: SourceFile, file: TargetFile, sums: Sequence[int]) -> str | None:
+def _archive_problem(written: SourceFile, file: TargetFile, sums: Sequence[int]) -> str | None:
     if not file.archives:
-        return _records_problem(there, file, sums, 0)
+        return _records_problem(written, file, sums, 0)
     step = max(1, len(file.archives) // SAMPLED_FILES)
-    parts = ((there.part(*archive), archive[0]) for archive in file.archives[::step])
+    parts = ((written.part(*archive), archive[0]) for archive in file.archives[::step])
     return next((text for part, at in parts if (text := _records_problem(part, file, sums, at))), None)
 
 
