@@ -14,7 +14,7 @@ import threading
 import time
 from functools import cache
 from queue import Empty
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from uuid import uuid4
 
 from celery import Celery, bootsteps
@@ -30,24 +30,26 @@ from celery.signals import (
 from celery.worker import state
 from kombu.transport import TRANSPORT_ALIASES, redis
 from redis.exceptions import DataError
+from sqlalchemy.exc import DBAPIError
 
-from reshard.errors import printable
+from reshard.errors import ReshardError, printable
 from reshard_engine.warm_process import die_with_parent
+from reshard_jobs.database import Database
 from reshard_jobs.logs import as_json, configure_logs
+from reshard_jobs.queue.discards import Discards
 from reshard_jobs.queue.doorbell import DOORBELL_QUEUE, DOORBELL_TASK, ring
+from reshard_jobs.queue.helpers import Helpers
+from reshard_jobs.queue.leases import Leases
+from reshard_jobs.queue.nodes import Nodes
+from reshard_jobs.queue.reaper import Reaper, Retention
+from reshard_jobs.settings import JobSettings
+from reshard_jobs.tracing import stop_tracing
 from reshard_worker.alive import JOB, LOOP, LOOP_S, hears
-
-if TYPE_CHECKING:
-    from reshard_jobs.database import Database
-    from reshard_jobs.queue.discards import Discards
-    from reshard_jobs.queue.helpers import Helpers
-    from reshard_jobs.queue.leases import Leases
-    from reshard_jobs.queue.nodes import Nodes
-    from reshard_worker.child import Runners
-    from reshard_worker.embedded import ReaperThread
-    from reshard_worker.host_faults import Presence
-    from reshard_worker.supervisor import Supervisor
-
+from reshard_worker.child import Runners
+from reshard_worker.embedded import ReaperThread
+from reshard_worker.host_faults import HostWatch, Presence
+from reshard_worker.settings import WorkerSettings, worker_name
+from reshard_worker.supervisor import Supervisor, Tally
 
 # The Redis transport of a worker: of an entry of the queue it takes the doorbell's name and nothing else.
 #
@@ -228,10 +230,6 @@ def _configure_logs_of_pool_process(**_kwargs: Any) -> None:
 @worker_init.connect
 def _check_start(**_kwargs: Any) -> None:
     """Stop a worker whose settings are wrong, or that may not run on the job database; Celery would only log it."""
-    from reshard.errors import ReshardError
-    from reshard_jobs.database import Database
-    from reshard_worker.settings import WorkerSettings
-
     LOOP.give("away")
     try:
         settings = WorkerSettings.from_env()
@@ -248,13 +246,6 @@ def _check_start(**_kwargs: Any) -> None:
 @cache
 def _tools() -> tuple[Supervisor, Leases, Helpers, Discards]:
     """The supervisor and what it works with in this pool process, with database connections of its own."""
-    from reshard_jobs.queue.discards import Discards
-    from reshard_jobs.queue.helpers import Helpers
-    from reshard_jobs.queue.leases import Leases
-    from reshard_worker.host_faults import HostWatch
-    from reshard_worker.settings import WorkerSettings, worker_name
-    from reshard_worker.supervisor import Supervisor, Tally
-
     settings = WorkerSettings.from_env()
     jobs, nodes = settings.jobs, _nodes()
     database = _database()
@@ -278,26 +269,17 @@ def _tools() -> tuple[Supervisor, Leases, Helpers, Discards]:
 
 @cache
 def _database() -> Database:
-    from reshard_jobs.database import Database
-    from reshard_jobs.settings import JobSettings
-
     return Database(JobSettings.from_env().database_url)
 
 
 @cache
 def _nodes() -> Nodes:
-    from reshard_jobs.queue.nodes import Nodes
-    from reshard_jobs.settings import JobSettings
-
     return Nodes(_database(), lease_s=JobSettings.from_env().lease_s)
 
 
 @cache
 def _runners() -> Runners:
     """The engine processes of this pool process."""
-    from reshard_worker.child import Runners
-    from reshard_worker.settings import WorkerSettings
-
     settings = WorkerSettings.from_env()
     return Runners(settings.runner_command, warm=settings.warm_engine)
 
@@ -326,8 +308,6 @@ def _pass_on() -> bool:
 
     A message is good for one job only, so that a worker can be stopped between two jobs and Celery's counts are right.
     """
-    from sqlalchemy.exc import DBAPIError
-
     try:
         _, leases, helpers, discards = _tools()
         if leases.work_waits() or helpers.wanted() or discards.waits():
@@ -343,11 +323,6 @@ _reapers: list[ReaperThread] = []
 
 @worker_ready.connect
 def _start_reaper(**_kwargs: Any) -> None:
-    from reshard_jobs.database import Database
-    from reshard_jobs.queue.reaper import Reaper, Retention
-    from reshard_worker.embedded import ReaperThread
-    from reshard_worker.settings import WorkerSettings
-
     settings = WorkerSettings.from_env()
     jobs = settings.jobs
 
@@ -387,13 +362,6 @@ _presences: list[Presence] = []
 
 def _show_presence() -> None:
     """Say in the job database that this worker is there, also while no job waits."""
-    from sqlalchemy.exc import DBAPIError
-
-    from reshard.errors import ReshardError
-    from reshard_jobs.settings import JobSettings
-    from reshard_worker.host_faults import Presence
-    from reshard_worker.settings import worker_name
-
     while not _presences:
         try:
             interval_s = JobSettings.from_env().heartbeat_s
@@ -407,8 +375,6 @@ def _show_presence() -> None:
 
 @worker_process_shutdown.connect
 def _end_presence(**_kwargs: Any) -> None:
-    from reshard_jobs.tracing import stop_tracing
-
     for presence in _presences:
         presence.stop()
     stop_tracing()
