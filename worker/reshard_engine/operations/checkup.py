@@ -74,18 +74,17 @@ def _credentials(*, needed: bool) -> Iterator[Finding]:
     if names:
         yield Finding("credentials", Health.OK, f"profiles of {PROFILES_VARIABLE}: {', '.join(map(printable, names))}")
     try:
-        import botocore.session
-        from botocore.exceptions import BotoCoreError
+        from botocore import exceptions, session as aws
     except ModuleNotFoundError:
         yield Finding("credentials", Health.WARN, "s3:// needs botocore", install_line("worker"))
         return
     # The address of a cloud machine's own credentials would be asked for seconds where there is none.
-    session: Any = botocore.session.Session()
+    session: Any = aws.Session()
     session.set_config_variable("metadata_service_timeout", 1)
     session.set_config_variable("metadata_service_num_attempts", 1)
     try:
         found = session.get_credentials()
-    except BotoCoreError as error:
+    except exceptions.BotoCoreError as error:
         yield Finding(
             "credentials", Health.FAIL, f"S3: {printable(str(error))}", "correct ~/.aws/config", "storage.denied"
         )

@@ -13,6 +13,9 @@ from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.formats.dcp.facts import DATA_FILE, METADATA, SHARD_FILE, SUFFIX, facts_of
 from reshard_engine.formats.dcp.reader.reader import DcpReader, TrainerReader
 from reshard_engine.formats.dcp.reader.tensors import HuggingFaceShardsReader
+from reshard_engine.formats.dcp.reader.trainer_files import with_trainer_files
+from reshard_engine.formats.dcp.state_tree import TorchSaveWriter, read_state_tree, read_torch_tree
+from reshard_engine.formats.dcp.writer.writer import DcpWriter
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.storage.locations import Location, open_location
@@ -32,11 +35,7 @@ class Dcp(Format):
     def writer(self, target: str) -> Writer:
         """The writer of shards, or of one file that holds everything."""
         if target == "torch_save":
-            from reshard_engine.formats.dcp.state_tree import TorchSaveWriter
-
             return TorchSaveWriter()
-        from reshard_engine.formats.dcp.writer.writer import DcpWriter
-
         return DcpWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
@@ -50,8 +49,6 @@ class Dcp(Format):
         """A file of `torch.save` for a distributed target; a whole state dict for a target that is such a file."""
         if request.to not in self.targets:
             return None
-        from reshard_engine.formats.dcp.state_tree import read_state_tree, read_torch_tree
-
         place = location if request.source.tag is None else location.child(*request.source.tag.split("/"))
         if request.to == "torch_save":
             return replace(read_state_tree(place, ledger), family=self.name)
@@ -78,8 +75,6 @@ class Dcp(Format):
         place = request.options.of(DcpOptions).trainer_files
         if place is None or request.to not in self.targets:
             return checkpoint
-        from reshard_engine.formats.dcp.reader.trainer_files import with_trainer_files
-
         location = open_location(place, request.source.profile)
         return with_trainer_files(checkpoint, location, OpaqueLedger(request.opaque))
 

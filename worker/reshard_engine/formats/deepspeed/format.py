@@ -15,11 +15,13 @@ from reshard_engine.formats.deepspeed.facts import facts_of, run_facts
 from reshard_engine.formats.deepspeed.files import rank_of
 from reshard_engine.formats.deepspeed.native.reader import DeepSpeedReader
 from reshard_engine.formats.deepspeed.native.target import resolve
-from reshard_engine.formats.deepspeed.native.writer import is_pipeline, vocab_rows
+from reshard_engine.formats.deepspeed.native.writer import ZeroWriter, is_pipeline, vocab_rows
 from reshard_engine.formats.deepspeed.parallel.experts import experts_by_layer, fuse_experts, require_divisible
+from reshard_engine.formats.deepspeed.parallel.rules import requested_rules
 from reshard_engine.formats.deepspeed.parallel.tensor import Cutter
 from reshard_engine.formats.deepspeed.relabel import relabelled
 from reshard_engine.formats.deepspeed.universal.reader import UniversalReader
+from reshard_engine.formats.deepspeed.universal.writer import UniversalWriter
 from reshard_engine.formats.format import DryRun, Format, Reader, RunFacts, Writer
 from reshard_engine.tensors.layout import KnownFiles
 
@@ -42,17 +44,11 @@ class DeepSpeed(Format):
     def writer(self, target: str) -> Writer:
         """The writer of universal or of native checkpoints."""
         if target == TargetFormat.UNIVERSAL:
-            from reshard_engine.formats.deepspeed.universal.writer import UniversalWriter
-
             return UniversalWriter()
-        from reshard_engine.formats.deepspeed.native.writer import ZeroWriter
-
         return ZeroWriter()
 
     def read_rules(self, options: Options) -> Mapping[str, Any] | None:
         """The rules of `--rules` and `--family`."""
-        from reshard_engine.formats.deepspeed.parallel.rules import requested_rules
-
         return requested_rules(options.deepspeed)
 
     def check_request(self, request: ConvertRequest) -> None:
@@ -74,12 +70,8 @@ class DeepSpeed(Format):
         if request.exclude_frozen:
             return ()
         # Without an optimizer there is no such target, and nothing tells the type that its model would have.
-        if request.to == TargetFormat.ZERO and checkpoint.optimizer is not None:
-            from reshard_engine.formats.deepspeed.native.target import resolve
-
-            if resolve(checkpoint, request).stage == 3:
-                return ()
-        return (Question.BUFFERS,)
+        native = request.to == TargetFormat.ZERO and checkpoint.optimizer is not None
+        return () if native and resolve(checkpoint, request).stage == 3 else (Question.BUFFERS,)
 
     def rank_label(self, file: str, world: Mapping[str, int]) -> str:
         """The ranks that the file's name states, in words."""

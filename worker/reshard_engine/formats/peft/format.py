@@ -18,6 +18,7 @@ from reshard_engine.formats import carried
 from reshard_engine.formats.format import DryRun, Format, Writer
 from reshard_engine.formats.model_weights import Weight, weights_of
 from reshard_engine.formats.peft.adapter_config import CONFIG, adapter_config, adapter_files
+from reshard_engine.formats.peft.adapters import merged
 from reshard_engine.formats.peft.names import (
     TOKENS,
     WRAPPED,
@@ -26,6 +27,7 @@ from reshard_engine.formats.peft.names import (
     adapter_part,
     adapter_parts,
     chosen_adapter,
+    lacks_base,
     refuse_broken_factors,
     refuse_other_methods,
 )
@@ -91,8 +93,6 @@ class Peft(Format):
         checkpoint = replace(checkpoint, model_files=adapter_files(checkpoint, request))
         if not merges:
             return checkpoint
-        from reshard_engine.formats.peft.adapters import merged
-
         return replace(merged(checkpoint, request, base), model_files={})
 
     def left_out(self, checkpoint: Checkpoint) -> str | None:
@@ -100,8 +100,6 @@ class Peft(Format):
 
         Source: transformers 5.23.0 `integrations/deepspeed.py` and `trainer.py` (Trainer saves PEFT models so).
         """
-        from reshard_engine.formats.peft.names import lacks_base
-
         if not lacks_base(checkpoint):
             return None
         return "the base model's weights are not in the checkpoint: it was saved without its frozen parameters"

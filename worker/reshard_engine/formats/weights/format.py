@@ -15,6 +15,7 @@ from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.model_weights import model_dtype
 from reshard_engine.formats.weights.reader import SafetensorsReader, TorchWeightsReader
+from reshard_engine.formats.weights.writer import SafetensorsWriter, TorchWeightsWriter
 from reshard_engine.storage.locations import Location, open_location, refuse_hub_link_elsewhere
 from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.tensors.layout import KnownFiles
@@ -35,11 +36,7 @@ class Weights(Format):
     def writer(self, target: str) -> Writer:
         """The writer of either container."""
         if target == TargetFormat.SAFETENSORS:
-            from reshard_engine.formats.weights.writer import SafetensorsWriter
-
             return SafetensorsWriter()
-        from reshard_engine.formats.weights.writer import TorchWeightsWriter
-
         return TorchWeightsWriter()
 
     def check_request(self, request: ConvertRequest) -> None:
