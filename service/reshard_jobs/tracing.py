@@ -236,14 +236,13 @@ def stop_tracing() -> None:
 def _provider_for(service: str, env: Mapping[str, str]) -> TracerProvider:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace import TracerProvider, export
 
     named = env.get("OTEL_SERVICE_NAME") or "service.name=" in env.get("OTEL_RESOURCE_ATTRIBUTES", "")
     resource = Resource.create({} if named else {"service.name": service})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     # The SDK reads the other variables: the size of the queue, the endpoint, headers, the sampler.
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(export.BatchSpanProcessor(OTLPSpanExporter()))
     complaints = _Seldom()
     for handler_of in ("exporter.otlp.proto.http.trace_exporter", "sdk._shared_internal"):
         logging.getLogger(f"opentelemetry.{handler_of}").addFilter(complaints)

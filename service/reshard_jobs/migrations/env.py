@@ -12,7 +12,8 @@ from alembic import context
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, delete, insert
 
-from reshard_jobs.database import OLDEST_FACT, VERSION_TABLE
+from reshard_jobs.database import OLDEST_FACT, VERSION_TABLE, engine_of
+from reshard_jobs.settings import JobSettings
 from reshard_jobs.tables import MetaRow, TenantRow
 
 # Modules whose tables are a part of the metadata.
@@ -54,9 +55,6 @@ def _main() -> None:
     elif connection is not None:
         _run(connection=connection)
     else:
-        from reshard_jobs.database import engine_of
-        from reshard_jobs.settings import JobSettings
-
         engine = engine_of(JobSettings.from_env().database_url)
         with engine.begin() as opened:
             _run(connection=opened)
