@@ -17,7 +17,7 @@ from reshard.draw.layout import Picture
 from reshard.errors import SEE_HELP, JobError, RequestError, printable
 from reshard.installed_formats import nested
 from reshard.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
-from reshard.local import load_engine
+from reshard.local import load_client, load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
 from reshard.models.reports import DiffOptions, DiffReport, LayoutPicture
 from reshard.option import PathLike, parse_percent, read_rules
@@ -165,9 +165,7 @@ def fraction_of(sample: float | str | None) -> float | None:
 
 def client_of(url: str, token: str | None) -> Client:
     """A client of the service at `url`. It is imported here: httpx takes longer to import than all else."""
-    from reshard.api.client import Client
-
-    return Client(url, token)
+    return load_client()(url, token)
 
 
 def _type_of(name: str, option: Declared) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
+from importlib import metadata
 from typing import Annotated, Any, cast, get_args
 
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, create_model
@@ -48,11 +49,8 @@ def installed_formats() -> tuple[InstalledFormat, ...]:
     Raises:
         RequestError: `request.bad_format`: a format cannot be loaded, or takes a name that another format has.
     """
-    # Reading packages' metadata takes longer than a plain command starts.
-    from importlib.metadata import entry_points
-
     found: list[InstalledFormat] = []
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name):
+    for entry in sorted(metadata.entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name):
         package = entry.dist.name if entry.dist is not None else entry.value
         try:
             loaded = entry.load()

@@ -81,16 +81,14 @@ def _nothing(_phase: str, _progress: Progress | None) -> None:
 @contextmanager
 def _progress_bar() -> Generator[Show]:
     # The import of rich.progress takes 60 ms, so it happens only if a bar is shown.
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress as Bar, TextColumn
-    from rich.table import Column
+    from rich import console as screen, progress as bars, table
 
-    console = Console(stderr=True)
+    console = screen.Console(stderr=True)
     width = max(4, min(40, console.width - _FACTS_COLUMNS))
     # Facts are never cut off: on a narrow terminal they take a second line.
-    facts = TextColumn("{task.fields[facts]}", table_column=Column(overflow="fold"))
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=width), facts)
-    with Bar(*columns, console=console, transient=True) as bar:
+    facts = bars.TextColumn("{task.fields[facts]}", table_column=table.Column(overflow="fold"))
+    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=width), facts)
+    with bars.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("planning", total=None, facts="")
 
         def show(phase: str, progress: Progress | None) -> None:

@@ -14,6 +14,7 @@ from reshard.cli.flags import choice
 from reshard.cli.help_pages import OPERATION, REMOTE, Commands
 from reshard.cli.local import JsonFlag
 from reshard.errors import RequestError, counted, format_size, printable
+from reshard.local import load_client
 from reshard.option import parse_size
 from reshard.wire_model import TokenScope
 
@@ -66,9 +67,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _client() -> Client:
-    from reshard.api.client import Client
-
-    return Client()
+    return load_client()()
 
 
 @tokens.command("create")
@@ -214,19 +213,13 @@ def audit(
 def _settings(
     before: Tenant | None, lists: dict[str, list[str] | None], numbers: dict[str, str | None], weight: int | None
 ) -> TenantSettings:
-    from pydantic import ValidationError
-
-    from reshard.models.access import TenantSettings
-    from reshard.wire_model import invalid
+    from reshard.cli.given import settings_of
 
     values: dict[str, Any] = before.model_dump(exclude={"name", "created_at"}) if before is not None else {}
     values |= {name: None if given == [_NONE] else given for name, given in lists.items() if given}
     values |= {name: _number(name, given) for name, given in numbers.items() if given is not None}
     values |= {"weight": weight} if weight is not None else {}
-    try:
-        return TenantSettings.model_validate(values)
-    except ValidationError as error:
-        raise invalid(error, {}) from None
+    return settings_of(values)
 
 
 def _number(name: str, text: str) -> int | None:
@@ -303,12 +296,6 @@ def register_webhooks(app: typer.Typer) -> None:
     app.add_typer(webhooks, name="webhooks", rich_help_panel=REMOTE)
 
 
-def _webhooks_client() -> Client:
-    from reshard.api.client import Client
-
-    return Client()
-
-
 @webhooks.command()
 def create(
     url: Annotated[str, typer.Argument(metavar="URL", help="Where calls go: https://host/path.")],
@@ -325,7 +312,7 @@ def create(
     """Add an endpoint and print its id and its secret, which is not shown again."""
     from reshard.models.access import ENDINGS
 
-    with _webhooks_client() as client:
+    with _client() as client:
         made = client.webhooks.create(url, events=event or ENDINGS, description=description)
     _say_secret(made, as_json=as_json)
 
@@ -333,7 +320,7 @@ def create(
 @webhooks.command("list")
 def list_webhooks(*, as_json: JsonFlag = False) -> None:
     """List the endpoints."""
-    with _webhooks_client() as client:
+    with _client() as client:
         found = client.webhooks.list()
     if as_json:
         _say_all("webhooks", found)
@@ -348,7 +335,7 @@ def list_webhooks(*, as_json: JsonFlag = False) -> None:
 @webhooks.command()
 def remove(webhook_id: WebhookId) -> None:
     """Remove an endpoint and its deliveries."""
-    with _webhooks_client() as client:
+    with _client() as client:
         client.webhooks.remove(webhook_id)
 
 
@@ -360,7 +347,7 @@ def rotate(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a new secret and print it."""
-    with _webhooks_client() as client:
+    with _client() as client:
         made = client.webhooks.rotate(webhook_id, keep_s=3600 * keep_hours)
     _say_secret(made, as_json=as_json)
 
@@ -368,7 +355,7 @@ def rotate(
 @webhooks.command()
 def enable(webhook_id: WebhookId, *, as_json: JsonFlag = False) -> None:
     """Send to an endpoint again that has answered 410 (Gone)."""
-    with _webhooks_client() as client:
+    with _client() as client:
         found = client.webhooks.enable(webhook_id)
     _say_webhook(found.model_dump_json() if as_json else found.id)
 
@@ -386,7 +373,7 @@ def deliveries(
     """List the deliveries of an endpoint, the newest first. Dead ones were tried for about a day."""
     from reshard.models.access import DeliveryState
 
-    with _webhooks_client() as client:
+    with _client() as client:
         found = client.webhooks.deliveries(webhook_id, state=DeliveryState(state) if state else None, limit=limit)
     if as_json:
         _say_all("deliveries", found)
@@ -406,7 +393,7 @@ def redeliver(
     delivery: Annotated[str | None, typer.Option(metavar="ID", help="This one only; default: all dead ones.")] = None,
 ) -> None:
     """Send dead deliveries again, with their ids. Prints their number."""
-    with _webhooks_client() as client:
+    with _client() as client:
         _say_webhook(str(client.webhooks.redeliver(webhook_id, delivery)))
 
 

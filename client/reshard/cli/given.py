@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from reshard.declared import Declared, declared_options, options_of_source
 from reshard.installed_formats import nested
+from reshard.models.access import TenantSettings
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard.wire_model import invalid
@@ -40,6 +41,18 @@ def request_of(source: str, target: str, given: Mapping[str, Any], of_formats: s
         return ConvertRequest.model_validate(nested(said))
     except ValidationError as error:
         raise invalid(error, called()) from None
+
+
+def settings_of(values: Mapping[str, Any]) -> TenantSettings:
+    """Make the wire model of a tenant's settings.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
+    try:
+        return TenantSettings.model_validate(values)
+    except ValidationError as error:
+        raise invalid(error, {}) from None
 
 
 def called() -> dict[str, str]:

@@ -54,12 +54,11 @@ from reshard.cli.output import (
 )
 from reshard.draw.layout import Picture, render
 from reshard.errors import CODES, ExitCode, JobError, RequestError, ReshardError, counted, format_size, printable
-from reshard.local import load_engine
+from reshard.local import Finding, environment, load_engine, machine, service
 from reshard.option import parse_percent, read_rules
 from reshard.progress import progress_shown
 
 if TYPE_CHECKING:
-    from reshard.local import Finding
     from reshard.models.jobs import CleanReport, ConvertRequest, ConvertResult, PlanSummary, VerifyReport
     from reshard.models.reports import Difference, DiffReport, DiffSide
     from reshard.shared_work import SharedWork
@@ -664,16 +663,13 @@ def doctor(
 
 
 def _findings(places: list[str], profile: str | None) -> Iterator[Finding]:
-    from reshard import local
-    from reshard.local import load_engine
-
-    yield from local.machine()
-    yield local.environment(os.environ)
-    yield local.service(os.environ)
+    yield from machine()
+    yield environment(os.environ)
+    yield service(os.environ)
     try:
         engine = load_engine()
     except ReshardError as error:
-        yield local.Finding.of_error("engine", error)
+        yield Finding.of_error("engine", error)
         return
     yield from engine.checkup(tuple(places), profile)
 

@@ -18,7 +18,7 @@ from reshard.cli.job_tables import follow, log_line, whole_id
 from reshard.cli.local import JsonFlag, QuietFlag, show_plan
 from reshard.cli.output import next_steps
 from reshard.errors import RequestError, printable
-from reshard.local import install_line
+from reshard.local import install_line, load_client
 from reshard.wire_model import JobKind, JobState
 
 if TYPE_CHECKING:
@@ -56,10 +56,7 @@ def register(app: typer.Typer) -> None:
 
 
 def _client() -> Client:
-    # Only the commands that need the client import it: its httpx takes a third of the time of `--help`.
-    from reshard.api.client import Client
-
-    return Client()
+    return load_client()()
 
 
 @takes_conversion

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from reshard.errors import JobError, RequestError, ReshardError, printable
-from reshard.local import load_engine
+from reshard.local import load_client, load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
 from reshard.options import SourceSpec
 
@@ -187,9 +187,7 @@ class ServiceConverter:
 
     def __init__(self, url: str, deadline: Deadline) -> None:
         """Connect to the service. The client is imported here because it needs httpx."""
-        from reshard.api.client import Client
-
-        self._client, self._deadline, self._url = Client(url), deadline, url
+        self._client, self._deadline, self._url = load_client()(url), deadline, url
 
     def inspect(self, source: SourceSpec) -> Inspection:
         """Describe the checkpoint as the service sees it."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from reshard.ensuring.converters import Converter, LocalConverter
 from reshard.ensuring.election import Election, Invitation, Records
@@ -16,11 +15,8 @@ from reshard.ensuring.local_checkpoints import writing
 from reshard.ensuring.world import Layout, visible_processes
 from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertRequest
+from reshard.shared_work import SharedWork, shared_work
 from reshard.wire_model import EnsureWorkers
-
-if TYPE_CHECKING:
-    from reshard.shared_work import SharedWork
-
 
 SHARED_BYTES = 4 << 30
 """Size of the smallest checkpoint that nodes convert together by default. A second node begins after some 3 s: it looks
@@ -103,8 +99,6 @@ class Sharing:
         return self.possible and (self.workers is EnsureWorkers.NODES or (self.workers is EnsureWorkers.AUTO and large))
 
     def _work(self) -> SharedWork | None:
-        from reshard.shared_work import shared_work  # most processes only wait
-
         return shared_work(f"{self.launch.nodes}", self.launch.number % self.launch.nodes, os.environ)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
-from reshard.installed_formats import OfInstalledFormats, default_options, nested
+from reshard.installed_formats import OfInstalledFormats, default_options, nested, target_names
 from reshard.options import (
     ConversionOptions,
     Options,
@@ -37,8 +37,6 @@ class _OfInstalledFormats:
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """A string of a closed list."""
-        from reshard.installed_formats import target_names
-
         return {"type": "string", "enum": list(target_names())}
 
 
