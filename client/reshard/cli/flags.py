@@ -115,7 +115,7 @@ def target_name(text: str) -> str:
     """
     if text in tuple(TargetFormat):
         return text
-    return target_among(_models().target_names(), text)
+    return target_among(_target_names(), text)
 
 
 def target_among(names: Sequence[str], text: str) -> str:
@@ -165,7 +165,7 @@ class CheckpointFlags:
     @classmethod
     def options(cls) -> dict[str, Declared]:
         """The declared options among the flags, by their names."""
-        return {name: option for name, option in _models().options_of_source().items() if name != "profile"}
+        return {name: option for name, option in _declared().options_of_source().items() if name != "profile"}
 
     @property
     def tag(self) -> str | None:
@@ -186,7 +186,7 @@ class CheckpointFlags:
 
     def words(self) -> str:
         """The flags of the source that were given, as they are typed behind a command; empty if none was."""
-        said = ((option.flag, self._given.get(name)) for name, option in _models().options_of_source().items())
+        said = ((option.flag, self._given.get(name)) for name, option in _declared().options_of_source().items())
         return "".join(f" {flag} {shlex.quote(value)}" for flag, value in said if value is not None)
 
 
@@ -196,7 +196,7 @@ class SourceFlags(CheckpointFlags):
     @classmethod
     def options(cls) -> dict[str, Declared]:
         """The declared options among the flags, by their names."""
-        return _models().options_of_source()
+        return _declared().options_of_source()
 
 
 class ConversionFlags(SourceFlags):
@@ -205,7 +205,7 @@ class ConversionFlags(SourceFlags):
     @classmethod
     def options(cls) -> dict[str, Declared]:
         """The declared options among the flags, by their names."""
-        return _models().declared_options()
+        return _declared().declared_options()
 
     def request(self, source: str, target: str) -> ConvertRequest:
         """Make the wire model from the flags.
@@ -214,6 +214,18 @@ class ConversionFlags(SourceFlags):
             RequestError: `request.invalid`.
         """
         return _models().request_of(source, target, self.given(), self._given.get(_OF_FORMATS))
+
+
+def _declared() -> Any:
+    from reshard import declared
+
+    return declared
+
+
+def _target_names() -> tuple[str, ...]:
+    from reshard.installed_formats import target_names
+
+    return target_names()
 
 
 def _models() -> Any:
@@ -256,7 +268,7 @@ class OptionsCommand(HelpedCommand):
             return found
         for parameter in found:
             if parameter.name == "to":
-                parameter.metavar = "|".join(_models().target_names())
+                parameter.metavar = "|".join(_target_names())
         return [*found, *self._flags(of_others=True)]
 
     def invoke(self, ctx: Any) -> Any:

@@ -489,10 +489,8 @@ def _side(side: DiffSide) -> str:
 
 
 def _difference(found: Difference) -> str:
-    from reshard.models.reports import DifferenceKind
-
     name = printable(found.name, max_chars=_NAME_CHARS) + (f"/{printable(found.state)}" if found.state else "")
-    if found.kind is DifferenceKind.ELEMENTS:
+    if found.kind == "elements":
         return f"{name}: {_elements(found)}"
     if found.a is None or found.b is None:
         side, value = ("B", found.b) if found.a is None else ("A", found.a)
