@@ -261,12 +261,9 @@ def upgrade_sql(engine: Engine) -> str:
     text = io.StringIO()
     config = _config(text)
     config.attributes["dialect"] = engine.dialect.name
-    from alembic import command
-
     with _one_at_a_time:
         if before.revision != HEAD:
-            config.attributes["upgrades"] = True
-            command.upgrade(config, f"{before.revision or 'base'}:head", sql=True)
+            _run_revisions(config, f"{before.revision or 'base'}:head", sql=True)
     return text.getvalue()
 
 
@@ -326,15 +323,19 @@ def _prepare(engine: Engine, *, upgrade: bool) -> Standing:
 
 
 def _upgrade(connection: Connection, before: Standing) -> None:
-    from alembic import command
-
     config = _config()
     config.attributes["connection"] = connection
     with _one_at_a_time:
-        config.attributes["upgrades"] = True
-        command.upgrade(config, "head")
+        _run_revisions(config, "head")
     if before.revision is not None:
         logger.info("the job database was upgraded from revision %s to %s", before.revision, HEAD)
+
+
+def _run_revisions(config: Config, which: str, *, sql: bool = False) -> None:
+    from alembic import command
+
+    config.attributes["upgrades"] = True
+    command.upgrade(config, which, sql=sql)
 
 
 def _config(output: io.StringIO | None = None) -> Config:
