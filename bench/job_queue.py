@@ -37,9 +37,9 @@ import redis as redis_client
 from checkpoints import write_zero_checkpoint
 
 from reshard.api.client import Client
+from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.doorbell import DOORBELL_QUEUE
 from reshard_jobs.queue.store import JobStore

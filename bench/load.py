@@ -44,9 +44,9 @@ from checkpoints import write_zero_checkpoint
 from job_queue import UNHURRIED
 
 from reshard.api.wire import USER_AGENT
+from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.leases import JobClaim, Leases
 from reshard_jobs.queue.store import JobStore

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from reshard.wire_model import OpaquePolicy
+from reshard.choices import OpaquePolicy
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.vm import parse_pickle
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from reshard.choices import ParamOrder
 from reshard.declared import Declared, choices_of_source, declared_options, options_of_source
 from reshard.option import parse_size, read_order, read_rules
-from reshard.wire_model import ParamOrder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-KEYWORDS = REPOSITORY / "client" / "reshard" / "keywords.py"
+KEYWORDS = REPOSITORY / "client" / "reshard" / "models" / "keywords.py"
 _HEAD = '''\
 """The keyword arguments of functions and of clients, for type checkers, editors and the pages.
 
@@ -40,7 +40,7 @@ _NESTED = '''
 
 
 def keywords_module() -> str:
-    """client/reshard/keywords.py as it should be: options of reshard and of the formats that it brings."""
+    """client/reshard/models/keywords.py as it should be: options of reshard and of the formats that it brings."""
     ours = {n: o for n, o in declared_options().items() if _is_ours(o)}
     choices, source = choices_of_source(), options_of_source()
     rest = {n: o for n, o in ours.items() if n not in source}

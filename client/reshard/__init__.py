@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.api.async_client import AsyncClient
     from reshard.api.client import Client
+    from reshard.choices import JobState, OpaquePolicy, TargetFormat, WeightDtype
     from reshard.draw.layout import Picture
     from reshard.ensuring.call import ensure
     from reshard.errors import (
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     )
     from reshard.models.reports import DiffOptions, DiffReport, LayoutPair, LayoutPicture
     from reshard.options import SourceSpec
-    from reshard.wire_model import JobState, OpaquePolicy, TargetFormat, WeightDtype
 
     __version__: str
 

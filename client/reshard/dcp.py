@@ -11,11 +11,11 @@ import os
 import shutil
 
 from reshard.api.wire import convert_request
+from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, printable
-from reshard.keywords import ConvertOptions
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import OpaquePolicy
+from reshard.models.keywords import ConvertOptions
 
 __all__ = ["dcp_to_torch_save", "merge_fsdp_weights", "torch_save_to_dcp"]
 Path = str | os.PathLike[str]

@@ -12,13 +12,13 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.api.wire import convert_request
+from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import RequestError, printable
-from reshard.keywords import ConvertOptions
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
+from reshard.models.keywords import ConvertOptions
 from reshard.option import size_of
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat, WeightDtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

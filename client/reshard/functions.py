@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from pydantic import ValidationError
 
+from reshard.choices import TargetFormat
 from reshard.declared import Declared, declared_options, options_of_source
 from reshard.draw.layout import Picture
 from reshard.errors import SEE_HELP, JobError, RequestError, printable
 from reshard.installed_formats import nested
-from reshard.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
 from reshard.local import load_client, load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, Inspection, PlanSummary, Progress, VerifyReport
+from reshard.models.keywords import ChoiceKeywords, ConversionKeywords, SourceKeywords, TwoSourceKeywords
 from reshard.models.reports import DiffOptions, DiffReport, LayoutPicture
 from reshard.option import PathLike, parse_percent, read_rules
 from reshard.options import DeepSpeedOptions, Options, SourceSpec
 from reshard.progress import progress_of
 from reshard.shared_work import shared_work
-from reshard.wire_model import TargetFormat, invalid
+from reshard.wire_model import invalid
 
 if TYPE_CHECKING:
     from reshard.api.client import Client
@@ -50,8 +51,8 @@ def keywords() -> dict[str, str]:
 def takes_keywords(options: Mapping[str, Declared]) -> Callable[[FunctionT], FunctionT]:
     """Give a function that takes these options as `**given` a signature and a docstring that list them.
 
-    They stand where the docstring has `**given`. Type checkers know them from `reshard.keywords`, which is generated
-    from the same fields.
+    They stand where the docstring has `**given`. Type checkers know them from `reshard.models.keywords`, which is
+    generated from the same fields.
     """
 
     def listing(function: FunctionT) -> FunctionT:

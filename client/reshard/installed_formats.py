@@ -17,10 +17,11 @@ from typing import Annotated, Any, cast, get_args
 from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, create_model
 from pydantic.fields import FieldInfo
 
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError, printable
 from reshard.option import Option
 from reshard.options import ConversionOptions, FormatOptions, Options, SourceSpec
-from reshard.wire_model import TargetFormat, WireModel
+from reshard.wire_model import WireModel
 
 ENTRY_POINT_GROUP = "reshard.formats"
 BUILT_IN = ("deepspeed", "weights", "peft", "torch_files")

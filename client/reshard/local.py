@@ -26,6 +26,7 @@ from reshard.errors import RequestError, ReshardError, format_size, printable
 
 if TYPE_CHECKING:
     from reshard.api.client import Client
+    from reshard.choices import WeightDtype
     from reshard.models.jobs import (
         CleanReport,
         ConvertRequest,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from reshard.models.reports import DiffOptions, DiffReport, LayoutPair, LayoutPicture
     from reshard.options import SourceSpec
     from reshard.shared_work import SharedWork
-    from reshard.wire_model import WeightDtype
 
 
 # The command that installs this package again with another extra: what a `fix` names where an extra is missing.

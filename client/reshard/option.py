@@ -13,8 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from reshard.choices import ParamOrder
 from reshard.errors import RequestError, counted, format_size, printable
-from reshard.wire_model import ParamOrder
 
 PathLike = str | os.PathLike[str]
 """A local path, or a URL such as `s3://bucket/key` as text."""

@@ -12,16 +12,13 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
 
-from reshard.option import Option, Place, Section, parse_size, read_order, read_rules
-from reshard.wire_model import (
+from reshard.choices import (
     DTYPE_NAMES,
-    MOST_BYTES,
     NameScheme,
     OpaquePolicy,
     OverflowPolicy,
     ParamOrder,
     ReplicaPolicy,
-    RequestModel,
     RngPolicy,
     ServerCopyPolicy,
     VerifyLevel,
@@ -29,6 +26,8 @@ from reshard.wire_model import (
     WeightDtype,
     ZeroStage,
 )
+from reshard.option import Option, Place, Section, parse_size, read_order, read_rules
+from reshard.wire_model import MOST_BYTES, RequestModel
 
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
 DEFAULT_PART_BYTES = 64 << 20

@@ -11,6 +11,7 @@ from typing import Any, Literal, ParamSpec
 from pydantic import BaseModel
 from sqlalchemy import Row, SQLColumnExpression
 
+from reshard.choices import JobKind, JobState
 from reshard.models.jobs import (
     ConvertRequest,
     ConvertResult,
@@ -22,7 +23,7 @@ from reshard.models.jobs import (
     Progress,
     WorkShare,
 )
-from reshard.wire_model import SCHEMA_VERSION, JobKind, JobState
+from reshard.wire_model import SCHEMA_VERSION
 from reshard_jobs.tables import PUBLIC_ID, EventRow, JobRow, WorkerRow
 
 _KINDS: Mapping[str, Literal["state", "progress", "worker"]] = {

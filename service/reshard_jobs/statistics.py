@@ -12,9 +12,9 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from reshard.choices import JobState
 from reshard.models.access import DeliveryState
 from reshard.models.jobs import Progress, WorkShare
-from reshard.wire_model import JobState
 from reshard_jobs.database import Database
 from reshard_jobs.queue.states import TERMINAL
 from reshard_jobs.tables import DeliveryRow, JobRow, NodeRow, TotalRow, WorkerRow, db_now

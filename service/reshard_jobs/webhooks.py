@@ -14,9 +14,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
+from reshard.choices import JobState
 from reshard.errors import RequestError, printable
 from reshard.models.access import Delivery, DeliveryState, Webhook
-from reshard.wire_model import JobState
 from reshard_jobs.database import Database
 from reshard_jobs.queue.leased_rows import RELEASED, change_row, claim_first, is_free, is_held, lease_of, new_owner
 from reshard_jobs.records import time_of

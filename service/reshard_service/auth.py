@@ -35,8 +35,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from reshard.api.service_token import token_path
+from reshard.choices import TokenScope
 from reshard.errors import JobError, RequestError, printable
-from reshard.wire_model import TokenScope
 from reshard_jobs.tenants.principals import ANYBODY, OPERATOR, Principal
 from reshard_jobs.tenants.tenants import Tenants
 from reshard_jobs.tenants.tokens import Tokens, cookie_of, looks_like_token, session_of

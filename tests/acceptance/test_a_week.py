@@ -26,9 +26,9 @@ from checkpoints import write_zero_checkpoint
 
 from house.measured import say
 from reshard.api.client import Client
+from reshard.choices import JobState
 from reshard.errors import ReshardError
 from reshard.models.jobs import Job
-from reshard.wire_model import JobState
 from servers.process import ServerProcess
 from servers.s3 import S3Server
 from servers.stack import Stack, client_of, end_tree, tree_of

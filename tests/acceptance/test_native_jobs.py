@@ -9,11 +9,11 @@ import pytest
 
 from house.repository import ROOT
 from reshard.api.client import Client
+from reshard.choices import JobState, RngPolicy, ZeroStage
 from reshard.errors import RequestError
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import DeepSpeedOptions, NativeLayout, SourceSpec
-from reshard.wire_model import JobState, RngPolicy, ZeroStage
 from servers.process import served
 
 TOKEN = "native"

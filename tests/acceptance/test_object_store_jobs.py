@@ -24,11 +24,11 @@ import pytest
 
 from oracle.launcher import Worlds
 from reshard.api.client import Client
+from reshard.choices import JobState, TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, Job, JobEvent
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_engine.execute.journal import UnitRecord
 from servers.process import ServerProcess
 from servers.proxy import LoggingProxy, logging_proxy

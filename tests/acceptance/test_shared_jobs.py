@@ -14,10 +14,10 @@ from checkpoints import write_zero_checkpoint
 
 from house.measured import say
 from reshard.api.client import Client
+from reshard.choices import JobState, TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.process import ServerProcess
 from servers.proxy import LoggingProxy, logging_proxy

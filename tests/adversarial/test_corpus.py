@@ -15,8 +15,8 @@ from adversarial.corpus.pickle_code import CANARY
 from adversarial.corpus.table import ENTRIES, NUMBERS_ELSEWHERE
 from adversarial.corpus.write import write_entry
 from house.speed import slowness
+from reshard.choices import OpaquePolicy
 from reshard.errors import CODES, ReshardError
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.policy import OpaqueLedger
 from reshard_engine.pickles.vm import parse_pickle
 

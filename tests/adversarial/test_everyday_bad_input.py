@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import OpaquePolicy, TargetFormat
 
 DATA = Path(__file__).parent.parent / "data"
 OPTIM_1 = "global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

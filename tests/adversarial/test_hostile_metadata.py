@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import OpaquePolicy, TargetFormat
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import PDict, PickleLimits, PList, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger

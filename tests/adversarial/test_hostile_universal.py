@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 
 DATA = Path(__file__).parent.parent / "data"
 MODEL = "mp_rank_00_model_states.pt"

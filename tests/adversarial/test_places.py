@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.storage.urls import canonical_url, is_within
 
 DATA = Path(__file__).parent.parent / "data"

@@ -10,8 +10,8 @@ import pytest
 
 from adversarial.skeletons import skeletons
 from house.measured import say
+from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError, SourceError
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.containers import zip_reader
 from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.torch_file import open_torch_file

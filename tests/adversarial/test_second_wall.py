@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from adversarial.corpus import carriers
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertRequest, Inspection
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_jobs.limits import Roots
 from reshard_service.probes.pool import Prober, ProbeTimeout
 from reshard_service.settings import ServiceSettings

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from reshard.api.client import Client
-from reshard.wire_model import TokenScope
+from reshard.choices import TokenScope
 from servers.postgres import PostgresServer
 from servers.stack import Stack
 

@@ -14,11 +14,11 @@ from typing import TypeVar
 from checkpoints import write_zero_checkpoint
 
 from faults.os_faults import disturbed_calls
+from reshard.choices import TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork
-from reshard.wire_model import TargetFormat
 from reshard_engine.execute.journal import records_in
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.testing.stores import Steps

@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 
 from reshard.api.client import Client
+from reshard.choices import JobState, TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.faulty import FaultyProxy, Wrong
 from servers.process import ServerProcess, accepts, free_port

@@ -7,9 +7,9 @@ from typing import Any
 
 from checkpoints import write_zero_checkpoint
 
+from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 
 PARAMETERS = [("embed.weight", (40, 32)), ("bias", (7,))]
 NAME = "tag"

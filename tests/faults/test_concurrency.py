@@ -15,11 +15,11 @@ from faults import local_trials, memory_trials
 from faults.judge import Tree
 from faults.small import NAME, small_request, write_source
 from house.measured import say
+from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import FaultyStore, MemoryStore, Steps
 from servers.s3 import S3Server

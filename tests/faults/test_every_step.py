@@ -22,9 +22,9 @@ from faults import local_trials, memory_trials
 from faults.judge import Ledger
 from faults.small import ACCELERATE, OPTIONS, STATE_DICT, small_request
 from laws.dcp_files import read_metadata
+from reshard.choices import TargetFormat
 from reshard.errors import SourceError, StorageError
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.local import LocalEngine
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.testing.stores import Fault, FaultyStore, MemoryStore, Operation, Steps

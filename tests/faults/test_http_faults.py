@@ -11,11 +11,11 @@ from checkpoints import write_zero_checkpoint
 
 from faults.judge import Ledger, strays
 from faults.small import NAME
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from servers.faulty import FaultyProxy, Wrong, faulty_proxy
 from servers.s3 import S3Server
 

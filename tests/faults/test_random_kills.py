@@ -21,10 +21,10 @@ from checkpoints import write_zero_checkpoint
 
 from house.measured import say
 from reshard.api.client import Client
+from reshard.choices import JobState, TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from servers.process import ServerProcess
 from servers.proxy import logging_proxy
 from servers.s3 import S3Server

@@ -12,10 +12,10 @@ import pytest
 from faults import memory_trials
 from faults.judge import strays
 from faults.small import NAME, small_request
+from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine.execute.sinks.local import LocalSink
 from reshard_engine.storage.local import LocalStore
 from reshard_engine.storage.locations import serving

@@ -15,7 +15,7 @@ from faults import shared_trials
 from faults.judge import Ledger
 from faults.memory_trials import Case, fresh_case
 from faults.small import OPTIONS
-from reshard.wire_model import TargetFormat
+from reshard.choices import TargetFormat
 from reshard_engine.testing.stores import Fault, MemoryStore, Operation
 
 FAULTS = (Fault.ERROR_BEFORE, Fault.ERROR_AFTER, Fault.KILL_BEFORE, Fault.HANG)

@@ -15,8 +15,8 @@ import pytest
 from faults import memory_trials
 from faults.judge import difference, partial_result, strays
 from faults.memory_trials import Case
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
-from reshard.wire_model import TargetFormat
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import Fault, FaultyStore, MemoryStore, Steps

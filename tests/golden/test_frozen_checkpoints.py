@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from reshard.choices import TargetFormat, WeightDtype
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat, WeightDtype
 
 DATA = Path(__file__).parent.parent / "data"
 FROZEN = ["zero2_tiny", "zero3_tiny", "zero2_python3112", "zero3_python3112"]

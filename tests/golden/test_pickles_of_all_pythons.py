@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from data.pickles import make_pickles
+from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Global, Node, PList, PObject
 from reshard_engine.pickles.policy import OpaqueLedger

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from celery import Celery
 
-from reshard.wire_model import JobState
+from reshard.choices import JobState
 from reshard_jobs.queue.doorbell import DOORBELL_QUEUE
 from reshard_worker.alive import LOOP_S
 from servers.redis import redis_server

@@ -18,10 +18,10 @@ import pytest
 from sqlalchemy import event, select
 
 from reshard.api.client import Client
+from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import JobError, RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Job, PlanSummary, Progress
 from reshard.options import SourceSpec
-from reshard.wire_model import JobKind, JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.leases import Leases
 from reshard_jobs.queue.store import JobFilter, JobStore

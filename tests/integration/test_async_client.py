@@ -22,8 +22,8 @@ from reshard.api.admin import AdminClient, Webhooks
 from reshard.api.async_client import AsyncAdminClient, AsyncClient, AsyncWebhooks
 from reshard.api.client import Client
 from reshard.api.service_token import ServiceAuth
+from reshard.choices import JobState
 from reshard.models.jobs import ConvertRequest, Job, JobEvent
-from reshard.wire_model import JobState
 from reshard_jobs.database import Database
 from reshard_jobs.queue.store import JobStore
 from servers.process import ServerProcess

@@ -10,9 +10,9 @@ import yaml
 from sqlalchemy import text, update
 
 from house.repository import ROOT
+from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.store import JobStore
 from reshard_jobs.tables import JobRow

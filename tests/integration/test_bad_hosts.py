@@ -11,7 +11,7 @@ import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from reshard.api.client import Client
-from reshard.wire_model import JobState
+from reshard.choices import JobState
 from servers.s3 import S3Server
 from servers.stack import Stack, client_of
 

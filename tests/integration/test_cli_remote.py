@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from reshard.choices import JobState
 from reshard.models.jobs import Job, JobEvent
-from reshard.wire_model import JobState
 from servers.scripted import scripted, units_done
 from servers.stack import Stack, client_of
 

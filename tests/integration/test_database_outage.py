@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from reshard.api.client import Client
+from reshard.choices import JobState, TargetFormat
 from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.store import JobStore
 from servers.fixtures import new_stack

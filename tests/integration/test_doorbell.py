@@ -18,9 +18,9 @@ import pytest
 import redis as redis_client
 from celery import Celery
 
+from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.doorbell import DOORBELL_QUEUE, DOORBELL_TASK
 from reshard_jobs.queue.store import JobStore

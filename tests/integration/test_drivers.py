@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from reshard.api.client import Client
+from reshard.choices import JobState
 from reshard.errors import JobError, ReshardError
 from reshard.models.jobs import Job, JobEvent
-from reshard.wire_model import JobState
 from servers.fixtures import new_stack
 from servers.process import ServerProcess
 from servers.scripted import journal_of, scripted, units_done

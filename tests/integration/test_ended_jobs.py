@@ -8,10 +8,10 @@ import pytest
 from sqlalchemy import func, select
 
 from house.database_time import let_pass
+from reshard.choices import JobState, TargetFormat
 from reshard.errors import JobError, ReshardError, StorageError
 from reshard.models.jobs import ConvertRequest, ConvertResult, Progress
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.discards import Discards
 from reshard_jobs.queue.idempotency import Hold, IdempotencyKeys

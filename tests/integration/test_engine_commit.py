@@ -17,11 +17,11 @@ import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from house.tiers import rest_full
+from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError, StorageError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine.execute.sinks.object_store import ObjectSink
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.profiles import S3Profile

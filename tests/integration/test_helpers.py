@@ -8,9 +8,9 @@ from collections.abc import Generator
 import pytest
 
 from house.database_time import let_pass
+from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest, ConvertResult, Progress, WorkShare
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.helpers import HelperClaim, Helpers
 from reshard_jobs.queue.leases import JobClaim, Leases

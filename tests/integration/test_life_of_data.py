@@ -15,11 +15,11 @@ import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from house.database_time import let_pass
+from reshard.choices import JobState, TargetFormat
 from reshard.errors import JobError, ReshardError, from_problem
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.discards import Discards
 from reshard_jobs.queue.leases import Leases

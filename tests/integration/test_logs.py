@@ -17,7 +17,7 @@ import httpx
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
-from reshard.wire_model import JobState
+from reshard.choices import JobState
 from reshard_jobs.logs import JsonLines, configure_logs, log_as, log_context, secrets_of
 from servers.s3 import ACCESS_KEY, SECRET_KEY, S3Server
 from servers.stack import Stack, client_of

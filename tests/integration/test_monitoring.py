@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import update
 
 from house.repository import ROOT
+from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.store import JobStore
 from reshard_jobs.statistics import LATELY_S, MOST_TENANTS, OTHERS, JobStatistics, Totals, few_tenants

@@ -7,10 +7,10 @@ from collections.abc import Generator
 import pytest
 
 from house.database_time import let_pass
+from reshard.choices import JobState
 from reshard.errors import JobError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState
 from reshard_jobs.database import Database
 from reshard_jobs.queue.leases import Leases
 from reshard_jobs.queue.overview import Column, JobOverview, Wanted

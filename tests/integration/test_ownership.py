@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from house.database_time import let_pass
+from reshard.choices import JobState, TargetFormat
 from reshard.errors import ExitCode, JobError, RequestError, StorageError
 from reshard.models.jobs import ConvertRequest, ConvertResult, Progress
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.idempotency import Hold, IdempotencyKeys
 from reshard_jobs.queue.leases import JobClaim, Leases

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from oracle.outputs import contents
+from reshard.choices import TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from servers.s3 import S3Server
 
 DATA = Path(__file__).parent.parent / "data"

@@ -11,8 +11,8 @@ import psycopg
 
 from house.repository import ROOT
 from reshard.api.client import Client
+from reshard.choices import JobState
 from reshard.models.jobs import Job, Progress
-from reshard.wire_model import JobState
 from reshard_jobs.database import Database
 from reshard_jobs.queue.leases import Leases
 from reshard_jobs.queue.store import JobStore

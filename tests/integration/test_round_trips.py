@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from reshard.choices import TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import MemoryStore

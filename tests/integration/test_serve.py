@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reshard.choices import JobState
 from reshard.errors import RequestError
-from reshard.wire_model import JobState
 from reshard_service.app import create_app
 from reshard_service.serve import listening
 from reshard_service.settings import ServiceSettings
@@ -95,9 +95,9 @@ def test_jobs_run_and_the_end_is_clean(tmp_path: Path) -> None:
 
 def create_job(directory: Path, name: str, **script: object) -> str:
     """A job straight into the database of `reshard serve`."""
+    from reshard.choices import TargetFormat
     from reshard.models.jobs import ConvertRequest
     from reshard.options import SourceSpec
-    from reshard.wire_model import TargetFormat
     from reshard_jobs.database import Database
     from reshard_jobs.queue.store import JobStore
 

@@ -11,11 +11,11 @@ import botocore.exceptions
 import pytest
 from checkpoints import write_zero_checkpoint
 
+from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import ServerCopyPolicy, TargetFormat
 from reshard_engine.integrity.manifest import parse_manifest
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.profiles import S3Profile

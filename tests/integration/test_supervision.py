@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from house.database_time import let_pass
+from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Job
 from reshard.options import SourceSpec
-from reshard.wire_model import JobKind, JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.limits import Roots
 from reshard_jobs.queue.leases import Leases

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from checkpoints import write_zero_checkpoint
 
+from reshard.choices import JobState, TargetFormat
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from servers.collector import Collector, Received, collector
 from servers.process import free_port
 from servers.proxy import logging_proxy

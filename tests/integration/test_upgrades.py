@@ -19,8 +19,8 @@ import pytest
 from sqlalchemy import text
 
 from house.repository import ROOT
+from reshard.choices import JobState
 from reshard.models.jobs import Job
-from reshard.wire_model import JobState
 from reshard_jobs.database import VERSION_TABLE, Database, engine_of
 from reshard_jobs.queue.reaper import Reaper, Retention
 from reshard_jobs.queue.states import EventLog

@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from reshard.choices import JobState, TargetFormat
 from reshard.models.jobs import ConvertRequest, Job
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.limits import Roots
 from reshard_jobs.queue.leases import Leases

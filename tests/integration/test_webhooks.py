@@ -26,11 +26,11 @@ from fastapi.testclient import TestClient
 from sqlalchemy import text
 from standardwebhooks import Webhook as Verifier, WebhookVerificationError
 
+from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import RequestError, SourceError
 from reshard.models.access import DeliveryState
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import JobKind, JobState, TargetFormat
 from reshard_jobs.database import Database
 from reshard_jobs.queue.leases import Leases
 from reshard_jobs.queue.reaper import Reaper

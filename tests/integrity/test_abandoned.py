@@ -14,10 +14,10 @@ import pytest
 
 from house.promises import command
 from house.saves import DATA
+from reshard.choices import TargetFormat
 from reshard.errors import ExitCode, RequestError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.execute.sinks.leftovers import is_held, journal_of, plans_beside
 from reshard_engine.operations.cleaning import clean_target
 from reshard_engine.operations.conversion import Conversion

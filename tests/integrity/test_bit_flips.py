@@ -16,11 +16,11 @@ import pytest
 
 from house.measured import say
 from integrity.covered import covered_spans
+from reshard.choices import TargetFormat, VerifyLevel
 from reshard.errors import IntegrityError, ReshardError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import TargetFormat, VerifyLevel
 
 DATA = Path(__file__).parent.parent / "data"
 SEED = int(os.environ.get("RESHARD_SEED", "0")) or random.SystemRandom().getrandbits(32)

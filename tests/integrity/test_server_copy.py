@@ -10,11 +10,11 @@ import pytest
 from checkpoints import write_zero_checkpoint
 from hypothesis import given, settings, strategies as st
 
+from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import ServerCopyPolicy, TargetFormat
 from reshard_engine.integrity.checksums import combine, without_prefix, without_suffix
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.operations.conversion import Conversion

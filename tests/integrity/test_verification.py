@@ -19,13 +19,13 @@ from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
 from integrity.covered import covered_spans
+from reshard.choices import TargetFormat, VerifyLevel, WeightDtype
 from reshard.cli.main import app
 from reshard.errors import IntegrityError, JobError, RequestError, ReshardError, SourceError, StorageError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.option import parse_percent
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat, VerifyLevel, WeightDtype
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.execute.checks.unit_sums import BlockDigests
 from reshard_engine.execute.sinks.local import LocalChunkFile

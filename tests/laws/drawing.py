@@ -13,7 +13,7 @@ from laws.native_target import NativeTarget
 from laws.targets import UniversalTarget, WeightsTarget
 from laws.universal_source import UniversalSource
 from laws.weights_source import WeightsSource
-from reshard.wire_model import TargetFormat
+from reshard.choices import TargetFormat
 from reshard_engine.testing.laws import Trial
 from reshard_engine.testing.logical import SourceFormat, TargetOracle
 from reshard_engine.testing.strategies import evenly, execution_options

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from laws.targets import MANIFEST, overflowed, rounded, together
 from laws.torch_values import bits_of, load, tree_of
+from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import TargetFormat
 from reshard_engine.tensors.dtypes import SHORT_NAMES
 from reshard_engine.testing.logical import MASTER, Bits, Content, LogicalState, Saved, Tree
 

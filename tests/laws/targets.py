@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from laws.torch_values import bits_of, cast, load as torch_load, tensor_of, tree_of
+from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import TargetFormat
 from reshard_engine.tensors.dtypes import SHORT_NAMES
 from reshard_engine.testing.logical import MASTER, Bits, Content, LogicalState, Saved, Tree
 

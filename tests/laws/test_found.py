@@ -12,8 +12,8 @@ import pytest
 from laws.deepspeed_files import Layout
 from laws.deepspeed_source import DeepSpeedSource
 from laws.targets import UniversalTarget, WeightsTarget
+from reshard.choices import TargetFormat
 from reshard.errors import SourceError
-from reshard.wire_model import TargetFormat
 from reshard_engine.testing.laws import Trial, gather_then_slice, what_was_written_reads_back
 from reshard_engine.testing.logical import MASTER, Bits, Case, LogicalParameter, LogicalState, Tree
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from laws.dcp_files import Save, Sharded, StridedShard, nested, read_metadata, save
+from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger

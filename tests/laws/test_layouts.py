@@ -26,10 +26,10 @@ from laws.layout_cases import Drawn, configured, models, native, ranks_of
 from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, rules_of
 from laws.profiles import laws_profile, laws_seed
 from laws.torch_values import Fragment, load, tree_of
+from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest
 from reshard.models.reports import DiffOptions
 from reshard.options import DeepSpeedOptions, NativeLayout, Options, SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.local import LocalEngine
 from reshard_engine.storage.locations import serving

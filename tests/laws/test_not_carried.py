@@ -20,10 +20,10 @@ from laws.pipeline_source import ParallelWriter, Ranks
 from laws.planting import Gardener, is_named, keys_in
 from laws.profiles import laws_profile, laws_seed
 from laws.universal_source import UniversalSource
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.testing.laws import SCHEME, SOURCE, TARGET_NAME, ObservedStore, Trial, convert, left_by
 from reshard_engine.testing.logical import Case, SourceFormat
 from reshard_engine.testing.strategies import evenly

@@ -12,10 +12,10 @@ from checkpoints import gpt_parameters, write_zero_checkpoint
 from measure import Measured, measure
 
 from house.measured import say
+from reshard.choices import TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 
 LIMIT_BYTES = 512 << 20
 LAYERS = [(2, 6), pytest.param((2, 6, 19), marks=pytest.mark.full)]

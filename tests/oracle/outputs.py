@@ -18,10 +18,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from oracle.truth import RawTensor
+from reshard.choices import TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult, NotCarried
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 
 _WORDS = {
     torch.float32: "F32",

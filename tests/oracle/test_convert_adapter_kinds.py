@@ -20,11 +20,11 @@ from house.promises import broken_promises
 from oracle.adapter_kinds import Kind, logits_of, model_of
 from oracle.launcher import Worlds
 from oracle.outputs import convert
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import MemoryStore
 

@@ -18,9 +18,9 @@ from oracle.driver import Oracle
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert
 from oracle.truth import differences, meta_differences
+from reshard.choices import WeightDtype
 from reshard.errors import RequestError
 from reshard.options import NativeLayout
-from reshard.wire_model import WeightDtype
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.operations import requested
 

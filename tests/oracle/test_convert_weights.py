@@ -17,8 +17,8 @@ from oracle.driver import Oracle, Trained
 from oracle.fixtures import TrainedFactory
 from oracle.outputs import Weights, cast, convert, raw, read_bin, read_safetensors
 from oracle.truth import RawTensor, Truth
+from reshard.choices import WeightDtype
 from reshard.errors import SourceError
-from reshard.wire_model import WeightDtype
 from reshard_engine.tensors.dtypes import BY_NAME
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -20,11 +20,11 @@ from oracle.fixtures import TrainedFactory
 from oracle.models import build_model
 from oracle.outputs import convert
 from oracle.truth import differences, meta_differences
+from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
-from reshard.wire_model import OpaquePolicy
 
 TRAINING_ONLY = "weights hold no training state"
 

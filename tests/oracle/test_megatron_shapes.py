@@ -24,10 +24,10 @@ from oracle.parallel_cases import VOCAB, Layout
 from oracle.parallel_driver import ParallelOracle, Reloaded, Saved
 from oracle.parallel_megatron_cases import MegatronCase
 from oracle.truth import Truth, differences, meta_differences
+from reshard.choices import VerifyLevel, WeightDecayGroups, ZeroStage
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import DeepSpeedOptions, SourceSpec
-from reshard.wire_model import VerifyLevel, WeightDecayGroups, ZeroStage
 
 WORDS = "language_model.embedding.word_embeddings.weight"
 LOSS_TOLERANCE = 2e-6  # of losses around 4: six digits

@@ -12,11 +12,11 @@ from oracle.driver import Oracle
 from oracle.outputs import convert, load, raw, tensor_of
 from oracle.real_folders import EXPECTED, PEER_UNREADABLE, atom, expected, facts, load_any, real_folder, wrong_atoms
 from oracle.truth import RawTensor
+from reshard.choices import NameScheme, WeightDtype, ZeroStage
 from reshard.errors import RequestError
 from reshard.local import load_engine
 from reshard.models.reports import DiffOptions
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import NameScheme, WeightDtype, ZeroStage
 
 TAG = "global_step3"
 # (tensor parallel, pipeline, data parallel): another in every dimension that the model allows.

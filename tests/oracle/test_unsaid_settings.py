@@ -20,9 +20,9 @@ from oracle.fixtures import TrainedFactory
 from oracle.outputs import convert
 from oracle.truth import Truth, differences
 from oracle.unsaid import swapped_places
+from reshard.choices import WeightDtype
 from reshard.errors import RequestError, SourceError
 from reshard.options import NativeLayout
-from reshard.wire_model import WeightDtype
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -16,15 +16,16 @@ from pydantic.fields import FieldInfo
 
 from house.repository import ROOT
 from reshard.api.wire import convert_request
+from reshard.choices import TargetFormat
 from reshard.cli import flags as flags_module
 from reshard.cli.flags import ConversionFlags
 from reshard.cli.given import called
 from reshard.errors import RequestError
 from reshard.installed_formats import option_fields, plain_kind
-from reshard.keywords import ConvertOptions
 from reshard.models.jobs import ConvertRequest, SubmitRequest
+from reshard.models.keywords import ConvertOptions
 from reshard.options import DeepSpeedOptions, NativeLayout, Options, PeftOptions, SourceSpec, WeightsOptions
-from reshard.wire_model import TargetFormat, invalid
+from reshard.wire_model import invalid
 from reshard_engine.plan.planner import request_facts
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app

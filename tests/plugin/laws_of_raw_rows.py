@@ -17,7 +17,7 @@ from laws.drawing import trials
 from laws.profiles import laws_profile, laws_seed
 from laws.targets import WeightsTarget
 from laws.weights_source import kept
-from reshard.wire_model import TargetFormat
+from reshard.choices import TargetFormat
 from reshard_engine.testing.laws import check
 from reshard_engine.testing.logical import Bits, Case, Content, Saved, SourceFormat, TargetOracle
 from reshard_engine.testing.strategies import Rules, evenly, logical_states

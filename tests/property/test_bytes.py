@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from reshard.choices import OpaquePolicy, TargetFormat, WeightDtype
 from reshard.models.jobs import ConvertRequest
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import OpaquePolicy, TargetFormat, WeightDtype
 from reshard_engine.execute.casts.cast import NumpyCast
 from reshard_engine.execute.gather import TensorReader, fill
 from reshard_engine.formats.registry import writer_of

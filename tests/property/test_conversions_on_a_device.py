@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from reshard.choices import TargetFormat, WeightDtype
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine.execute import executor
 from reshard_engine.execute.casts import device
 from reshard_engine.execute.casts.cast import CastKernel, NumpyCast

@@ -13,12 +13,12 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file, save_file
 
 from house.casts import BITS, PAIRS, elements
+from reshard.choices import TargetFormat
 from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import CastLoss, ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.execute.casts.cast import Losses, NumpyCast, are_nan, losses_of
 from reshard_engine.tensors.dtypes import BY_NAME, Dtype
 

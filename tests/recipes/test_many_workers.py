@@ -18,11 +18,11 @@ import yaml
 from house.repository import ROOT
 from house.saves import DATA, LAUNCHERS
 from recipes.stand_ins import DASK, RAY, SRUN
+from reshard.choices import TargetFormat
 from reshard.errors import CODES
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 
 PAGE = ROOT / "docs" / "recipes" / "many-workers.md"

@@ -15,13 +15,13 @@ from rich.console import Console
 from house.promises import command
 from house.saves import DATA
 from reshard import progress as bars
+from reshard.choices import DTYPE_NAMES, WeightDtype
 from reshard.cli import help_pages
 from reshard.cli.flags import chosen
 from reshard.cli.output import next_steps
 from reshard.models.jobs import Progress
 from reshard.option import format_duration
 from reshard.progress import facts_of, line_of
-from reshard.wire_model import DTYPE_NAMES, WeightDtype
 
 SOURCE = str(DATA / "zero2_tiny")
 

@@ -16,9 +16,9 @@ from reshard.api import wire
 from reshard.api.client import Client
 from reshard.api.exchange import EventLines, ServerEvent
 from reshard.api.wire import Answer
+from reshard.choices import JobState
 from reshard.errors import JobError, RequestError, SourceError
 from reshard.models.jobs import Job, JobList
-from reshard.wire_model import JobState
 
 PROBLEM = {"code": "source.not_found", "detail": "nothing there", "fix": "look again", "details": {"url": "x"}}
 

@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from laws.deepspeed_files import Layout, write_checkpoint
 from laws.deepspeed_source import cases_of, rules_of
 from laws.universal_source import UniversalSource
+from reshard.choices import TargetFormat, WeightDtype
 from reshard.cli.main import run
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.models.reports import DifferenceKind, DiffOptions, DiffReport
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat, WeightDtype
 from reshard_engine import local as engine_module
 from reshard_engine.operations import diff as comparison
 from reshard_engine.tensors.dtypes import BY_NAME

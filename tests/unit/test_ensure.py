@@ -16,6 +16,7 @@ import torch
 
 import reshard
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same, wanted
+from reshard.choices import TargetFormat
 from reshard.cli.main import run
 from reshard.ensuring import converters as _makers, local_checkpoints as _places
 from reshard.ensuring.call import Ensured, Outcome, ensured
@@ -24,7 +25,6 @@ from reshard.errors import RequestError, SourceError, StorageError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import TargetFormat
 
 
 @pytest.fixture(autouse=True)

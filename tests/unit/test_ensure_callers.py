@@ -18,6 +18,7 @@ import pytest
 
 import reshard
 from house.saves import DATA, LAUNCHERS, make_checkpoint, make_save, same
+from reshard.choices import JobState, OpaquePolicy, WeightDtype
 from reshard.ensuring import converters as _converters
 from reshard.ensuring.election import Election
 from reshard.ensuring.local_checkpoints import finished
@@ -25,7 +26,6 @@ from reshard.errors import JobError, RequestError, ReshardError, SourceError, St
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Job, Problem
 from reshard.options import DeepSpeedOptions, SourceSpec
-from reshard.wire_model import JobState, OpaquePolicy, WeightDtype
 
 
 @pytest.fixture(autouse=True)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from house.saves import DATA, wanted
+from reshard.choices import WeightDtype, ZeroStage
 from reshard.ensuring.world import fits, visible_processes
 from reshard.errors import RequestError
 from reshard.local import load_engine
 from reshard.models.jobs import Inspection
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import WeightDtype, ZeroStage
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 
 import reshard
 from house.saves import make_save
+from reshard.choices import EnsureWorkers
 from reshard.ensuring.converters import LocalConverter
 from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.together import SHARED_BYTES, Launch, Sharing
 from reshard.errors import RequestError, StorageError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import NativeLayout
-from reshard.wire_model import EnsureWorkers
 
 TORCHRUN = {"WORLD_SIZE": "16", "RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 TORCHRUN |= {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}

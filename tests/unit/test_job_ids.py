@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from reshard.api.client import Client
+from reshard.choices import JobState, TargetFormat
 from reshard.cli.job_tables import whole_id
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest, Job, JobList
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 
 A, B, C = (f"job_{head}{'a' * 20}" for head in ("3kq7", "3kzz", "7777"))
 REQUEST = ConvertRequest(source=SourceSpec(url="/s"), target="/t", to=TargetFormat.UNIVERSAL)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.cli.job_tables import facts, outcome, table
 from reshard.errors import SourceError
 from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Job, Problem, Progress
 from reshard.options import SourceSpec
-from reshard.wire_model import JobKind, JobState, TargetFormat
 
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 REQUEST = ConvertRequest(source=SourceSpec(url="s3://b/run"), target="s3://b/out", to=TargetFormat.UNIVERSAL)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from reshard.choices import JobState, TargetFormat
 from reshard.errors import RequestError, format_size
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.option import parse_size
 from reshard.options import Options, PeftOptions, SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 from reshard_jobs.limits import SERVICE, Roots, TenantLimits, normalized_url
 from reshard_jobs.queue.states import ACTIVE, TERMINAL, TRANSITIONS, sources_of, state_of
 from reshard_jobs.settings import JobSettings

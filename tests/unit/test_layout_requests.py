@@ -12,11 +12,11 @@ import pytest
 from laws.deepspeed_files import Layout, write_checkpoint
 from laws.pipeline_source import Part, seeded_model
 from laws.small_models import PLAIN, model_with_experts, piped_model, write_source
+from reshard.choices import TargetFormat
 from reshard.cli.main import run
 from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.local import LocalEngine
 
 

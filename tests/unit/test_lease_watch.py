@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from sqlalchemy.exc import DataError, OperationalError
 
+from reshard.choices import JobKind, TargetFormat
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import SourceSpec
-from reshard.wire_model import JobKind, TargetFormat
 from reshard_jobs.limits import SERVICE
 from reshard_jobs.queue.leases import JobClaim, LeaseStatus
 from reshard_jobs.settings import JobSettings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
+from reshard.choices import NameScheme
 from reshard.errors import RequestError
-from reshard.wire_model import NameScheme
 from reshard_engine.formats.deepspeed.relabel import nesting_of, rename_all
 
 _INNER = (

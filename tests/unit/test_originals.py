@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from house.repository import ROOT
 from reshard import deepspeed
+from reshard.choices import TargetFormat
 from reshard.cli.main import run
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
 

@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from reshard.choices import JobState
 from reshard.models.jobs import ConvertRequest, Inspection, Job, JobEvent, JobWorker
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState
 from reshard_jobs.limits import Roots
 from reshard_service.pages.job import happenings_of
 from reshard_service.pages.submit import suggested_target

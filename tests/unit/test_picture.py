@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from house.repository import ROOT
+from reshard.choices import OpaquePolicy
 from reshard.cli.main import app
 from reshard.cli.output import picture_lines
 from reshard.draw.layout import render
@@ -22,7 +23,6 @@ from reshard.errors import RequestError
 from reshard.local import load_engine
 from reshard.models.reports import TensorPicture
 from reshard.options import SourceSpec
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.formats.sources import read_checkpoint

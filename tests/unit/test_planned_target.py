@@ -10,9 +10,9 @@ import pytest
 from house.repository import ROOT
 from reshard.api.wire import convert_request
 from reshard.errors import RequestError
-from reshard.keywords import ConvertOptions
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
+from reshard.models.keywords import ConvertOptions
 from reshard.models.reports import LayoutPicture
 from reshard.options import SourceSpec
 from reshard_engine.operations.conversion import Conversion

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from reshard.wire_model import TokenScope
+from reshard.choices import TokenScope
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings

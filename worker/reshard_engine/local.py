@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pydantic import ValidationError
 
+from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import RequestError, SourceError, printable
 from reshard.local import Finding, StateDicts, install_line
 from reshard.models.jobs import (
@@ -27,7 +28,7 @@ from reshard.models.jobs import (
 from reshard.models.reports import DiffOptions, DiffReport, LayoutPair, LayoutPicture
 from reshard.options import SourceSpec
 from reshard.shared_work import SharedWork
-from reshard.wire_model import OpaquePolicy, TargetFormat, invalid
+from reshard.wire_model import invalid
 from reshard_engine.formats.registry import rules_of
 from reshard_engine.formats.sources import find_checkpoint, read_checkpoint
 from reshard_engine.integrity.manifest import MANIFEST_NAME

@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
+from reshard.choices import VerifyLevel
 from reshard.models.jobs import ConvertRequest
 from reshard.shared_work import SharedWork
-from reshard.wire_model import VerifyLevel
 from reshard_jobs.limits import SERVICE, TenantLimits
 from reshard_jobs.settings import EnvironmentSettings, JobSettings, Seconds, size
 from reshard_worker.protocol import Command

@@ -10,9 +10,9 @@ from enum import StrEnum
 
 from sqlalchemy.exc import DBAPIError
 
+from reshard.choices import JobKind
 from reshard.errors import JobError, RequestError, ReshardError, SourceError, from_problem
 from reshard.models.jobs import ConvertResult, Progress, WorkShare
-from reshard.wire_model import JobKind
 from reshard_jobs.database import Database, is_away
 from reshard_jobs.logs import log_as
 from reshard_jobs.queue.discards import Discards
@@ -22,12 +22,11 @@ from reshard_jobs.queue.nodes import Nodes
 from reshard_jobs.statistics import ATTEMPTS, READ_BYTES, STORE_ERRORS, WRITE_BYTES, Totals
 from reshard_jobs.tracing import current, start_tracing
 from reshard_worker.alive import JOB
-from reshard_worker.child import RunnerProcess, Runners
+from reshard_worker.child import RunnerProcess, Runners, attempt_span, help_span, of_result, of_share
 from reshard_worker.discarding import EndedDiscards, run_discard
 from reshard_worker.host_faults import HOST, HostWatch, may_be_the_hosts, speaks_for_the_host
 from reshard_worker.protocol import Command, CommitRequest, Failure, Message, PlanRequest, ProgressMessage, Result
 from reshard_worker.settings import WorkerSettings, engine_command
-from reshard_worker.spans import attempt_span, help_span, of_result, of_share
 
 # Keeps a claim alive: sends heartbeats, polls the cancel flag, and detects a lost lease.
 

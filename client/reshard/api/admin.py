@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from reshard.api.exchange import Exchange, Run
 from reshard.api.wire import Call
+from reshard.choices import TokenScope
 from reshard.models.access import (
     DEFAULT_TOKEN_S,
     ENDINGS,
@@ -32,7 +33,7 @@ from reshard.models.access import (
     WebhookList,
     WebhookRequest,
 )
-from reshard.wire_model import TokenScope, invalid
+from reshard.wire_model import invalid
 
 
 class AdminClient:

@@ -18,8 +18,8 @@ from reshard.api.admin import AdminClient, Webhooks
 from reshard.api.exchange import Exchange, Flow, Listen, NextLine, Pause, Talk
 from reshard.api.service_token import ServiceAuth
 from reshard.api.wire import Answer, Call, ModelT
+from reshard.choices import JobState, TargetFormat
 from reshard.errors import RequestError
-from reshard.keywords import ConvertOptions
 from reshard.models.jobs import (
     ConvertRequest,
     ConvertResult,
@@ -31,8 +31,8 @@ from reshard.models.jobs import (
     WorkerNode,
     WorkerNodeList,
 )
+from reshard.models.keywords import ConvertOptions
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat
 
 T = TypeVar("T")
 

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from reshard.api import wire
 from reshard.api.wire import Answer, Call, ModelT
+from reshard.choices import JobKind, JobState
 from reshard.errors import JobError, ReshardError, from_problem
 from reshard.models.jobs import ConvertRequest, ConvertResult, Job, JobEvent, JobEventPage, PlanSummary
-from reshard.wire_model import JobKind, JobState
 
 # Server-sent events, read line by line.
 

@@ -10,12 +10,13 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ValidationError
 
+from reshard.choices import JobState, TargetFormat
 from reshard.errors import JobError, ReshardError, from_problem, printable
 from reshard.installed_formats import nested
-from reshard.keywords import ConvertOptions
 from reshard.models.jobs import ConvertRequest
+from reshard.models.keywords import ConvertOptions
 from reshard.options import SourceSpec
-from reshard.wire_model import JobState, TargetFormat, invalid
+from reshard.wire_model import invalid
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from reshard.choices import TokenScope
 from reshard.cli.flags import choice
 from reshard.cli.help_pages import OPERATION, REMOTE, Commands
 from reshard.cli.local import JsonFlag
 from reshard.errors import RequestError, counted, format_size, printable
 from reshard.local import load_client
 from reshard.option import parse_size
-from reshard.wire_model import TokenScope
 
 if TYPE_CHECKING:
     from datetime import datetime

@@ -12,13 +12,13 @@ from typing import Annotated
 
 import typer
 
+from reshard.choices import DTYPE_NAMES, EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.cli.flags import CheckpointFlags, MemoryLimitFlag, OptionsCommand, choice, takes_checkpoint, target_among
 from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.output import DISTRIBUTED, followed
 from reshard.option import parse_size, read_rules
 from reshard.progress import progress_shown
-from reshard.wire_model import DTYPE_NAMES, EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 
 
 def register(app: typer.Typer) -> None:

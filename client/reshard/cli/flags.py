@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from reshard.choices import TargetFormat
 from reshard.cli.help_pages import RESOURCES, TARGET, HelpedCommand
 from reshard.errors import RequestError, printable
-from reshard.wire_model import TargetFormat
 
 if TYPE_CHECKING:
     from reshard.declared import Declared

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from reshard.choices import JobKind, JobState
 from reshard.cli.help_pages import Style, painted_on_stdout
 from reshard.errors import (
     ExitCode,
@@ -21,7 +22,6 @@ from reshard.errors import (
     printable,
 )
 from reshard.progress import line_of, shown
-from reshard.wire_model import JobKind, JobState
 
 if TYPE_CHECKING:
     from datetime import datetime

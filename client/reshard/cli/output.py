@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from reshard.choices import POINTERS, TargetFormat
 from reshard.draw.layout import render
 from reshard.errors import counted, format_size, printable
-from reshard.wire_model import POINTERS, TargetFormat
 
 if TYPE_CHECKING:
     from reshard.models.jobs import CastLoss, Inspection, NotCarried, PlanSummary, PossibleTarget, TensorInfo

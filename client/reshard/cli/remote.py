@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from reshard.choices import JobKind, JobState
 from reshard.cli import job_tables
 from reshard.cli.flags import ConversionFlags, OptionsCommand, choice, takes_conversion
 from reshard.cli.help_pages import GENERAL, JOB, OPERATION, REMOTE, Commands
@@ -19,7 +20,6 @@ from reshard.cli.local import JsonFlag, QuietFlag, show_plan
 from reshard.cli.output import next_steps
 from reshard.errors import RequestError, printable
 from reshard.local import install_line, load_client
-from reshard.wire_model import JobKind, JobState
 
 if TYPE_CHECKING:
     from reshard.api.client import Client

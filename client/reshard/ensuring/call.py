@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Unpack
 
+from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 from reshard.declared import choices_of_source
 from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election, Invitation, Records
@@ -37,11 +38,10 @@ from reshard.ensuring.together import LATE_S, Helper, Launch, Sharing
 from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Framework, Layout, Wanted, fits, name_of
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.functions import source_of, takes_keywords
-from reshard.keywords import ChoiceKeywords
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
+from reshard.models.keywords import ChoiceKeywords
 from reshard.option import size_of
 from reshard.options import DeepSpeedOptions, NativeLayout, Options, SourceSpec
-from reshard.wire_model import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
 
 
 class Outcome(StrEnum):

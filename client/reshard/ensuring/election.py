@@ -21,11 +21,11 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from reshard.choices import RECORDS
 from reshard.ensuring.local_checkpoints import writing
 from reshard.ensuring.world import Layout
 from reshard.errors import ReshardError, from_problem
 from reshard.shared_work import process_gone, process_scope
-from reshard.wire_model import RECORDS
 
 STALE_S = 60.0
 """Seconds after which an untouched claim is stale: longer than network file systems cache attributes (NFS: 60 s)."""

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from reshard.choices import MANIFEST, POINTERS, RECORDS
 from reshard.errors import SourceError, StorageError, listed, printable, storage_code
-from reshard.wire_model import MANIFEST, POINTERS, RECORDS
 
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 _MAX_POINTER_BYTES = 1_024

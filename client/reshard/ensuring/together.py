@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
+from reshard.choices import EnsureWorkers
 from reshard.ensuring.converters import Converter, LocalConverter
 from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import writing
@@ -16,7 +17,6 @@ from reshard.ensuring.world import Layout, visible_processes
 from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertRequest
 from reshard.shared_work import SharedWork, shared_work
-from reshard.wire_model import EnsureWorkers
 
 SHARED_BYTES = 4 << 30
 """Size of the smallest checkpoint that nodes convert together by default. A second node begins after some 3 s: it looks

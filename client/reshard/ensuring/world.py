@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import Inspection
 from reshard.options import DEFAULT_MEMORY_LIMIT_BYTES, FormatOptions, NativeLayout
-from reshard.wire_model import OpaquePolicy, WeightDtype, ZeroStage
 
 DISTRIBUTED = "dcp"
 """The target of distributed checkpoints, and the first word of the names of formats that are read as such."""

@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from reshard.choices import (
+    JobKind as JobKind,
+    JobState as JobState,
+    NameScheme as NameScheme,
+    OpaquePolicy as OpaquePolicy,
+    OverflowPolicy as OverflowPolicy,
+    ParamOrder as ParamOrder,
+    ReplicaPolicy as ReplicaPolicy,
+    RngPolicy as RngPolicy,
+    ServerCopyPolicy as ServerCopyPolicy,
+    TargetFormat as TargetFormat,
+    VerifyLevel as VerifyLevel,
+    WeightDtype as WeightDtype,
+    ZeroStage as ZeroStage,
+)
 from reshard.models.access import (
     DEFAULT_TOKEN_S as DEFAULT_TOKEN_S,
     ENDINGS as ENDINGS,
@@ -80,20 +95,4 @@ from reshard.options import (
     SourceChoices as SourceChoices,
     SourceSpec as SourceSpec,
 )
-from reshard.wire_model import (
-    SCHEMA_VERSION as SCHEMA_VERSION,
-    JobKind as JobKind,
-    JobState as JobState,
-    NameScheme as NameScheme,
-    OpaquePolicy as OpaquePolicy,
-    OverflowPolicy as OverflowPolicy,
-    ParamOrder as ParamOrder,
-    ReplicaPolicy as ReplicaPolicy,
-    RngPolicy as RngPolicy,
-    ServerCopyPolicy as ServerCopyPolicy,
-    TargetFormat as TargetFormat,
-    VerifyLevel as VerifyLevel,
-    WeightDtype as WeightDtype,
-    WireModel as WireModel,
-    ZeroStage as ZeroStage,
-)
+from reshard.wire_model import SCHEMA_VERSION as SCHEMA_VERSION, WireModel as WireModel

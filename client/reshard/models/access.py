@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from reshard.wire_model import MOST_BYTES, SCHEMA_VERSION, RequestModel, TokenScope, WireModel
+from reshard.choices import TokenScope
+from reshard.wire_model import MOST_BYTES, SCHEMA_VERSION, RequestModel, WireModel
 
 TENANT_PATTERN = r"^[a-z0-9](?:[a-z0-9-]{0,62}[a-z0-9])?$"
 DEFAULT_TOKEN_S = 90 * 86_400

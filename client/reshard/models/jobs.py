@@ -11,22 +11,14 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 
+from reshard.choices import JobKind, JobState, TargetFormat, VerifyLevel
 from reshard.installed_formats import OfInstalledFormats, default_options, nested, target_names
 from reshard.options import (
     ConversionOptions,
     Options,
     SourceSpec,
 )
-from reshard.wire_model import (
-    SCHEMA_VERSION,
-    JobKind,
-    JobState,
-    RequestModel,
-    ShownModel,
-    TargetFormat,
-    VerifyLevel,
-    WireModel,
-)
+from reshard.wire_model import SCHEMA_VERSION, RequestModel, ShownModel, WireModel
 
 # The type of a target's name in requests: a target of reshard, or of a format of another package.
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, and_, delete, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
+from reshard.choices import JobState
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import JobState
 from reshard_jobs.database import Database
 from reshard_jobs.limits import TenantLimits, limits_of
 from reshard_jobs.queue.helpers import free_of_helpers

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, ScalarSelect, and_, case, func, insert, or_, select
 from sqlalchemy.orm import Session
 
+from reshard.choices import JobKind, JobState
 from reshard.models.jobs import ConvertRequest, WorkShare
-from reshard.wire_model import JobKind, JobState
 from reshard_jobs.database import Database
 from reshard_jobs.limits import TenantLimits, limits_of
 from reshard_jobs.queue.leased_rows import change_row, claim_first, is_held, lease_of, new_owner

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from sqlalchemy import ColumnElement, and_, case, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
+from reshard.choices import JobKind, JobState
 from reshard.errors import JobError, ReshardError
 from reshard.models.jobs import ConvertRequest, Problem, Progress, WorkShare
-from reshard.wire_model import JobKind, JobState
 from reshard_jobs.database import Database
 from reshard_jobs.limits import TenantLimits, limits_of
 from reshard_jobs.queue.discards import FIRST_PAUSE_S, being_discarded, forget_plans

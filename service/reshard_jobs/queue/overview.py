@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, and_, case, func, or_, select
 from sqlalchemy.orm import Session
 
+from reshard.choices import JobKind, JobState
 from reshard.models.jobs import ConvertRequest, Job, Problem, Progress
-from reshard.wire_model import JobKind, JobState
 from reshard_jobs.database import Database
 from reshard_jobs.queue.store import JobFilter, have_labels, labels_of
 from reshard_jobs.records import time_of

@@ -16,9 +16,9 @@ from sqlalchemy import ColumnElement, CursorResult, case, delete, or_, select, u
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
+from reshard.choices import JobKind, JobState
 from reshard.errors import JobError, ReshardError, from_problem
 from reshard.models.jobs import Problem
-from reshard.wire_model import JobKind, JobState
 from reshard_jobs.database import Database
 from reshard_jobs.queue.discards import discard_waits
 from reshard_jobs.queue.helpers import help_wanted

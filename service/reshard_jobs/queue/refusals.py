@@ -9,7 +9,7 @@ from __future__ import annotations
 from sqlalchemy import ColumnElement, ScalarSelect, delete, func, insert, or_, select, update
 from sqlalchemy.orm import Session, aliased
 
-from reshard.wire_model import JobState
+from reshard.choices import JobState
 from reshard_jobs.tables import JobRow, NodeRow, RefusalRow, db_now
 
 MOST_REFUSALS = 5

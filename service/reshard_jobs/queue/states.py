@@ -8,9 +8,9 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, and_, insert, or_, select
 from sqlalchemy.orm import Session
 
+from reshard.choices import JobState
 from reshard.errors import RequestError
 from reshard.models.jobs import JobEvent, JobEventPage, Progress
-from reshard.wire_model import JobState
 from reshard_jobs.database import Database
 from reshard_jobs.queue.leased_rows import change_row
 from reshard_jobs.records import event_of

@@ -15,9 +15,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, and_, insert, or_, select
 from sqlalchemy.orm import Session
 
+from reshard.choices import JobKind, JobState
 from reshard.errors import JobError, RequestError, printable
 from reshard.models.jobs import ConvertRequest, Job, JobList
-from reshard.wire_model import JobKind, JobState
 from reshard_jobs.database import Database
 from reshard_jobs.limits import normalized_url
 from reshard_jobs.queue.discards import being_discarded

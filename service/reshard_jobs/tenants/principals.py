@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
+from reshard.choices import TokenScope
 from reshard.errors import RequestError
 from reshard.models.access import AuditEntry, AuditPage
-from reshard.wire_model import TokenScope
 from reshard_jobs.database import Database
 from reshard_jobs.records import time_of
 from reshard_jobs.tables import DEFAULT_TENANT, AuditRow, db_now

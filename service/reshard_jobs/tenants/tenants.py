@@ -11,9 +11,9 @@ from sqlalchemy import ColumnElement, Select, Subquery, and_, delete, func, inse
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, aliased
 
+from reshard.choices import JobState
 from reshard.errors import RequestError, format_size
 from reshard.models.access import NewTenant, Tenant, TenantSettings
-from reshard.wire_model import JobState
 from reshard_jobs.database import Database
 from reshard_jobs.limits import TenantLimits, limits_of, normalized_url
 from reshard_jobs.queue.states import ACTIVE, TERMINAL

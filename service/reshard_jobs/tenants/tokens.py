@@ -13,9 +13,9 @@ from sqlalchemy import ColumnElement, insert, or_, select, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from reshard.choices import TokenScope
 from reshard.errors import RequestError, printable
 from reshard.models.access import NewToken, Token
-from reshard.wire_model import TokenScope
 from reshard_jobs.database import Database
 from reshard_jobs.records import time_of
 from reshard_jobs.tables import TenantRow, TokenRow, db_now

@@ -15,8 +15,8 @@ from fastapi.security import HTTPBearer, SecurityScopes
 from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 from starlette.concurrency import run_in_threadpool
 
+from reshard.choices import TokenScope
 from reshard.models.jobs import JobEvent, JobEventPage
-from reshard.wire_model import TokenScope
 from reshard_jobs.database import Database
 from reshard_jobs.queue.idempotency import IdempotencyKeys
 from reshard_jobs.queue.nodes import Nodes

@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
+from reshard.choices import JobKind
 from reshard.errors import JobError
 from reshard.models.jobs import ConvertRequest, Inspection, Job, PlanSummary
 from reshard.models.reports import LayoutPair
 from reshard.options import SourceSpec
-from reshard.wire_model import JobKind
 from reshard_jobs.tenants.principals import Principal
 from reshard_service.api.context import Context, ServiceContext, Submitter
 from reshard_service.api.jobs import accepted

@@ -13,9 +13,9 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
+from reshard.choices import JobState
 from reshard.errors import JobError, RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertRequest, ConvertResult, Job, JobList, PlanSummary, SubmitRequest
-from reshard.wire_model import JobState
 from reshard_jobs.limits import TenantLimits
 from reshard_jobs.logs import log_as
 from reshard_jobs.queue.idempotency import fingerprint

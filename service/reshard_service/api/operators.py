@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from sqlalchemy.exc import DBAPIError, TimeoutError as PoolTimeout
 
+from reshard.choices import TokenScope
 from reshard.errors import JobError, ReshardError
 from reshard.models.access import (
     AuditPage,
@@ -23,7 +24,6 @@ from reshard.models.access import (
     TokenList,
 )
 from reshard.models.jobs import WorkerNodeList
-from reshard.wire_model import TokenScope
 from reshard_jobs.tables import DEFAULT_TENANT
 from reshard_jobs.tenants.principals import MAX_ENTRIES, Principal
 from reshard_service.api.context import Administrator, Context, Reader, context_of

@@ -13,8 +13,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 
+from reshard.choices import JobKind, JobState
 from reshard.models.jobs import Job, JobEvent, JobWorker
-from reshard.wire_model import JobKind, JobState
 from reshard_jobs.queue.overview import JobOverview
 from reshard_service.api.context import Canceller, Context, Reader, ServiceContext, Submitter
 from reshard_service.api.jobs import cancel_job, retry_job

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
+from reshard.choices import JobState
 from reshard.errors import RequestError
-from reshard.wire_model import JobState
 from reshard_jobs.queue.overview import Column, JobLines, JobOverview, Wanted
 from reshard_jobs.queue.store import JobFilter
 from reshard_service.api.context import Context, Reader

@@ -19,9 +19,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from reshard.choices import JobState, TokenScope
 from reshard.draw.layout import STYLE
 from reshard.errors import RequestError, format_size, printable
-from reshard.wire_model import JobState, TokenScope
 from reshard_jobs.tenants.principals import Principal
 from reshard_service.auth import COOKIE, STATIC, path_of, root_of
 from reshard_service.middleware import refuse_unstorable

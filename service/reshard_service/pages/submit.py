@@ -17,6 +17,7 @@ from markupsafe import Markup
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
+from reshard.choices import NameScheme, OpaquePolicy, TokenScope, VerifyLevel, WeightDtype, ZeroStage
 from reshard.dcp_options import Grammar
 from reshard.declared import declared_options
 from reshard.draw.layout import render as drawn
@@ -24,7 +25,6 @@ from reshard.errors import JobError, RequestError, ReshardError
 from reshard.models.jobs import ConvertRequest, Inspection, Job, PlanSummary, PossibleTarget, SubmitRequest
 from reshard.models.reports import LayoutPair
 from reshard.option import parse_size
-from reshard.wire_model import NameScheme, OpaquePolicy, TokenScope, VerifyLevel, WeightDtype, ZeroStage
 from reshard_engine.storage.urls import is_within
 from reshard_jobs.limits import Roots, normalized_url
 from reshard_jobs.tenants.principals import Principal

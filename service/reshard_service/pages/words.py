@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
+from reshard.choices import JobState, TargetFormat
 from reshard.declared import declared_options
 from reshard.errors import format_size
 from reshard.installed_formats import installed_formats
 from reshard.models.jobs import ConvertRequest
 from reshard.option import parse_size
-from reshard.wire_model import JobState, TargetFormat
 
 _TARGETS = {
     TargetFormat.ZERO.value: "DeepSpeed, for N GPUs",

@@ -9,8 +9,8 @@ import numpy as np
 from adversarial.corpus import opcodes as op
 from adversarial.corpus.carriers import f32, floats
 from adversarial.corpus.distributed import FILES, REST, TOP, Draft, record
+from reshard.choices import OpaquePolicy
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import read_checkpoint

@@ -17,10 +17,10 @@ from adversarial.corpus.pickle_code import ENTRIES as PAYLOADS
 from adversarial.fuzz import distributed
 from house import dcp_stand_ins as dcp, dcp_streams
 from house.dcp_mutations import assert_equal
+from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import OpaquePolicy, TargetFormat
 from reshard_engine.containers.safetensors import open_safetensors_file
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import open_torch_file

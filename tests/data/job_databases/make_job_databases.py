@@ -39,7 +39,7 @@ class Writer:
     def create(self, case: str, **more: Any) -> str:
         from reshard.models.jobs import ConvertRequest
         from reshard.options import SourceSpec
-        from reshard.wire_model import TargetFormat
+        from reshard.choices import TargetFormat
 
         request = ConvertRequest(
             source=SourceSpec(url="/frozen/source"), target=f"/frozen/{case}", to=TargetFormat.UNIVERSAL
@@ -65,7 +65,7 @@ class Writer:
     def write(self) -> None:
         from reshard.errors import SourceError, StorageError
         from reshard.models.jobs import ConvertResult
-        from reshard.wire_model import JobKind, TargetFormat
+        from reshard.choices import JobKind, TargetFormat
 
         passing = StorageError("storage.unavailable", "the store did not answer", fix="look at the store")
         wrong = SourceError("checkpoint.incomplete", "rank 1 is missing", fix="copy it again")

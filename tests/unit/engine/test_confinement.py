@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from house.saves import make_save
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import DeepSpeedOptions, Options, SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.formats.peft.adapter_config import adapter_files
 from reshard_engine.operations.conversion import Conversion
 from reshard_engine.storage.local import LocalStore

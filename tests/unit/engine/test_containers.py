@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.containers.source_file import CachedFile, SourceFile
 from reshard_engine.containers.torch_file import TorchFile, open_torch_file

@@ -16,10 +16,10 @@ from torch.distributed.tensor.placement_types import Shard
 
 import reshard
 from laws.dcp_files import Save, Sharded, read_metadata, save
+from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError
 from reshard.models.jobs import ConvertResult
 from reshard.options import SourceChoices
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Question
 from reshard_engine.formats.dcp.facts import facts_of
 from reshard_engine.formats.sources import read_checkpoint

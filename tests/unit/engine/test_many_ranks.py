@@ -10,10 +10,10 @@ import torch
 from checkpoints import many_small_parameters, write_zero_checkpoint
 from safetensors.torch import load_file
 
+from reshard.choices import TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 
 RANKS = 12
 PARAMETERS = many_small_parameters(7, size=9)

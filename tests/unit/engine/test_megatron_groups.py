@@ -11,8 +11,8 @@ import pytest
 
 from laws.deepspeed_files import Layout
 from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, seeded_model
+from reshard.choices import OpaquePolicy, WeightDecayGroups
 from reshard.errors import RequestError
-from reshard.wire_model import OpaquePolicy, WeightDecayGroups
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.deepspeed.param_groups import group_changes, megatron_grouped, sharded_groups
 from reshard_engine.formats.sources import read_checkpoint

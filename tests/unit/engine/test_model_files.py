@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from house.repository import ROOT
+from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 
 SOURCE = ROOT / "tests" / "data" / "zero2_tiny"
 

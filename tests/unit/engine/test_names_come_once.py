@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from house.repository import ROOT
+from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import OpaquePolicy, TargetFormat
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats.model_weights import weights_of
 from reshard_engine.formats.sources import read_checkpoint

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from reshard.choices import NameScheme, OpaquePolicy, TargetFormat
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.models.reports import DifferenceKind, DiffOptions
 from reshard.options import SourceSpec
-from reshard.wire_model import NameScheme, OpaquePolicy, TargetFormat
 from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState, ParamGroup, Question, Undecided
 from reshard_engine.formats.deepspeed.facts import facts_of, model_states
 from reshard_engine.formats.deepspeed.relabel import relabelled

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Global, PBytearray, PickleLimits, PList, PObject, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger, is_listed

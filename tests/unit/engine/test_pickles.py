@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from house.speed import slowness
+from reshard.choices import OpaquePolicy
 from reshard.errors import ReshardError
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import PDict, PickleLimits, PList, PTensor, mapping_items
 from reshard_engine.pickles.policy import OpaqueLedger

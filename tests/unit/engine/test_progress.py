@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from reshard.choices import TargetFormat
 from reshard.errors import JobError
 from reshard.models.jobs import ConvertRequest, Progress
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.execute import executor
 from reshard_engine.local import LocalEngine
 

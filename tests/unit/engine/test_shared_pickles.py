@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import SourceError
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.containers import torch_file as shared_pickles
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import SharedPickles, open_torch_file

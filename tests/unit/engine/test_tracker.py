@@ -7,9 +7,9 @@ from pathlib import Path
 
 from laws.deepspeed_files import Layout
 from laws.pipeline_source import ParallelWriter, Part, Ranks, seeded_model
+from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest
 from reshard.options import NativeLayout, SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.storage.protocol import read_bytes
 from reshard_engine.testing.laws import SCHEME, convert
 from reshard_engine.testing.stores import MemoryStore

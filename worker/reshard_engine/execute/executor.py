@@ -13,9 +13,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from reshard.choices import OverflowPolicy
 from reshard.errors import JobError, SourceError, printable
 from reshard.models.jobs import Progress
-from reshard.wire_model import OverflowPolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.cast import CastKernel, Losses
 from reshard_engine.execute.casts.placing import ReadCounts, default_kernel

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from reshard.wire_model import OpaquePolicy
+from reshard.choices import OpaquePolicy
 from reshard_engine.checkpoint import Scalar
 from reshard_engine.pickles.emit import emit_pickle
 from reshard_engine.pickles.nodes import Node, PLiteral, PRuns, PRunsPart, PStorage, PTensor, PTensorRef

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import TargetFormat
 from reshard_engine.checkpoint import FILE_STATE, Checkpoint, FormatFacts
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import SharedPickles, TorchFile, add_whole_tensor, open_torch_file, place_of

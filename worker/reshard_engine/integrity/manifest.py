@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from reshard.choices import MANIFEST, VerifyLevel
 from reshard.errors import IntegrityError, printable
 from reshard.models.jobs import CastLoss, NotCarried
-from reshard.wire_model import MANIFEST, VerifyLevel
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import read_bytes
 

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
+from reshard.choices import RECORDS, OverflowPolicy, ServerCopyPolicy, VerifyLevel
 from reshard.errors import IntegrityError, JobError, RequestError, StorageError, counted, printable
 from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Progress
-from reshard.wire_model import RECORDS, OverflowPolicy, ServerCopyPolicy, VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.execute.casts.placing import default_kernel

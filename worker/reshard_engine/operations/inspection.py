@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, ReshardError, SourceError
 from reshard.models.jobs import ConvertRequest, Inspection, PossibleTarget, TensorInfo
 from reshard.options import SourceSpec
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.registry import cautions, check_request, format_of, formats, left_out, writer_of
 from reshard_engine.formats.torch_archive import dry_run

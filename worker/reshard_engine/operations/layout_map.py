@@ -9,10 +9,10 @@ from math import prod
 
 import numpy as np
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, ReshardError, StorageError, printable
 from reshard.models.jobs import ConvertRequest
 from reshard.models.reports import FileShare, LayoutPair, LayoutPicture, Region, TensorPicture
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.registry import format_of
 from reshard_engine.formats.sources import read_checkpoint

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, SourceError, listed, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.format import refuse_choices
 from reshard_engine.formats.registry import format_writing, formats, left_out, relabelled, rules_of

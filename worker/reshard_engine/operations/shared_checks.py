@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
+from reshard.choices import ReplicaPolicy
 from reshard.errors import IntegrityError
 from reshard.models.jobs import VerifyProblem
-from reshard.wire_model import ReplicaPolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.checks import (
     AGREEMENTS,

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from reshard.choices import VerifyLevel
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError
 from reshard.models.jobs import ConvertRequest, ConvertResult, Progress, WorkShare
 from reshard.shared_work import SharedWork
-from reshard.wire_model import VerifyLevel
 from reshard_engine.distributed.members import Beat, Members, SystemClock, Timing, new_worker, repeated
 from reshard_engine.distributed.runs import cut_into_runs
 from reshard_engine.distributed.segments import FormerWork

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import torch
 
+from reshard.choices import OpaquePolicy, ReplicaPolicy, TargetFormat, WeightDtype
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
-from reshard.wire_model import OpaquePolicy, ReplicaPolicy, TargetFormat, WeightDtype
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint
 from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.execute.checks.source import check_agreements

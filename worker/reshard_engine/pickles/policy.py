@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import TypeAlias
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import SourceError, printable
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.pickles.nodes import Global, Node, PBytearray, PDict, PList, PObject, PSet, PTuple
 from reshard_engine.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS
 

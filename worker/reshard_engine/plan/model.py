@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reshard.choices import OverflowPolicy
 from reshard.models.jobs import NotCarried
-from reshard.wire_model import OverflowPolicy
 from reshard_engine.integrity.checksums import BLOCK_BYTES
 from reshard_engine.tensors.layout import FileTemplate, TargetFile
 

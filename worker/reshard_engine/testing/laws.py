@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, StorageError, counted, printable
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
-from reshard.wire_model import TargetFormat
 from reshard_engine.execute.executor import StoppedError
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.local import LocalEngine

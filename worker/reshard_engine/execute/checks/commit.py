@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from math import prod
 
+from reshard.choices import VerifyLevel
 from reshard.errors import IntegrityError, SourceError, printable
 from reshard.models.jobs import CastLoss
-from reshard.wire_model import VerifyLevel
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.containers.safetensors import open_safetensors_file
 from reshard_engine.containers.source_file import CachedFile, SourceFile

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from reshard.choices import OverflowPolicy
 from reshard.errors import IntegrityError, printable
 from reshard.models.jobs import VerifyProblem
-from reshard.wire_model import OverflowPolicy
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.execute.checks.commit import name_in_manifest, with_full_checks

@@ -11,8 +11,8 @@ from functools import partial
 
 import numpy as np
 
+from reshard.choices import ReplicaPolicy
 from reshard.errors import SourceError, counted, printable
-from reshard.wire_model import ReplicaPolicy
 from reshard_engine.checkpoint import Agreement, Checkpoint
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.containers.torch_file import checksummed_spans

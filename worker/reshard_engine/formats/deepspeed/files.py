@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from reshard.choices import POINTERS
 from reshard.errors import SourceError, counted, printable
-from reshard.wire_model import POINTERS
 from reshard_engine.containers.source_file import SourceFile
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from reshard_engine.storage.protocol import Listing, ObjectInfo, Store, read_bytes

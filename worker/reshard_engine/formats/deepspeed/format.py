@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from reshard.choices import POINTERS, TargetFormat, ZeroStage
 from reshard.errors import RequestError, ReshardError, counted, listed
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard.options import DeepSpeedOptions, Options
-from reshard.wire_model import POINTERS, TargetFormat, ZeroStage
 from reshard_engine.checkpoint import Checkpoint, Parameter, Question
 from reshard_engine.formats.deepspeed.cautions import HOW_TO_SAY, sectioned, uncut
 from reshard_engine.formats.deepspeed.facts import facts_of, run_facts

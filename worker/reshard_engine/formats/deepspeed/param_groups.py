@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from reshard.choices import OpaquePolicy, WeightDecayGroups
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models.jobs import NotCarried
-from reshard.wire_model import OpaquePolicy, WeightDecayGroups
 from reshard_engine.checkpoint import Checkpoint, OptimizerState, Parameter, ParamGroup
 from reshard_engine.formats.carried import named
 from reshard_engine.formats.deepspeed.facts import ARGS, DeepSpeedFacts, facts_of, namespace_items

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reshard.choices import NameScheme, TargetFormat
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import NameScheme, TargetFormat
 from reshard_engine.checkpoint import Buffer, Checkpoint, Parameter
 from reshard_engine.formats.deepspeed.facts import ARGS, NO_PIPELINE_ARG, facts_of, with_args
 from reshard_engine.formats.deepspeed.files import FROZEN_FRAGMENTS, FROZEN_SHAPES, INFO, PARAM_SHAPES, TIED

@@ -18,8 +18,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any, TypeAlias
 
+from reshard.choices import ParamOrder
 from reshard.errors import RequestError, SourceError, counted, printable
-from reshard.wire_model import ParamOrder
 from reshard_engine.checkpoint import Agreement, Checkpoint, OptimizerState, Parameter, Question, Scalar, Undecided
 from reshard_engine.containers.torch_file import TorchFile, add_whole_tensor
 from reshard_engine.formats.carried import UNKNOWN, NotCarriedKeys

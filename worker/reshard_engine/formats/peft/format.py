@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError, ReshardError, listed, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
 from reshard.options import Options, PeftOptions
-from reshard.wire_model import TargetFormat
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.containers.safetensors import safetensors_template
 from reshard_engine.formats import carried

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
+from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models.jobs import ConvertRequest, PossibleTarget
-from reshard.wire_model import TargetFormat
 from reshard_engine.checkpoint import OF_TRAINING, Checkpoint, Question
 from reshard_engine.formats.format import DryRun, Format, Reader, Writer
 from reshard_engine.formats.model_weights import model_dtype

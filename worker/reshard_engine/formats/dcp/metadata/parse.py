@@ -18,8 +18,8 @@ from typing import cast
 
 import numpy as np
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import SourceError, printable
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.formats.dcp.facts import BUFFERS, OWN_STATE
 from reshard_engine.formats.dcp.metadata import model as names
 from reshard_engine.formats.dcp.metadata.cursor import ATTRIBUTES, CLASSES, Run, Window

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from reshard.choices import ParamOrder
 from reshard.errors import RequestError, SourceError, counted, listed, printable
-from reshard.wire_model import ParamOrder
 from reshard_engine.checkpoint import ParamGroup, Question, Undecided
 from reshard_engine.formats.dcp.metadata.model import KeyPath
 from reshard_engine.formats.dcp.optimizers import STEP, has_its_shape

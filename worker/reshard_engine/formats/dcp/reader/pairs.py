@@ -26,8 +26,8 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from reshard.choices import NO_BUFFERS
 from reshard.errors import RequestError, SourceError, listed, printable
-from reshard.wire_model import NO_BUFFERS
 from reshard_engine.checkpoint import Agreement, Buffer, OptimizerState, Parameter, Question, Scalar, Undecided
 from reshard_engine.containers.source_file import CachedFile, SourceFile, open_all
 from reshard_engine.containers.zip_reader import read_zip_directory

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from reshard.choices import NO_SCHEDULER
 from reshard.dcp_options import Grammar
 from reshard.errors import counted, listed, printable
 from reshard.models.jobs import NotCarried
-from reshard.wire_model import NO_SCHEDULER
 from reshard_engine.checkpoint import Checkpoint, Counters, Parameter, Question, Undecided
 from reshard_engine.formats.dcp.facts import (
     META,

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from reshard.wire_model import OpaquePolicy
+from reshard.choices import OpaquePolicy
 from reshard_engine.formats.dcp.facts import BUFFERS, METADATA, OWN_STATE
 from reshard_engine.formats.dcp.writer.state_dict import (
     KeyPath,

@@ -12,10 +12,10 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from reshard.choices import OpaquePolicy
 from reshard.dcp_options import DcpOptions, Grammar
 from reshard.errors import RequestError, listed
 from reshard.models.jobs import ConvertRequest, NotCarried
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Counters
 from reshard_engine.formats import carried
 from reshard_engine.formats.dcp.facts import META, RANK_STATES, TRAINER_STATE, DcpFacts, facts_of

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import SourceError, counted, printable
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Agreement, Buffer, Checkpoint, OptimizerState, Parameter, Question, Undecided
 from reshard_engine.containers.source_file import SourceFile, open_all
 from reshard_engine.containers.torch_file import TorchFile, add_whole_tensor, open_torch_file

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reshard.choices import ZeroStage
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest
 from reshard.options import NativeLayout
-from reshard.wire_model import ZeroStage
 from reshard_engine.checkpoint import Checkpoint, Scalar
 from reshard_engine.formats.deepspeed.config import DEFAULT_SUB_GROUP_SIZE, RunConfig, config_for
 from reshard_engine.formats.deepspeed.facts import OLDEST_VERSION, facts_of

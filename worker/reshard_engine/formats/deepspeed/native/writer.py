@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
+from reshard.choices import OpaquePolicy, RngPolicy
 from reshard.errors import RequestError, printable
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard.options import NativeLayout
-from reshard.wire_model import OpaquePolicy, RngPolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter
 from reshard_engine.formats.carried import AS_ASKED, named
 from reshard_engine.formats.deepspeed.cautions import padding_changes, sectioned

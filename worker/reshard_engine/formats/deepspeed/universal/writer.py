@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from math import prod
 
+from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, listed, printable
 from reshard.models.jobs import ConvertRequest
-from reshard.wire_model import OpaquePolicy
 from reshard_engine.checkpoint import Checkpoint, Parameter, ParamGroup, Scalar
 from reshard_engine.formats import carried
 from reshard_engine.formats.deepspeed.cautions import padding_of_atoms, sectioned, uncut_warnings

@@ -11,10 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from reshard.dcp_options import Grammar, MissingMoments
-    from reshard.option import Order, PathLike
-    from reshard.options import NativeLayout, Options
-    from reshard.wire_model import (
+    from reshard.choices import (
         NameScheme,
         OpaquePolicy,
         OverflowPolicy,
@@ -27,6 +24,9 @@ if TYPE_CHECKING:
         WeightDtype,
         ZeroStage,
     )
+    from reshard.dcp_options import Grammar, MissingMoments
+    from reshard.option import Order, PathLike
+    from reshard.options import NativeLayout, Options
 
 
 class ChoiceKeywords(TypedDict, total=False):
