@@ -101,7 +101,7 @@ def create_app(settings: ServiceSettings | None = None) -> FastAPI:
         database.close()
         await run_in_threadpool(stop_tracing)
 
-    # FastAPI's own pages load scripts from other hosts; `pages.reference_page` has ours.
+    # FastAPI's own pages load scripts from other hosts; `pages.lists.reference_page` has ours.
     app = FastAPI(
         title="Reshard",
         version=version("reshard"),

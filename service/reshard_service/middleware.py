@@ -1,6 +1,6 @@
 """The middleware of every request: counted, traced, read within limits, and refused where it is not text.
 
-Both are plain ASGI, so that event streams are not buffered.
+All of it is plain ASGI, so that event streams are not buffered.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Readers of ambiguous zips disagree about their content, so anything that torch d
 refused. The canonical form is one archive with nothing before, between or after its records; no compression,
 encryption or comments; unique names below one root; local headers that match the directory.
 
-`zip_columns` checks archives with many records first. It makes the same checks for all records at once, and leaves an
-archive that fails one to this module.
+`entries_in_columns` checks archives with many records first. It makes the same checks for all records at once, and
+leaves an archive that fails one to the checks of single records.
 
 Source: PKWARE APPNOTE 6.3 (records); torch 2.13.0 `caffe2/serialize/inline_container.cc`
 (`getPadding`: data begins at multiples of 64; flag bit 3 with a data descriptor; `FB` extra field).
@@ -25,7 +25,7 @@ from reshard.errors import SourceError, counted, printable
 from reshard_engine.containers.source_file import CachedFile
 from reshard_engine.storage.crc32 import crc32
 
-# Shared definitions of the two readers of zip directories: a record, the flag bits that torch sets, the bounds.
+# What the checks in columns and those of single records share: a record, the flag bits that torch sets, the bounds.
 #
 # Source: PKWARE APPNOTE 6.3; torch 2.13.0 `caffe2/serialize/inline_container.cc`.
 
@@ -47,14 +47,14 @@ class ZipEntry(NamedTuple):
     data_offset: int
 
 
-# Checks the directory of an archive with many records by numpy columns, in a fraction of the time of `zip_reader`.
+# Checks the directory of an archive with many records in numpy columns, in a fraction of the time of single checks.
 #
-# This module makes every check of `zip_reader` for all records at once, for the form that torch writes. It leaves any
-# other archive (a damaged one, or one of an allowed but rare form) to that reader, which names the bad record. So this
-# module refuses nothing, and accepts nothing that `zip_reader` would refuse.
+# `entries_in_columns` makes every check of single records for all records at once, for the form that torch writes. It
+# leaves any other archive (a damaged one, or one of an allowed but rare form) to the checks of single records, which
+# name the bad record. So it refuses nothing, and accepts nothing that these checks would refuse.
 
 COLUMNS_FROM = 32
-"""Number of records from which on this module is faster."""
+"""Number of records from which on columns are faster."""
 _MADE = (("magic", "<u4"), ("made_by", "<u2"))
 _FORM = (("needs", "<u2"), ("flags", "<u2"), ("method", "<u2"), ("time", "<u2"), ("date", "<u2"))
 _SIZES = (("crc", "<u4"), ("packed", "<u4"), ("length", "<u4"), ("name", "<u2"), ("extra", "<u2"))
@@ -285,6 +285,8 @@ def _read(cached: CachedFile, all_begins: NDArray[np.int64], all_ends: NDArray[n
         pieces.append(block[begin - at : end - at])
     return b"".join(pieces)
 
+
+# Checks an archive record by record: the reader of every archive that the checks in columns leave.
 
 _EOCD = struct.Struct("<4sHHHHIIH")
 _EOCD64 = struct.Struct("<4sQHHIIQQQQ")

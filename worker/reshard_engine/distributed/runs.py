@@ -171,7 +171,7 @@ class Run:
     """The items `[first, end)` of a wave. `first` names the run: no two runs of a wave begin at one item."""
 
     wave: int
-    """0 for the first wave of units, 1 for the last one; `check_waves` has the others."""
+    """0 for the first wave of units, 1 for the last one; `CheckWaves` has the others."""
     first: int
     end: int
 

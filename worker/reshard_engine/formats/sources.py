@@ -361,7 +361,7 @@ def read_checkpoint(
         location: The place that the user named.
         tag: The tag, if the user named one.
         ledger: The policy for objects of classes that are not on the allow-list.
-        rules: How tensor parallelism cut parameters, in place of what the checkpoint says (`rules.cut_rules`).
+        rules: How tensor parallelism cut parameters, in place of what the checkpoint says (`requested_rules`).
         choices: The user's choices where the files leave several ways to read them.
 
     Raises:

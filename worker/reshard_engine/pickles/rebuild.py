@@ -33,7 +33,7 @@ from reshard_engine.tensors.dtypes import BY_NAME, BY_STORAGE_CLASS
 
 # Checks numpy arrays, scalars and dtypes in pickles: only numbers and texts pass, with sizes that match their data.
 #
-# This module never builds them, but a program that unpickles our output does. An object dtype makes numpy unpickle its
+# They are never built here, but a program that unpickles our output does. An object dtype makes numpy unpickle its
 # contents, and the state of a dtype sets sizes that numpy trusts.
 #
 # Source: numpy 2.4 `ndarray.__reduce__`, `dtype.__reduce__` (`_core/src/multiarray/methods.c`, `descriptor.c`), the
@@ -128,8 +128,7 @@ def _data_bytes(node: Node) -> int:
 # A program that unpickles our output calls the names on the allow-list, so their arguments are checked here:
 # `bytearray(2_000_000_000)` builds two gigabytes from nine bytes.
 #
-# Source: CPython 3.11 `Lib/pickle.py` (bytes before
-# protocol 3), torch 2.13.0 `torch/_utils.py`.
+# Source: CPython 3.11 `Lib/pickle.py` (bytes before protocol 3), torch 2.13.0 `torch/_utils.py`.
 
 _ENCODINGS = ("latin1", "latin-1", "ascii", "utf-8")
 _LAYOUT = re.compile(r"torch\.[a-z_]{1,32}")
@@ -408,7 +407,7 @@ def check_state(target: PObject, state: Any) -> int:
 
     Raises:
         SourceError: `pickle.forbidden_build` for state on an OrderedDict that is not plain attributes,
-            or for names with two leading underscores; `pickle.type_confusion` as `arrays.check_state`.
+            or for names with two leading underscores; `pickle.type_confusion` as `check_array_state`.
     """
     steps = 1
     dicts = [state] if isinstance(state, PDict) else list(state.items) if isinstance(state, PTuple) else []

@@ -171,7 +171,7 @@ _U32 = struct.Struct("<I")
 _I32 = struct.Struct("<i")
 _U64 = struct.Struct("<Q")
 
-# -- opcodes: framing, marks, memo -------------------------------------------------------------
+# Frames, marks and the memo.
 
 
 def op_stop(m: PickleMachine) -> tuple[Node, int]:

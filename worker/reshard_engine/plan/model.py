@@ -175,7 +175,7 @@ class Plan:
 # Items of a unit: pieces so small that their bytes stay in the cache from one pass to the next.
 #
 # An item is read, summed, digested and written before the next item begins. Items of a large tensor end at the ends of
-# digest blocks (`digests`), so that no block is digested from two items.
+# digest blocks (`BLOCK_BYTES`), so that no block is digested from two items.
 
 CACHED_BYTES = 2 << 20
 """Size of an item: about the size of a core's own cache. With shorter items, threads pass Python's lock more often: a

@@ -28,15 +28,13 @@ from reshard_engine.storage.local import changed
 from reshard_engine.storage.profiles import S3Profile
 from reshard_engine.storage.protocol import DELETED_AT_ONCE, Listing, ObjectInfo, PartInfo, Store, join
 
-# Typed errors in place of botocore's exceptions.
-#
-# Source: Amazon S3 API reference (error codes); botocore 1.43 (exceptions).
-
-
 # botocore has no type information: its results are checked where they are used.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
+# Typed errors in place of botocore's exceptions.
+#
+# Source: Amazon S3 API reference (error codes); botocore 1.43 (exceptions).
 
 _RAISED = (
     botocore.exceptions.ClientError,
@@ -177,11 +175,6 @@ def pages(client: Any, bucket: str, prefix: str, *, delimiter: str = "") -> Iter
 
 def _against_the_protocol(bucket: str, text: str) -> StorageError:
     return StorageError("storage.protocol", f"s3://{printable(bucket)}: {text}")
-
-
-# botocore has no type information: its results are checked where they are used.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
 
 
 _READ_TRIES = 4

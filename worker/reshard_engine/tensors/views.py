@@ -181,7 +181,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """The mean of copies that differ after training; see `gather.mean`."""
+    """The mean of copies that differ after training; see `gather.mean_of`."""
 
     copies: tuple[int, ...]
     """Tensors of equal shape and element type, in rank order."""
@@ -189,7 +189,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class LoraMerge:
-    """A weight with its LoRA adapter merged: base plus scale times left times right; see `gather.lora_merge`."""
+    """A weight with its LoRA adapter merged: base plus scale times left times right; see `gather.merged_rows`."""
 
     base: int
     left: int

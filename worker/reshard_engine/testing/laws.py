@@ -1,7 +1,7 @@
 """The laws of resharding, for any source format and any target format.
 
 Each law takes a `Trial` and fails with an assertion. A new format inherits all of them: it writes logical states
-(`formats.SourceFormat`), or reads what the engine wrote by other means (`formats.TargetOracle`).
+(`logical.SourceFormat`), or reads what the engine wrote by other means (`logical.TargetOracle`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Casts of floating tensors: round to nearest, ties to even, bit for bit the same on every device.
 
-The numpy kernel is the reference. On a machine with a CUDA device, the package `device` casts there if that is faster.
+The numpy kernel is the reference. On a machine with a CUDA device, `DeviceCast` casts there if that is faster.
 """
 
 from __future__ import annotations

@@ -347,7 +347,7 @@ def device_facts() -> tuple[str, int, int] | None:
 #
 # The words of eight bytes of each row are added up. The row sums are multiplied by different odd numbers and added up.
 # All arithmetic is modulo 2**64. A changed row sum changes the result, because odd numbers have inverses; exchanged
-# rows change it too. The sum finds accidental errors of a transfer. The digests of written bytes (`digests`) are
+# rows change it too. The sum finds accidental errors of a transfer. The digests of written bytes (`TensorDigests`) are
 # computed on the host, from the bytes that arrived there.
 
 ROW_BYTES = 2 << 10
@@ -382,7 +382,7 @@ class Outcome:
     """The results that go back to the host."""
 
     data: Tensor
-    """The elements as bytes, in whole rows of `sums`."""
+    """The elements as bytes, in whole rows of `ROW_BYTES`."""
     facts: Tensor
     """Four numbers: the sum of the received bytes, the sum of the result, the number of results that are zero, infinite
     or NaN, and the number of source elements that are not finite."""
@@ -392,11 +392,11 @@ def run(data: Tensor, rows: Tensor | int, count: int, kinds: tuple[Dtype, Dtype]
     """Gather, cast, count and sum one slice.
 
     Args:
-        data: The received bytes, in whole rows of `sums`.
+        data: The received bytes, in whole rows of `ROW_BYTES`.
         rows: Begins and lengths of runs, in elements, as two rows of int32; or the begin of the only run.
         count: Number of elements of all runs.
         kinds: The source type and the target type.
-        padded: Length of the result in bytes, in whole rows of `sums`.
+        padded: Length of the result in bytes, in whole rows of `ROW_BYTES`.
     """
     source, target = kinds
     before = data.view(_INTEGERS[source.itemsize_bytes])
@@ -474,7 +474,7 @@ class _Job:
     """A slice that was sent to the device."""
 
     staged: torch.Tensor
-    """The bytes that were sent: whole rows of `sums`."""
+    """The bytes that were sent: whole rows of `ROW_BYTES`."""
     rows: Rows
     """The rows within `staged`, in bytes; `at` is their place in the target."""
     sums: int
@@ -620,7 +620,7 @@ class Station:
     def cast(
         self, rows: Rows, source: Source, target: ByteArray, kinds: tuple[Dtype, Dtype], slice_bytes: int
     ) -> Facts:
-        """Cast rows from one memory to another; returns the facts of all slices, added up (see `program.Outcome`).
+        """Cast rows from one memory to another; returns the facts of all slices, added up (see `Outcome`).
 
         Args:
             rows: The rows, in bytes.

@@ -26,8 +26,6 @@ from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.tensors.layout import TargetFile, TargetLayout
 from reshard_engine.tensors.shard_map import ShardMapBuilder
 
-# A whole state dict as one tree, whatever its entries mean: for conversions between `dcp.save` and `torch.save`.
-
 
 @dataclass(frozen=True, slots=True)
 class StateTree(FormatFacts):

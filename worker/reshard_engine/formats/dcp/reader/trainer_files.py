@@ -26,9 +26,7 @@ from reshard_engine.storage.protocol import Listing, read_bytes
 from reshard_engine.tensors.dtypes import BY_NAME
 from reshard_engine.tensors.shard_map import is_packed
 
-# Files of a trainer beside the shards: schedulers, random states, counters, and objects that the script saved.
-#
-# They are read as inert data, and written again only for a target of the same kind.
+# The files of a trainer are read as inert data, and written again only for a target of the same kind.
 #
 # Source: accelerate 1.15.0 `checkpointing.py` (`save_accelerator_state`), `utils/constants.py`; transformers 5.23.0
 # `trainer.py` (`_save_rng_state`, `_save_checkpoint`); pytorch-lightning 2.6.6 `strategies/fsdp.py`

@@ -351,7 +351,7 @@ class ModuleTensors:
         """Empty placeholders of ZeRO-3 that stand for no known parameter."""
         self._frozen = dict(self._model.frozen_shapes)
         shapes = self._model.entries.get(FROZEN_SHAPES)
-        # The names in the file itself: `frozen_shapes` lacks fused experts, which `autoep` puts together.
+        # The names in the file itself: `frozen_shapes` lacks fused experts, which `FusedExperts` puts together.
         self._listed = frozenset(mapping_items(shapes, what=FROZEN_SHAPES)) if is_mapping(shapes) else None
         self._frozen_numbers: dict[str, int] = {}
         self._add_buffers()

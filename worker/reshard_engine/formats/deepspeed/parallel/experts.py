@@ -317,7 +317,7 @@ def expert_groups(
         shapes: Names and shapes of each (sub-)group, as the first rank lists them.
         states: All data-parallel ranks.
         fused: Experts that AutoEP fused.
-        data_first: See `run_config.data_before_experts`.
+        data_first: See `data_before_experts`.
 
     Raises:
         SourceError: `checkpoint.mixed` if the sizes of partitions contradict one another, `source.unsupported`.

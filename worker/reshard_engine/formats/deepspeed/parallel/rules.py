@@ -1,7 +1,7 @@
 """The cut of each parameter, from the lists of a `universal_checkpoint_info`, a model family, or the user's document.
 
-Rules of users (`documents`) and named packs of rules (`families`) have the same keys, so that the rules of one
-checkpoint can be pasted for another.
+The rules of users (`parse_rules`) and the named packs of rules (`family_rules`) have the same keys, so that the rules
+of one checkpoint can be pasted for another.
 
 Source: deepspeed 0.19.8 `checkpoint/constants.py`, `checkpoint/ds_to_universal.py` (`merge_tp_slices`: precedence; a
 parameter that no list names is cut along dimension 0), `checkpoint/universal_checkpoint.py` (`SubparamShape`).
