@@ -350,6 +350,8 @@ def _waits_for_lock(error: DBAPIError) -> bool:
     return getattr(error.orig, "sqlstate", None) == "55P03"
 
 
+# The job database, as the programs of a service use it.
+
 _TENANT_SEED = 1
 """Seed of the hashes of tenants' locks; those of targets have 0."""
 

@@ -135,6 +135,8 @@ class WebhookCollector(Collector):
         )
 
 
+# Metrics of jobs and workers, and all metrics of a service as one text.
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -150,6 +150,8 @@ class RunnerSpans:
             self._send(SpanEnded(number=number, at_ns=time.time_ns(), code=code, facts=dict(facts)).line())
 
 
+# Runs one command, and tells the supervisor how it goes.
+
 logger = logging.getLogger(__name__)
 
 _MIN_PROGRESS_S = 0.1

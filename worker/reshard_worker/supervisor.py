@@ -284,6 +284,8 @@ class HelperRun:
         return now - self._waits_since >= _WAITING_S
 
 
+# Claims jobs, and runs each in an engine process.
+
 _PASSING = frozenset({"storage.unavailable", "job.lost"})
 """Errors after which the same job may succeed. The next attempt keeps the work that this one finished."""
 _MAX_RETRY_DELAY_S = 300.0

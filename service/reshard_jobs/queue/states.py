@@ -17,9 +17,7 @@ from reshard_jobs.records import event_of
 from reshard_jobs.tables import PUBLIC_ID, EventRow, JobRow, db_now
 from reshard_jobs.webhooks import announce
 
-# The state machine of a job.
-#
-# ::
+# The states, and the changes between them:
 #
 #     QUEUED -> PLANNING -> RUNNING -> VERIFYING -> SUCCEEDED
 #       ^          |           |           |

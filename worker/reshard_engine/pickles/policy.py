@@ -152,6 +152,8 @@ def _bytes_of(items: tuple[Node, ...]) -> bytes | None:
     return first.data if isinstance(first, PBytearray) else first if isinstance(first, bytes) else None
 
 
+# The allow-list, and the ledger of opaque values.
+
 _CALLABLE = frozenset(
     {
         "collections.OrderedDict",

@@ -205,6 +205,8 @@ def check_instance(cls: Global, args: PTuple) -> None:
         )
 
 
+# Turns allow-listed calls and persistent ids into nodes.
+
 MAX_ELEMS = 1 << 62
 _ATTRIBUTES, _ATTRIBUTE_CHARS = 8, 64
 _KEY = re.compile(r"(?!.*\.\.)[0-9A-Za-z_.-]{1,64}")

@@ -611,6 +611,8 @@ def op_forbidden_persid(m: PickleMachine) -> None:
     raise bad("bad_persistent_id", "a persistent id written as text")
 
 
+# The table of all opcodes, and the loop that runs them.
+
 _U16 = struct.Struct("<H")
 _F64 = struct.Struct(">d")
 _STOP, _PROTO, _MARK, _BININT1 = 0x2E, 0x80, 0x28, 0x4B

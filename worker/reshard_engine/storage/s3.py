@@ -177,6 +177,8 @@ def _against_the_protocol(bucket: str, text: str) -> StorageError:
     return StorageError("storage.protocol", f"s3://{printable(bucket)}: {text}")
 
 
+# The store of one S3 service.
+
 _READ_TRIES = 4
 _RETRIES = {"max_attempts": 4, "mode": "adaptive"}
 """After `SlowDown` the client sends fewer requests a second until the store keeps up (botocore's token bucket)."""

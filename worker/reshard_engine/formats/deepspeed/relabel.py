@@ -187,6 +187,8 @@ def _list_of(cut: Cut) -> str:
     return ROW if cut.dim == 1 else COLUMN
 
 
+# The checkpoint with the names and the rules of a request.
+
 _OF_ONE_SCHEME = (PARAM_SHAPES, FROZEN_SHAPES, FROZEN_FRAGMENTS, "shared_params", "buffer_names")
 
 

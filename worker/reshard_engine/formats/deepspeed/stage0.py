@@ -188,6 +188,8 @@ def names_by_sizes(candidates: Sequence[Named], totals: Sequence[int], names: Se
     return found
 
 
+# Builds the checkpoint of a run at stage 0.
+
 EXTRA_KEYS = (
     "dynamic_loss_scale",
     "cur_scale",

@@ -208,6 +208,9 @@ def joined_maps(one: ShardMap, other: ShardMap, *, first_file: int) -> ShardMap:
     )
 
 
+# The checkpoint of the plain model.
+
+
 def merged(checkpoint: Checkpoint, request: ConvertRequest, base: Checkpoint | None) -> Checkpoint:
     """The checkpoint's weights with an adapter merged, under the names of the model without PEFT.
 

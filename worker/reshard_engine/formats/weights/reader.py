@@ -203,6 +203,9 @@ def _plain_name(file: object, suffix: str, what: str) -> str:
     return file
 
 
+# The weights of a directory as a checkpoint, whatever the form of their files.
+
+
 @dataclass(frozen=True, slots=True)
 class HeldTensor:
     """One tensor of a file."""

@@ -586,6 +586,8 @@ def _transforms(node: Node, what: str) -> tuple[str, ...]:
     return tuple(cast("list[str]", list(node.items)))
 
 
+# Reads the whole of `.metadata`: with runs as columns, or as nodes alone where that gives up.
+
 _VERSION = "1."
 _STREAM_BYTES = "RESHARD_PICKLE_STREAM_BYTES"
 _FIXES = {

@@ -136,6 +136,8 @@ def chunk_run(window: Window, gets: Mapping[str, bytes]) -> ChunkRun | None:
     )
 
 
+# Reads runs of tensors: the entries of the dict `state_dict_metadata`.
+
 _NEEDED = frozenset({names.TENSOR, names.SIZE, "properties", "size", "chunks"})
 
 

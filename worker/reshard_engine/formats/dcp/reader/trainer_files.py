@@ -151,6 +151,8 @@ def _steps_of_trainer(text: bytes) -> int | None:
     return steps if type(steps) is int else None
 
 
+# A checkpoint with what a trainer's files hold.
+
 _LIMIT_BYTES = 64 << 20
 
 

@@ -137,6 +137,8 @@ def _place(file: str, chunk: Chunk) -> Node:
     return _object("_StorageInfo", state, "torch.distributed.checkpoint.filesystem")
 
 
+# Lays out the records of one save in files.
+
 _NONE: Mapping[str, int] = {}
 _ROOT = "archive"
 """Root of the archives that torch saves into a stream."""

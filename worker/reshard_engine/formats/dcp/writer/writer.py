@@ -156,6 +156,8 @@ def _trainer_state(steps: int) -> bytes:
     return json.dumps(state, indent=2).encode() + b"\n"
 
 
+# The keys that each framework loads, and the writer of distributed checkpoints.
+
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_{}", "optimizer_{}"
 _PLACES: Mapping[Grammar, tuple[KeyPath, KeyPath, bool]] = {
     Grammar.STATE_DICT: (("model",), ("optimizer",), False),

@@ -549,6 +549,8 @@ class _Assembly:
         ]
 
 
+# Opens and checks the files of all ranks.
+
 _K = TypeVar("_K")
 
 

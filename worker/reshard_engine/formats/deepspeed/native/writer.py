@@ -438,6 +438,9 @@ def _section_widths(sections: Node, tp: int) -> Node:
     return mapping_of(found)
 
 
+# Lays out all files of a native checkpoint.
+
+
 class ZeroWriter:
     """Lays out native checkpoints."""
 

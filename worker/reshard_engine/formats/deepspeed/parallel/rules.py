@@ -211,6 +211,8 @@ def as_lengths(value: Any, what: str, *, max_items: int = 16, least: int = 0) ->
     return tuple(items)
 
 
+# The keys of a `universal_checkpoint_info`, and the cuts that its lists give.
+
 REPLICATED = "tp_replicated_parameter_patterns"
 AVERAGED = "parameter_to_average_patterns"
 ROW = "parameter_with_row_parallelism_patterns"

@@ -606,6 +606,9 @@ def _add(builder: ShardMapBuilder, wanted: LogicalTensor, atom: Atom, file: int)
     return tensor
 
 
+# Opens the files of a universal checkpoint.
+
+
 class UniversalReader:
     """Reads universal checkpoints, ours and `ds_to_universal`'s."""
 

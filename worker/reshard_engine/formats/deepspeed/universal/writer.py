@@ -195,6 +195,8 @@ def _sub_param_shape(cut: Cut, name: str) -> Node:
     return PObject("newobj", cls, PTuple(), state=mapping_of({**state}), has_state=True)
 
 
+# Lays out all files of a universal checkpoint.
+
 PARAM_KEY = "param"
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
