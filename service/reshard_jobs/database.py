@@ -168,7 +168,7 @@ _LOCK_WAIT_S = 3
 _LOCK_TRIES = 8
 _LOCK_PAUSE_S = 2.0
 _STAMP = select(column("version_num", String())).select_from(table(VERSION_TABLE))
-# Its lines are for those who write revisions, and some are written when it is imported.
+# The lines of Alembic are for those who write revisions. It writes some of them when it is imported.
 logging.getLogger("alembic").setLevel(logging.WARNING)
 # Alembic keeps the environment of a running migration in a variable of its module.
 _one_at_a_time = threading.Lock()

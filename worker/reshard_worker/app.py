@@ -62,6 +62,7 @@ from reshard_worker.supervisor import Supervisor, Tally
 # ruff: noqa: SLF001 - kombu has no public place between the entry and its consumer
 # pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false, reportUntypedBaseClass=false
+# pyright: reportUntypedFunctionDecorator=false
 
 
 logger = logging.getLogger(__name__)
@@ -136,9 +137,7 @@ def _dropped(queue: str, error: Exception) -> None:
     logger.warning("an entry of %s was dropped, it is not a message: %s", queue, printable(f"{error!r}"))
 
 
-# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUntypedFunctionDecorator=false
-# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-
+# The driver: Celery's application, its tasks, and the threads beside them.
 
 _PROCESS_START_S = 300.0
 """Seconds that a pool process which replaces another one may take to start. Celery's default is 4 s, after which it

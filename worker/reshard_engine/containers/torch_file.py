@@ -198,6 +198,8 @@ class SharedPickles:
             return self._values[key]
 
 
+# Opens one file of `torch.save`, of either form.
+
 _ZIP_MAGIC = b"PK\x03\x04"
 _SMALL_RECORD_BYTES = 16
 _MOST_PASSED = 64

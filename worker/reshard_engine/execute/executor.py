@@ -82,6 +82,9 @@ class ProgressReport:
             )
 
 
+# The run of the units.
+
+
 class StoppedError(JobError):
     """The error that ends a run when the caller asks it to stop."""
 

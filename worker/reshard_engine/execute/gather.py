@@ -498,6 +498,8 @@ class ComputedElements:
         return self._matrices[tensor]
 
 
+# The reader of tensors: it takes each request apart into the reads and computations above.
+
 STRAIGHT_BYTES = 128 << 10
 """Least bytes in one piece that are read by a separate read. Shorter runs are read together with their neighbours."""
 

@@ -216,6 +216,8 @@ class Ownership:
             sink.discard(others)
 
 
+# One conversion, from its plan to its commit.
+
 REMOTE_THREADS = 8
 """Units in flight if they wait for latency and not for the processor."""
 

@@ -551,6 +551,8 @@ def _text(row: Bytes, numbers: npt.NDArray[np.float64 | np.complex128] | None) -
     return f"0x{bytes(row)[::-1].hex()}" if numbers is None else f"{numbers[0]:.9g}"
 
 
+# Compares two whole checkpoints, block by block, on several threads.
+
 BLOCK_BYTES = 4 << 20
 """Bytes of one side that are compared at once."""
 _THREADS = 4

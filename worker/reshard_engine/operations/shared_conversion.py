@@ -106,6 +106,8 @@ class JointProgress:
         return max(own.rate_bytes_per_s, (done_bytes - self._began_bytes) / max(now - self._began_at, 1e-6))
 
 
+# What each of the workers runs.
+
 _TICK_S = 0.1
 _TRIES = 4
 """Number of times that a worker joins again after the store was away, beside the retries of each call."""

@@ -166,6 +166,8 @@ def _proof(checksums: Sequence[tuple[int, int, int]], offset: int, length: int) 
     return RecordSum(start, size, crc32) if inside and 2 * (size - length) <= length else None
 
 
+# The plan of a conversion.
+
 MAX_PARTS = 9_000
 MAX_FILES_PER_UNIT = 256
 

@@ -259,6 +259,8 @@ def special(data: ByteArray, dtype: Dtype) -> int:
     return int(np.count_nonzero((bits == 0) | (bits >= _infinity(dtype))))
 
 
+# The protocol of kernels, and the kernel of numpy.
+
 CAST_BYTES = 32 << 10
 """Mean row length from which rows are cast one by one. Shorter rows are packed first: a copy costs less than a call."""
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})

@@ -117,6 +117,9 @@ class SecondGathering:
         return wrong
 
 
+# All checks of `--verify full`, in their order.
+
+
 class FullVerification:
     """Reads source and output once more. Its methods are called in this order."""
 

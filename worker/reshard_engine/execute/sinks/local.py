@@ -206,6 +206,8 @@ def _is_there(plan: Plan, staging: str, record: UnitRecord) -> bool:
     return True
 
 
+# The sink: files in a hidden directory, which takes the name of the target at the end.
+
 INNER = ".reshard-into"
 """The name of the target inside an existing directory into which a conversion writes."""
 _RIVALS_GIVE_UP_S = 2.0

@@ -28,7 +28,7 @@ from reshard_engine.formats.format import RunFacts
 from reshard_engine.pickles.nodes import Global, Node, PList, PObject, PTensorRef, is_mapping, mapping_items, mapping_of
 from reshard_engine.pickles.trees import KeyPath, nested_dict
 
-# Names in Megatron-DeepSpeed's checkpoints, for the modules that read, write and compare them.
+# Names in Megatron-DeepSpeed's checkpoints. Readers, writers and `diff` use them.
 #
 # Source: Megatron-DeepSpeed (main, July 2025) `megatron/checkpointing.py` (`save_checkpoint`: what is beside the tag;
 # `check_checkpoint_args` compares parallel sizes), `megatron/arguments.py` (names of `args`).

@@ -1,8 +1,8 @@
 """Param groups as DeepSpeed makes them: of `ds_config`, of experts, and by weight decay as Megatron-DeepSpeed does.
 
-With fewer expert-parallel ranks, each rank holds more experts, and DeepSpeed makes more groups. Loaders compare the
-number of groups. So groups that only DeepSpeed's limit had separated are joined, and cut again for the target's ranks.
-Groups that follow another limit are left as they are.
+Groups of experts depend on the number of expert-parallel ranks: with fewer ranks, each rank holds more experts, and
+DeepSpeed makes more groups. Loaders compare the number of groups. So groups that only DeepSpeed's limit had separated
+are joined, and cut again for the target's ranks. Groups that follow another limit are left as they are.
 
 Source: deepspeed 0.19.8 `moe/utils.py` (`split_params_into_different_moe_groups_for_optimizer`: in order, up to a
 number of elements; a larger parameter has a group of its own), `runtime/engine.py` (`_configure_optimizer`: groups
