@@ -1,4 +1,4 @@
-"""The job database: one connection pool, its transactions and the host that it is bound to."""
+"""The job database: its connections and transactions, its revision, and the host that it is bound to."""
 
 from __future__ import annotations
 

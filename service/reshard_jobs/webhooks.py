@@ -81,6 +81,8 @@ def _time(at: float | None) -> str | None:
     return None if at is None else datetime.fromtimestamp(at, tz=UTC).isoformat(timespec="milliseconds")
 
 
+# The endpoints of tenants.
+
 MOST_WEBHOOKS = 20
 """Number of endpoints of a tenant: each end of a job writes a delivery for each of them."""
 MOST_PREVIOUS = 3

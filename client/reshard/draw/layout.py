@@ -329,7 +329,7 @@ def side_of(tensor: TensorPicture, shown: frozenset[str], *, most: int = MAX_ROW
 
     Args:
         tensor: The tensor.
-        shown: The axes that labels of ranks name (`rows.shown_axes`).
+        shown: The axes that labels of ranks name (`shown_axes`).
         most: The most groups.
     """
     owners = sorted({_owner(region) for region in tensor.regions}, key=natural)

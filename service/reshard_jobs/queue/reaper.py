@@ -1,4 +1,4 @@
-"""Repairs jobs without an owner: lost leases, cancels without a worker, and jobs whose message was lost.
+"""Repairs jobs without an owner (lost leases, cancels without a worker, lost messages), and removes old records.
 
 Any number of reapers may run at once: each step is a conditional UPDATE.
 
@@ -99,6 +99,9 @@ _CANCEL_GRACE_LEASES = 3.0
 """Number of leases after which a cancel that no worker has cleaned up ends. The clean-up follows when one is there."""
 _RESTART_LEASES = 3.0
 """Number of leases after which a worker that was not seen will not come back for a job that all others refused."""
+
+
+# The repair of jobs.
 
 
 @dataclass(frozen=True, slots=True)

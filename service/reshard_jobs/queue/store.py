@@ -98,6 +98,9 @@ def _bad_token() -> RequestError:
     )
 
 
+# The jobs of one tenant.
+
+
 class JobStore:
     """The jobs of one tenant, without their ownership (see `Leases`). Ids are those by which the tenant knows its jobs.
 

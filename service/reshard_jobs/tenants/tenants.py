@@ -1,4 +1,4 @@
-"""Tenants: their settings, and their removal with all their records."""
+"""Tenants: their settings, their quotas, and their removal with all their records."""
 
 from __future__ import annotations
 

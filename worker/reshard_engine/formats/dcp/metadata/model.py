@@ -1,4 +1,4 @@
-"""The contents of `.metadata`: which chunks of which tensors, and which other values, lie where.
+"""The contents of `.metadata`, checked: which chunks of which tensors, and which other values, lie where.
 
 Chunks are columns of integers, not objects: 5,000 tensors on 1,024 ranks have five million of them.
 

@@ -567,7 +567,7 @@ class DeepSpeedReader:
         """The checkpoint in a tag directory.
 
         Raises:
-            SourceError: As the modules of this package say.
+            SourceError: As the functions that read the files of ranks and join them say.
         """
         files = sort_files(location.store, listing)
         if not files.optim:

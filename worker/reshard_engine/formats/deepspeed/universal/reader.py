@@ -627,7 +627,7 @@ class UniversalReader:
         """The checkpoint in a universal directory.
 
         Raises:
-            SourceError: As the modules of this package and of the model states say.
+            SourceError: As the functions that read the files below `zero/` and the model states say.
         """
         refuse_choices(options.choices, f"{printable(location.url)} holds one model, and names its parameters")
         files = sort_files(location.store, listing)
