@@ -248,7 +248,7 @@ def _other_models(directory: str, tag: str) -> list[str]:
     return sorted(n for n in names if os.path.isdir(os.path.join(directory, n)))
 
 
-# -- the files beside a tag -----------------------------------------------------------------------------
+# The files beside a tag.
 
 
 def place_companions(source: LocalSource, target: str, ranks: int) -> None:

@@ -93,15 +93,14 @@ def _delete(session: Session, table: type[Any], *conditions: Any) -> int:
     return result.rowcount if isinstance(result, CursorResult) else 0
 
 
+# The repair of jobs.
+
 _BATCH = 500
 _SWEPT_AT = "swept_at"
 _CANCEL_GRACE_LEASES = 3.0
 """Number of leases after which a cancel that no worker has cleaned up ends. The clean-up follows when one is there."""
 _RESTART_LEASES = 3.0
 """Number of leases after which a worker that was not seen will not come back for a job that all others refused."""
-
-
-# The repair of jobs.
 
 
 @dataclass(frozen=True, slots=True)

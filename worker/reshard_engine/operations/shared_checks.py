@@ -160,7 +160,7 @@ def _full_waves(full: FullVerification, *, commit: bool) -> CheckWaves:
     )
 
 
-# -- results as JSON values --------------------------------------------------------------------------------
+# Results of checks as JSON values.
 
 
 def _source_json(outcome: SourceOutcome) -> Any:
@@ -220,7 +220,7 @@ def _reading(result: Any, file: int, size_bytes: Callable[[BlockRun], int]) -> F
     )
 
 
-# -- who makes them, and who judges ------------------------------------------------------------------
+# Who makes the checks, and who judges them.
 
 
 class SharedVerification(FullVerification):
