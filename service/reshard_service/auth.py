@@ -267,7 +267,7 @@ class Identity:
             found = await self.bearer(text) if scheme.lower() == "bearer" else None
         else:
             # A cookie is sent by the browser and not by the user. It reads, and it sends forms of our own pages, which
-            # prove where they come from (`pages.forms`). Nothing else of the API can be changed with it.
+            # prove where they come from (`pages.rendering`). Nothing else of the API can be changed with it.
             counts = scope["method"] in _SAFE_METHODS or is_page(path_of(scope))
             found = await self._browser(headers) if counts else None
         if found is None and self._open and not (looks_like_token(given.strip(" ")) or (given and self._oidc)):
