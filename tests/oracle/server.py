@@ -15,13 +15,14 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from servers.process import free_port
 
 _SLOW_IMPORTS = (
     "deepspeed",
@@ -44,12 +45,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 3.0  # for the peers of a rank that failed: time to notice it and leave a traceback of their own
 _POLL_S = 0.005
 _LOG_TAIL_CHARS = 3000
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _preload() -> None:
@@ -187,7 +182,7 @@ def _launch(request: dict[str, Any]) -> dict[str, Any]:
     """Runs one world from fork to the end of its last process."""
     began = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="reshard-oracle-"))
-    port = _free_port()
+    port = free_port()
     pids: dict[int, int] = {}
     try:
         for rank in range(request["world"]):

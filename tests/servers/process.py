@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import re
 import signal
 import socket
@@ -98,17 +100,25 @@ def served(directory: Path, token: str) -> Generator[str]:
         yield url()
 
 
+_BELOW, _TWINS, _PROCESSES = 10_000, 20_000, 8
+"""Ports are out of the range that the kernel hands out itself (32,768 and above on Linux): a connection of anybody may
+take one of those between its choice and the start of the server. Each process of tests has its own eighth of them."""
+_EACH = 10_000 // _PROCESSES
+_next = itertools.count(random.SystemRandom().randrange(_EACH))
+
+
 def free_port(*, twin_offset: int = 0) -> int:
-    """A free loopback port; with `twin_offset`, one whose neighbour at that distance is free too."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        # Out of the range that the kernel hands out itself, and no port is ever another one's twin at 10,000: once in
-        # hundreds of runs SeaweedFS refused to start for that.
-        port = 20_000 + port % 10_000 if twin_offset else port
+    """A free loopback port; with `twin_offset`, one whose neighbour at that distance is free too.
+
+    No port is ever another one's twin at 10,000: once in hundreds of runs SeaweedFS refused to start for that.
+    """
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _PROCESSES
+    first = (_TWINS if twin_offset else _BELOW) + process * _EACH
+    for number in itertools.islice(_next, _EACH):
+        port = first + number % _EACH
         if all(_is_free(candidate) for candidate in {port, port + twin_offset}):
             return port
+    raise AssertionError(f"no port is free from {first} on")
 
 
 def _is_free(port: int) -> bool:
