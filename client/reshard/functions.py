@@ -321,7 +321,7 @@ def _by_service(
         raise JobError(
             "service.protocol",
             "a conversion has no result",
-            fix="install the release of reshard that the service runs",
+            fix="install the release that the service runs",
         )
     return result
 

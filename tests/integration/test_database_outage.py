@@ -29,7 +29,7 @@ OUTAGE_S = 2 * LEASE_S
 @pytest.fixture(scope="module")
 def own_postgres(server_directory: Path) -> Generator[PostgresServer]:
     """A server that no other test uses, because these tests stop it."""
-    with postgres_server(server_directory / "away") as server:
+    with postgres_server(server_directory / "outage") as server:
         yield server
 
 

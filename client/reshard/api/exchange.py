@@ -180,7 +180,7 @@ class Exchange:
             raise JobError(
                 "service.protocol",
                 "a planning job has no plan",
-                fix="install the release of reshard that the service runs",
+                fix="install the release that the service runs",
             )
         return outcome
 
@@ -332,5 +332,5 @@ def _job_event(data: str) -> JobEvent:
         raise JobError(
             "service.protocol",
             "the service sent an event of another kind",
-            fix="install the release of reshard that the service runs",
+            fix="install the release that the service runs",
         ) from error

@@ -158,7 +158,7 @@ def _tree(builder: ShardMapBuilder, parsed: TorchFile, number: int) -> Node:
             raise RequestError(
                 "request.unsatisfiable",
                 f"{printable(parsed.file.name)} holds tensors of another kind",
-                fix="reshard slim rewrites plain dense tensors only; keep this file as it is",
+                fix="keep this file as it is: only plain dense tensors are rewritten",
             )
         place = place_of(tensor)
         if place not in known:

@@ -319,7 +319,7 @@ def _units(files: Sequence[TargetFile], chunk_bytes: int, cuts: Mapping[int, Cut
         raise RequestError(
             "request.unsatisfiable",
             "there is nothing to write",
-            fix="name a source with tensors: reshard inspect SRC lists what this one holds",
+            fix="name a source with tensors: what this one holds is listed by `reshard inspect SRC`",
         )
     return units
 

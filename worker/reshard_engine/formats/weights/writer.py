@@ -54,7 +54,7 @@ def lay_out_weights(
         raise RequestError(
             "request.unsatisfiable",
             "the checkpoint holds no weights",
-            fix="name the checkpoint that has the model: reshard inspect SRC lists what this one holds",
+            fix="name the checkpoint that has the model: what this one holds is listed by `reshard inspect SRC`",
         )
     written = {w.fqn for w in weights}
     aliases = {a: o for a, o in sorted(checkpoint.shared.items()) if o in written and a not in written}
