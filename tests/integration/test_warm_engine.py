@@ -191,7 +191,7 @@ def test_no_engine_outlives_its_worker(stack: Stack, tmp_path: Path) -> None:
 def test_probes_share_imports_and_are_replaced_when_they_die() -> None:
     def probes() -> list[psutil.Process]:
         mine = psutil.Process().children()
-        return [p for p in mine if any("inspection_process" in word for word in p.cmdline())]
+        return [p for p in mine if any("reshard_service.probes.process" in word for word in p.cmdline())]
 
     async def look() -> None:
         prober = Prober(ServiceSettings())
