@@ -39,7 +39,9 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Option:
-    """What a field says about its option. A field without it is an option, too, if it has a `description`.
+    """The declaration of an option, in the metadata of its field.
+
+    A field without it is an option, too, if it has a `description`.
 
     The flag of an option that is in no section of ours has no default: None stands for that of the field. So does the
     flag of one with `parse`.
@@ -58,7 +60,7 @@ class Option:
     parse: Callable[[Any], Any] | None = None
     """Makes the field's value from what the flag takes. A keyword argument takes either."""
     takes: type = str
-    """What the flag of an option with `parse` takes."""
+    """The type of a flag whose option has `parse`."""
     also: Mapping[str, str] = field(default_factory=dict[str, str])
     """Other words for choices, and the choices."""
     label: str = ""

@@ -96,7 +96,7 @@ class ShownModel(RenderedModel):
 
     @property
     def drawn(self) -> WireModel | None:
-        """What a notebook is to draw beside the model."""
+        """The subject that a notebook draws beside the model."""
         return self._drawn.subject
 
     def drawn_from(self, subject: WireModel) -> Self:

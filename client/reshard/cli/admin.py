@@ -327,9 +327,7 @@ def list_webhooks(*, as_json: JsonFlag = False) -> None:
         return
     for hook in found:
         off = "  disabled: it answered 410" if hook.disabled_at is not None else ""
-        _say_webhook(
-            f"{hook.id}  {printable(hook.url)}  {' '.join(hook.events)}{off}  {printable(hook.description)}".rstrip()
-        )
+        _say(f"{hook.id}  {printable(hook.url)}  {' '.join(hook.events)}{off}  {printable(hook.description)}".rstrip())
 
 
 @webhooks.command()
@@ -357,7 +355,7 @@ def enable(webhook_id: WebhookId, *, as_json: JsonFlag = False) -> None:
     """Send to an endpoint again that has answered 410 (Gone)."""
     with _client() as client:
         found = client.webhooks.enable(webhook_id)
-    _say_webhook(found.model_dump_json() if as_json else found.id)
+    _say(found.model_dump_json() if as_json else found.id)
 
 
 @webhooks.command()
@@ -381,7 +379,7 @@ def deliveries(
     for one in found:
         said = f"  {printable(one.last_error)}" if one.last_error else ""
         at = one.created_at.astimezone().isoformat(timespec="seconds")
-        _say_webhook(
+        _say(
             f"{one.id}  {one.state.value}  {one.event}  {one.job_id}  {at}  {counted(one.tries, 'try', 'tries')}{said}"
         )
 
@@ -394,16 +392,12 @@ def redeliver(
 ) -> None:
     """Send dead deliveries again, with their ids. Prints their number."""
     with _client() as client:
-        _say_webhook(str(client.webhooks.redeliver(webhook_id, delivery)))
+        _say(str(client.webhooks.redeliver(webhook_id, delivery)))
 
 
 def _say_secret(hook: Webhook, *, as_json: bool) -> None:
-    _say_webhook(hook.model_dump_json() if as_json else f"{hook.id}\n{hook.secret}")
+    _say(hook.model_dump_json() if as_json else f"{hook.id}\n{hook.secret}")
 
 
 def _say_all(name: str, found: Sequence[BaseModel]) -> None:
-    _say_webhook(json.dumps({"schema_version": 1, name: [one.model_dump(mode="json") for one in found]}))
-
-
-def _say_webhook(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    _say(json.dumps({"schema_version": 1, name: [one.model_dump(mode="json") for one in found]}))

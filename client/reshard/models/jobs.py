@@ -55,7 +55,7 @@ Place = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class _Places(RequestModel):
-    """What is converted into what."""
+    """The source and the target of a conversion."""
 
     source: Annotated[SourceSpec, BeforeValidator(_place, json_schema_input_type=SourceSpec | Place)]
     """The checkpoint to read. A text is short for a source that has nothing but this `url`."""
