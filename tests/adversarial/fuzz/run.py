@@ -75,8 +75,11 @@ def child(target: str, arguments: list[str]) -> None:
     atheris.Fuzz()
 
 
-def fuzz(target: str, seconds: float, finds: Path, *, planted: bool = False) -> Report:
-    """Fuzz a target in processes of its own, one after another, which go on from the same inputs."""
+def fuzz(target: str, seconds: float, finds: Path, *, planted: bool = False, runs: int = 0) -> Report:
+    """Fuzz a target in processes of its own, one after another, which go on from the same inputs.
+
+    With `runs` it is one process and so many runs, however long they take.
+    """
     from adversarial.fuzz.targets import TARGETS, words
 
     with tempfile.TemporaryDirectory() as corpus, tempfile.NamedTemporaryFile("w", suffix=".dict") as known:
@@ -94,7 +97,8 @@ def fuzz(target: str, seconds: float, finds: Path, *, planted: bool = False) -> 
                 # A shell between: the kernel counts the memory of who starts a program to that program's peak.
                 *("sh", "-c", '"$@"; exit $?', "sh"),
                 *(sys.executable, __file__, "--child", target, corpus),
-                *(f"-max_total_time={max(1, round(min(left, ROUND_S)))}", "-max_len=16384", "-timeout=60"),
+                f"-runs={runs}" if runs else f"-max_total_time={max(1, round(min(left, ROUND_S)))}",
+                *("-max_len=16384", "-timeout=60"),
                 *(f"-rss_limit_mb={MAX_RSS_MB}", "-print_final_stats=1", f"-artifact_prefix={prefix}"),
                 f"-dict={known.name}",
             ]
@@ -104,6 +108,8 @@ def fuzz(target: str, seconds: float, finds: Path, *, planted: bool = False) -> 
             made = tuple(sorted(str(p) for p in finds.glob(f"{target}-*")))
             if done.returncode and not made:
                 made = (f"ended with status {done.returncode}",)
+            if runs:
+                break
     status = _STATUS.findall(rounds[-1])
     edges, features = (int(v) for v in status[-1]) if status else (0, 0)
     return Report(
