@@ -73,7 +73,7 @@ def dcp_cases(root: Path, megabytes: int) -> Iterator[Case]:
         f"ZeRO-2, 4 ranks, {size} to DCP",
         partial(written, zero, parameters, stage=2, ranks=4),
         (
-            Contender(OURS, convert_command(zero, across, "--to", "dcp", "--grammar", "state-dict"), across),
+            Contender(OURS, convert_command(zero, across, "--to", "dcp", "--framework", "state-dict"), across),
             copied(across, root / "copy"),
             written_alone(across, root / "written"),
         ),

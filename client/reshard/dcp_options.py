@@ -8,15 +8,15 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from reshard.installed_formats import InstalledFormat
 from reshard.option import Option, Place
 from reshard.options import FormatOptions
 
 
-class Grammar(StrEnum):
-    """The keys under which frameworks save model and optimizer."""
+class Framework(StrEnum):
+    """The frameworks whose checkpoints differ in the keys of model and optimizer, and in the files beside them."""
 
     STATE_DICT = "state-dict"
     """`dcp.save({"model": ..., "optimizer": ...})` with the state dicts of `get_state_dict`."""
@@ -43,8 +43,10 @@ class MissingMoments(StrEnum):
 class DcpOptions(FormatOptions):
     """Options of distributed checkpoints."""
 
-    grammar: Annotated[Grammar | None, Option(label="Framework that loads it")] = Field(
-        default=None, description="Keys and files as this framework loads them; default: the source's, or accelerate."
+    framework: Annotated[Framework | None, Option(label="Framework that loads it", digested="grammar")] = Field(
+        default=None,
+        validation_alias=AliasChoices("framework", "grammar"),
+        description="Keys and files as this framework loads them; default: the source's, or accelerate.",
     )
     files: Annotated[int | None, Option(label="Number of files")] = Field(
         default=None, ge=1, le=1 << 16, description="Number of .distcp files; default: one for each 4 GB."
@@ -52,12 +54,12 @@ class DcpOptions(FormatOptions):
     target_model_key: Annotated[str | None, Option(label="Place of the model")] = Field(
         default=None,
         max_length=256,
-        description="Place of the model in DST, such as app.model; default: that of --grammar.",
+        description="Place of the model in DST, such as app.model; default: that of --framework.",
     )
     target_optimizer_key: Annotated[str | None, Option(label="Place of the optimizer")] = Field(
         default=None,
         max_length=256,
-        description="Place of the optimizer in DST, such as app.optim; default: that of --grammar.",
+        description="Place of the optimizer in DST, such as app.optim; default: that of --framework.",
     )
     trainer_files: Annotated[str | None, Option(label="Files of the trainer"), Place()] = Field(
         default=None,

@@ -9,14 +9,13 @@ from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
-from pydantic import AliasChoices
-
-from reshard.installed_formats import option_fields, plain_kind
-from reshard.option import Option, Place, Section
+from reshard.errors import RequestError
+from reshard.installed_formats import former_names, option_fields, plain_kind
+from reshard.option import Option, Place, Section, option_of
 from reshard.options import ConversionOptions, SourceChoices, SourceSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from pydantic.fields import FieldInfo
 
@@ -53,9 +52,7 @@ class Declared:
     @property
     def former(self) -> tuple[str, ...]:
         """Former names, which still work."""
-        alias = self.info.validation_alias
-        names = alias.choices if isinstance(alias, AliasChoices) else ()
-        return tuple(str(name) for name in names if name != self.field)
+        return former_names(self.field, self.info)
 
     @property
     def kind(self) -> Any:
@@ -137,8 +134,25 @@ def declared_options() -> dict[str, Declared]:
 def options_of_source() -> dict[str, Declared]:
     """The options of a source, in the order of the help."""
     fields = {n: info for n, info in SourceSpec.model_fields.items() if n != "url"}
-    found = sorted((Declared(n, ("source",), info, _option_of(info)) for n, info in fields.items()), key=_order)
+    found = sorted((Declared(n, ("source",), info, option_of(info)) for n, info in fields.items()), key=_order)
     return {d.name: d for d in found}
+
+
+def present_names(given: Mapping[str, Any], options: Mapping[str, Declared]) -> dict[str, Any]:
+    """What was given of flags or keyword arguments, with the former names of options replaced by their names.
+
+    Raises:
+        RequestError: `request.invalid`: an option was given under two names.
+    """
+    names = {former: option.name for option in options.values() for former in option.former}
+    for former in names.keys() & given.keys():
+        if names[former] in given:
+            raise RequestError(
+                "request.invalid",
+                f"{former} is the former name of {names[former]}, and both were given",
+                fix=f"leave {former} out",
+            )
+    return {names.get(name, name): value for name, value in given.items()}
 
 
 def choices_of_source() -> dict[str, Declared]:
@@ -148,13 +162,9 @@ def choices_of_source() -> dict[str, Declared]:
 
 def _others() -> Iterator[Declared]:
     for name, info in ConversionOptions.model_fields.items():
-        yield Declared(name, (), info, _option_of(info))
+        yield Declared(name, (), info, option_of(info))
     for name, (format_name, info) in option_fields().items():
-        yield Declared(name, ("options", format_name), info, _option_of(info))
-
-
-def _option_of(info: FieldInfo) -> Option:
-    return next((m for m in info.metadata if isinstance(m, Option)), Option())
+        yield Declared(name, ("options", format_name), info, option_of(info))
 
 
 def _order(option: Declared) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from pydantic import ValidationError
 
 from reshard.choices import TargetFormat
-from reshard.declared import Declared, declared_options, options_of_source
+from reshard.declared import Declared, declared_options, options_of_source, present_names
 from reshard.draw.layout import Picture
 from reshard.errors import SEE_HELP, JobError, RequestError, printable
 from reshard.installed_formats import nested
@@ -120,9 +120,10 @@ def request_of(given: Mapping[str, Any], fix: str, *, to_service: bool, named: M
 
 def _fields_of(given: Mapping[str, Any], known: Mapping[str, Declared], *, to_service: bool = False) -> dict[str, Any]:
     """The values of fields, from keyword arguments; None stands for the default of its field."""
-    if unknown := next((name for name in given if name not in known), None):
+    found = present_names(given, known)
+    if unknown := next((name for name in found if name not in known), None):
         raise TypeError(f"got an unexpected keyword argument {unknown!r}")
-    said = {known[name]: value for name, value in given.items() if value is not None}
+    said = {known[name]: value for name, value in found.items() if value is not None}
     return {
         option.field: for_service(value) if to_service and option.names_place else option.value(value)
         for option, value in said.items()

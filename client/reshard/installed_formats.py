@@ -14,7 +14,7 @@ from functools import cache
 from importlib import metadata
 from typing import Annotated, Any, cast, get_args
 
-from pydantic import BeforeValidator, Field, GetCoreSchemaHandler, create_model
+from pydantic import AliasChoices, BeforeValidator, Field, GetCoreSchemaHandler, create_model
 from pydantic.fields import FieldInfo
 
 from reshard.choices import TargetFormat
@@ -80,6 +80,13 @@ def plain_kind(info: FieldInfo) -> type | None:
     kinds = [k for k in (get_args(info.annotation) or (info.annotation,)) if k is not type(None)]
     kind: Any = kinds[0] if len(kinds) == 1 else None
     return kind if kind in (bool, int, float, str) or (isinstance(kind, type) and issubclass(kind, StrEnum)) else None
+
+
+def former_names(field: str, info: FieldInfo) -> tuple[str, ...]:
+    """Former names of a field, which requests, flags and keyword arguments may still have."""
+    alias = info.validation_alias
+    names = alias.choices if isinstance(alias, AliasChoices) else ()
+    return tuple(str(name) for name in names if name != field)
 
 
 def _problem(new: InstalledFormat, others: list[InstalledFormat]) -> str | None:
@@ -185,6 +192,7 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
     `layout` is the layout of a native target as one value. Malformed values stay, so that validation refuses them.
     """
     where = option_fields()
+    where |= {former: found for name, found in where.items() for former in former_names(name, found[1])}
     moved = {n: v for n, v in fields.items() if n in where and v != where[n][1].get_default()}
     rest = {n: v for n, v in fields.items() if n not in where and not (n == "layout" and v is None)}
     layout = _plain(rest.get("layout"))

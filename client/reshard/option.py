@@ -11,10 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.choices import ParamOrder
 from reshard.errors import RequestError, counted, format_size, printable
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 PathLike = str | os.PathLike[str]
 """A local path, or a URL such as `s3://bucket/key` as text."""
@@ -65,6 +68,13 @@ class Option:
     """Other words for choices, and the choices."""
     label: str = ""
     """The label of the field on pages; by default its name."""
+    digested: str = ""
+    """The name in digests, which stays when an option is renamed; by default that of the field."""
+
+
+def option_of(info: FieldInfo) -> Option:
+    """The declaration of a field's option; an empty one if the field has none."""
+    return next((m for m in info.metadata if isinstance(m, Option)), Option())
 
 
 # The files that options name and whose texts go into a request: rules, and orders of parameters.

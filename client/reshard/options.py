@@ -6,7 +6,7 @@ that reshard brings are fields of `Options`; `reshard.installed_formats` adds th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -26,7 +26,7 @@ from reshard.choices import (
     WeightDtype,
     ZeroStage,
 )
-from reshard.option import Option, Place, Section, parse_size, read_order, read_rules
+from reshard.option import Option, Place, Section, option_of, parse_size, read_order, read_rules
 from reshard.wire_model import MOST_BYTES, RequestModel
 
 DEFAULT_MEMORY_LIMIT_BYTES = 1 << 30
@@ -264,6 +264,11 @@ class FormatOptions(RequestModel):
     def given(self) -> dict[str, Any]:
         """The options whose values are not the defaults, as JSON."""
         return self.model_dump(mode="json", exclude_defaults=True)
+
+    @classmethod
+    def digested(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of options under the names that digests have for them."""
+        return {option_of(cls.model_fields[name]).digested or name: value for name, value in values.items()}
 
 
 class NativeLayout(FormatOptions):

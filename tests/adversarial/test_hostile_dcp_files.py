@@ -348,7 +348,7 @@ def test_code_in_a_record_does_not_run(key: str, policy: str, source: Path, tmp_
 
 def foreign(source: Path, target: Path, policy: str) -> str:
     """All that the records of the target hold of strangers, as text; what the manifest lists must be there."""
-    convert(source, target, "dcp", opaque=policy, options={"dcp": {"grammar": "state-dict"}})
+    convert(source, target, "dcp", opaque=policy, options={"dcp": {"framework": "state-dict"}})
     held = b"".join(p.read_bytes() for p in target.iterdir() if p.suffix == ".distcp").decode("latin-1")
     if policy == "keep":
         for name in json.loads((target / "reshard.json").read_bytes())["foreign_globals"]:

@@ -19,8 +19,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     TargetFormat.UNIVERSAL: {"part_bytes": 4096},
     TargetFormat.SAFETENSORS: {"part_bytes": 1024, "max_shard_bytes": 4000},
     TargetFormat.TORCH: {"part_bytes": 2048, "max_shard_bytes": 4000},
-    STATE_DICT: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"grammar": "state-dict", "files": 2}}},
-    ACCELERATE: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"grammar": "accelerate", "files": 2}}},
+    STATE_DICT: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"framework": "state-dict", "files": 2}}},
+    ACCELERATE: {"to": "dcp", "part_bytes": 8192, "options": {"dcp": {"framework": "accelerate", "files": 2}}},
 }
 
 

@@ -297,7 +297,7 @@ def test_targets_and_fields_have_names_for_people(real: Service) -> None:
         assert name in shown, name
     assert not FLAG.search(shown), FLAG.findall(shown)
     assert not re.search(r"<strong>(?:zero|dcp|universal|torch)</strong>", page)
-    for name, label in (("tp", "Tensor-parallel ranks"), ("memory_limit", "Memory limit"), ("grammar", "Framework")):
+    for name, label in (("tp", "Tensor-parallel ranks"), ("memory_limit", "Memory limit"), ("framework", "Framework")):
         assert re.search(rf'<label for="{name}">{label}', page), name
     for place in ("tp", "pp"):
         assert re.search(rf'id="{place}"[^>]* placeholder="1: no', page), place

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from laws.dcp_files import flattened, nested
 from laws.targets import MANIFEST
 from laws.torch_values import bits_of, load, torch_value, tree_of
-from reshard.dcp_options import DcpOptions, Grammar, MissingMoments
+from reshard.dcp_options import DcpOptions, Framework, MissingMoments
 from reshard.models.jobs import ConvertRequest
 from reshard_engine.testing.logical import Bits, Case, Content, LogicalState, Saved, Tree
 
@@ -48,13 +48,13 @@ class DcpTarget:
         """Keys of each framework, number of files, states of idle parameters, frozen or not."""
         plain = st.fixed_dictionaries(
             {
-                "grammar": st.sampled_from([None, *Grammar]),
+                "framework": st.sampled_from([None, *Framework]),
                 "files": st.sampled_from([None, 1, 2, 3]),
                 "missing_moments": st.sampled_from([MissingMoments.ZERO, MissingMoments.OMIT]),
             }
         )
         placed = st.just(
-            {"grammar": Grammar.STATE_DICT, "target_model_key": "app.model", "target_optimizer_key": "app.optim"}
+            {"framework": Framework.STATE_DICT, "target_model_key": "app.model", "target_optimizer_key": "app.optim"}
         )
         chosen = (plain | placed).map(lambda o: {TARGET: {k: v for k, v in o.items() if v is not None}})
         return st.fixed_dictionaries({"to": st.just(TARGET), "exclude_frozen": st.booleans(), "options": chosen})
@@ -81,7 +81,7 @@ class DcpTarget:
         model |= {alias: model[owner] for alias, owner in state.aliases.items() if owner in model}
         short = _short_names(model)
         tensors = {f"model/{short[name]}": bits for name, bits in model.items()}
-        values: dict[str, Tree] = dict(_beside(state, options.grammar))
+        values: dict[str, Tree] = dict(_beside(state, options.framework))
         omitted = saved.never_updated if options.missing_moments is MissingMoments.OMIT else frozenset[str]()
         for parameter in state.trained:
             fqn, group = short[parameter.fqn], parameter.group or 0
@@ -127,25 +127,25 @@ def _short_names(names: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
-def _beside(state: LogicalState, grammar: Grammar | None) -> Iterator[tuple[str, Tree]]:
+def _beside(state: LogicalState, framework: Framework | None) -> Iterator[tuple[str, Tree]]:
     kept = {k: v for k, v in state.values.items() if k not in _COUNTERS}
     scheduler = kept.pop("lr_scheduler", None)
     found = {k: torch_value(v) for k, v in kept.items()}
     if isinstance(scheduler, dict) and "last_epoch" in scheduler:
-        files = {Grammar.ACCELERATE: "scheduler.bin", Grammar.TRAINER: "scheduler.pt"}
-        if grammar is not None and grammar in files:
-            yield f"file/{files[grammar]}", scheduler
-        elif grammar is Grammar.LIGHTNING:
+        files = {Framework.ACCELERATE: "scheduler.bin", Framework.TRAINER: "scheduler.pt"}
+        if framework is not None and framework in files:
+            yield f"file/{files[framework]}", scheduler
+        elif framework is Framework.LIGHTNING:
             yield "meta/lr_schedulers", [scheduler]
         else:
             found["lr_scheduler"] = scheduler
-    if grammar is Grammar.LIGHTNING:
+    if framework is Framework.LIGHTNING:
         yield from ((f"meta/{k}", tree_of(v)) for k, v in found.items())
-    elif grammar in (Grammar.STATE_DICT, Grammar.TORCHTITAN):
-        if grammar is Grammar.TORCHTITAN:  # every tensor at the root is the model's
+    elif framework in (Framework.STATE_DICT, Framework.TORCHTITAN):
+        if framework is Framework.TORCHTITAN:  # every tensor at the root is the model's
             found = {k: v for k, v in found.items() if not isinstance(v, torch.Tensor)}
         yield from ((f"beside/{k}", tree_of(v)) for k, v in nested(*flattened(found)).items())
-    elif grammar in (Grammar.ACCELERATE, Grammar.TRAINER):
+    elif framework in (Framework.ACCELERATE, Framework.TRAINER):
         yield from ((f"file/{k}", tree_of(v)) for k, v in found.items() if _COMPANION.fullmatch(k))
 
 

@@ -111,7 +111,7 @@ def test_a_buffer_under_two_names_keeps_both(tmp_path: Path) -> None:
 def test_client_state_does_not_become_weights(tmp_path: Path) -> None:
     """At the root, torchtitan's place of the model, every tensor is a weight."""
     _saved(tmp_path / "in", *MESHES["rows"], seed=torch.ones(2), nested={"seed": torch.ones(2)}, epoch=3)
-    result = _convert(tmp_path / "in", tmp_path / "out", options={"dcp": {"grammar": "torchtitan"}})
+    result = _convert(tmp_path / "in", tmp_path / "out", options={"dcp": {"framework": "torchtitan"}})
     assert [entry.path for entry in result.not_carried] == ["seed"]
     found = _read(tmp_path / "out")
     assert found.module_names == ("embed", "head", "frozen", "tied")

@@ -36,9 +36,9 @@ _TARGETS: tuple[dict[str, Any], ...] = (
     {"to": "safetensors"},
     {"to": "universal"},
     {"to": "dcp"},
-    {"to": "dcp", "grammar": "state-dict", "target_model_key": "there.model"},
-    {"to": "dcp", "grammar": "accelerate"},
-    {"to": "dcp", "grammar": "torchtitan"},
+    {"to": "dcp", "framework": "state-dict", "target_model_key": "there.model"},
+    {"to": "dcp", "framework": "accelerate"},
+    {"to": "dcp", "framework": "torchtitan"},
 )
 _FLAG = re.compile(r"--(model|optimizer|scheduler)-key (\S+)")
 _MOST_QUESTIONS = 9

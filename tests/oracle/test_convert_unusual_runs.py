@@ -74,7 +74,7 @@ def test_adafactor_goes_on_from_a_universal_directory(oracle: Oracle, tmp_path: 
 def test_adafactor_in_a_distributed_checkpoint_says_what_loads_it(oracle: Oracle, tmp_path: Path) -> None:
     """On whole matrices Adafactor keeps means of rows and of columns: torch finds none of them."""
     run = oracle.train(Case("adafactor", 2, "fp32", optimizer="adafactor", unused=False), tmp_path, steps_after=0)
-    result = reshard.convert(run.dir, tmp_path / "dcp", to="dcp", grammar="state-dict")
+    result = reshard.convert(run.dir, tmp_path / "dcp", to="dcp", framework="state-dict")
     (warning,) = (text for text in result.warnings if "exp_avg_sq_row" in text)
     assert "go back to DeepSpeed with them" in warning
     lost = {entry.path: entry.reason for entry in result.not_carried}

@@ -74,11 +74,11 @@ def test_zero_to_fsdp2(stage: Any, mesh: Mesh, saved: SavedFactory, fsdp: FsdpOr
     run = RUNS["fsdp2" if mesh.tensor == 1 else "fsdp2_tp"]
     source = saved(zero_run(stage, run, 4), "zero")
     jobs = []
-    for grammar, kind in (("state-dict", "nested"), ("torchtitan", "flat")):
-        path = tmp_path / grammar
-        made = ("train_state.ntokens_seen is 0, as the source counts no tokens",) if grammar == "torchtitan" else ()
-        assert dcp_convert(source.path(), path, "dcp", grammar=grammar).warnings == made
-        jobs.append(Job(run.on(mesh), kind, path, tmp_path / f"{grammar}-out"))
+    for framework, kind in (("state-dict", "nested"), ("torchtitan", "flat")):
+        path = tmp_path / framework
+        made = ("train_state.ntokens_seen is 0, as the source counts no tokens",) if framework == "torchtitan" else ()
+        assert dcp_convert(source.path(), path, "dcp", framework=framework).warnings == made
+        jobs.append(Job(run.on(mesh), kind, path, tmp_path / f"{framework}-out"))
     for resumed in fsdp.resume_all(jobs):
         assert_goes_on(source, resumed)
 
@@ -154,7 +154,7 @@ def test_masters_of_zero_in_bf16_go_to_fsdp2(
 ) -> None:
     """FSDP2 keeps fp32 parameters where DeepSpeed keeps masters; the 16-bit weights follow from both."""
     source = trained(name)
-    result = dcp_convert(source.tag_dir, tmp_path / "dcp", "dcp", grammar="state-dict")
+    result = dcp_convert(source.tag_dir, tmp_path / "dcp", "dcp", framework="state-dict")
     assert "samples" not in left_out(result)
     target = FsdpRun(name, model=source.case, mesh=Mesh(3), scheduler=False)
     (resumed,) = fsdp.resume_all([Job(target, "nested", tmp_path / "dcp", tmp_path / "out")])
@@ -193,7 +193,7 @@ def test_adam_stays_adam(stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_
     assert_goes_on(source, fsdp.resume("zero", zero_run(stage, run, 3), tmp_path / "zero", tmp_path / "2"))
     # From DeepSpeed to FSDP2, and back to DeepSpeed.
     source = saved(zero_run(stage, run, 4), "zero")
-    result = dcp_convert(source.path(), tmp_path / "there", "dcp", grammar="state-dict")
+    result = dcp_convert(source.path(), tmp_path / "there", "dcp", framework="state-dict")
     assert any(adams in text for text in result.warnings)
     (resumed,) = fsdp.resume_all([Job(run.on(Mesh(3)), "nested", tmp_path / "there", tmp_path / "3")])
     assert_goes_on(source, resumed)
@@ -202,7 +202,7 @@ def test_adam_stays_adam(stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_
 
 
 @pytest.mark.parametrize(
-    ("name", "grammar"),
+    ("name", "framework"),
     rest_full(
         [(n, g) for n in ("z2_lion", "z2_sgd", "z2_fp16_skipped") for g in ("state-dict", "accelerate", "torchtitan")],
         ("z2_lion", "accelerate"),
@@ -211,11 +211,11 @@ def test_adam_stays_adam(stage: Any, saved: SavedFactory, fsdp: FsdpOracle, tmp_
     ),
 )
 def test_counters_come_back_from_fsdp(
-    name: str, grammar: str, trained: TrainedFactory, oracle: Oracle, tmp_path: Path
+    name: str, framework: str, trained: TrainedFactory, oracle: Oracle, tmp_path: Path
 ) -> None:
     """FSDP's frameworks keep no counters: steps of Lion and SGD, and those that fp16 skipped, would be lost."""
     source = trained(name)
-    dcp_convert(source.tag_dir, tmp_path / "dcp", "dcp", grammar=grammar)
+    dcp_convert(source.tag_dir, tmp_path / "dcp", "dcp", framework=framework)
     options: dict[str, Any] = {"dp": 3, "zero_stage": 2, "dtype": source.case.dtype}
     dcp_convert(tmp_path / "dcp", tmp_path / "back" / source.tag, "zero", **options)
     # The loss scale starts anew: one that does not overflow, for the uninterrupted run had found its own.
@@ -229,14 +229,14 @@ def test_counters_come_back_from_fsdp(
 
 
 @pytest.mark.parametrize("stage", rest_full((1, 2, 3), 2))
-@pytest.mark.parametrize("grammar", rest_full(("state-dict", "torchtitan", "accelerate"), "accelerate"))
-def test_zero_to_dcp_and_back_is_the_same(stage: Any, grammar: str, saved: SavedFactory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", rest_full(("state-dict", "torchtitan", "accelerate"), "accelerate"))
+def test_zero_to_dcp_and_back_is_the_same(stage: Any, framework: str, saved: SavedFactory, tmp_path: Path) -> None:
     source = saved(zero_run(stage, RUNS["fsdp2"], 4), "zero")
     there, back, direct = tmp_path / "dcp", tmp_path / "back" / TAG, tmp_path / "direct" / TAG
-    dcp_convert(source.path(), there, "dcp", grammar=grammar)
+    dcp_convert(source.path(), there, "dcp", framework=framework)
     lost = left_out(dcp_convert(there, back, "zero", dp=3, zero_stage=stage))
     reshard.convert(source.path(), direct, to="zero", dp=3, zero_stage=stage)
-    assert lost.keys() <= tokens_of("titan" if grammar == "torchtitan" else grammar)
+    assert lost.keys() <= tokens_of("titan" if framework == "torchtitan" else framework)
     # Groups of torch's Adam get what DeepSpeed's own Adam reads, unless they come from DeepSpeed.
     found = reshard.diff(direct, back).differences
     assert {(d.state, d.a, d.b) for d in found} <= {("bias_correction", None, "True")}
@@ -252,12 +252,12 @@ def test_zero_to_dcp_and_back_is_the_same(stage: Any, grammar: str, saved: Saved
 )
 def test_dcp_to_zero_and_back_is_the_same(name: str, kind: str, saved: SavedFactory, tmp_path: Path) -> None:
     source = saved(name)
-    grammar = "torchtitan" if kind == "titan" else "state-dict"
+    framework = "torchtitan" if kind == "titan" else "state-dict"
     there, back, direct = tmp_path / "zero" / TAG, tmp_path / "back", tmp_path / "direct"
     lost = left_out(dcp_convert(source.path(kind), there, "zero", dp=3, zero_stage=2))
     assert lost.keys() == tokens_of(kind)
-    dcp_convert(tmp_path / "zero", back, "dcp", grammar=grammar, files=2)
-    dcp_convert(source.path(kind), direct, "dcp", grammar=grammar, files=2)
+    dcp_convert(tmp_path / "zero", back, "dcp", framework=framework, files=2)
+    dcp_convert(source.path(kind), direct, "dcp", framework=framework, files=2)
     counted = {"skipped_steps"} if kind == "titan" else {"skipped_steps", "steps"}  # DeepSpeed counts them
     # The tokens come back, too, in `train_state`, which DeepSpeed keeps as client state.
     assert {difference.name for difference in reshard.diff(direct, back).differences} == counted
@@ -287,8 +287,8 @@ OF_DEEPSPEED = {
 }  # fmt: skip
 LEFT_OUT: list[tuple[Framework, str, str, tuple[str, ...]]] = [
     *(
-        ("zero", "", grammar, tuple(OF_DEEPSPEED))
-        for grammar in ("state-dict", "torchtitan", "accelerate", "lightning")
+        ("zero", "", framework, tuple(OF_DEEPSPEED))
+        for framework in ("state-dict", "torchtitan", "accelerate", "lightning")
     ),
     ("torch", "app", "zero", ()),
     ("torch", "nested", "zero", ()),
@@ -311,6 +311,6 @@ def test_each_direction_says_what_it_leaves_out(
 ) -> None:
     runs = {"zero": zero_run(2, RUNS["fsdp2"], 4), "lightning": RUNS["fsdp1"], "trainer": FsdpRun("gpt2")}
     source = saved(runs.get(framework, RUNS["fsdp2"]), framework)
-    options: dict[str, Any] = {"dp": 2, "zero_stage": 2} if to == "zero" else {"grammar": to}
+    options: dict[str, Any] = {"dp": 2, "zero_stage": 2} if to == "zero" else {"framework": to}
     result = dcp_convert(source.path(kind), tmp_path / "out" / TAG, "zero" if to == "zero" else "dcp", **options)
     assert set(left_out(result)) == set(names)

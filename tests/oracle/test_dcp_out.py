@@ -50,7 +50,7 @@ def converted(source: Saved, kind: str, grammar: str, folder: Path, target: Fsdp
     """The resume of one conversion."""
     path = folder / f"{kind}-{grammar}"
     order = {"param_order": "groups"} if kind == "raw" else {}
-    dcp_convert(source.path(kind), path, "dcp", grammar=grammar, **order, **options)
+    dcp_convert(source.path(kind), path, "dcp", framework=grammar, **order, **options)
     consumer = "app" if grammar == "state-dict" and kind in OWN_KEYS else CONSUMERS[grammar]
     scheduler = source.truth.meta["lr_scheduler"] if kind in WITHOUT_SCHEDULER else None
     return Job(target, consumer, path, folder / f"{kind}-{grammar}-{target.mesh}", scheduler=scheduler)
@@ -160,10 +160,10 @@ def test_frameworks_resume(
         folder = tmp_path / str(mesh)
         path = folder / "checkpoint" / "step-3"  # torchtitan's place; the others take any
         between = "accelerate" if framework in ("titan", "lightning") else "torchtitan"
-        options: dict[str, Any] = {"grammar": "torchtitan" if framework == "titan" else framework, "files": 3}
+        options: dict[str, Any] = {"framework": "torchtitan" if framework == "titan" else framework, "files": 3}
         if framework == "lightning" and run.parallel == "fsdp2":
             options["target_model_key"] = "state_dict"  # as ModelParallelStrategy has it
-        dcp_convert(source.path("nested"), folder / "between", "dcp", grammar=between)
+        dcp_convert(source.path("nested"), folder / "between", "dcp", framework=between)
         dcp_convert(folder / "between", path, "dcp", **options)
         assert_goes_on(source, fsdp.resume(framework, run.on(mesh), path, folder / "out"))
 
@@ -212,6 +212,6 @@ def test_the_same_bytes_come_out_however_it_was_saved(saved: SavedFactory, tmp_p
     source = saved("fsdp2")
     kinds = ("app", "async", "no_collectives", "threads", "items")
     for kind in kinds:
-        dcp_convert(source.path(kind), tmp_path / kind, "dcp", grammar="accelerate", files=2)
+        dcp_convert(source.path(kind), tmp_path / kind, "dcp", framework="accelerate", files=2)
     wanted = contents(tmp_path / "app")
     assert [kind for kind in kinds if contents(tmp_path / kind) != wanted] == []

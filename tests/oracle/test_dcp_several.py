@@ -187,7 +187,9 @@ def test_two_models_of_accelerate(several: SeveralFactory, tmp_path: Path) -> No
         assert universal_problems(target, truth) == []
     # One state dict becomes numbered directories, and directories become one state dict.
     pair = several("pair", WITH_SCHEDULER)
-    result = reshard.convert(pair.path("pair"), tmp_path / "numbered", to="dcp", grammar="accelerate", model_key="disc")
+    result = reshard.convert(
+        pair.path("pair"), tmp_path / "numbered", to="dcp", framework="accelerate", model_key="disc"
+    )
     assert any("models are numbered in the order disc, gen" in text for text in result.warnings)
     for key, truth in (("pytorch_model_fsdp_1", pair.truth), ("pytorch_model_fsdp_0", None)):
         target = tmp_path / f"numbered {key}"
@@ -275,7 +277,7 @@ def test_a_run_in_bf16_alone_stays_in_bf16(several: SeveralFactory, fsdp: FsdpOr
 def test_a_compiled_run_finds_its_names(several: SeveralFactory, fsdp: FsdpOracle, tmp_path: Path) -> None:
     """`_orig_mod.` is part of the names that the run loads, in DeepSpeed as in FSDP; weights are without it."""
     source = several("compiled", WITH_SCHEDULER)
-    reshard.convert(source.path("compiled"), tmp_path / "between", to="dcp", grammar="accelerate")
+    reshard.convert(source.path("compiled"), tmp_path / "between", to="dcp", framework="accelerate")
     reshard.convert(source.path("compiled"), tmp_path / "zero" / TAG, to="zero", dp=3, zero_stage=2)
     case = zero_run(2, source.run, 3).model.to_json()
     shared: dict[str, Any] = {"world": 3, "timeout_s": TIMEOUT_S, "case": case, "out": str(tmp_path / "out")}

@@ -63,7 +63,7 @@ def test_schedulers_go_on_from_a_universal_directory_and_by_way_of_it(worlds: Wo
         assert WARNING in dcp_convert(tmp_path / kind, tmp_path / "any" / kind / "step4", "universal").warnings
         dcp_convert(tmp_path / "any" / kind, tmp_path / "zero" / kind / "step4", "zero", dp=1, zero_stage=1)
         # It is not a state of the run: a target that needs none gets none.
-        dcp_convert(tmp_path / "zero" / kind, tmp_path / "dcp" / kind, "dcp", grammar="state-dict")
+        dcp_convert(tmp_path / "zero" / kind, tmp_path / "dcp" / kind, "dcp", framework="state-dict")
         assert "lr_scheduler" not in (tmp_path / "dcp" / kind / ".metadata").read_bytes().decode("latin-1")
     for place in ("any", "zero"):
         folders = {kind: str(tmp_path / place / kind) for kind in kinds}

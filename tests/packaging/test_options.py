@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,18 @@ from reshard.choices import TargetFormat
 from reshard.cli import flags as flags_module
 from reshard.cli.flags import ConversionFlags
 from reshard.cli.given import called
+from reshard.declared import declared_options
+from reshard.ensuring.call import loader_of
+from reshard.ensuring.world import DistributedLayout, Wanted
 from reshard.errors import RequestError
+from reshard.functions import request_of
 from reshard.installed_formats import option_fields, plain_kind
 from reshard.models.jobs import ConvertRequest, SubmitRequest
 from reshard.models.keywords import ConvertOptions
 from reshard.options import DeepSpeedOptions, NativeLayout, Options, PeftOptions, SourceSpec, WeightsOptions
 from reshard.wire_model import invalid
 from reshard_engine.plan.planner import request_facts
+from reshard_jobs.queue.idempotency import fingerprint
 from reshard_jobs.settings import JobSettings
 from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
@@ -64,6 +70,7 @@ OF_ENTRY_POINTS = {n for n, (name, _) in OF_FORMATS.items() if name not in Optio
 """Options of formats that an entry point names: the command line makes their flags of their fields."""
 
 
+_PLACED: dict[str, Any] = {"source": "a", "target": "b", "to": "dcp"}
 CALLED = called()
 
 
@@ -112,9 +119,9 @@ def flags_with(field: str, value: Any) -> ConversionFlags:
 
 
 def test_every_option_is_a_flag_and_every_flag_an_option() -> None:
-    flags = {p.name for p in made_flags(of_others=False)} - {"to", "options_of_formats"}
+    flags = {p.name for p in made_flags(of_others=False) if not p.hidden} - {"to"}
     assert flags == {flag_of(field) for field in FIELDS if field not in OF_ENTRY_POINTS}
-    assert {p.name for p in made_flags(of_others=True)} == OF_ENTRY_POINTS
+    assert {p.name for p in made_flags(of_others=True) if not p.hidden} == OF_ENTRY_POINTS
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -171,6 +178,54 @@ def test_requests_of_the_release_before_are_taken() -> None:
     assert ConvertRequest.model_validate(former | {"layout": None}).options.given() == {
         "deepspeed": {"family": "bloom"}
     }
+
+
+FORMER = {"framework": ("grammar", "torchtitan")}
+"""Options that had another name: that name, and a value."""
+
+
+def test_every_former_name_is_tried() -> None:
+    assert {n: o.former for n, o in declared_options().items() if o.former} == {n: (f,) for n, (f, _) in FORMER.items()}
+
+
+@pytest.mark.parametrize("field", FORMER)
+def test_a_former_name_still_works(field: str) -> None:
+    former, value = FORMER[field]
+    given: list[dict[str, Any]] = [{name: value} for name in (field, former)]
+    nested_below = [ConvertRequest.model_validate({**_PLACED, "options": {"dcp": options}}) for options in given]
+    of_client = [convert_request("a", "b", "dcp", options) for options in given]  # type: ignore[arg-type]
+    of_flags = [ConversionFlags(to="dcp", **options).request("a", "b") for options in given]
+    named = {"source": "a", "target": "b", "to": "dcp", "options": None}
+    of_function = [request_of(options, "", to_service=False, named=named) for options in given]
+    made = [*nested_below, *of_client, *of_flags, *of_function]
+    assert [request.options.given() for request in made] == [{"dcp": {field: value}}] * 8
+    assert option_of(former).opts == [f"--{former}"]
+    assert (option_of(former).hidden, option_of(field).hidden) == (True, False)
+
+
+def test_an_option_has_one_name_at_a_time() -> None:
+    with pytest.raises(RequestError, match="grammar is the former name of framework, and both were given"):
+        ConversionFlags(to="dcp", framework="trainer", grammar="trainer").request("a", "b")
+
+
+def test_a_renamed_option_keeps_its_name_in_digests(tmp_path: Path) -> None:
+    """The digests are those of the program before the rename: a target is found again, and so is a job."""
+    source = {"url": "a", "tag": "t", "model_key": "m"}
+    dcp = {"framework": "torchtitan", "files": 3, "trainer_files": "x"}
+    options = {"dcp": dcp, "deepspeed": {"family": "bloom", "dp": 2}}
+    body = {**_PLACED, "source": source, "dtype": "bf16", "memory_limit_bytes": 99999, "options": options}
+    facts = request_facts(ConvertRequest.model_validate(body))
+    assert facts["options"]["dcp"] == {"files": 3, "grammar": "torchtitan"}  # type: ignore[index]
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    assert sha256(text.encode()).hexdigest() == "d189cb53ed2acd47f85ae109a46df9f9e01748d1aa1bef3e28d8d075915609c2"
+    said = fingerprint(SubmitRequest.model_validate(body).digested())
+    assert said == "536317affcb3ce8e01b2fe1b99fd770acef605ef4ccecd4bb56a013b680abfa0"
+    loader = loader_of(tmp_path, None, to="dcp", framework="trainer")
+    key = Wanted.of({"dp": 4}, zero_stage=2, dtype="bf16", environ={}, loader=loader).key()
+    assert "('framework', {'to': 'dcp', 'grammar': 'trainer', 'source_is_distributed': False})" in key
+    layout = DistributedLayout(framework="trainer")
+    assert layout.model_dump_json(by_alias=True) == '{"grammar":"trainer"}'
+    assert all(DistributedLayout.model_validate(layout.model_dump(by_alias=b)) == layout for b in (True, False))
 
 
 @pytest.mark.parametrize(

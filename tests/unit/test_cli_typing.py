@@ -64,8 +64,8 @@ def test_a_misspelt_target_is_asked_back_and_nothing_written(name: str, tmp_path
     ("name", "fix"),
     [
         ("gguf", "--to safetensors --model-files DIR, then llama.cpp's convert_hf_to_gguf.py"),
-        ("torchtitan", "--to dcp --grammar torchtitan"),
-        ("Accelerate", "--to dcp --grammar accelerate (FSDP), or --to zero --dp N (DeepSpeed)"),
+        ("torchtitan", "--to dcp --framework torchtitan"),
+        ("Accelerate", "--to dcp --framework accelerate (FSDP), or --to zero --dp N (DeepSpeed)"),
         ("zero3", "--to zero --zero-stage 3 --dp N"),
         ("megatron", "--to zero --dp N, or --to universal (Megatron-DeepSpeed)"),
     ],

@@ -58,7 +58,7 @@ def ensure(
             metavar="zero|dcp", help="Run that will load it: DeepSpeed, FSDP; default: SRC's.", rich_help_panel=TARGET
         ),
     ] = None,
-    grammar: Annotated[
+    framework: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
@@ -66,6 +66,7 @@ def ensure(
             rich_help_panel=TARGET,
         ),
     ] = None,
+    grammar: Annotated[str | None, typer.Option(hidden=True)] = None,
     flags: CheckpointFlags,
     out: Annotated[
         str | None,
@@ -115,7 +116,7 @@ def ensure(
     `OUT=$(reshard ensure SRC --dp 16)` works, because the path is the only output on stdout.
     """
     spec = flags.spec(source)
-    from reshard.ensuring.call import Outcome, ensured, framework_of
+    from reshard.ensuring.call import Outcome, ensured, loader_of
     from reshard.ensuring.world import Wanted, world_size
 
     said = {
@@ -124,8 +125,8 @@ def ensure(
         Outcome.CONVERTED: "converted and verified",
     }
     to = None if to is None else target_among((TargetFormat.ZERO, DISTRIBUTED), to)
-    framework = framework_of(source, flags.tag, to=to, grammar=grammar)
-    if framework.distributed:
+    loader = loader_of(source, flags.tag, to=to, framework=framework or grammar)
+    if loader.distributed:
         said[Outcome.SOURCE] = (
             "nothing was converted: a distributed checkpoint (DCP) loads on any number of ranks as it is; "
             f"for a copy: reshard convert {shlex.quote(source)} DST --to {DISTRIBUTED}{flags.words()}"
@@ -138,12 +139,12 @@ def ensure(
         family=family,
         opaque=opaque,
         environ=os.environ,
-        framework=framework,
+        loader=loader,
     )
     wanted = replace(wanted, choices=spec.given())
     if memory_limit is not None:
         wanted = replace(wanted, memory_limit_bytes=parse_size(memory_limit))
-    if dp is None and not framework.distributed and not quiet and (told := world_size(os.environ)) is not None:
+    if dp is None and not loader.distributed and not quiet and (told := world_size(os.environ)) is not None:
         sys.stderr.write(f"{told[0]} ranks, from {told[1]}; --dp N overrides\n")
     with progress_shown(quiet=quiet) as show:
         result = ensured(

@@ -42,14 +42,14 @@ TARGET_NAMES: Mapping[str, str] = {
 }
 """Other names of targets that mean one of ours and no other. A misspelling is none: it is asked back."""
 _WITH_FRAMEWORKS = {
-    name: f"--to dcp --grammar {name} (FSDP), or --to zero --dp N (DeepSpeed)"
+    name: f"--to dcp --framework {name} (FSDP), or --to zero --dp N (DeepSpeed)"
     for name in ("accelerate", "trainer", "lightning")
 }
 TARGET_FIXES: Mapping[str, str] = {
     **_WITH_FRAMEWORKS,
     **{f"zero{stage}": f"--to zero --zero-stage {stage} --dp N" for stage in range(4)},
     "gguf": "--to safetensors --model-files DIR, then llama.cpp's convert_hf_to_gguf.py (DIR: config and tokenizer)",
-    "torchtitan": "--to dcp --grammar torchtitan",
+    "torchtitan": "--to dcp --framework torchtitan",
     "megatron": "--to zero --dp N, or --to universal (Megatron-DeepSpeed); files of Megatron Core are not written",
 }
 """Names that people type for a target and that need more words, and these words."""
@@ -320,10 +320,9 @@ def _parameters(kind: type[CheckpointFlags], side: str, *, of_others: bool) -> I
             yield _parameter("to", _ToFlag, inspect.Parameter.empty)
         name = f"{option.name}_{side}" if side else option.name
         yield _parameter(name, _annotation(option, side), option.default)
+        for former in option.former:
+            yield _parameter(former, _annotation(option, former=former), None)
     if whole and not of_others:
-        for option in kind.options().values():
-            for name in option.former:
-                yield _parameter(name, _annotation(option, former=name), None)
         yield _parameter(_OF_FORMATS, _OfFormatsFlag, None)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from reshard.declared import Declared, declared_options, options_of_source
+from reshard.declared import Declared, declared_options, options_of_source, present_names
 from reshard.installed_formats import nested
 from reshard.models.access import TenantSettings
 from reshard.models.jobs import ConvertRequest
@@ -63,5 +63,5 @@ def called() -> dict[str, str]:
 
 def _values(options: Mapping[str, Declared], given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of these options that were given, also by a former name."""
-    names = {name: option for option in options.values() for name in (option.name, *option.former)}
-    return {names[n].field: names[n].value(value) for n, value in given.items() if n in names}
+    found = present_names(given, options)
+    return {options[n].field: options[n].value(value) for n, value in found.items() if n in options}

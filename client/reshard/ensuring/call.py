@@ -17,10 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Unpack
+from typing import Any, Unpack
 
 from reshard.choices import EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
-from reshard.declared import choices_of_source
+from reshard.declared import choices_of_source, declared_options, present_names
 from reshard.ensuring.converters import Converter, Deadline, LocalConverter, ServiceConverter, pauses_s
 from reshard.ensuring.election import Election, Invitation, Records
 from reshard.ensuring.local_checkpoints import (
@@ -35,7 +35,7 @@ from reshard.ensuring.local_checkpoints import (
     writing,
 )
 from reshard.ensuring.together import LATE_S, Helper, Launch, Sharing
-from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Framework, Layout, Wanted, fits, name_of
+from reshard.ensuring.world import DISTRIBUTED, DistributedLayout, Layout, Loader, Wanted, fits, name_of
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError, printable
 from reshard.functions import source_of, takes_keywords
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
@@ -75,7 +75,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     zero_stage: ZeroStage | str | int | None = None,
     dtype: WeightDtype | str | None = None,
     to: str | None = None,
-    grammar: str | None = None,
+    framework: str | None = None,
     tag: str | int | None = None,
     out: str | os.PathLike[str] | None = None,
     rules: str | None = None,
@@ -92,7 +92,7 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     Args:
         src: A save directory (with `latest`), a Trainer's `checkpoint-N`, an Accelerate directory, or a tag directory.
             The result is of the same kind. A distributed checkpoint (FSDP) is returned as it is, for any world, unless
-            `to` or `grammar` asks for something else.
+            `to` or `framework` asks for something else.
         dp: Data-parallel ranks; by default the number of processes (`WORLD_SIZE` and the like) divided by tp x pp.
         tp: Tensor-parallel ranks; by default the source's, as for `pp` and `ep`.
         pp: Pipeline stages.
@@ -100,8 +100,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         zero_stage: 0, 1, 2, 3 or `bf16`; by default the source's.
         dtype: Element type of the model; by default the source's.
         to: `zero` for a DeepSpeed run, `dcp` for one of FSDP; by default the source's own kind.
-        grammar: Framework that will load a distributed checkpoint: `state-dict`, `torchtitan`, `accelerate`, `trainer`
-            or `lightning`; by default the source's.
+        framework: Framework that will load a distributed checkpoint: `state-dict`, `torchtitan`, `accelerate`,
+            `trainer` or `lightning`; by default the source's.
         tag: Tag of a save directory, a text or a number, as for `save_checkpoint`; by default the one that `latest`
             names.
         **given: Choices where the source's files leave several ways to read it.
@@ -126,6 +126,8 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
             `request.target_exists` if `out` holds something else.
         JobError: `job.wait_timeout`.
     """
+    said: dict[str, Any] = {**given, **({} if framework is None else {"framework": framework})}
+    said = present_names(said, declared_options())
     axes, name = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}, None if tag is None else str(tag)
     found = Wanted.of(
         axes,
@@ -135,25 +137,25 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
         family=family,
         opaque=opaque,
         environ=os.environ,
-        framework=framework_of(src, name, to=to, grammar=grammar),
+        loader=loader_of(src, name, to=to, framework=said.pop("framework", None)),
     )
-    wanted = replace(found, choices=source_of(src, {**given, "tag": name}).given())
+    wanted = replace(found, choices=source_of(src, {**said, "tag": name}).given())
     if memory_limit is not None:
         wanted = replace(wanted, memory_limit_bytes=size_of(memory_limit))
     return ensured(src, wanted, tag=name, out=out, url=url, timeout_s=timeout_s, workers=workers).path
 
 
-def framework_of(
-    src: str | os.PathLike[str], tag: str | None, *, to: str | None = None, grammar: str | None = None
-) -> Framework:
-    """The framework that will load the result of a source; a look into a local directory tells the source's own.
+def loader_of(
+    src: str | os.PathLike[str], tag: str | None, *, to: str | None = None, framework: str | None = None
+) -> Loader:
+    """The program that will load the result of a source; a look into a local directory tells the source's own.
 
     Raises:
         RequestError: `request.invalid`.
     """
     path = local_path(os.fspath(src))
     own = path is not None and is_distributed(path if tag is None else os.path.join(path, tag))
-    return Framework(to, grammar, source_is_distributed=own)
+    return Loader(to, framework, source_is_distributed=own)
 
 
 def ensured(
@@ -193,7 +195,7 @@ class _Task:
     def request(self, source: SourceSpec, target: str, layout: Layout, beside: str | None = None) -> ConvertRequest:
         """The request of the conversion; `beside` is the directory of a trainer's files, for a distributed target."""
         if isinstance(layout, DistributedLayout):
-            options = {"grammar": layout.grammar, "trainer_files": beside}
+            options = {"framework": layout.framework, "trainer_files": beside}
             return ConvertRequest.model_validate({
                 "source": source, "target": target, "to": DISTRIBUTED, "dtype": self.wanted.dtype,
                 "opaque": self.wanted.opaque, "memory_limit_bytes": self.wanted.memory_limit_bytes,
@@ -308,10 +310,8 @@ class _Local:
 
     def _made_tags(self, layout: Layout | None) -> tuple[str, ...]:
         """The tags of a result; none in a distributed checkpoint."""
-        if layout is None:
-            distributed = self._task.wanted.framework.distributed
-        else:
-            distributed = isinstance(layout, DistributedLayout)
+        loader = self._task.wanted.loader
+        distributed = loader.distributed if layout is None else isinstance(layout, DistributedLayout)
         return () if distributed else self._source.tags
 
     def _as_winner(self, nonce: str) -> Ensured:
@@ -374,7 +374,7 @@ class _Local:
         layout = self._completed(wanted.layout(found[-1]))
         # Calls with other arguments may mean this result, too: `--dp 4`, or a world of four processes.
         wishes = (wanted.dtype or "", wanted.rules or "", wanted.family or "", wanted.opaque)
-        key = _key(layout.model_dump_json(), *wishes, *self._facts)
+        key = _key(layout.model_dump_json(by_alias=True), *wishes, *self._facts)
         name = name_of(self._source.tag, layout, wanted.dtype, key)
         target = self._out or os.path.join(self._records.folder, name)
         made = self._known(key)
@@ -389,9 +389,9 @@ class _Local:
 
     def _completed(self, layout: Layout) -> Layout:
         """The layout, for a framework that the files beside the source tell of, if the caller names none."""
-        if not isinstance(layout, DistributedLayout) or layout.grammar is not None or self._source.distributed:
+        if not isinstance(layout, DistributedLayout) or layout.framework is not None or self._source.distributed:
             return layout
-        return DistributedLayout(grammar="trainer" if self._source.is_trainers else "accelerate")
+        return DistributedLayout(framework="trainer" if self._source.is_trainers else "accelerate")
 
     def _convert(self, target: str, layout: Layout, key: str, size_bytes: int) -> None:
         """Fill a save directory: first the files beside the tags, then the tags, and `latest` last."""

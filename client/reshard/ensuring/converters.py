@@ -68,7 +68,7 @@ _FLAGS = re.compile(r"--[a-z][a-z-]*(?: (?!--)[^\s;,()]+)?(?: --[a-z][a-z-]*(?: 
 OPTIONS = frozenset(
     f"--{name}"
     for name in (
-        *("dp", "tp", "pp", "ep", "zero-stage", "dtype", "to", "grammar", "tag", "out", "rules", "family", "opaque"),
+        *("dp", "tp", "pp", "ep", "zero-stage", "dtype", "to", "framework", "tag", "out", "rules", "family", "opaque"),
         *(
             "model-key",
             "optimizer-key",

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from reshard.choices import OpaquePolicy, WeightDtype, ZeroStage
 from reshard.errors import RequestError, printable
@@ -90,8 +90,10 @@ def _first(environ: Mapping[str, str], names: Sequence[str]) -> tuple[str, int] 
 class DistributedLayout(FormatOptions):
     """A distributed checkpoint (PyTorch DCP), which is loaded on any number of ranks."""
 
-    grammar: str | None = None
-    """Keys and files as this framework loads them; None for any."""
+    framework: str | None = Field(
+        default=None, validation_alias=AliasChoices("framework", "grammar"), serialization_alias="grammar"
+    )
+    """Keys and files as this framework loads them; None for any. Keys of results have its former name."""
 
 
 Layout = NativeLayout | DistributedLayout
@@ -99,12 +101,12 @@ Layout = NativeLayout | DistributedLayout
 
 
 @dataclass(frozen=True)
-class Framework:
-    """The framework that will load the result."""
+class Loader:
+    """The program that will load the result."""
 
     to: str | None = None
     """`zero` or `dcp`; None for the source's own kind."""
-    grammar: str | None = None
+    framework: str | None = None
     """Framework that will load a distributed checkpoint; None for the source's, or any."""
     source_is_distributed: bool = False
 
@@ -116,13 +118,13 @@ class Framework:
         """
         if self.to not in (None, "zero", DISTRIBUTED):
             raise RequestError("request.invalid", f"to is {printable(str(self.to))!r}", fix="--to zero, or --to dcp")
-        if self.to == "zero" and self.grammar is not None:
-            raise RequestError("request.invalid", "a grammar is for distributed checkpoints", fix="--to dcp")
+        if self.to == "zero" and self.framework is not None:
+            raise RequestError("request.invalid", "a framework is for distributed checkpoints", fix="--to dcp")
 
     @property
     def kind(self) -> str | None:
-        """`zero` or `dcp` as far as arguments say: a grammar asks for `dcp`."""
-        return DISTRIBUTED if self.to is None and self.grammar is not None else self.to
+        """`zero` or `dcp` as far as arguments say: a framework asks for `dcp`."""
+        return DISTRIBUTED if self.to is None and self.framework is not None else self.to
 
     @property
     def distributed(self) -> bool:
@@ -130,7 +132,7 @@ class Framework:
         return self.kind == DISTRIBUTED or (self.kind is None and self.source_is_distributed)
 
 
-_OWN = Framework()
+_OWN = Loader()
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Wanted:
     """Policy for objects of classes that are not on the allow-list."""
     processes: int | None = None
     """Number of processes of the launcher; needed if `dp` is None."""
-    framework: Framework = Framework()
+    loader: Loader = Loader()
     choices: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The user's choices where the source's files leave several ways to read them (`SourceChoices`)."""
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
@@ -167,7 +169,7 @@ class Wanted:
         family: str | None = None,
         opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
         environ: Mapping[str, str],
-        framework: Framework = _OWN,
+        loader: Loader = _OWN,
     ) -> Wanted:
         """Check the arguments of a call.
 
@@ -179,7 +181,7 @@ class Wanted:
             family: Built-in set of such rules.
             opaque: `refuse`, `keep` or `drop`.
             environ: Environment variables, in which launchers tell the number of processes.
-            framework: The framework that will load the result.
+            loader: The program that will load the result.
 
         Raises:
             RequestError: `request.invalid`, also if `dp` is not given and no launcher tells the number of processes.
@@ -193,7 +195,7 @@ class Wanted:
             policy = OpaquePolicy(opaque)
         except ValueError as error:
             raise RequestError("request.invalid", str(error), fix="reshard ensure --help") from None
-        counted = axes.get("dp") is None and not framework.distributed
+        counted = axes.get("dp") is None and not loader.distributed
         told = world_size(environ) if counted else None
         processes = None if told is None else told[0]
         if counted and processes is None:
@@ -213,12 +215,15 @@ class Wanted:
             family=family,
             opaque=policy,
             processes=processes,
-            framework=framework,
+            loader=loader,
         )
 
     def key(self) -> str:
-        """A text that is the same for equal arguments."""
-        return repr(sorted((name, value) for name, value in asdict(self).items() if name != "memory_limit_bytes"))
+        """A text that is the same for equal arguments. It says them by the names that earlier results have."""
+        said = asdict(self)
+        loader = said.pop("loader")
+        said["framework"] = {("grammar" if name == "framework" else name): value for name, value in loader.items()}
+        return repr(sorted((name, value) for name, value in said.items() if name != "memory_limit_bytes"))
 
     def layout(self, found: Inspection) -> Layout:
         """The wanted layout, completed from a source.
@@ -226,9 +231,9 @@ class Wanted:
         Raises:
             RequestError: `request.invalid` if tp x pp does not divide the number of processes.
         """
-        kind = self.framework.kind
+        kind = self.loader.kind
         if kind == DISTRIBUTED or (kind is None and is_distributed(found)):
-            return DistributedLayout(grammar=self.framework.grammar)
+            return DistributedLayout(framework=self.loader.framework)
         sizes = {axis: getattr(self, axis) or found.world.get(axis, 1) for axis in ("tp", "pp", "ep")}
         dp = self.dp
         if dp is None:
@@ -261,7 +266,7 @@ def is_distributed(found: Inspection) -> bool:
 def fits(found: Inspection, layout: Layout, dtype: WeightDtype | None) -> bool:
     """True if a run with this layout can load the checkpoint as it is."""
     if isinstance(layout, DistributedLayout):
-        same = layout.grammar is None or found.format == f"{DISTRIBUTED}-{layout.grammar}"
+        same = layout.framework is None or found.format == f"{DISTRIBUTED}-{layout.framework}"
         return dtype is None and same and is_distributed(found)
     stage = stage_of(found)
     if stage is None or (layout.zero_stage is not None and layout.zero_stage is not stage):
@@ -291,7 +296,9 @@ def _model_dtypes(found: Inspection) -> set[str]:
 def name_of(tag: str, layout: Layout, dtype: WeightDtype | None, key: str) -> str:
     """The name of a result: its layout, and a key of all facts that it depends on."""
     if isinstance(layout, DistributedLayout):
-        return "-".join((tag.replace("/", "_"), DISTRIBUTED, *([layout.grammar] if layout.grammar else []), key[:8]))
+        return "-".join(
+            (tag.replace("/", "_"), DISTRIBUTED, *([layout.framework] if layout.framework else []), key[:8])
+        )
     parts = [tag.replace("/", "_"), f"dp{layout.dp}"]
     parts += [f"{axis}{size}" for axis in ("tp", "pp", "ep") if (size := getattr(layout, axis)) > 1]
     parts += [] if layout.zero_stage is None else [f"zero{layout.zero_stage.value}"]

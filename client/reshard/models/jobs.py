@@ -69,6 +69,12 @@ class ConvertRequest(ConversionOptions, _Places):
     options: Annotated[Options, OfInstalledFormats()] = Field(default_factory=default_options)
     """Options of single formats, by format."""
 
+    def digested(self) -> dict[str, Any]:
+        """The whole request as JSON, for a digest: with options under the names that digests have for them."""
+        said = self.model_dump(mode="json")
+        renamed = {name: found.digested(said["options"][name]) for name, found in self.options.by_format()}
+        return {**said, "options": {**said["options"], **renamed}}
+
     @model_validator(mode="before")
     @classmethod
     def _nest_options(cls, fields: Any) -> Any:

@@ -134,7 +134,7 @@ async def create_job(
     """
     hold, store, keys = None, context.jobs_of(caller), context.keys_of(caller)
     if job_id is not None or key is not None:
-        digest = fingerprint(body.model_dump(mode="json"))
+        digest = fingerprint(body.digested())
         begin = partial(keys.begin_job, job_id) if job_id is not None else partial(keys.begin, key or "")
         found = await run_in_threadpool(begin, digest)
         if isinstance(found, str):

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from reshard.choices import NameScheme, OpaquePolicy, TokenScope, VerifyLevel, WeightDtype, ZeroStage
-from reshard.dcp_options import Grammar
+from reshard.dcp_options import Framework
 from reshard.declared import declared_options
 from reshard.draw.layout import render as drawn
 from reshard.errors import JobError, RequestError, ReshardError
@@ -56,7 +56,7 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "ep": ("options", "deepspeed", "ep"),
     "family": ("options", "deepspeed", "family"),
     "names": ("options", "deepspeed", "names"),
-    "grammar": ("options", "dcp", "grammar"),
+    "framework": ("options", "dcp", "framework"),
     "dcp_files": ("options", "dcp", "files"),
     "target_model_key": ("options", "dcp", "target_model_key"),
     "target_optimizer_key": ("options", "dcp", "target_optimizer_key"),
@@ -304,7 +304,7 @@ _CHOICES: Mapping[str, Any] = {
     "schemes": list(NameScheme),
     "policies": list(OpaquePolicy),
     "levels": list(VerifyLevel),
-    "grammars": list(Grammar),
+    "frameworks": list(Framework),
     "labels": NAMES,
     "in_more": IN_MORE,
 }

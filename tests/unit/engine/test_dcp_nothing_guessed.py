@@ -160,7 +160,7 @@ def test_what_is_of_another_model_is_called_so(tmp_path: Path) -> None:
 def test_a_wrappers_name_is_left_out_with_a_word(tmp_path: Path) -> None:
     wrapped = {f"module.{n}": t for n, t in model().items()}
     source = saved(tmp_path, {"model": wrapped, "optimizer": optimizer(wrapped)})
-    for to in (WEIGHTS, ZERO2, {**DCP, "grammar": "accelerate"}):
+    for to in (WEIGHTS, ZERO2, {**DCP, "framework": "accelerate"}):
         _, result = converted(source, to)
         assert said(result, "all names of the model begin with `module.`") != []
     target, result = converted(source, DCP)
@@ -216,33 +216,33 @@ def _two_of_everything(folder: Path) -> Path:
     return saved(folder, state)
 
 
-def _rates(target: Path, grammar: str) -> list[float]:
+def _rates(target: Path, framework: str) -> list[float]:
     """The last rates of the schedulers that the first model's run loads, and those of further ones."""
-    if grammar == "state-dict":
+    if framework == "state-dict":
         state = loaded(target)
         return [s["_last_lr"][0] for s in (state["lr_scheduler"], state["lr_scheduler_1"])]
-    if grammar == "lightning":
+    if framework == "lightning":
         return [s["_last_lr"][0] for s in torch.load(target / "meta.pt")["lr_schedulers"]]
-    names = ["scheduler.pt"] if grammar == "trainer" else ["scheduler.bin", "scheduler_1.bin"]
+    names = ["scheduler.pt"] if framework == "trainer" else ["scheduler.bin", "scheduler_1.bin"]
     return [torch.load(target / name)["_last_lr"][0] for name in names]
 
 
-@pytest.mark.parametrize("grammar", ["trainer", "lightning", "accelerate", "state-dict"])
-def test_a_models_scheduler_is_the_first_of_a_target(grammar: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", ["trainer", "lightning", "accelerate", "state-dict"])
+def test_a_models_scheduler_is_the_first_of_a_target(framework: str, tmp_path: Path) -> None:
     """The source has that of the other model first."""
-    options = {"model_key": "gen", "target_model_key": "model"} if grammar == "state-dict" else {"model_key": "gen"}
+    options = {"model_key": "gen", "target_model_key": "model"} if framework == "state-dict" else {"model_key": "gen"}
     source = _two_of_everything(tmp_path)
-    if grammar == "state-dict":
-        source, _ = converted(source, DCP, grammar="accelerate", model_key="disc")
+    if framework == "state-dict":
+        source, _ = converted(source, DCP, framework="accelerate", model_key="disc")
         options = {"model_key": "pytorch_model_fsdp_1"}
-    target, result = converted(source, DCP, grammar=grammar, **options)
-    one = grammar in ("trainer", "lightning")
-    assert _rates(target, grammar) == ([0.1] if one else [0.1, 0.5])
+    target, result = converted(source, DCP, framework=framework, **options)
+    one = framework in ("trainer", "lightning")
+    assert _rates(target, framework) == ([0.1] if one else [0.1, 0.5])
     assert ("sched_d" in left_out(result)) is one
 
 
 def test_without_its_scheduler_the_first_place_stays_empty(tmp_path: Path) -> None:
-    options = {"grammar": "accelerate", "model_key": "gen", "scheduler_key": "none"}
+    options = {"framework": "accelerate", "model_key": "gen", "scheduler_key": "none"}
     target, _ = converted(_two_of_everything(tmp_path), DCP, **options)
     assert sorted(p.name for p in target.glob("scheduler*")) == ["scheduler_1.bin", "scheduler_2.bin"]
 
@@ -289,7 +289,7 @@ def test_a_scripts_own_counters_are_no_scheduler(tmp_path: Path) -> None:
     state = {"model": model(), "optimizer": optimizer(model()), "progress": {"last_epoch": 3, "best": 0.5}}
     source = saved(tmp_path / "progress", state)
     assert read(source).schedulers == ()
-    target, _ = converted(source, DCP, grammar="torchtitan")
+    target, _ = converted(source, DCP, framework="torchtitan")
     assert loaded(target)["progress"] == state["progress"]
     for number, other in enumerate(
         (
@@ -305,7 +305,7 @@ def test_a_scripts_own_counters_are_no_scheduler(tmp_path: Path) -> None:
 def test_a_trainers_files_bring_their_own_scheduler(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     torch.save(scheduler(0.3), tmp_path / "files" / "scheduler.pt")
-    options = {"grammar": "trainer", "model_key": "gen", "trainer_files": str(tmp_path / "files")}
+    options = {"framework": "trainer", "model_key": "gen", "trainer_files": str(tmp_path / "files")}
     target, _ = converted(_two_of_everything(tmp_path), DCP, **options)
     assert _rates(target, "trainer") == [0.3]
 
@@ -354,11 +354,11 @@ def test_random_states_go_to_the_framework_that_knows_them(of_trainer: bool, tmp
         torch.save(OF_ACCELERATE, source / "random_states_0.pkl")
     names = {"trainer": "rng_state.pth", "accelerate": "random_states_0.pkl"}
     own, other = ("trainer", "accelerate") if of_trainer else ("accelerate", "trainer")
-    target, result = converted(source, DCP, grammar=own)
+    target, result = converted(source, DCP, framework=own)
     assert (target / names[own]).exists()
     assert result.not_carried == ()
-    for grammar in (other, "lightning", "torchtitan", "state-dict"):
-        target, result = converted(source, DCP, grammar=grammar)
+    for framework in (other, "lightning", "torchtitan", "state-dict"):
+        target, result = converted(source, DCP, framework=framework)
         assert not any((target / name).exists() for name in names.values())
         assert left_out(result).keys() == {"random_states"} | ({"trainer_state.json"} if of_trainer else set())
 
@@ -369,9 +369,9 @@ def test_what_a_framework_insists_on_is_made_with_a_word(tmp_path: Path) -> None
     source = saved(tmp_path, state)
     _, result = converted(source, {"to": "universal"})
     assert said(result, "the parameters of group 0 have 3 to 7 steps") != []
-    _, result = converted(source, DCP, grammar="lightning")
+    _, result = converted(source, DCP, framework="lightning")
     assert said(result, "the epoch begins at 0") != []
-    target, result = converted(source, DCP, grammar="torchtitan")
+    target, result = converted(source, DCP, framework="torchtitan")
     assert said(result, "parameters were updated 3 to 7 times, and the number of steps is taken to be 7") != []
     assert loaded(target)["train_state"]["step"] == 7
 
@@ -609,7 +609,7 @@ def test_an_entry_called_param_groups_is_no_optimizer(tmp_path: Path) -> None:
 def test_groups_that_were_joined_are_said_to_be(tmp_path: Path) -> None:
     held = flattened(optimizer(model(), ["a.weight"], ["b.weight", "b.bias"]))
     source = saved(tmp_path, {**model(), "optimizer": held})
-    _, result = converted(source, DCP, grammar="accelerate")
+    _, result = converted(source, DCP, framework="accelerate")
     assert said(result, "parameters with equal hyper-parameters are one group, which makes 1") != []
     _, result = converted(source, DCP)
     assert result.warnings == ()
@@ -658,5 +658,5 @@ def test_a_train_state_is_kept_or_named(tmp_path: Path) -> None:
     assert result.not_carried == ()
     assert loaded(target)["train_state"] == counted
     assert (read(source).counters.steps, read(source).counters.tokens) == (9, 7)
-    _, result = converted(source, DCP, grammar="accelerate")
+    _, result = converted(source, DCP, framework="accelerate")
     assert left_out(result).keys() == {"train_state"}

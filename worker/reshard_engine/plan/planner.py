@@ -257,7 +257,7 @@ def request_facts(request: ConvertRequest) -> dict[str, object]:
         "on_overflow": request.on_overflow.value,
         # Options that name places are left out: the files that are read there are in the plan, with their pins.
         "options": {
-            name: {option: value for option, value in found.given().items() if option not in found.places()}
+            name: found.digested({n: value for n, value in found.given().items() if n not in found.places()})
             for name, found in request.options.by_format()
         },
         **({"choices": choices} if choices else {}),

@@ -516,7 +516,7 @@ def the_path_does_not_matter(trial: Trial) -> None:
 def _ways(trial: Trial) -> list[dict[str, Any]]:
     """The formats by way of which the target must become the same."""
     state, full = trial.saved.state, trial.source.full
-    if trial.options["to"] == "dcp" and "grammar" not in trial.options["options"]["dcp"]:
+    if trial.options["to"] == "dcp" and "framework" not in trial.options["options"]["dcp"]:
         return []  # its keys are those of the source's framework, which no format on the way knows
     # Without a wanted type, types stay what they are.
     wide = "fp32" if trial.options.get("dtype") else None

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from reshard.dcp_options import Grammar
+from reshard.dcp_options import Framework
 from reshard.errors import counted
 from reshard_engine.checkpoint import Checkpoint, FormatFacts
 from reshard_engine.pickles.nodes import Node, PList, mapping_of
@@ -53,7 +53,7 @@ class OpaqueTensor:
 class DcpFacts(FormatFacts):
     """The facts that a reader notes for the writer and for people."""
 
-    grammar: Grammar | None
+    framework: Framework | None
     """The framework's keys; None for a source of another format beside which a trainer's files lie."""
     model_path: KeyPath | None = None
     """The place of the model's state dict; None for an optimizer whose model is another checkpoint's."""

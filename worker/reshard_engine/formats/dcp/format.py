@@ -82,7 +82,7 @@ class Dcp(Format):
         """All but the names of numbered parameters, if the target keeps all models where the source has them."""
         facts, options = facts_of(checkpoint), request.options.of(DcpOptions)
         always = (Question.GROUPS, *(() if request.exclude_frozen else (Question.BUFFERS,)))
-        if facts is None or options.grammar not in (None, facts.grammar):
+        if facts is None or options.framework not in (None, facts.framework):
             return always
         moved = options.target_model_key is not None or options.target_optimizer_key is not None
         if moved:
@@ -100,5 +100,5 @@ class Dcp(Format):
         """A distributed checkpoint of any source."""
         refusal = tried.refusal("dcp")
         if refusal is None:
-            return [tried.possible("dcp", "any mesh; keys of --grammar", "--to dcp")]
+            return [tried.possible("dcp", "any mesh; keys of --framework", "--to dcp")]
         return [tried.impossible("dcp", refusal)]

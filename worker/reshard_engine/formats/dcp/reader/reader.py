@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.choices import NO_SCHEDULER
-from reshard.dcp_options import Grammar
+from reshard.dcp_options import Framework
 from reshard.errors import counted, listed, printable
 from reshard.models.jobs import NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters, Parameter, Question, Undecided
@@ -56,8 +56,8 @@ class Origin:
     """The place of a checkpoint, and the kind that its directory shows."""
 
     url: str
-    grammar: Grammar | None
-    """The grammar that the directory's files show; None if only the keys can tell."""
+    framework: Framework | None
+    """The framework that the directory's files show; None if only the keys can tell."""
 
 
 class Assembly:
@@ -124,11 +124,11 @@ class Assembly:
         first, *others = self._read_pairs(scheduler)
         counters = self._counted(client_state, scheduler, first.parameters)
         pairs = [first, *others]
-        grammar = self._grammar(origin)
+        framework = self._framework(origin)
         whole = Checkpoint(
             url=origin.url,
             tag=self._options.tag,
-            format=f"dcp-{grammar}",
+            format=f"dcp-{framework}",
             framework_version=None,
             world={},
             files=tuple(self._files),
@@ -152,11 +152,11 @@ class Assembly:
             client_state={}, not_carried=(), foreign_globals=(),
         )  # fmt: skip
         further = tuple(
-            _with_pair(bare, read, self._facts(pair, read, grammar))
+            _with_pair(bare, read, self._facts(pair, read, framework))
             for pair, read in zip(roles.pairs[1:], others, strict=True)
         )
         facts = replace(
-            self._facts(roles.pairs[0], first, grammar),
+            self._facts(roles.pairs[0], first, framework),
             others=further,
             home=home,
             at_root=at_root,
@@ -231,17 +231,17 @@ class Assembly:
             buffers.refuse_unused()
         return found
 
-    def _grammar(self, origin: Origin) -> Grammar:
-        if origin.grammar is not None:
-            return origin.grammar
+    def _framework(self, origin: Origin) -> Framework:
+        if origin.framework is not None:
+            return origin.framework
         model, optimizer = self._roles.pairs[0].model, self._roles.pairs[0].optimizer
         flat = optimizer is not None and optimizer.flat and model is not None and not model.path
-        return Grammar.TORCHTITAN if flat else Grammar.STATE_DICT
+        return Framework.TORCHTITAN if flat else Framework.STATE_DICT
 
     @staticmethod
-    def _facts(pair: Pair, read: ReadPair, grammar: Grammar) -> DcpFacts:
+    def _facts(pair: Pair, read: ReadPair, framework: Framework) -> DcpFacts:
         return DcpFacts(
-            grammar,
+            framework,
             None if pair.model is None else pair.model.path,
             None if pair.optimizer is None else pair.optimizer.path,
             pair.optimizer is not None and pair.optimizer.flat,
@@ -491,8 +491,8 @@ class DcpReader:
         lightning = META in names_of(listing)
         companions = read_companions(location, listing, options.ledger) if lightning else Companions()
         companions.not_carried += beside_shards(listing, companions=lightning)
-        grammar = Grammar.LIGHTNING if lightning else None
-        return Assembly(read_state(location, listing), companions, options).checkpoint(Origin(location.url, grammar))
+        framework = Framework.LIGHTNING if lightning else None
+        return Assembly(read_state(location, listing), companions, options).checkpoint(Origin(location.url, framework))
 
 
 class TrainerReader:
@@ -513,5 +513,5 @@ class TrainerReader:
         state = saved_state_in(location, listing) or SavedState()
         companions = read_companions(location, listing, options.ledger)
         companions.not_carried += beside_shards(listing, companions=True, folders=_folders(listing))
-        grammar = Grammar.TRAINER if TRAINER_STATE in names_of(listing) else Grammar.ACCELERATE
-        return Assembly(state, companions, options).checkpoint(Origin(location.url, grammar))
+        framework = Framework.TRAINER if TRAINER_STATE in names_of(listing) else Framework.ACCELERATE
+        return Assembly(state, companions, options).checkpoint(Origin(location.url, framework))

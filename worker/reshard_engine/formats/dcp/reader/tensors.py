@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from reshard.dcp_options import Grammar
+from reshard.dcp_options import Framework
 from reshard.errors import SourceError, listed, printable
 from reshard_engine.checkpoint import Agreement, Checkpoint, Parameter, Scalar
 from reshard_engine.containers.safetensors import SafetensorsEntry, SafetensorsFile, open_safetensors_file
@@ -333,7 +333,7 @@ class HuggingFaceShardsReader:
             optimizer=None,
             foreign_globals=(),
             warnings=(_NOT_PROVEN,),
-            facts=DcpFacts(Grammar.STATE_DICT),
+            facts=DcpFacts(Framework.STATE_DICT),
             not_carried=named(states, _STATE),
         )
 

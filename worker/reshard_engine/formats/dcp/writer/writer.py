@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from reshard.choices import OpaquePolicy
-from reshard.dcp_options import DcpOptions, Grammar
+from reshard.dcp_options import DcpOptions, Framework
 from reshard.errors import RequestError, listed
 from reshard.models.jobs import ConvertRequest, NotCarried
 from reshard_engine.checkpoint import Checkpoint, Counters
@@ -52,7 +52,7 @@ MADE_STATE = (
     "(500 each) from it, and the epoch begins at 0; edit it, or name a checkpoint-N: --trainer-files DIR"
 )
 MADE_META = f"{META} was made, as the source has none: the epoch begins at 0"
-_RANDOM_STATE = {Grammar.TRAINER: "python", Grammar.ACCELERATE: "random_state"}
+_RANDOM_STATE = {Framework.TRAINER: "python", Framework.ACCELERATE: "random_state"}
 """The key of Python's random state in a rank's file."""
 _FILE = re.compile(r"[a-z_]{1,64}(?:_\d{1,4})?\.(?:pkl|bin|pt)")
 """Keys of the client state that are names of files of Accelerate."""
@@ -64,7 +64,7 @@ _OLDEST_LIGHTNING = "2.0.0"
 
 
 def trainer_files(
-    checkpoint: Checkpoint, request: ConvertRequest, grammar: Grammar, schedulers: Mapping[int, Node]
+    checkpoint: Checkpoint, request: ConvertRequest, framework: Framework, schedulers: Mapping[int, Node]
 ) -> Iterator[TargetFile]:
     """Schedulers, random states and objects of the script, one file each; for the Trainer also its own state."""
 
@@ -72,10 +72,10 @@ def trainer_files(
         template, slots = tree_template(name.rpartition(".")[0], node, checkpoint.shard_map, opaque=request.opaque)
         return TargetFile(name, template, slots)
 
-    trainer = grammar is Grammar.TRAINER
+    trainer = framework is Framework.TRAINER
     for number, node in schedulers.items():
         yield file("scheduler.pt" if trainer else f"scheduler{f'_{number}' if number else ''}.bin", node)
-    states_of = rank_states(checkpoint, grammar)
+    states_of = rank_states(checkpoint, framework)
     for rank, states in enumerate(states_of):
         name = f"rng_state{f'_{rank}' if len(states_of) > 1 else ''}.pth" if trainer else f"random_states_{rank}.pkl"
         yield file(name, mapping_of({**states}))
@@ -88,10 +88,10 @@ def trainer_files(
         yield TargetFile(TRAINER_STATE, literal_template(text or _trainer_state(steps_of(checkpoint) or 0)), ())
 
 
-def makes_trainer_state(checkpoint: Checkpoint, grammar: Grammar) -> bool:
+def makes_trainer_state(checkpoint: Checkpoint, framework: Framework) -> bool:
     """True if a target for the Trainer gets a state of the Trainer that no run wrote."""
     facts = facts_of(checkpoint)
-    return grammar is Grammar.TRAINER and (facts is None or TRAINER_STATE not in facts.texts)
+    return framework is Framework.TRAINER and (facts is None or TRAINER_STATE not in facts.texts)
 
 
 def left_out(checkpoint: Checkpoint) -> Iterator[NotCarried]:
@@ -103,7 +103,7 @@ def left_out(checkpoint: Checkpoint) -> Iterator[NotCarried]:
 def lightning_meta(checkpoint: Checkpoint, request: ConvertRequest, schedulers: Sequence[Node]) -> TargetFile:
     """`meta.pt`: the checkpoint of Lightning without weights and optimizers."""
     facts = facts_of(checkpoint)
-    own = facts is not None and facts.grammar is Grammar.LIGHTNING
+    own = facts is not None and facts.framework is Framework.LIGHTNING
     steps = steps_of(checkpoint) or 0
     made: dict[str | int, Node] = {
         "epoch": 0, "global_step": steps, _VERSION: _OLDEST_LIGHTNING, "loops": node_of(_loops(steps)),
@@ -128,15 +128,15 @@ def _loops(steps: int) -> dict[str, Any]:
     return {"fit_loop": {"epoch_loop.automatic_optimization.optim_progress": {"optimizer": optimizer}}}
 
 
-def rank_states(checkpoint: Checkpoint, grammar: Grammar) -> tuple[Mapping[str, Node], ...]:
+def rank_states(checkpoint: Checkpoint, framework: Framework) -> tuple[Mapping[str, Node], ...]:
     """The random states by rank if they are this framework's own or have the keys that it looks up; else none.
 
     Source: transformers 5.23.0 `trainer.py` (`_load_rng_state`), accelerate 1.15.0 `checkpointing.py`.
     """
-    facts, key = facts_of(checkpoint), _RANDOM_STATE.get(grammar)
+    facts, key = facts_of(checkpoint), _RANDOM_STATE.get(framework)
     if facts is None or key is None:
         return ()
-    fit = facts.grammar is grammar or all(key in states for states in facts.rank_states)
+    fit = facts.framework is framework or all(key in states for states in facts.rank_states)
     return facts.rank_states if fit else ()
 
 
@@ -159,19 +159,19 @@ def _trainer_state(steps: int) -> bytes:
 # The keys that each framework loads, and the writer of distributed checkpoints.
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_{}", "optimizer_{}"
-_PLACES: Mapping[Grammar, tuple[KeyPath, KeyPath, bool]] = {
-    Grammar.STATE_DICT: (("model",), ("optimizer",), False),
-    Grammar.TORCHTITAN: ((), ("optimizer",), True),
-    Grammar.ACCELERATE: (("model",), ("optimizer",), False),
-    Grammar.TRAINER: (("model",), ("optimizer",), False),
-    Grammar.LIGHTNING: (("model",), ("optimizer_0",), False),
+_PLACES: Mapping[Framework, tuple[KeyPath, KeyPath, bool]] = {
+    Framework.STATE_DICT: (("model",), ("optimizer",), False),
+    Framework.TORCHTITAN: ((), ("optimizer",), True),
+    Framework.ACCELERATE: (("model",), ("optimizer",), False),
+    Framework.TRAINER: (("model",), ("optimizer",), False),
+    Framework.LIGHTNING: (("model",), ("optimizer_0",), False),
 }
 """The places of model and optimizer, and True where the optimizer's state dict is flattened."""
-_IN_FOLDERS = (Grammar.ACCELERATE, Grammar.TRAINER)
-_KEEPS_OTHERS = (Grammar.STATE_DICT, Grammar.TORCHTITAN, Grammar.ACCELERATE)
-"""The grammars that have places for further models and optimizers, whatever the source's."""
-_ONE_SCHEDULER = (Grammar.TRAINER, Grammar.LIGHTNING)
-"""The grammars with one model, and so with one scheduler, unless the source is of the same grammar."""
+_IN_FOLDERS = (Framework.ACCELERATE, Framework.TRAINER)
+_KEEPS_OTHERS = (Framework.STATE_DICT, Framework.TORCHTITAN, Framework.ACCELERATE)
+"""The frameworks that have places for further models and optimizers, whatever the source's."""
+_ONE_SCHEDULER = (Framework.TRAINER, Framework.LIGHTNING)
+"""The frameworks with one model, and so with one scheduler, unless the source is of the same framework."""
 _JOINED = (
     "the source's optimizer is flattened and keeps no groups: parameters with equal hyper-parameters are one group, "
     "which makes {count}; a run with another number of groups does not load them"
@@ -191,52 +191,52 @@ class _Target:
     checkpoint: Checkpoint
     request: ConvertRequest
     options: DcpOptions
-    grammar: Grammar
+    framework: Framework
     places: Places
     home: KeyPath
     """The place of what lies beside the model."""
 
     @property
     def own(self) -> bool:
-        """True if the source has this grammar, so that its own keys serve."""
+        """True if the source has this framework, so that its own keys serve."""
         facts = facts_of(self.checkpoint)
-        return facts is not None and facts.grammar is self.grammar
+        return facts is not None and facts.framework is self.framework
 
     @property
     def others(self) -> tuple[Checkpoint, ...]:
         """The further models and optimizers that the target holds."""
         facts = facts_of(self.checkpoint)
-        return facts.others if facts is not None and (self.own or self.grammar in _KEEPS_OTHERS) else ()
+        return facts.others if facts is not None and (self.own or self.framework in _KEEPS_OTHERS) else ()
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, request: ConvertRequest) -> _Target:
         options, facts = request.options.of(DcpOptions), facts_of(checkpoint)
-        grammar = options.grammar or (facts.grammar if facts is not None else None) or Grammar.ACCELERATE
-        places, home = _places_of(checkpoint, grammar), None
-        if facts is not None and facts.grammar is grammar and options.target_model_key is None:
+        framework = options.framework or (facts.framework if facts is not None else None) or Framework.ACCELERATE
+        places, home = _places_of(checkpoint, framework), None
+        if facts is not None and facts.framework is framework and options.target_model_key is None:
             home = facts.home
         model = places.model if options.target_model_key is None else _path(options.target_model_key)
         optimizer = places.optimizer if options.target_optimizer_key is None else _path(options.target_optimizer_key)
         found = replace(places, model=model, optimizer=optimizer)
-        return cls(checkpoint, request, options, grammar, found, model[:-1] if home is None else home)
+        return cls(checkpoint, request, options, framework, found, model[:-1] if home is None else home)
 
     def places_of_other(self, other: Checkpoint) -> Places:
         """The places of a further model or optimizer: those of the source, or those within numbered directories."""
         facts = facts_of(other) or DcpFacts(None)
         names = (facts.model_names, facts.optimizer_names) if self.own else ()
-        if self.grammar in _IN_FOLDERS:
-            return Places(*_PLACES[self.grammar], *names)
+        if self.framework in _IN_FOLDERS:
+            return Places(*_PLACES[self.framework], *names)
         return Places(facts.model_path or (), facts.optimizer_path or (), facts.flat, *names)
 
 
-def _places_of(checkpoint: Checkpoint, grammar: Grammar) -> Places:
-    """The source's own places if it has this grammar, else the grammar's."""
-    model, optimizer, flat = _PLACES[grammar]
+def _places_of(checkpoint: Checkpoint, framework: Framework) -> Places:
+    """The source's own places if it has this framework, else the framework's."""
+    model, optimizer, flat = _PLACES[framework]
     facts = facts_of(checkpoint)
-    if facts is None or facts.grammar is not grammar:
+    if facts is None or facts.framework is not framework:
         return Places(model, optimizer, flat)
     names = facts.model_names, facts.optimizer_names
-    if grammar in _IN_FOLDERS:
+    if framework in _IN_FOLDERS:
         return Places(model, optimizer, flat, *names)
     model = model if facts.model_path is None else facts.model_path
     optimizer = optimizer if facts.optimizer_path is None else facts.optimizer_path
@@ -270,8 +270,8 @@ class DcpWriter:
         laid = _LaidOut(target)
         files = list(laid.files())
         warnings = [*dict.fromkeys(laid.warnings)]
-        warnings += [MADE_STATE] if makes_trainer_state(checkpoint, target.grammar) else []
-        warnings += [MADE_META] if target.grammar is Grammar.LIGHTNING and not target.own else []
+        warnings += [MADE_STATE] if makes_trainer_state(checkpoint, target.framework) else []
+        warnings += [MADE_META] if target.framework is Framework.LIGHTNING and not target.own else []
         warnings += _made_counters(target)
         warnings += [carried.padding_left_out(checkpoint)] if checkpoint.padding_rows else []
         # Files without which loaders refuse the directory are published last.
@@ -311,7 +311,7 @@ class _LaidOut:
         """All files."""
         target = self._target
         model, optimizer = self._entries(target.checkpoint, target.places)
-        if target.grammar in _IN_FOLDERS:
+        if target.framework in _IN_FOLDERS:
             pairs = [(model, optimizer), *(self._entries(o, target.places_of_other(o)) for o in target.others)]
             for number, (one, other) in enumerate(self._numbered(pairs)):
                 if one:
@@ -319,12 +319,12 @@ class _LaidOut:
                 if other:
                     folder = OPTIMIZER_FOLDER.format(number)
                     yield from self._shards.lay_out(other, folder=folder, counters=self._counters)
-            yield from trainer_files(target.checkpoint, target.request, target.grammar, _schedulers(target))
+            yield from trainer_files(target.checkpoint, target.request, target.framework, _schedulers(target))
             return
         beside: list[StateEntry] = []
         for other in target.others:
             beside += [entry for part in self._entries(other, target.places_of_other(other)) for entry in part]
-        if target.grammar is Grammar.LIGHTNING:
+        if target.framework is Framework.LIGHTNING:
             yield lightning_meta(target.checkpoint, target.request, list(_schedulers(target).values()))
         else:
             state_dict = StateDict(target.checkpoint, target.places)
@@ -346,7 +346,7 @@ class _LaidOut:
         model = [] if alone else list(state_dict.model(exclude_frozen=exclude))
         if checkpoint.optimizer is None:
             return model, []
-        needs_rate = target.grammar is Grammar.TORCHTITAN and not target.own
+        needs_rate = target.framework is Framework.TORCHTITAN and not target.own
         groups, warnings = groups_to_write(checkpoint, needs_initial_lr=needs_rate)
         optimizer = list(state_dict.optimizer(groups, target.options.missing_moments))
         if facts is not None and facts.flat and not places.flat:
@@ -398,10 +398,10 @@ def _schedulers(target: _Target) -> dict[int, Node]:
     """
     checkpoint = target.checkpoint
     numbers = [i for i, s in enumerate(checkpoint.schedulers) if is_scheduler(s)]
-    if target.own and target.grammar is not Grammar.TRAINER:
+    if target.own and target.framework is not Framework.TRAINER:
         return {place: plain_scheduler(checkpoint.schedulers[i]) for place, i in enumerate(numbers)}
     own = checkpoint.own_scheduler
-    others = [] if target.grammar in _ONE_SCHEDULER else [i for i in numbers if i != own]
+    others = [] if target.framework in _ONE_SCHEDULER else [i for i in numbers if i != own]
     order = [*([own] if own in numbers else []), *others]
     first = 0 if own in numbers else 1
     return {place: plain_scheduler(checkpoint.schedulers[i]) for place, i in enumerate(order, first)}
@@ -410,7 +410,7 @@ def _schedulers(target: _Target) -> dict[int, Node]:
 def _left_schedulers(target: _Target) -> Iterator[str]:
     """The keys of torch's schedulers for which the target has no place."""
     checkpoint = target.checkpoint
-    if target.grammar not in _ONE_SCHEDULER or (target.own and target.grammar is not Grammar.TRAINER):
+    if target.framework not in _ONE_SCHEDULER or (target.own and target.framework is not Framework.TRAINER):
         return
     keys = checkpoint.scheduler_keys or tuple(f"lr_scheduler[{i}]" for i in range(len(checkpoint.schedulers)))
     for number, (key, node) in enumerate(zip(keys, checkpoint.schedulers, strict=True)):
@@ -427,7 +427,7 @@ def _beside(target: _Target) -> Iterator[tuple[KeyPath, Node]]:
         yield paths[number] if number < len(paths) else default, node
     state = dict(checkpoint.client_state)
     counted = checkpoint.counters.steps is not None or checkpoint.counters.tokens is not None
-    if target.grammar is Grammar.TORCHTITAN and (counted or not target.own) and "train_state" not in state:
+    if target.framework is Framework.TORCHTITAN and (counted or not target.own) and "train_state" not in state:
         state["train_state"] = mapping_of({
             "step": steps_of(checkpoint) or 0, "ntokens_seen": checkpoint.counters.tokens or 0,
         })  # fmt: skip
@@ -451,16 +451,16 @@ def _is_free(places: Places, entry: StateEntry, taken: Container[KeyPath], *, gu
 
 def _made_counters(target: _Target) -> Iterator[str]:
     """Warnings about counters that a framework insists on and the source does not have."""
-    titan, counters = target.grammar is Grammar.TORCHTITAN, target.checkpoint.counters
+    titan, counters = target.framework is Framework.TORCHTITAN, target.checkpoint.counters
     if target.own or (titan and "train_state" in target.checkpoint.client_state):
         return
     if titan and counters.tokens is None:
         yield "train_state.ntokens_seen is 0, as the source counts no tokens"
     counted = {p.scalars[STEP].value for p in target.checkpoint.trained if STEP in p.scalars}
-    if counters.steps is None and len(counted) > 1 and target.grammar is not Grammar.STATE_DICT:
+    if counters.steps is None and len(counted) > 1 and target.framework is not Framework.STATE_DICT:
         low, high = min(counted), max(counted)
         yield f"parameters were updated {low:g} to {high:g} times, and the number of steps is taken to be {high:g}"
-    if steps_of(target.checkpoint) is None and target.grammar in (Grammar.TORCHTITAN, Grammar.LIGHTNING):
+    if steps_of(target.checkpoint) is None and target.framework in (Framework.TORCHTITAN, Framework.LIGHTNING):
         yield "the number of steps is 0, as the source counts none: set it after loading"
 
 
@@ -475,13 +475,13 @@ def _not_carried(target: _Target) -> Iterator[NotCarried]:
     yield from carried.named(others, _OTHER_SCHEDULER)
     yield from carried.named(_left_schedulers(target), _SECOND_SCHEDULER)
     facts = facts_of(checkpoint)
-    if target.grammar not in _IN_FOLDERS:
+    if target.framework not in _IN_FOLDERS:
         yield from carried.named(dict.fromkeys(k for r in checkpoint.rng for k in r), _NO_PLACE)
     else:
         yield from left_out(checkpoint)
-    if facts is not None and facts.rank_states and not rank_states(checkpoint, target.grammar):
+    if facts is not None and facts.rank_states and not rank_states(checkpoint, target.framework):
         yield from carried.named([RANK_STATES], _NO_PLACE)
-    if facts is not None and target.grammar is not Grammar.TRAINER:
+    if facts is not None and target.framework is not Framework.TRAINER:
         yield from carried.named(facts.texts, _NO_PLACE)
     if facts is not None and not target.others:
         yield from carried.named(facts.places(), _ONE_MODEL)
