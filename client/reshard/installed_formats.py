@@ -187,7 +187,7 @@ def option_fields() -> dict[str, tuple[str, FieldInfo]]:
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request, with options of formats that were given unnested moved below `options`.
+    """The fields of a request, from arguments of a function: options of formats are moved below `options`.
 
     `layout` is the layout of a native target as one value. Malformed values stay, so that validation refuses them.
     """

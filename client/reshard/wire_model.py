@@ -134,6 +134,8 @@ def said_of(problem: Mapping[str, Any]) -> str:
     if kind in _LIMITS:
         text, key = _LIMITS[kind]
         return text.format(context.get(key))
+    if kind == "extra_forbidden" and (place := context.get("place")) is not None:
+        return f"is not a known field here: its place is {place}"
     if kind in ("enum", "literal_error"):
         return f"is none of {context.get('expected')}"
     wanted = kind.removesuffix("_parsing").removesuffix("_type").removesuffix("_from_float")

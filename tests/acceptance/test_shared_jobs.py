@@ -13,10 +13,11 @@ import pytest
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
+from house.requests import asked
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, Job
+from reshard.models.jobs import Job
 from reshard.options import SourceSpec
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.process import ServerProcess
@@ -43,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """What one process writes alone."""
     target = tmp_path_factory.mktemp("expected") / "target"
-    request = ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), **OPTIONS)
+    request = asked(source=SourceSpec(url=str(source)), target=str(target), **OPTIONS)
     load_engine().convert(request)
     return {p.name: p.read_bytes() for p in target.iterdir() if p.name != MANIFEST_NAME}
 

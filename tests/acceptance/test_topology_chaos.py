@@ -23,11 +23,12 @@ import redis as redis_client
 from checkpoints import write_zero_checkpoint
 
 from house.measured import say
+from house.requests import asked
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, Job
+from reshard.models.jobs import Job
 from reshard.options import SourceSpec
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.postgres import PostgresServer
@@ -152,7 +153,7 @@ def site(
 
 def test_every_byte_is_right_and_nothing_stays(site: Site, source: Path, tmp_path: Path) -> None:
     expected = tmp_path / "expected"
-    load_engine().convert(ConvertRequest(source=SourceSpec(url=str(source)), target=str(expected), **OPTIONS))
+    load_engine().convert(asked(source=SourceSpec(url=str(source)), target=str(expected), **OPTIONS))
     wanted = {p.name: p.read_bytes() for p in expected.iterdir() if p.name != MANIFEST_NAME}
     shutil.rmtree(expected)
     places = [f"s3://{site.bucket}/out{n}" if n % 2 else str(site.targets / f"out{n}") for n in range(JOBS)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from house.requests import asked
 from reshard.choices import OpaquePolicy, TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
@@ -32,7 +33,7 @@ def source(tmp_path: Path) -> Path:
 def _convert(source: Path | str, target: Path | str, **options: Any) -> None:
     options.setdefault("to", TargetFormat.UNIVERSAL)
     tag = options.pop("tag", None)
-    load_engine().convert(ConvertRequest(source=SourceSpec(url=str(source), tag=tag), target=str(target), **options))
+    load_engine().convert(asked(source=SourceSpec(url=str(source), tag=tag), target=str(target), **options))
 
 
 def _refused(source: Path | str, target: Path, **options: Any) -> ReshardError:

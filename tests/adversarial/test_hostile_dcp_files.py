@@ -30,10 +30,11 @@ from torch.distributed.checkpoint.filesystem import (
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
+from house.requests import asked
 from laws.dcp_files import Save, Sharded, edit_metadata, read_metadata, save, torch_bytes
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.models.jobs import ConvertResult
 from reshard.options import SourceSpec
 
 ROWS = (Shard(0), Replicate())
@@ -84,7 +85,7 @@ def convert(source: Path, target: Path, to: str = "safetensors", **options: Any)
     """Convert; tensors of training states are read by all targets."""
     request: dict[str, Any] = {"source": {"url": str(source), **options.pop("choices", {})}}
     request |= {"target": str(target), "to": to, **options}
-    return load_engine().convert(ConvertRequest.model_validate(request))
+    return load_engine().convert(asked(**request))
 
 
 def code(source: Path, target: Path, to: str = "dcp", **options: Any) -> str:

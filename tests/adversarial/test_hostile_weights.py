@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from house.requests import asked
 from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 
 DATA = Path(__file__).parent.parent / "data"
@@ -24,7 +24,7 @@ BIN_INDEX = "pytorch_model.bin.index.json"
 
 
 def _convert(source: Path, target: Path, to: str = "safetensors", **options: Any) -> list[str]:
-    request = ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), to=TargetFormat(to), **options)
+    request = asked(source=SourceSpec(url=str(source)), target=str(target), to=TargetFormat(to), **options)
     return list(load_engine().convert(request).warnings)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from house.requests import asked
 from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
@@ -26,7 +27,7 @@ def source(tmp_path: Path) -> Path:
 
 def _request(source: Path | str, target: Path | str, **options: Any) -> ConvertRequest:
     options.setdefault("to", TargetFormat.UNIVERSAL)
-    return ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), **options)
+    return asked(source=SourceSpec(url=str(source)), target=str(target), **options)
 
 
 def _convert(source: Path | str, target: Path | str, **options: Any) -> ConvertResult:

@@ -18,10 +18,10 @@ from typing import Any
 
 import psutil
 
+from house.requests import asked
 from reshard.api.client import Client
 from reshard.choices import JobState, TargetFormat
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.integrity.manifest import MANIFEST_NAME
 from servers.faulty import FaultyProxy, Wrong
@@ -98,7 +98,7 @@ def expectations(source: Path, directory: Path) -> dict[tuple[str, str], dict[st
         for target, flags in TARGETS.items():
             path = directory / f"{place}-{target}"
             options: dict[str, Any] = {"options": {"deepspeed": {"dp": 3}}} if "--dp" in flags else {}
-            request = ConvertRequest(
+            request = asked(
                 source=SourceSpec(url=str(source)),
                 target=str(path),
                 to=TargetFormat(target),

@@ -7,6 +7,7 @@ from typing import Any
 
 from checkpoints import write_zero_checkpoint
 
+from house.requests import asked
 from reshard.choices import TargetFormat
 from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
@@ -33,4 +34,4 @@ def write_source(directory: Path, *, seed: int = 0) -> Path:
 def small_request(source: str, parent: str, to: str, **options: Any) -> ConvertRequest:
     """One unit at a time, so that operations have the same numbers each time."""
     wanted = {"to": to, **OPTIONS[to], "threads": 1, **options}
-    return ConvertRequest(source=SourceSpec(url=source), target=f"{parent}/{NAME}", **wanted)
+    return asked(source=SourceSpec(url=source), target=f"{parent}/{NAME}", **wanted)

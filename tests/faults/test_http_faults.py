@@ -11,10 +11,10 @@ from checkpoints import write_zero_checkpoint
 
 from faults.judge import Ledger, strays
 from faults.small import NAME
+from house.requests import asked
 from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from servers.faulty import FaultyProxy, Wrong, faulty_proxy
 from servers.s3 import S3Server
@@ -53,7 +53,7 @@ class Bench:
         self.s3 = s3
         self.proxy = proxy
         self.bucket = bucket
-        self.request = ConvertRequest(
+        self.request = asked(
             source=SourceSpec(url=f"s3://{bucket}/run"),
             target=f"s3://{bucket}/{PARENT}/{NAME}",
             to=TargetFormat.SAFETENSORS,

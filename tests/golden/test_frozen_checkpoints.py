@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from house.requests import asked
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
 from reshard.models.reports import DiffOptions
 from reshard.options import SourceSpec
 
@@ -20,9 +20,7 @@ FROZEN = ["zero2_tiny", "zero3_tiny", "zero2_python3112", "zero3_python3112"]
 
 
 def _convert(name: str, target: Path, to: TargetFormat, **options: object) -> None:
-    request = ConvertRequest.model_validate(
-        {"source": SourceSpec(url=str(DATA / name)), "target": str(target), "to": to, **options}
-    )
+    request = asked(**{"source": SourceSpec(url=str(DATA / name)), "target": str(target), "to": to, **options})
     load_engine().convert(request)
 
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from sqlalchemy import event, select
 
+from house.requests import asked
 from reshard.api.client import Client
 from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import JobError, RequestError, ReshardError, SourceError
@@ -629,7 +630,10 @@ def test_no_spelling_leads_out_of_the_roots(tmp_path: Path) -> None:
         # What planning would refuse, and is known within seconds, is refused at submission.
         for body, code in (
             ({**conversion(inside, f"{root}/out"), "dtype": "bf16"}, "request.invalid"),
-            ({**conversion(inside, f"{root}/out"), "max_shard_bytes": 1000}, "request.invalid"),
+            (
+                {**conversion(inside, f"{root}/out"), "options": {"weights": {"max_shard_bytes": 1000}}},
+                "request.invalid",
+            ),
             (conversion(inside, f"{root}/x/../ck/global_step3"), "request.overlap"),
             (conversion(inside, f"{root}/ck/global_step3/below"), "request.overlap"),
             ({**conversion(inside, f"{root}/out"), "memory_limit_bytes": 1}, "request.budget_too_small"),
@@ -672,7 +676,7 @@ def test_no_link_below_a_root_leads_out_of_it(tmp_path: Path) -> None:
                 assert (answer.status_code, answer.json()["code"]) == (403, "request.root_forbidden"), answer.text
             # A worker judges what it opens itself: links change after a job was accepted.
             with client_of(url) as client:
-                ended = client.wait(store.create(ConvertRequest.model_validate(body)).id, timeout_s=40)
+                ended = client.wait(store.create(asked(**body)).id, timeout_s=40)
             assert ended.error is not None
             assert ended.error.code == "request.root_forbidden"
         inside = {"url": str(root / "run"), "tag": "inside"}

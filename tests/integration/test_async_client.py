@@ -17,13 +17,14 @@ import httpx
 import pytest
 
 import reshard
+from house.requests import asked
 from house.saves import DATA
 from reshard.api.admin import AdminClient, Webhooks
 from reshard.api.async_client import AsyncAdminClient, AsyncClient, AsyncWebhooks
 from reshard.api.client import Client
 from reshard.api.service_token import ServiceAuth
 from reshard.choices import JobState
-from reshard.models.jobs import ConvertRequest, Job, JobEvent
+from reshard.models.jobs import Job, JobEvent
 from reshard_jobs.database import Database
 from reshard_jobs.queue.store import JobStore
 from servers.process import ServerProcess
@@ -40,7 +41,7 @@ class Service:
         """A job of the scripted engine, straight into the database."""
         database = Database(f"sqlite:///{self.directory}/data/jobs.db")
         fields = {"source": {"url": scripted(**script)}, "target": str(self.directory / name), "to": "universal"}
-        job = JobStore(database).create(ConvertRequest.model_validate(fields))
+        job = JobStore(database).create(asked(**fields))
         database.close()
         return job.id
 

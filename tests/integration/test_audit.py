@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from house.requests import asked
 from reshard.cli.main import run
-from reshard.models.jobs import ConvertRequest
 from reshard_jobs.database import Database
 from reshard_jobs.queue.reaper import Reaper, Retention
 from reshard_jobs.queue.store import JobStore
@@ -122,7 +122,7 @@ def test_an_entry_is_in_the_transaction_of_its_change_and_goes_in_time(database_
     database = Database(database_url)
     store = JobStore(database, by=OPERATOR)
     body = {"source": {"url": "/in"}, "target": "/out", "to": "universal"}
-    request = ConvertRequest.model_validate(body)
+    request = asked(**body)
     store.create(request, job_id="one")
     with pytest.raises(Exception, match="exists"):
         store.create(request, job_id="one")

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
+from house.requests import asked
 from house.tiers import rest_full
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.errors import ReshardError, StorageError
@@ -51,7 +52,7 @@ def expected(big: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
 def _request(source: Path | str, target: Path | str, **options: Any) -> ConvertRequest:
     options.setdefault("to", TargetFormat.UNIVERSAL)
     options.setdefault("part_bytes", PART_BYTES)
-    return ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), **options)
+    return asked(source=SourceSpec(url=str(source)), target=str(target), **options)
 
 
 def _content(directory: Path) -> dict[str, bytes]:

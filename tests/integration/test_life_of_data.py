@@ -15,6 +15,7 @@ import pytest
 from checkpoints import gpt_parameters, write_zero_checkpoint
 
 from house.database_time import let_pass
+from house.requests import asked
 from reshard.choices import JobState, TargetFormat
 from reshard.errors import JobError, ReshardError, from_problem
 from reshard.local import load_engine
@@ -78,7 +79,7 @@ class Place:
 
     def request(self, source: Path, name: str = "out", **options: Any) -> ConvertRequest:
         wanted = {"to": TargetFormat.UNIVERSAL, "part_bytes": PART_BYTES, "threads": 1, **options}
-        return ConvertRequest(source=SourceSpec(url=str(source)), target=f"{self.parent}/{name}", **wanted)
+        return asked(source=SourceSpec(url=str(source)), target=f"{self.parent}/{name}", **wanted)
 
     def failed(self, source: Path, name: str = "out") -> Job:
         """A job that has FAILED for good after three units."""

@@ -15,9 +15,10 @@ import httpx
 import pytest
 from sqlalchemy import text
 
+from house.requests import asked
 from reshard.errors import RequestError
 from reshard.models.access import NewTenant, TenantSettings
-from reshard.models.jobs import ConvertRequest, Job, Progress
+from reshard.models.jobs import Job, Progress
 from reshard_jobs.database import Database
 from reshard_jobs.queue.helpers import Helpers
 from reshard_jobs.queue.leases import JobClaim, Leases
@@ -46,7 +47,7 @@ class Jobs:
     def job(self, store: JobStore, **more: Any) -> Job:
         self.made += 1
         body = {"source": {"url": "/in"}, "target": f"/out/{self.made}", "to": "universal"}
-        return store.create(ConvertRequest.model_validate(body), **more)
+        return store.create(asked(**body), **more)
 
     def claim(self) -> JobClaim | None:
         return self.leases.claim_next(worker=f"w{time.monotonic_ns()}")
@@ -140,7 +141,7 @@ def test_a_worker_fails_a_job_that_writes_more_than_its_tenant_may(database_url:
         jobs = Jobs(database)
         store = jobs.tenant("a", bytes_per_day=1000)
         body = {"source": {"url": scripted(writes=1001)}, "target": str(tmp_path / "out"), "to": "universal"}
-        job = store.create(ConvertRequest.model_validate(body))
+        job = store.create(asked(**body))
         runner = (sys.executable, "-P", str(Path(__file__).parent.parent / "servers" / "scripted.py"))
         settings = WorkerSettings(jobs=JobSettings(lease_s=60.0), runner_command=runner, max_workers=1)
         assert Supervisor(jobs.leases, settings, name="w").run_next() is Outcome.FAILED
@@ -240,7 +241,7 @@ def test_a_worker_judges_by_the_tenants_roots_of_now(jobs: Jobs, tmp_path: Path)
     settings = {"read_roots": [str(read)], "write_roots": [str(write)], "profiles": ["mine"]}
     store = jobs.tenant("a", **settings)
     body = {"source": {"url": f"{read}/in"}, "target": f"{write}/out", "to": "universal"}
-    store.create(ConvertRequest.model_validate(body))
+    store.create(asked(**body))
     jobs.tenants.set("a", TenantSettings(read_roots=(str(tmp_path / "other"),)), by=OPERATOR)
     claim = jobs.claim()
     assert claim is not None

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from house.requests import asked
 from oracle.outputs import contents
 from reshard.choices import TargetFormat
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from servers.s3 import S3Server
 
@@ -19,7 +19,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def _convert(source: Path | str, target: Path | str, to: TargetFormat, **options: Any) -> None:
-    load_engine().convert(ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), to=to, **options))
+    load_engine().convert(asked(source=SourceSpec(url=str(source)), target=str(target), to=to, **options))
 
 
 def test_from_store_to_store(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

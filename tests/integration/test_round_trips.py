@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from house.requests import asked
 from reshard.choices import TargetFormat
 from reshard.local import load_engine
 from reshard.models.jobs import ConvertRequest
@@ -52,7 +53,7 @@ def store() -> Iterator[_Watched]:
 
 def _request(**options: Any) -> ConvertRequest:
     source = SourceSpec(url="mem://data/run")
-    return ConvertRequest(source=source, target="mem://out/jobs/u", to=TargetFormat.UNIVERSAL, **options)
+    return asked(source=source, target="mem://out/jobs/u", to=TargetFormat.UNIVERSAL, **options)
 
 
 def test_metadata_of_a_rank_is_one_read(store: _Watched) -> None:

@@ -11,6 +11,7 @@ import botocore.exceptions
 import pytest
 from checkpoints import write_zero_checkpoint
 
+from house.requests import asked
 from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import JobError, ReshardError, SourceError
 from reshard.local import load_engine
@@ -46,7 +47,7 @@ def bucket(s3: S3Server, save: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _request(bucket: str, target: str, **options: Any) -> ConvertRequest:
-    return ConvertRequest(
+    return asked(
         source=SourceSpec(url=f"s3://{bucket}/run"),
         target=f"s3://{bucket}/{target}/tag",
         to=TargetFormat.ZERO,

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from house.database_time import let_pass
+from house.requests import asked
 from reshard.choices import JobKind, JobState, TargetFormat
 from reshard.errors import RequestError
 from reshard.models.jobs import ConvertRequest, ConvertResult, FileEntry, Job
@@ -47,9 +48,7 @@ class Workplace:
     directory: Path
 
     def create(self, source: str, target: str, *, kind: JobKind = JobKind.CONVERT, **options: Any) -> Job:
-        request = ConvertRequest(
-            source=SourceSpec(url=source), target=target, **{"to": TargetFormat.UNIVERSAL, **options}
-        )
+        request = asked(source=SourceSpec(url=source), target=target, **{"to": TargetFormat.UNIVERSAL, **options})
         return self.store.create(request, kind=kind)
 
     def see_through(self, job: Job, settings: WorkerSettings) -> Job:

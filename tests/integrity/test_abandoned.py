@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from house.promises import command
+from house.requests import asked
 from house.saves import DATA
 from reshard.choices import TargetFormat
 from reshard.errors import ExitCode, RequestError
-from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.execute.sinks.leftovers import is_held, journal_of, plans_beside
 from reshard_engine.operations.cleaning import clean_target
@@ -40,7 +40,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 def prepared(target: str, to: str = "universal", **options: Any) -> Conversion:
     spec = {"source": SourceSpec(url=SOURCE), "target": target, "to": TargetFormat(to), **options}
-    return Conversion.prepare(ConvertRequest.model_validate(spec))
+    return Conversion.prepare(asked(**spec))
 
 
 def begun(target: str, to: str = "universal") -> Conversion:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from house.measured import say
+from house.requests import asked
 from integrity.covered import covered_spans
 from reshard.choices import TargetFormat, VerifyLevel
 from reshard.errors import IntegrityError, ReshardError, SourceError
@@ -42,7 +43,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
 def request_for(source: Path, target: Path, **options: Any) -> ConvertRequest:
     """A small conversion of several units."""
     options.setdefault("to", TargetFormat.UNIVERSAL)
-    return ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), part_bytes=8 << 10, **options)
+    return asked(source=SourceSpec(url=str(source)), target=str(target), part_bytes=8 << 10, **options)
 
 
 def flip(path: Path, at: int, bit: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 from checkpoints import write_zero_checkpoint
 from hypothesis import given, settings, strategies as st
 
+from house.requests import asked
 from reshard.choices import ServerCopyPolicy, TargetFormat
 from reshard.errors import IntegrityError, SourceError
 from reshard.local import load_engine
@@ -46,7 +47,7 @@ def store(save: Path) -> MemoryStore:
 
 def request(target: str, **options: Any) -> ConvertRequest:
     wanted: dict[str, Any] = {"layout": NativeLayout(dp=2), "part_bytes": 4 * LEAST, **options}
-    return ConvertRequest(source=SourceSpec(url=SOURCE), target=f"mem://out/{target}", to=TargetFormat.ZERO, **wanted)
+    return asked(source=SourceSpec(url=SOURCE), target=f"mem://out/{target}", to=TargetFormat.ZERO, **wanted)
 
 
 def convert(store: Any, target: str, **options: Any) -> ConvertResult:
@@ -128,7 +129,7 @@ def test_cuts_tile_files_within_the_limits_of_parts(save: Path, part: int, dp: i
 
 
 def test_nothing_is_copied_between_two_stores(store: MemoryStore, save: Path) -> None:
-    request = ConvertRequest(
+    request = asked(
         source=SourceSpec(url=str(save)), target="mem://out/t", to=TargetFormat.ZERO, layout=NativeLayout(dp=2)
     )
     with serving("mem", store):

@@ -18,6 +18,7 @@ from checkpoints import many_small_parameters, write_zero_checkpoint
 from hypothesis import given, strategies as st
 from typer.testing import CliRunner
 
+from house.requests import asked
 from integrity.covered import covered_spans
 from reshard.choices import TargetFormat, VerifyLevel, WeightDtype
 from reshard.cli.main import app
@@ -51,7 +52,7 @@ DATA = Path(__file__).parent.parent / "data"
 def request_for(target: Path | str, **options: Any) -> ConvertRequest:
     options = {"to": TargetFormat.UNIVERSAL, "part_bytes": 4 << 10, **options}
     source = options.pop("source", DATA / "zero2_tiny")
-    return ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), **options)
+    return asked(source=SourceSpec(url=str(source)), target=str(target), **options)
 
 
 def manifest_of(target: Path) -> Manifest:

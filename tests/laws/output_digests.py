@@ -21,6 +21,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from house.requests import asked
+
 TESTS = Path(__file__).resolve().parents[1]
 SEED = 20_261_122
 
@@ -83,7 +85,6 @@ def of_directories(places: Iterable[Path], *, texts: bool) -> list[list[str]]:
     """The same of checkpoints on disk: universal, weights of both kinds, and ZeRO on one rank and on three."""
     from reshard.errors import ReshardError
     from reshard.local import load_engine
-    from reshard.models.jobs import ConvertRequest
 
     wanted: list[dict[str, Any]] = [
         {"to": "universal"},
@@ -98,7 +99,7 @@ def of_directories(places: Iterable[Path], *, texts: bool) -> list[list[str]]:
             scratch = Path(tempfile.mkdtemp())
             request = {"source": {"url": str(place)}, "target": str(scratch / "out" / "step"), "opaque": "drop"}
             try:
-                result = load_engine().convert(ConvertRequest.model_validate({**request, **options}))
+                result = load_engine().convert(asked(**{**request, **options}))
                 files = {
                     p.relative_to(scratch).as_posix(): p.read_bytes()
                     for p in scratch.rglob("*")

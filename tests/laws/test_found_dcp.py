@@ -10,11 +10,12 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
+from house.requests import asked
 from laws.dcp_files import Save, Sharded, StridedShard, nested, read_metadata, save
 from reshard.choices import OpaquePolicy
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.models.jobs import ConvertResult
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.sources import read_checkpoint
 from reshard_engine.pickles.policy import OpaqueLedger
@@ -38,7 +39,7 @@ def _saved(directory: Path, how: Save, placements: tuple[Placement, ...], **besi
 
 def _convert(source: Path, target: Path, to: str = "dcp", **options: Any) -> ConvertResult:
     request = {"source": {"url": str(source)}, "target": str(target), "to": to, **options}
-    return load_engine().convert(ConvertRequest.model_validate(request))
+    return load_engine().convert(asked(**request))
 
 
 MESHES: dict[str, tuple[Save, tuple[Placement, ...]]] = {

@@ -19,6 +19,7 @@ import pytest
 import yaml
 from hypothesis import given, seed, settings, strategies as st
 
+from house.requests import asked
 from laws import deepspeed_files
 from laws.deepspeed_files import Layout
 from laws.deepspeed_source import DeepSpeedSource, cases_of, rules_of as held_by
@@ -27,7 +28,6 @@ from laws.pipeline_source import Model, ParallelWriter, Part, Ranks, rules_of
 from laws.profiles import laws_profile, laws_seed
 from laws.torch_values import Fragment, load, tree_of
 from reshard.choices import TargetFormat
-from reshard.models.jobs import ConvertRequest
 from reshard.models.reports import DiffOptions
 from reshard.options import DeepSpeedOptions, NativeLayout, Options, SourceSpec
 from reshard_engine.execute.casts.placing import default_kernel
@@ -71,7 +71,7 @@ class Ways:
 
     def go(self, start: str, run: str, layout: NativeLayout) -> Mapping[str, bytes]:
         """The files of the layout, made from the source or from an earlier run's target."""
-        request = ConvertRequest(
+        request = asked(
             source=SourceSpec(url=self.url(start)),
             target=f"{SCHEME}://lab/{run}/{TARGET_NAME}",
             to=TargetFormat.ZERO,

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, seed, settings, strategies as st
 
 from house.measured import say
+from house.requests import asked
 from laws.deepspeed_source import STAGES
 from laws.drawing import TARGETS
 from laws.layout_cases import Drawn, configured, models, native, ranks_of
@@ -103,7 +104,7 @@ def test_a_planted_key_of_a_model_parallel_run_is_carried_or_named(
         files = [p for p in sorted(Path(scratch).rglob("*")) if p.is_file()]
         gardener = Gardener({p.relative_to(scratch).as_posix(): p.read_bytes() for p in files}, random)
     gardener.plant(times=3)
-    request = ConvertRequest(
+    request = asked(
         source=SourceSpec(url=f"{SCHEME}://{SOURCE}"),
         target=f"{SCHEME}://lab/planted/{TARGET_NAME}",
         to=to,

@@ -17,10 +17,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from house.requests import asked
 from oracle.truth import RawTensor
 from reshard.choices import TargetFormat
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, ConvertResult, NotCarried
+from reshard.models.jobs import ConvertResult, NotCarried
 from reshard.options import SourceSpec
 
 _WORDS = {
@@ -63,7 +64,7 @@ def convert(source: Path, target: Path, to: str, *, tag: str | None = None, **op
     """Converts with our engine and verifies what it wrote."""
     engine = load_engine()
     spec = SourceSpec(url=str(source), tag=tag)
-    result = engine.convert(ConvertRequest(source=spec, target=str(target), to=TargetFormat(to), **options))
+    result = engine.convert(asked(source=spec, target=str(target), to=TargetFormat(to), **options))
     report = engine.verify(str(target))
     assert report.ok, report.problems
     left = unexpected(result)

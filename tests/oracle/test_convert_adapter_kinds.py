@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from house.promises import broken_promises
+from house.requests import asked
 from oracle.adapter_kinds import Kind, logits_of, model_of
 from oracle.launcher import Worlds
 from oracle.outputs import convert
 from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest
 from reshard.options import SourceSpec
 from reshard_engine.storage.locations import serving
 from reshard_engine.testing.stores import MemoryStore
@@ -568,7 +568,7 @@ def test_a_base_model_in_an_object_store(slim_sources: Path, tmp_path: Path) -> 
     store.put("b/models--org--name/refs/main", b"abc", metadata={}, if_absent=False)
     spec = SourceSpec(url="mem://b/run")
     places = {"model_files": "mem://b/files", "base": "mem://b/models--org--name"}
-    request = ConvertRequest(
+    request = asked(
         source=spec, target="mem://b/out", to=TargetFormat.SAFETENSORS, merge_adapter=True, part_bytes=1024, **places
     )
     with serving("mem", store):

@@ -34,6 +34,7 @@ from reshard.wire_model import invalid
 from reshard_engine.plan.planner import request_facts
 from reshard_jobs.queue.idempotency import fingerprint
 from reshard_jobs.settings import JobSettings
+from reshard_service.api.problems import of_validation
 from reshard_service.app import create_app
 from reshard_service.settings import ServiceSettings
 
@@ -170,14 +171,31 @@ def test_an_argument_of_the_client_arrives_nested(field: str) -> None:
     assert ConvertRequest.model_validate_json(made.model_dump_json()) == made
 
 
-def test_requests_of_the_release_before_are_taken() -> None:
-    former = {"source": {"url": "a"}, "target": "b", "to": "zero", "family": "bloom", "adapter": None}
-    made = ConvertRequest.model_validate(former | {"layout": {"dp": 3, "tp": 2}})
-    assert made.options.given() == {"deepspeed": {"dp": 3, "tp": 2, "family": "bloom"}}
-    assert made == ConvertRequest.model_validate(former | {"layout": NativeLayout(dp=3, tp=2)})
-    assert ConvertRequest.model_validate(former | {"layout": None}).options.given() == {
-        "deepspeed": {"family": "bloom"}
-    }
+def test_the_client_takes_a_layout_as_one_value() -> None:
+    def made(**options: Any) -> ConvertRequest:
+        return convert_request("a", "b", TargetFormat.ZERO, {"family": "bloom", "adapter": None, **options})  # type: ignore[typeddict-item]
+
+    found = made(layout={"dp": 3, "tp": 2})
+    assert found.options.given() == {"deepspeed": {"dp": 3, "tp": 2, "family": "bloom"}}
+    assert found == made(layout=NativeLayout(dp=3, tp=2))
+    assert made(layout=None).options.given() == {"deepspeed": {"family": "bloom"}}
+
+
+@pytest.mark.parametrize("field", OF_FORMATS)
+def test_an_option_of_a_format_stands_below_it(field: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        ConvertRequest.model_validate({**_PLACED, field: None})
+    place = f"options.{OF_FORMATS[field][0]}.{field}"
+    assert invalid(caught.value).message == f"{field} is not a known field here: its place is {place}"
+    with pytest.raises(ValidationError) as caught:
+        SubmitRequest.model_validate({**_PLACED, "labels": {}, field: None, "colour": 1})
+    assert of_validation(caught.value).message == f"{field} is not a known field here: its place is {place}"
+
+
+def test_a_field_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValidationError) as caught:
+        ConvertRequest.model_validate({**_PLACED, "layout": {"dp": 1}})
+    assert invalid(caught.value).message == "layout is not a known field"
 
 
 FORMER = {"framework": ("grammar", "torchtitan")}
@@ -261,7 +279,7 @@ def test_the_api_takes_every_option(tmp_path: Path) -> None:
 
 
 def test_a_text_is_a_source() -> None:
-    fields = {"target": "b", "to": "zero", "dp": 3}
+    fields = {"target": "b", "to": "zero", "options": {"deepspeed": {"dp": 3}}}
     short = ConvertRequest.model_validate({"source": "s3://bucket/run", **fields})
     assert short == ConvertRequest.model_validate({"source": {"url": "s3://bucket/run"}, **fields})
     assert ConvertRequest.model_validate_json(short.model_dump_json()) == short

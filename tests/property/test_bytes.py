@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from house.requests import asked
 from reshard.choices import OpaquePolicy, TargetFormat, WeightDtype
 from reshard.models.jobs import ConvertRequest
 from reshard.options import NativeLayout, SourceSpec
@@ -95,7 +96,7 @@ def test_chunks_put_together_are_the_file(name: str, to: TargetFormat, dtype: We
         return
     source = SourceSpec(url=str(DATA / name))
     native = NativeLayout(dp=3) if to is TargetFormat.ZERO else None
-    request = ConvertRequest(source=source, target="/nowhere/out", to=to, dtype=dtype, layout=native)
+    request = asked(source=source, target="/nowhere/out", to=to, dtype=dtype, layout=native)
     checkpoint = read_checkpoint(open_location(source.url), None, OpaqueLedger(OpaquePolicy.REFUSE))
     layout = writer_of(to).lay_out(checkpoint, request, name="out")
     for file in layout.files[:12]:

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
+from house.requests import asked
 from laws.deepspeed_files import Layout, write_checkpoint
 from laws.deepspeed_source import cases_of, rules_of
 from laws.universal_source import UniversalSource
 from reshard.choices import TargetFormat, WeightDtype
 from reshard.cli.main import run
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, Progress
+from reshard.models.jobs import Progress
 from reshard.models.reports import DifferenceKind, DiffOptions, DiffReport
 from reshard.options import SourceSpec
 from reshard_engine import local as engine_module
@@ -87,7 +88,7 @@ def saved(place: Path, state: LogicalState, layout: Layout) -> Path:
 
 
 def converted(source: Path, target: Path, **options: Any) -> None:
-    load_engine().convert(ConvertRequest(source=SourceSpec(url=str(source)), target=str(target), **options))
+    load_engine().convert(asked(source=SourceSpec(url=str(source)), target=str(target), **options))
 
 
 def diff(a: Path, b: Path, **options: Any) -> DiffReport:

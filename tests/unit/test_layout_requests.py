@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from house.requests import asked
 from laws.deepspeed_files import Layout, write_checkpoint
 from laws.pipeline_source import Part, seeded_model
 from laws.small_models import PLAIN, model_with_experts, piped_model, write_source
@@ -30,7 +31,7 @@ def _plan(source: Path, options: dict[str, Any] | None = None, **layout: Any) ->
     target = str(source.parent / "to" / "step3")
     native = NativeLayout.model_validate({"dp": 1, **layout})
     fields = {"source": SourceSpec(url=str(source)), "target": target, "to": TargetFormat.ZERO, "layout": native}
-    LocalEngine().plan(ConvertRequest.model_validate(fields | (options or {})))
+    LocalEngine().plan(asked(**(fields | (options or {}))))
 
 
 @pytest.fixture
@@ -228,7 +229,7 @@ def test_the_bf16_optimizer_trains_in_bf16(plain: Path) -> None:
 
 def test_a_layout_belongs_to_native_targets(plain: Path) -> None:
     layout = NativeLayout(dp=1)
-    request = ConvertRequest(
+    request = asked(
         source=SourceSpec(url=str(plain)), target=str(plain.parent / "u"), to=TargetFormat.UNIVERSAL, layout=layout
     )
     with pytest.raises(RequestError) as caught:
@@ -278,7 +279,7 @@ def test_documents_that_are_no_rules(rules: str, message: str, bare: Path) -> No
 
 def test_rules_have_a_size() -> None:
     with pytest.raises(ValueError, match="at most 65536 characters"):
-        ConvertRequest(source=SourceSpec(url="/x"), target="/y", to=TargetFormat.ZERO, rules="#" * (1 << 16) + "#")
+        asked(source=SourceSpec(url="/x"), target="/y", to=TargetFormat.ZERO, rules="#" * (1 << 16) + "#")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_rules_that_claim_one_parameter_twice(bare: Path) -> None:
 def test_copies_that_are_none(tmp_path: Path) -> None:
     source = write_source(tmp_path / "parts", seeded_model(PLAIN, piped=False, layers=2, told=False), tp=2)
     wrong = "default: column\ntp_replicated_parameter_patterns: ['.*']\n"
-    request = ConvertRequest(
+    request = asked(
         source=SourceSpec(url=str(source)),
         target=str(tmp_path / "to" / "step3"),
         to=TargetFormat.ZERO,

@@ -15,6 +15,7 @@ import pytest
 
 import reshard
 from house.repository import ROOT
+from house.requests import asked
 from reshard.draw.notebook import MAX_ROWS
 from reshard.local import load_engine
 from reshard.models.jobs import (
@@ -151,9 +152,7 @@ def test_plans_and_results_show_source_and_target(tmp_path: Path) -> None:
 def test_a_picture_is_no_part_of_a_result(tmp_path: Path) -> None:
     plan, other = _plan(tmp_path), _plan(tmp_path)
     plain = load_engine().plan(
-        ConvertRequest.model_validate(
-            {"source": {"url": str(DATA / "zero2_tiny")}, "target": str(tmp_path / "out"), "to": "zero", "dp": 4}
-        )
+        asked(source={"url": str(DATA / "zero2_tiny")}, target=str(tmp_path / "out"), to="zero", dp=4)
     )
     assert plan == other == plain
     assert plan.model_dump() == plain.model_dump()

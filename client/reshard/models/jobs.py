@@ -8,11 +8,20 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from reshard.choices import JobKind, JobState, TargetFormat, VerifyLevel
-from reshard.installed_formats import OfInstalledFormats, default_options, nested, target_names
+from reshard.installed_formats import OfInstalledFormats, default_options, option_fields, target_names
 from reshard.options import (
     ConversionOptions,
     Options,
@@ -77,9 +86,24 @@ class ConvertRequest(ConversionOptions, _Places):
 
     @model_validator(mode="before")
     @classmethod
-    def _nest_options(cls, fields: Any) -> Any:
-        """Also accept options of formats unnested, as in the previous release."""
-        return nested(cast("dict[str, Any]", fields)) if isinstance(fields, dict) else fields
+    def _refuse_options_beside(cls, fields: Any) -> Any:
+        """Say the place of options of formats that stand beside the fields of the request."""
+        given = cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
+        known = option_fields() if given.keys() - cls.model_fields.keys() else {}
+        wrong = [
+            InitErrorDetails(
+                type=PydanticCustomError(
+                    "extra_forbidden", "its place is {place}", {"place": f"options.{known[n][0]}.{n}"}
+                ),
+                loc=(n,),
+                input=value,
+            )
+            for n, value in given.items()
+            if n in known
+        ]
+        if wrong:
+            raise ValidationError.from_exception_data(cls.__name__, wrong)
+        return fields
 
 
 class Progress(WireModel):

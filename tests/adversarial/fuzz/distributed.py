@@ -9,8 +9,8 @@ import numpy as np
 from adversarial.corpus import opcodes as op
 from adversarial.corpus.carriers import f32, floats
 from adversarial.corpus.distributed import FILES, REST, TOP, Draft, record
+from house.requests import asked
 from reshard.choices import OpaquePolicy
-from reshard.models.jobs import ConvertRequest
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.formats.registry import writer_of
 from reshard_engine.formats.sources import read_checkpoint
@@ -51,7 +51,7 @@ def fuzz_dcp(data: bytes) -> None:
     _lies_inside(checkpoint)
     describe(checkpoint).model_dump_json()
     fields = {"source": {"url": "/data/in"}, "target": "/data/out", "to": "dcp", "opaque": "drop"}
-    request = ConvertRequest.model_validate(fields)
+    request = asked(**fields)
     writer_of("dcp").lay_out(checkpoint, request, name="out")
 
 

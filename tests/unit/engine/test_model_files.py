@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from house.repository import ROOT
+from house.requests import asked
 from reshard.choices import TargetFormat
 from reshard.errors import ReshardError
 from reshard.local import load_engine
@@ -35,7 +36,7 @@ def _convert(
     files: Path | str, target: Path, to: TargetFormat = TargetFormat.SAFETENSORS, **more: Any
 ) -> ConvertResult:
     spec = SourceSpec(url=str(SOURCE))
-    request = ConvertRequest(source=spec, target=str(target), to=to, model_files=str(files), **more)
+    request = asked(source=spec, target=str(target), to=to, model_files=str(files), **more)
     return load_engine().convert(request)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from house.requests import asked
 from reshard.choices import NameScheme, OpaquePolicy, TargetFormat
 from reshard.errors import RequestError, SourceError
 from reshard.local import load_engine
-from reshard.models.jobs import ConvertRequest, ConvertResult
+from reshard.models.jobs import ConvertResult
 from reshard.models.reports import DifferenceKind, DiffOptions
 from reshard.options import SourceSpec
 from reshard_engine.checkpoint import Checkpoint, Counters, FormatFacts, OptimizerState, ParamGroup, Question, Undecided
@@ -49,7 +50,7 @@ def _convert(
 ) -> ConvertResult:
     monkeypatch.setattr(requested, "read_checkpoint", lambda *_: checkpoint)
     request = {"source": {"url": checkpoint.url}, "target": str(target), **options}
-    return load_engine().convert(ConvertRequest.model_validate(request))
+    return load_engine().convert(asked(**request))
 
 
 def _flat(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -172,7 +173,7 @@ def test_buffers_keep_their_places_under_other_names() -> None:
         extra_states={},
         shared={},
     )
-    request = ConvertRequest(
+    request = asked(
         source=SourceSpec(url=old.url), target="x", to=TargetFormat.UNIVERSAL, names=NameScheme.MEGATRON_PIPELINE
     )
     states = model_states(relabelled(source, request))

@@ -21,6 +21,7 @@ import numpy as np
 
 from reshard.choices import TargetFormat
 from reshard.errors import RequestError, SourceError, StorageError, counted, printable
+from reshard.installed_formats import nested
 from reshard.models.jobs import ConvertRequest, ConvertResult
 from reshard.options import SourceSpec
 from reshard_engine.execute.executor import StoppedError
@@ -150,7 +151,7 @@ class Trial:
             **self.options,
             **self.execution,
         }
-        return ConvertRequest.model_validate(fields | changes)
+        return ConvertRequest.model_validate(nested(fields | changes))
 
     @cached_property
     def store(self) -> ObservedStore:
