@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from typing import Self
 
 from reshard.errors import RequestError, SourceError, printable
 from reshard.models.jobs import NotCarried
@@ -346,6 +347,38 @@ class Checkpoint:
                         f"{printable(stored.state)} of {printable(parameter.fqn)} is {stored.shape}, "
                         f"the parameter is {parameter.shape}",
                     )
+
+    @classmethod
+    def of_trees(
+        cls,
+        facts: FormatFacts,
+        *,
+        url: str,
+        kind: str,
+        files: Sequence[SourceFile],
+        shard_map: ShardMap,
+        foreign: Iterable[str],
+    ) -> Self:
+        """Files of which nothing is known but their trees, which `facts` hold: no parameters, and no training state.
+
+        `kind` names the format for people; `foreign` has the globals of the pickles that are not on the allow-list.
+        """
+        return cls(
+            url=url,
+            tag=None,
+            format=kind,
+            framework_version=None,
+            world={},
+            files=tuple(files),
+            shard_map=shard_map,
+            parameters=(),
+            buffers=(),
+            shared={},
+            optimizer=None,
+            facts=facts,
+            foreign_globals=tuple(sorted(foreign)),
+            warnings=(),
+        )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of parameters and buffers by name."""

@@ -104,21 +104,9 @@ def read_torch_files(location: Location, ledger: OpaqueLedger) -> Checkpoint:
             trees[file.name] = (
                 _tree(builder, parsed, number) if isinstance(parsed, TorchFile) else _bytes(builder, file, number)
             )
-    return Checkpoint(
-        url=location.url,
-        tag=None,
-        format="torch-files",
-        framework_version=None,
-        world={},
-        files=tuple(files),
-        shard_map=builder.build(),
-        parameters=(),
-        buffers=(),
-        shared={},
-        optimizer=None,
-        facts=TorchFilesFacts(trees),
-        foreign_globals=tuple(sorted(ledger.foreign)),
-        warnings=(),
+    facts, shard_map, foreign = TorchFilesFacts(trees), builder.build(), ledger.foreign
+    return Checkpoint.of_trees(
+        facts, url=location.url, kind="torch-files", files=files, shard_map=shard_map, foreign=foreign
     )
 
 

@@ -92,21 +92,9 @@ def read_torch_tree(location: Location, info: ObjectInfo, ledger: OpaqueLedger) 
 def _checkpoint(
     location: Location, files: Sequence[SourceFile], builder: ShardMapBuilder, tree: Node, ledger: OpaqueLedger
 ) -> Checkpoint:
-    return Checkpoint(
-        url=location.url,
-        tag=None,
-        format="state-dict",
-        framework_version=None,
-        world={},
-        files=tuple(files),
-        shard_map=builder.build(),
-        parameters=(),
-        buffers=(),
-        shared={},
-        optimizer=None,
-        facts=StateTree(tree),
-        foreign_globals=tuple(sorted(ledger.foreign)),
-        warnings=(),
+    facts, shard_map, foreign = StateTree(tree), builder.build(), ledger.foreign
+    return Checkpoint.of_trees(
+        facts, url=location.url, kind="state-dict", files=files, shard_map=shard_map, foreign=foreign
     )
 
 
