@@ -1,11 +1,16 @@
-"""One worker of several that run a conversion together: how launchers number them, and how processes are told apart."""
+"""Processes that share a work: how launchers number them, what they are called, and when they count as dead."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import threading
+import time
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -103,22 +108,80 @@ def _number(environ: Mapping[str, str], name: str, kind: Callable[[str], _T]) ->
         raise RequestError("request.invalid", f"{name} is {printable(text)!r}, not a number", fix=_FIX) from None
 
 
-# Tells processes apart: the scope of their ids, and if one has ended.
+# What every claim needs, wherever it is kept: the name of its owner, and whether the owner is alive.
+
+_NAME = re.compile("([0-9a-f]{10})-([0-9]+)-[0-9a-f]{12}")
 
 
-def process_scope() -> str:
+def process_name() -> str:
+    """A name for this process, unlike any other: the scope of its process id, the id, and a random text."""
+    return f"{_scope()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+
+
+def _scope() -> str:
     """The scope of process ids: this host, and the PID namespace of this container."""
+    namespace = "-"
     with suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    return f"{socket.gethostname()} -"
+        namespace = os.readlink("/proc/self/ns/pid")
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:10]
 
 
-def process_gone(pid: int) -> bool:
-    """True if no process of this scope has this id."""
+def process_ended(name: str) -> bool:
+    """True if a whole name is that of a process of this scope that has ended."""
+    found = _NAME.fullmatch(name)
+    if found is None or found[1] != _scope():
+        return False
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        os.kill(int(found[2]), 0)
+    except (ProcessLookupError, OverflowError):
         return True
     except OSError:
         return False
     return False
+
+
+class Lease:
+    """Tells by the watcher's clock if an owner is silent: no clock of one process is compared with that of another."""
+
+    def __init__(self, length_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """The lease begins now; `clock` gives seconds."""
+        self._length_s, self._clock = length_s, clock
+        self._since = clock()
+        self.version: object = None
+        """The version of the owner's text when it was last seen; None if it has not been seen."""
+
+    def saw(self, version: object) -> None:
+        """Take note of the owner's text, whose version changes with each sign of life."""
+        if version != self.version:
+            self._since = self._clock()  # before the version: another thread may ask in between
+            self.version = version
+
+    @property
+    def is_over(self) -> bool:
+        """True if the text has not changed for the length of the lease."""
+        return self._clock() - self._since > self._length_s
+
+
+@contextmanager
+def repeated(call: Callable[[], object], *, every_s: float, name: str) -> Generator[None]:
+    """Make a call now, and again after each pause, until the block ends.
+
+    Args:
+        call: The call. It raises nothing.
+        every_s: The pause in seconds.
+        name: The name of the thread.
+    """
+    ended = threading.Event()
+
+    def repeat() -> None:
+        call()
+        while not ended.wait(every_s):
+            call()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

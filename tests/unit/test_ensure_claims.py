@@ -16,7 +16,17 @@ import pytest
 
 from reshard.ensuring import election as _election
 from reshard.ensuring.election import Election
-from reshard.shared_work import process_scope
+from reshard.shared_work import process_name
+
+ELSEWHERE = "0123456789-1-0123456789ab"
+"""The name of a process of another host."""
+
+
+def name_of_an_ended_process() -> str:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    scope, _, nonce = process_name().split("-")
+    return f"{scope}-{ended.pid}-{nonce}"
 
 
 @contextmanager
@@ -45,15 +55,18 @@ def test_a_claim_is_one_processs_and_ends_with_it(tmp_path: Path) -> None:
     "content",
     [
         json.dumps({"where": "another-host pid:[1]", "pid": 1, "nonce": "x"}),
+        ELSEWHERE,
+        None,
         "",
         "{",
         "[]",
         json.dumps({"where": 3, "pid": []}),
     ],
 )
-def test_a_claim_that_nobody_touches_is_taken_over(content: str, tmp_path: Path) -> None:
+def test_a_claim_that_nobody_touches_is_taken_over(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "claim"
-    path.write_text(content)
+    # A name that is not whole is still being written, and may go on with another process id.
+    path.write_text(name_of_an_ended_process()[:-1] if content is None else content)
     election = Election(str(path), stale_s=0.2)
     began = time.monotonic()
     while (claim := election.claim()) is None:
@@ -78,10 +91,8 @@ def test_a_claim_that_is_touched_is_left_alone(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_claim_of_this_host_is_freed_at_once_when_its_process_is_gone(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
     path = tmp_path / "claim"
-    path.write_text(json.dumps({"where": process_scope(), "pid": ended.pid, "nonce": "x"}))
+    path.write_text(name_of_an_ended_process())
     election = Election(str(path))
     assert election.claim() is None
     claim = election.claim()
@@ -118,12 +129,10 @@ def test_one_of_many_takes_a_stale_claim_over(tmp_path: Path) -> None:
 
 
 def test_a_takeover_that_was_killed_half_way_blocks_nobody(tmp_path: Path) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
     path, takeover = tmp_path / "claim", tmp_path / "claim.takeover"
-    for owner in ({"where": process_scope(), "pid": ended.pid}, {"where": "another host", "pid": 1}):
+    for owner in (name_of_an_ended_process(), ELSEWHERE):
         path.write_text("another host's")
-        takeover.write_text(json.dumps({**owner, "nonce": "x"}))
+        takeover.write_text(owner)
         election, began = Election(str(path), stale_s=0.3), time.monotonic()
         while (claim := election.claim()) is None:
             assert time.monotonic() - began < 10

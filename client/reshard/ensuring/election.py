@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
-import time
 import uuid
 from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -25,97 +23,68 @@ from reshard.choices import RECORDS
 from reshard.ensuring.local_checkpoints import writing
 from reshard.ensuring.world import Layout
 from reshard.errors import ReshardError, from_problem
-from reshard.shared_work import process_gone, process_scope
+from reshard.shared_work import Lease, process_ended, process_name, repeated
 
 STALE_S = 60.0
 """Seconds after which an untouched claim is stale: longer than network file systems cache attributes (NFS: 60 s)."""
 BEAT_S = 5.0
 
 
-class _Facts(BaseModel):
-    """The contents of a claim file."""
-
-    model_config = ConfigDict(defer_build=True)
-
-    where: str
-    pid: int
-    nonce: str
-
-
-def _facts(text: str) -> _Facts | None:
-    with suppress(ValidationError):
-        return _Facts.model_validate_json(text)
-    return None
-
-
 @dataclass(frozen=True)
 class _Seen:
     """A claim file as it was read."""
 
-    text: str
+    owner: str
+    """The name of its process; another text while it is being written, or if it is not one of ours."""
     touched_ns: int
-
-    @property
-    def owner_gone(self) -> bool:
-        """True if the owner is a process of this host that has ended."""
-        facts = _facts(self.text)
-        # The file is being written, or is not one of ours: only its age counts.
-        return facts is not None and facts.where == process_scope() and process_gone(facts.pid)
 
 
 class ElectionClaim:
     """A claim that this process holds until the `with` block ends."""
 
-    def __init__(self, path: str, descriptor: int, text: str) -> None:
+    def __init__(self, path: str, descriptor: int, name: str) -> None:
         """See `Election.claim`."""
-        self._path, self._descriptor, self._text = path, descriptor, text
-        facts = _facts(text)
-        self.nonce = "" if facts is None else facts.nonce
-        """A random name that no other claim has."""
-        self._ended = threading.Event()
-        self._beat = threading.Thread(target=self._touch, name="reshard-claim", daemon=True)
+        self._path, self._descriptor = path, descriptor
+        self.nonce = name
+        """The name of its owner, which no other claim has."""
+        self._beats = repeated(self._touch, every_s=BEAT_S, name="reshard-claim")
 
     def __enter__(self) -> Self:
         """Start the thread that touches the file."""
-        self._beat.start()
+        self._beats.__enter__()
         return self
 
     def _touch(self) -> None:
-        while not self._ended.wait(BEAT_S):
-            # By descriptor: after a takeover the path belongs to another process's claim.
-            with suppress(OSError):
-                os.utime(self._descriptor)
+        # By descriptor: after a takeover the path belongs to another process's claim.
+        with suppress(OSError):
+            os.utime(self._descriptor)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Remove the claim, so that the other processes go on."""
-        self._ended.set()
-        self._beat.join()
+        self._beats.__exit__(None, None, None)
         os.close(self._descriptor)
-        seen = _read(self._path)
-        if seen is not None and seen.text == self._text:
-            _unlink(self._path)
+        _unlink_that_of(self._path, self.nonce)
 
 
 class _Watched:
-    """A file that its owner is to touch or to remove, and the time since which it has not changed."""
+    """A file that its owner is to touch or to remove."""
 
     def __init__(self, path: str, stale_s: float) -> None:
-        self._path, self._stale_s = path, stale_s
+        self._path = path
         self._last: _Seen | None = None
-        self._since = time.monotonic()
+        self._lease = Lease(stale_s)
 
     def seen(self) -> _Seen | None:
         """The file as it is now; None if it is gone."""
-        seen = _read(self._path)
-        if seen != self._last:
-            self._last, self._since = seen, time.monotonic()
-        return seen
+        self._last = _read(self._path)
+        self._lease.saw(self._last)
+        return self._last
 
     def stale(self) -> bool:
         """True if the file as last seen belongs to a process that has ended or does not touch it."""
-        return self._last is not None and (self._last.owner_gone or time.monotonic() - self._since > self._stale_s)
+        return self._last is not None and (process_ended(self._last.owner) or self._lease.is_over)
 
 
 class Election:
@@ -138,25 +107,24 @@ class Election:
         Raises:
             OSError: The directory cannot be written.
         """
-        text = _new_facts()
-        descriptor = _create(self._path, text)
+        name = process_name()
+        descriptor = _create(self._path, name)
         if descriptor is None:
             self._watch()
             return None
-        return ElectionClaim(self._path, descriptor, text)
+        return ElectionClaim(self._path, descriptor, name)
 
     def _watch(self) -> None:
         seen = self._claim.seen()
         if seen is None:
             return
-        if (facts := _facts(seen.text)) is not None:
-            self.watched.add(facts.nonce)
+        self.watched.add(seen.owner)
         if self._claim.stale():
             self._remove(seen)
 
     def _remove(self, stale: _Seen) -> None:
         """Remove this stale claim and no newer one."""
-        descriptor = _create(self._takeover_path, _new_facts())
+        descriptor = _create(self._takeover_path, process_name())
         if descriptor is None:
             self._takeover.seen()
             if self._takeover.stale():
@@ -165,15 +133,9 @@ class Election:
             return
         os.close(descriptor)
         try:
-            now = _read(self._path)
-            if now is not None and now.text == stale.text:
-                _unlink(self._path)
+            _unlink_that_of(self._path, stale.owner)
         finally:
             _unlink(self._takeover_path)
-
-
-def _new_facts() -> str:
-    return _Facts(where=process_scope(), pid=os.getpid(), nonce=uuid.uuid4().hex).model_dump_json()
 
 
 def _create(path: str, text: str) -> int | None:
@@ -184,6 +146,12 @@ def _create(path: str, text: str) -> int | None:
         return None
     os.write(descriptor, text.encode())
     return descriptor
+
+
+def _unlink_that_of(path: str, owner: str) -> None:
+    seen = _read(path)
+    if seen is not None and seen.owner == owner:
+        _unlink(path)
 
 
 def _unlink(path: str) -> None:
@@ -201,10 +169,14 @@ def _read(path: str) -> _Seen | None:
 # Records that processes leave for one another: small files in the save directory's hidden folder.
 
 
-class Record(BaseModel):
-    """The state of one call: the source fits, a conversion runs, or its result exists."""
+class _Text(BaseModel):
+    """The contents of a record."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class Record(_Text):
+    """The state of one call: the source fits, a conversion runs, or its result exists."""
 
     schema_version: Literal[1] = 1
     finished: bool
@@ -212,10 +184,8 @@ class Record(BaseModel):
     """Save directory of the result, relative to the one that holds the record; None where the source fits."""
 
 
-class Invitation(BaseModel):
+class Invitation(_Text):
     """The conversion that the owner of a claim runs, for those who wait and may help."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     nonce: str
     """The owner's claim."""
@@ -230,13 +200,14 @@ class Invitation(BaseModel):
         return other is not None and (other.path, other.layout) == (self.path, self.layout)
 
 
-class _Failure(BaseModel):
+class _Failure(_Text):
     """The error with which the owner of a claim gave up."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     nonce: str
     problem: dict[str, Any]
+
+
+_TextT = TypeVar("_TextT", bound=_Text)
 
 
 class Records:
@@ -262,11 +233,14 @@ class Records:
     def _path(self, key: str, kind: str) -> str:
         return os.path.join(self.folder, f"{key[:32]}.{kind}")
 
+    def _read(self, kind: type[_TextT], path: str) -> _TextT | None:
+        with suppress(FileNotFoundError, ValidationError), open(path, "rb") as file:
+            return kind.model_validate_json(file.read())
+        return None
+
     def read(self, key: str) -> Record | None:
         """Read the record of a key; None if it does not exist or cannot be read."""
-        with suppress(FileNotFoundError, ValidationError), open(self._path(key, "json"), "rb") as file:
-            return Record.model_validate_json(file.read())
-        return None
+        return self._read(Record, self._path(key, "json"))
 
     def place(self, record: Record) -> str | None:
         """The path of a record's result on this host; other hosts may see the directory under another path."""
@@ -291,9 +265,7 @@ class Records:
 
     def invitation(self, key: str) -> Invitation | None:
         """The invitation to help, if there is one."""
-        with suppress(FileNotFoundError, ValidationError), open(self._path(key, "shared"), "rb") as file:
-            return Invitation.model_validate_json(file.read())
-        return None
+        return self._read(Invitation, self._path(key, "shared"))
 
     def withdraw(self, key: str) -> None:
         """Remove the invitation, and the claims of helpers that were killed: the conversion has ended."""
@@ -323,10 +295,9 @@ class Records:
         Raises:
             ReshardError: That error.
         """
-        with suppress(FileNotFoundError, ValidationError), open(self._path(key, "failed"), "rb") as file:
-            told = _Failure.model_validate_json(file.read())
-            if told.nonce in nonces:
-                raise from_problem(told.problem)
+        told = self._read(_Failure, self._path(key, "failed"))
+        if told is not None and told.nonce in nonces:
+            raise from_problem(told.problem)
 
 
 def _write_whole(path: str, text: str) -> None:

@@ -6,45 +6,27 @@ the observer's clock, when it removed the text (it left), or when it is a proces
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import threading
-import time
-import uuid
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from reshard.shared_work import process_gone, process_scope
+from reshard.shared_work import Lease, process_ended
 from reshard_engine.storage.texts import TextStore
 
 BEATS = "beats/"
 
 
 class Clock(Protocol):
-    """The worker's own clock. No two clocks are ever compared."""
+    """The worker's own clock, such as the module `time`. No two clocks are ever compared."""
 
     def monotonic(self) -> float:
         """Seconds since some moment."""
         ...
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, /) -> None:
         """Wait."""
         ...
-
-
-class SystemClock:
-    """The clock of this process."""
-
-    def monotonic(self) -> float:
-        """See `time.monotonic`."""
-        return time.monotonic()
-
-    def sleep(self, seconds: float) -> None:
-        """See `time.sleep`."""
-        time.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +47,6 @@ class Timing:
     def pause_s(self, turns: int) -> float:
         """The pause of a worker that has already looked so many times in vain."""
         return min(self.slow_poll_s, self.poll_s * 1.5 ** min(turns, 20))
-
-
-def new_worker() -> str:
-    """A name for this process, unlike any other: its scope of process ids, its process id, and a random text."""
-    return f"{_scope()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-
-
-def _scope() -> str:
-    return hashlib.sha256(process_scope().encode()).hexdigest()[:10]
-
-
-def ended_here(worker: str) -> bool:
-    """True if the worker was a process of this host that has ended."""
-    scope, _, rest = worker.partition("-")
-    pid = rest.partition("-")[0]
-    return scope == _scope() and pid.isdecimal() and process_gone(int(pid))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,64 +98,36 @@ class Members:
         clock: Clock,
         timing: Timing,
         *,
-        ended: Callable[[str], bool] = ended_here,
+        ended: Callable[[str], bool] = process_ended,
     ) -> None:
         """`ended` tells if a worker is known to have ended, without waiting for its lease."""
         self._store = store
         self._clock = clock
         self._lease_s = timing.lease_s
         self._ended = ended
-        self._changed: dict[str, tuple[str, float]] = {}
-        """Version of the last heartbeat of each worker, and when it was first seen."""
-        self._mentioned: dict[str, float] = {}
+        self._leases: dict[str, Lease] = {}
         self.present: set[str] = set()
         """The workers that have a heartbeat, dead or alive."""
 
+    def _lease(self, worker: str) -> Lease:
+        """The lease of a worker, which begins when the worker is first mentioned."""
+        return self._leases.setdefault(worker, Lease(self._lease_s, self._clock.monotonic))
+
     def look(self, names: Mapping[str, str]) -> None:
         """Take note of a listing."""
-        now = self._clock.monotonic()
         there = {name[len(BEATS) :]: version for name, version in names.items() if name.startswith(BEATS)}
         for worker, version in there.items():
-            if self._changed.get(worker, ("", 0.0))[0] != version:
-                self._changed[worker] = (version, now)
+            self._lease(worker).saw(version)
         self.present = set(there)
 
     def is_alive(self, worker: str) -> bool:
         """True if a worker's lease has not ended. A worker that has not begun to beat has one lease to do so."""
         if self._ended(worker):
             return False
-        now = self._clock.monotonic()
-        first = self._mentioned.setdefault(worker, now)
-        if worker in self.present:
-            return now - self._changed[worker][1] <= self._lease_s
-        return worker not in self._changed and now - first <= self._lease_s
+        lease = self._lease(worker)
+        return not lease.is_over and (worker in self.present or lease.version is None)
 
     def others(self, but: str) -> dict[str, Beat]:
         """The last heartbeats of the other workers, dead or alive, by worker."""
         found = {w: Beat.from_text(self._store.read(f"{BEATS}{w}")) for w in sorted(self.present) if w != but}
         return {w: beat for w, beat in found.items() if beat is not None}
-
-
-@contextmanager
-def repeated(call: Callable[[], bool], *, every_s: float, name: str) -> Generator[None]:
-    """Make a call now, and again after each pause, until the block ends.
-
-    Args:
-        call: The call. It raises nothing, and returns False if it need not be made again.
-        every_s: The pause in seconds.
-        name: The name of the thread.
-    """
-    ended = threading.Event()
-
-    def repeat() -> None:
-        again = call()
-        while again and not ended.wait(every_s):
-            again = call()
-
-    thread = threading.Thread(target=repeat, name=name, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()

@@ -52,7 +52,7 @@ class DistributedWorker:
             store: Where the workers of this plan meet.
             clock: The worker's clock.
             members: The heartbeats that this worker watches.
-            name: The worker's own name (see `new_worker`).
+            name: The worker's own name (see `process_name`).
             timing: The periods of the protocol.
             position: Its number and the number of workers, so that workers begin at different runs.
             sync: Makes the data of finished units durable. It is called before their records are written.

@@ -15,8 +15,8 @@ from functools import partial
 from reshard.choices import VerifyLevel
 from reshard.errors import IntegrityError, RequestError, ReshardError, SourceError, StorageError
 from reshard.models.jobs import ConvertRequest, ConvertResult, Progress, WorkShare
-from reshard.shared_work import SharedWork
-from reshard_engine.distributed.members import Beat, Members, SystemClock, Timing, new_worker, repeated
+from reshard.shared_work import SharedWork, process_name, repeated
+from reshard_engine.distributed.members import Beat, Members, Timing
 from reshard_engine.distributed.runs import cut_into_runs
 from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.distributed.session import AGREEING, SessionLostError
@@ -227,12 +227,12 @@ class _SharedConversion:
             slow_poll_s=min(2.0, self.work.lease_s / 6),
             flush_s=min(2.0, self.work.lease_s / 3),
         )
-        store, clock = sink.meeting_place(self.conversion.plan), SystemClock()
+        store = sink.meeting_place(self.conversion.plan)
         return DistributedWorker(
             store,
-            clock,
-            Members(store, clock, timing),
-            new_worker(),
+            time,
+            Members(store, time, timing),
+            process_name(),
             timing=timing,
             position=(self.work.number, self.work.count),
             sync=sink.sync,
@@ -393,9 +393,4 @@ def _share(worker: DistributedWorker) -> WorkShare:
 
 def _ticking(worker: DistributedWorker) -> AbstractContextManager[None]:
     """Call the worker's `tick` from a thread until the block ends."""
-
-    def tick() -> bool:
-        worker.runs.tick()
-        return True
-
-    return repeated(tick, every_s=_TICK_S, name="reshard-worker-tick")
+    return repeated(worker.runs.tick, every_s=_TICK_S, name="reshard-worker-tick")
