@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from distributed.scheduler import Scheduler
 from reshard.errors import ReshardError, SourceError, StorageError
+from reshard.models.jobs import WorkShare
 from reshard_engine.distributed.checks import (
     AGREEMENTS,
     FILES,
@@ -25,12 +26,12 @@ from reshard_engine.distributed.checks import (
     check_records,
     cut_checks,
 )
-from reshard_engine.distributed.members import Counters, Members, Timing
+from reshard_engine.distributed.members import Members, Timing
 from reshard_engine.distributed.runs import CrcParts, Run, Waves
-from reshard_engine.distributed.segments import FormerWork, upload_id_in
+from reshard_engine.distributed.segments import FormerWork
 from reshard_engine.distributed.session import AGREEING, SEALED, Session, SessionLostError, newest_session
 from reshard_engine.distributed.worker import DistributedWorker
-from reshard_engine.execute.journal import ChunkRecord, UnitRecord, records_in
+from reshard_engine.execute.journal import ChunkRecord, NamedUpload, UnitRecord, records_in
 from reshard_engine.plan.model import Chunk, RecordPart, Unit
 
 _T = TypeVar("_T")
@@ -128,7 +129,7 @@ class World:
         self.committed_by: list[str] = []
         self.sent: dict[int, list[str]] = {}
         """The workers that sent each unit."""
-        self.counters: list[Counters] = []
+        self.counters: list[WorkShare] = []
         self.acknowledged: set[str] = set()
         self.results: dict[str, str] = {}
         self.waves, self.file_of = self._plan()
@@ -235,7 +236,9 @@ class World:
                 assert all(r.first in starts or waves.cuts[wave][r.first] for r in runs), "a run is split at a CRC"
         if self.target is None:
             for name in view.uploads.values():
-                upload = self.uploads.get(upload_id_in(self.texts[name][0]) or "")
+                named = NamedUpload.from_text(self.texts[name][0])
+                assert named is not None, "the text that names an upload was torn"
+                upload = self.uploads.get(named.id)
                 assert upload is not None, "an upload is named that does not exist"
                 assert upload.state != "aborted", "an upload of the newest session was aborted"
 
@@ -337,7 +340,7 @@ class Process:
                 if not self.worker.is_finished_by_another and self._again(lambda: self._world.claimed):
                     self._finish()
                 self.result = "done"
-        self._world.counters.append(self.worker.runs.counters)
+        self._world.counters.append(self.worker.runs.share)
 
     def _again(self, act: Callable[[], _T]) -> _T:
         """Perform an operation that the real store repeats until it succeeds."""
@@ -377,7 +380,7 @@ class Process:
                 return
             self._make_ready()
         else:
-            if worker.member.opened(AGREEING) is not None and not worker.member.is_ready:
+            if worker.member.opened(AGREEING) is not None and not worker.member.view.ready:
                 self._check(AGREEING, opens=False)
             worker.member.wait_until_ready()
         self._uploads = dict(worker.ready_facts().uploads)

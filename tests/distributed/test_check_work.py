@@ -139,7 +139,7 @@ def test_results_of_dead_workers_hold_for_the_worker_that_takes_over() -> None:
     work.take_part([((SOURCE, FILES), 1)])
     assert {wave: of for wave, of in work.results().items() if of} == EXPECTED
     assert (SOURCE, 0) not in checks.made
-    assert heir.runs.counters.takeovers == 1
+    assert heir.runs.share.takeovers == 1
 
 
 def test_a_worker_gathers_the_units_of_others_first() -> None:

@@ -6,8 +6,7 @@ import zlib
 from collections.abc import Mapping
 
 from reshard.models.jobs import Leftover
-from reshard_engine.distributed.segments import upload_text
-from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.journal import NamedUpload, UnitRecord
 from reshard_engine.execute.sinks.control_objects import ControlObjects
 from reshard_engine.execute.sinks.leftovers import Leftovers
 from reshard_engine.execute.sinks.object_store import ObjectSink
@@ -102,7 +101,7 @@ def test_clean_removes_what_a_late_worker_left_that_was_killed() -> None:
     late = late_worker(store)
     journal = late.meeting_place(PLAN)
     ((_, upload_id),) = store.list_uploads("bucket/")
-    assert journal.create("000001/upload-0", upload_text(upload_id))
+    assert journal.create("000001/upload-0", NamedUpload(upload_id).to_text())
     assert {f.kind for f in leftovers(store)} == {"journal", "upload"}
     a_sink(store).discard_all()
     assert store.list_uploads("bucket/") == []

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Generic
 
 from reshard.errors import ReshardError
-from reshard_engine.distributed.members import Beat, Counters
+from reshard.models.jobs import WorkShare
+from reshard_engine.distributed.members import Beat
 from reshard_engine.distributed.runs import ItemT, Run, RunWaves, in_order, is_share_of
 from reshard_engine.distributed.segments import Record, SegmentGoneError, read_texts, to_segment
 from reshard_engine.distributed.session import (
@@ -198,9 +199,16 @@ class RunTaker:
         return Beat(f"{self._position[0]}/{self._position[1]}", count, self.done_bytes, self.done_units, run)
 
     @property
-    def counters(self) -> Counters:
-        """The numbers of what this worker did so far."""
-        return Counters(self._runs, self._takeovers, self._splits, self.member.lost, self.done_units, self.done_bytes)
+    def share(self) -> WorkShare:
+        """The part of this worker so far."""
+        return WorkShare(
+            runs=self._runs,
+            takeovers=self._takeovers,
+            splits=self._splits,
+            epochs_lost=self.member.lost,
+            units=self.done_units,
+            write_bytes=self.done_bytes,
+        )
 
     def tick(self) -> None:
         """Do what is due: a heartbeat, segments, a look at the others, and a split for one that waits."""
@@ -241,13 +249,14 @@ class RunTaker:
             ReshardError: The conversion cannot succeed, or the store failed.
         """
         while (held := self.next_run(wanted)) is not None:
-            self.current = held
-            while (item := held.next_unit(done[held.run.wave])) is not None:
+            for item in self.items(held, done[held.run.wave]):
                 yield held, item
-            self.end_run(held)
 
-    def end_run(self, held: HeldRun[Any]) -> None:
-        """All items of a run are begun."""
+    def items(self, held: HeldRun[ItemT], done: Container[int]) -> Generator[ItemT]:
+        """The items of a run that this worker executes now, except those that have records."""
+        self.current = held
+        while (item := held.next_unit(done)) is not None:
+            yield item
         if (at := held.unconfirmed) is not None:
             self._write_split(held, at)  # the store was away when it was written first
         self.current = None

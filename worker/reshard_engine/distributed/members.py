@@ -6,13 +6,12 @@ the observer's clock, when it removed the text (it left), or when it is a proces
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 from reshard.shared_work import Lease, process_ended
-from reshard_engine.storage.texts import TextStore
+from reshard_engine.storage.texts import JsonText, TextStore
 
 BEATS = "beats/"
 
@@ -50,7 +49,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Beat(JsonText):
     """The text of a heartbeat: what a worker does now."""
 
     label: str
@@ -61,32 +60,6 @@ class Beat:
     done_units: int
     run: str
     """Name of the run that it executes; empty while it waits."""
-
-    def to_text(self) -> bytes:
-        """The heartbeat as JSON text."""
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_text(text: bytes | None) -> Beat | None:
-        """The heartbeat in a text; None if there is none."""
-        try:
-            return Beat(**json.loads(text or b""))
-        except (ValueError, TypeError):
-            return None
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """The numbers of what one worker did, for events and metrics."""
-
-    runs: int
-    takeovers: int
-    """Runs that were claimed after their owner had died."""
-    splits: int
-    """Runs of which this worker gave a part to a worker that waited."""
-    epochs_lost: int
-    units: int
-    length_bytes: int
 
 
 class Members:

@@ -23,7 +23,8 @@ from typing import Protocol
 from reshard.errors import ReshardError, StorageError, from_problem
 from reshard_engine.distributed.members import BEATS, Beat, Clock, Members, Timing
 from reshard_engine.distributed.runs import Run
-from reshard_engine.storage.texts import TextStore
+from reshard_engine.execute.journal import NamedUpload
+from reshard_engine.storage.texts import JsonText, TextStore
 
 COMMIT = "commit"
 """The name under which the commit is claimed, as if it were a run."""
@@ -80,26 +81,13 @@ def last_number(names: Iterable[str]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RunClaim:
+class RunClaim(JsonText):
     """The text of a claim on a run, or on the commit."""
 
     worker: str
     splits: tuple[int, ...] = ()
     """The units at which owners with lower fences split the run, as this owner found them. Later splits by them do not
     count: a paused owner may go on after its run was taken over."""
-
-    def to_text(self) -> bytes:
-        """The claim as JSON text."""
-        return json.dumps({"worker": self.worker, "splits": self.splits}).encode()
-
-    @staticmethod
-    def from_text(text: bytes | None) -> RunClaim | None:
-        """The claim in a text; None if there is none."""
-        try:
-            facts = json.loads(text or b"")
-            return RunClaim(str(facts["worker"]), tuple(map(int, facts["splits"])))
-        except (ValueError, TypeError, KeyError):
-            return None
 
 
 @dataclass
@@ -180,6 +168,16 @@ class Session:
                 return None
             self._claims[run, fence] = claim
         return self._claims.get((run, fence))
+
+    def upload(self, name: str) -> str | None:
+        """The id in the text that names an upload; None if there is none."""
+        named = NamedUpload.from_text(self._store.read(name))
+        return None if named is None else named.id
+
+    def uploads(self, view: SessionView) -> dict[int, str]:
+        """The ids of the uploads that the workers began, by file number."""
+        found = {file: self.upload(name) for file, name in view.uploads.items()}
+        return {file: upload_id for file, upload_id in found.items() if upload_id is not None}
 
     def read_claims(self, claims: Iterable[tuple[str, int]], *, threads: int) -> None:
         """Read claims, given as (run, fence), that are not known yet, several at once."""
@@ -279,7 +277,9 @@ class SessionMember:
         self.timing = timing
         self._check = check
         self.session = Session(store, 0)
-        self._began = self.made_ready = self._is_over = False
+        self._began = self.made_ready = False
+        self.is_over = False
+        """True if no session is left: the conversion is finished or was removed."""
         self.left = True
         self._declared = False
         """True if this worker told the others that the conversion cannot succeed."""
@@ -350,18 +350,13 @@ class SessionMember:
         self._forget()
         self.session = session
         self._began = began  # known before the heartbeat, which may fail: `leave` removes a session without workers
-        self.left = self._is_over = self.failed_for_all = False
+        self.left = self.is_over = self.failed_for_all = False
         self.beat()
         try:
             self.look()
         except SessionLostError:
             return False
         return True
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the last look found the session ready."""
-        return self.view.ready
 
     def wait_until_ready(self) -> None:
         """Wait until the coordinator of this session has made it ready.
@@ -371,7 +366,7 @@ class SessionMember:
             ReshardError: The conversion cannot succeed.
         """
         turns = 0
-        while not (self.is_ready or self.look().ready):
+        while not (self.view.ready or self.look().ready):
             self.check()
             coordinator = RunClaim.from_text(self.store.read(session_name(self.session.number)))
             if coordinator is not None and not self.members.is_alive(coordinator.worker):
@@ -497,11 +492,6 @@ class SessionMember:
         """The number of workers that are alive now, this one included."""
         return 1 + sum(1 for w in list(self.members.present) if w != self.name and self.members.is_alive(w))
 
-    @property
-    def is_over(self) -> bool:
-        """True if no session is left: the conversion is finished or was removed."""
-        return self._is_over
-
     # -- heartbeats -----------------------------------------------------------------------------------
 
     def beat(self) -> None:
@@ -521,7 +511,7 @@ class SessionMember:
         self.members.look(names)
         self.looked_at = self.clock.monotonic()
         newest = newest_session(names)
-        self._is_over = newest == 0
+        self.is_over = newest == 0
         if newest != self.session.number:
             self.lost += self.ended is None
             self.ended = SessionLostError()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from reshard_engine.distributed.claimed_runs import HeldRun, RunTaker, Wanted
 from reshard_engine.distributed.members import Clock, Members, Timing
 from reshard_engine.distributed.runs import Run, Waves
-from reshard_engine.distributed.segments import ReadyFacts, to_segment, upload_id_in, upload_text
+from reshard_engine.distributed.segments import ReadyFacts, to_segment
 from reshard_engine.distributed.session import (
     COMMIT,
     RESUMED,
@@ -21,7 +21,7 @@ from reshard_engine.distributed.session import (
     claim_name,
     dead_names,
 )
-from reshard_engine.execute.journal import UnitRecord, records_in
+from reshard_engine.execute.journal import NamedUpload, UnitRecord, records_in
 from reshard_engine.plan.model import Unit
 from reshard_engine.storage.texts import TextStore, agreed_text
 
@@ -64,7 +64,7 @@ class DistributedWorker:
 
     @property
     def is_over(self) -> bool:
-        """True if no session is left: the conversion is finished or was removed."""
+        """See `SessionMember`."""
         return self.member.is_over
 
     def _forget(self) -> None:
@@ -96,7 +96,7 @@ class DistributedWorker:
 
     def ready_facts(self) -> ReadyFacts:
         """The facts that the coordinator found out."""
-        return ReadyFacts.from_text(self.member.store.read(self.member.session.name("ready")))
+        return ReadyFacts.from_text(self.member.store.read(self.member.session.name("ready"))) or ReadyFacts()
 
     def resumed(self) -> list[UnitRecord]:
         """The records that the coordinator took from earlier attempts."""
@@ -132,11 +132,9 @@ class DistributedWorker:
                 absorb(self._records_at(needed, waves))
                 # Those that the records of their runs do not cover are executed again.
                 yield from (u for u in (waves.units[0][place] for place in needed) if u.index not in done)
-            self.runs.current = held
-            while (unit := held.next_unit(done)) is not None:
+            for unit in self.runs.items(held, done):
                 self._of_unit[unit.index] = held
                 yield unit
-            self.runs.end_run(held)
 
     def run_of(self, unit: Unit) -> Run | None:
         """The run in which this worker began a unit; None if it belongs to no run of this worker."""
@@ -199,16 +197,16 @@ class DistributedWorker:
         """Name an upload as that of a file; returns the id of the upload that all workers use."""
         name = self.member.session.name(f"upload-{file}")
         self.member.written.append(name)
-        return upload_id_in(agreed_text(self.member.store, name, upload_text(upload_id))) or upload_id
+        agreed = NamedUpload.from_text(agreed_text(self.member.store, name, NamedUpload(upload_id).to_text()))
+        return upload_id if agreed is None else agreed.id
 
     def upload(self, file: int) -> str | None:
         """The id of the upload of a file, if a worker of this session has begun it."""
-        return upload_id_in(self.member.store.read(self.member.session.name(f"upload-{file}")))
+        return self.member.session.upload(self.member.session.name(f"upload-{file}"))
 
     def uploads(self) -> dict[int, str]:
         """The uploads that the workers of this session began."""
-        texts = {file: self.member.store.read(name) for file, name in self.member.look().uploads.items()}
-        return {file: upload_id for file, text in texts.items() if (upload_id := upload_id_in(text)) is not None}
+        return self.member.session.uploads(self.member.look())
 
     # -- the commit -----------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""The record of a finished unit in the journal. A later attempt checks it and does not repeat the unit."""
+"""What the journal says of a target: the records of finished units, and the names of uploads.
+
+A later attempt checks a record and does not repeat the unit.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,17 @@ from typing import Any
 from reshard_engine.execute.casts.cast import Losses
 from reshard_engine.integrity.checksums import BlockRun
 from reshard_engine.plan.model import Chunk, Plan
+from reshard_engine.storage.texts import JsonText
 
 RecordSpan = tuple[int, int, int, int, int]
 """(file, record, offset in the record, bytes, CRC-32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedUpload(JsonText):
+    """The text that names the upload of a file."""
+
+    id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ class _SharedConversion:
                     if (helper := self._check_helper(worker)) is not None:
                         executor.progress.report("verifying", force=True)
                         helper.follow(self.work.lease_s)
-                    return _share(worker)
+                    return worker.runs.share
                 except SessionLostError:
                     pass
                 except (StorageError, RequestError):
@@ -216,7 +216,7 @@ class _SharedConversion:
                     worker.member.leave()
                     self.conversion.sink.close()
                 if self._is_finished:
-                    return _share(worker)
+                    return worker.runs.share
                 self._renew()
 
     def _worker(self, sink: Sink) -> DistributedWorker:
@@ -277,7 +277,7 @@ class _SharedConversion:
             executor.absorb([r for r in worker.others_records() if r.belongs_to(plan)])
             verifying = partial(SharedVerification, worker=worker, threads=conversion.threads)
             result = conversion.conclude(executor, resumed, warnings, seconds, self.should_stop, verifying=verifying)
-            return result.model_copy(update={"share": _share(worker)})
+            return result.model_copy(update={"share": worker.runs.share})
         except (SourceError, IntegrityError) as error:
             if not error.retryable:
                 # The source is wrong, whoever reads it: the other workers need not find out too.
@@ -352,7 +352,7 @@ class _SharedConversion:
         Raises:
             SessionLostError: The coordinator is dead.
         """
-        if worker.member.opened(AGREEING) is not None and not worker.member.is_ready:
+        if worker.member.opened(AGREEING) is not None and not worker.member.view.ready:
             self._agreement_checks(worker).take_part(worker)
         worker.member.wait_until_ready()
 
@@ -377,18 +377,6 @@ class _SharedConversion:
         former = FormerWork(worker.member.store)
         done = sink.begin(conversion.plan, overwrite=overwrite, earlier=former, shared=True)
         worker.make_ready(done, sink.uploads, disagreements)
-
-
-def _share(worker: DistributedWorker) -> WorkShare:
-    done = worker.runs.counters
-    return WorkShare(
-        runs=done.runs,
-        takeovers=done.takeovers,
-        splits=done.splits,
-        epochs_lost=done.epochs_lost,
-        units=done.units,
-        write_bytes=done.length_bytes,
-    )
 
 
 def _ticking(worker: DistributedWorker) -> AbstractContextManager[None]:

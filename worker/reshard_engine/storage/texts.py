@@ -10,13 +10,17 @@ NFS, RFC 7530 §1.4.6).
 from __future__ import annotations
 
 import errno
+import json
 import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol, Self
 
-from reshard.errors import IntegrityError, SourceError, StorageError, printable
+from pydantic import TypeAdapter, ValidationError
+
+from reshard.errors import IntegrityError, SourceError, StorageError, as_text, printable
 from reshard_engine.storage.local_writes import write_all, writing
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, read_bytes
 
@@ -66,6 +70,30 @@ def agreed_text(store: TextStore, name: str, text: bytes) -> bytes | None:
         if (there := store.read(name)) is not None:
             return there
     return None
+
+
+class JsonText:
+    """The base of dataclasses that are texts: JSON objects with their fields."""
+
+    __slots__ = ()
+
+    def to_text(self) -> bytes:
+        """The value as JSON text."""
+        # Messages may name files whose names are no text.
+        return json.dumps(as_text(_json_of(type(self)).dump_python(self, mode="json"))).encode()
+
+    @classmethod
+    def from_text(cls, text: bytes | None) -> Self | None:
+        """The value in a text; None if there is no text, or one that holds no such value."""
+        try:
+            return _json_of(cls).validate_json(text or b"", strict=True)
+        except ValidationError:
+            return None
+
+
+@cache
+def _json_of(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
 class FileTexts:

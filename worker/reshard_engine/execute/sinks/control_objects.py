@@ -11,13 +11,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from reshard.errors import IntegrityError, RequestError, SourceError, printable
-from reshard_engine.execute.journal import UnitRecord
+from reshard_engine.execute.journal import NamedUpload, UnitRecord
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.protocol import ObjectInfo, ObjectStore, join, parent_and_name, read_bytes
-from reshard_engine.storage.texts import ObjectTexts, agreed_text
+from reshard_engine.storage.texts import JsonText, ObjectTexts, agreed_text
 
 _THREADS = 8
 MAX_CONTROL_BYTES = 256 << 20
@@ -43,25 +43,21 @@ def _in_order(paths: Sequence[str]) -> list[list[str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(JsonText):
     """A claim on the target: the digest of the plan that owns it, and its permission to remove old contents."""
 
     plan: str
     clearing: bool
 
-    def to_text(self) -> bytes:
-        """The claim as JSON text."""
-        return json.dumps({"plan": self.plan, "clearing": self.clearing}).encode()
+
+_TextT = TypeVar("_TextT", bound=JsonText)
 
 
-def _facts(path: str, text: bytes, kinds: Mapping[str, type]) -> dict[str, Any]:
-    try:
-        facts: dict[str, Any] = json.loads(text)
-        if all(isinstance(facts[key], kind) for key, kind in kinds.items()):
-            return facts
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise _not_ours(path)
+def _parsed(kind: type[_TextT], path: str, text: bytes) -> _TextT:
+    found = kind.from_text(text)
+    if found is None:
+        raise _not_ours(path)
+    return found
 
 
 def _is_planned_file(entry: Any) -> bool:
@@ -121,11 +117,7 @@ class ControlObjects:
             IntegrityError: `integrity.journal` if the object of that name is not a claim.
         """
         text = self._read(self._claim_path)
-        return None if text is None else self._claim_in(text)
-
-    def _claim_in(self, text: bytes) -> Claim:
-        facts = _facts(self._claim_path, text, {"plan": str, "clearing": bool})
-        return Claim(facts["plan"], facts["clearing"])
+        return None if text is None else _parsed(Claim, self._claim_path, text)
 
     def is_claimed_by(self, digest: str) -> bool:
         """True if the plan with this digest holds the claim on the target."""
@@ -140,7 +132,7 @@ class ControlObjects:
         """
         self.use_journal(plan.digest)
         text = agreed_text(self._beside, self._claim_name, Claim(plan.digest, clearing=False).to_text())
-        claim = None if text is None else self._claim_in(text)
+        claim = None if text is None else _parsed(Claim, self._claim_path, text)
         if claim is None or claim.plan != plan.digest:
             raise self.busy("" if claim is None else claim.plan)
         return claim
@@ -216,23 +208,27 @@ class ControlObjects:
         text = self._read(path)
         if text is None:
             return {}
-        facts = _facts(path, text, {"files": list, "units": list, "source": dict})
-        names = (facts.get("pointer"), facts["source"].get("tag"))
-        if not all(map(_is_planned_file, facts["files"])) or not all(isinstance(n, str | None) for n in names):
+        try:
+            facts: dict[str, Any] = json.loads(text)
+            names = (facts.get("pointer"), facts["source"].get("tag"))
+            planned = isinstance(facts["units"], list) and all(map(_is_planned_file, facts["files"]))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            planned, facts, names = False, {}, ()
+        if not planned or not all(isinstance(n, str | None) for n in names):
             raise _not_ours(path)
         return facts
 
     def offer_upload(self, file: int, upload_id: str) -> str:
         """Name the upload of a file, before its first part is sent; returns the id of the one that has the name."""
         name = f"upload-{file}.json"
-        agreed = agreed_text(ObjectTexts(self._store, self._journal), name, json.dumps({"id": upload_id}).encode())
+        agreed = agreed_text(ObjectTexts(self._store, self._journal), name, NamedUpload(upload_id).to_text())
         if agreed is None:
             raise self.busy("")
-        return str(_facts(join(self._journal, name), agreed, {"id": str})["id"])
+        return _parsed(NamedUpload, join(self._journal, name), agreed).id
 
     def replace_upload(self, file: int, upload_id: str) -> None:
         """Name the upload of a file in place of one that no longer exists."""
-        self._put(f"upload-{file}.json", json.dumps({"id": upload_id}).encode())
+        self._put(f"upload-{file}.json", NamedUpload(upload_id).to_text())
 
     def put_record(self, record: UnitRecord) -> None:
         """Store the record of a finished unit. A second attempt writes the same record again."""
@@ -254,7 +250,7 @@ class ControlObjects:
             IntegrityError: `integrity.journal` if one is not a record of an upload.
         """
         texts = self._read_all(journal or self._journal, "upload")
-        return {file: _facts(f"upload-{file}.json", text, {"id": str})["id"] for file, text in texts.items()}
+        return {file: _parsed(NamedUpload, f"upload-{file}.json", text).id for file, text in texts.items()}
 
     def upload_ids(self, journal: str) -> set[str]:
         """All upload ids that a journal names: those of one process, and those of workers that shared the conversion.
@@ -265,7 +261,7 @@ class ControlObjects:
         paths = [i.path for i in self._store.list_tree(journal) if _UPLOAD.fullmatch(i.path[len(journal) + 1 :])]
         with ThreadPoolExecutor(_THREADS) as pool:
             texts = list(pool.map(self._read, paths))
-        return {_facts(p, text, {"id": str})["id"] for p, text in zip(paths, texts, strict=True) if text is not None}
+        return {_parsed(NamedUpload, p, text).id for p, text in zip(paths, texts, strict=True) if text is not None}
 
     def records(self) -> Mapping[int, UnitRecord]:
         """The records of finished units, by unit number."""
