@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,9 +27,11 @@ from reshard_engine.distributed.checks import (
 )
 from reshard_engine.distributed.runs import in_order
 from reshard_engine.distributed.segments import to_segment
+from reshard_engine.distributed.session import SEALED
 from reshard_engine.integrity.checksums import BLOCK_BYTES
 from reshard_engine.integrity.file_check import TargetCheck
 from reshard_engine.integrity.manifest import Manifest, ManifestFile, ManifestTensor
+from reshard_engine.operations.shared_checks import FullChecks
 from reshard_engine.storage.locations import Location
 from reshard_engine.storage.protocol import ObjectInfo
 from reshard_engine.storage.texts import ObjectTexts
@@ -200,3 +204,34 @@ def test_files_that_are_read_alone_give_the_digests_of_all_tensors(commit_begins
     assert None not in digests
     assert [alone.digest_of(n) for n in range(4)] == digests
     assert alone.sha256 == whole.sha256
+
+
+def test_a_reading_of_another_file_or_of_blocks_that_do_not_exist_is_none() -> None:
+    store, manifest, there = cut_tensors(4)
+    full = SimpleNamespace(
+        plan=SimpleNamespace(files=manifest.files, units=(), digest="a plan"),
+        checkpoint=SimpleNamespace(files=()),
+        files_of=lambda *, commit: () if commit else range(4),
+        written=SimpleNamespace(store=store),
+        written_files=lambda: there,
+    )
+    checks = FullChecks(cast("Any", full), manifest, SEALED, lambda: None)
+    found = json.loads(json.dumps(checks.perform(CheckItem(FILES, 1, 0))))
+    reading = checks.understood(FILES, 1, found)
+    assert reading == TargetCheck(manifest, lambda: None).read_alone(store, there, 1)
+    assert found["blocks"]
+    block = found["blocks"][0]
+    damage = {"file": 2, "begin": 0, "end": 1, "crc32": 0, "expected": 1}
+    for change in (
+        {"file": 2},
+        {"sha256": "ab"},
+        {"read_bytes": "many"},
+        {"damaged": [damage]},
+        {"blocks": [{**block, "first": -1}]},
+        {"blocks": [{**block, "first": 1 << 20}]},
+        {"blocks": [{**block, "tensor": 99}]},
+        {"blocks": [{**block, "digests": "AAAA"}]},
+        {"blocks": [{**block, "digests": "!!!!"}]},
+    ):
+        with pytest.raises((ValueError, LookupError, TypeError)):
+            checks.understood(FILES, 1, {**found, **change})

@@ -11,17 +11,30 @@ Source: xxHash 0.8 (XXH3, seed 0), as the package `xxhash` binds it. Not cryptog
 from __future__ import annotations
 
 import threading
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
 
 import numpy as np
 import xxhash
 from isal.isal_zlib import crc32_combine
+from pydantic import BeforeValidator, PlainSerializer, StringConstraints
 
 from reshard.errors import IntegrityError
 
 BLOCK_BYTES = 256 << 10
 DIGEST_BYTES = 8
+
+
+Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]
+"""A SHA-256 in hex."""
+_Digests = Annotated[
+    bytes,
+    BeforeValidator(partial(b64decode, validate=True)),
+    PlainSerializer(lambda digests: b64encode(digests).decode()),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +45,8 @@ class BlockRun:
     dtype: str
     first: int
     """Number of the first block."""
-    digests: bytes
-    """Eight little-endian bytes per block."""
+    digests: _Digests
+    """Eight little-endian bytes per block; base64 in JSON."""
 
     @property
     def end(self) -> int:

@@ -16,7 +16,7 @@ from functools import partial
 
 from reshard.errors import counted, printable
 from reshard.models.jobs import VerifyProblem
-from reshard_engine.integrity.checksums import BLOCK_BYTES, BlockRun, TensorStream, block_count
+from reshard_engine.integrity.checksums import BLOCK_BYTES, BlockRun, Sha256, TensorStream, block_count
 from reshard_engine.integrity.manifest import Manifest, ManifestFile, ManifestTensor
 from reshard_engine.storage.crc32 import crc32, pieces_of
 from reshard_engine.storage.protocol import ObjectInfo, Store
@@ -60,7 +60,7 @@ class FileReading:
     """The findings in one file."""
 
     file: int
-    sha256: str | None
+    sha256: Sha256 | None
     """None if the file was not read."""
     read_bytes: int
     problems: list[VerifyProblem]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from reshard.choices import ReplicaPolicy
 from reshard.errors import IntegrityError
-from reshard.models.jobs import VerifyProblem
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.distributed.checks import (
     AGREEMENTS,
@@ -44,7 +44,7 @@ from reshard_engine.execute.checks.source import (
 )
 from reshard_engine.execute.sinks.protocol import Sink
 from reshard_engine.integrity.checksums import DIGEST_BYTES, BlockRun, block_count
-from reshard_engine.integrity.file_check import Damage, FileReading, TargetCheck
+from reshard_engine.integrity.file_check import FileReading, TargetCheck
 from reshard_engine.integrity.manifest import Manifest, parse_manifest
 from reshard_engine.plan.model import Plan
 from reshard_engine.storage.protocol import ObjectInfo
@@ -131,19 +131,39 @@ class FullChecks(Checks):
         """Read a file of the source or of the target, or gather a unit again."""
         self._should_stop()
         if item.wave == SOURCE:
-            return _source_json(check_file(self._full.checkpoint.files[item.index], self._should_stop))
+            outcome = check_file(self._full.checkpoint.files[item.index], self._should_stop)
+            return _SOURCE.dump_python(outcome, mode="json")
         if item.wave == GATHERING:
-            return {"blocks": _blocks_json(self._full.again.digest(self._full.plan.units[item.index]))}
-        return _reading_json(self._check.read_alone(self._full.written.store, self._there, item.index))
+            blocks = list(self._full.again.digest(self._full.plan.units[item.index]))
+            return _BLOCKS.dump_python(blocks, mode="json")
+        reading = self._check.read_alone(self._full.written.store, self._there, item.index)
+        return _READING.dump_python(reading, mode="json")
 
     def understood(self, wave: int, index: int, result: Any) -> SourceOutcome | FileReading | list[BlockRun]:
         """The result of a check, by its wave."""
         if wave == SOURCE:
-            return _source_outcome(result)
+            return _SOURCE.validate_python(result)
         if wave == GATHERING:
-            stored = self._full.checkpoint.shard_map.tensors
-            return _blocks(result["blocks"], lambda r: stored[r.tensor].numel * BY_NAME[r.dtype].itemsize_bytes)
-        return _reading(result, index, lambda r: self._check.size_bytes(r.tensor, r.dtype))
+            stored, blocks = self._full.checkpoint.shard_map.tensors, _BLOCKS.validate_python(result)
+            _prove_blocks(blocks, lambda r: stored[r.tensor].numel * BY_NAME[r.dtype].itemsize_bytes)
+            return blocks
+        reading = _READING.validate_python(result)
+        if {reading.file, *(d.file for d in reading.damaged)} != {index}:
+            raise ValueError
+        _prove_blocks(reading.blocks, lambda r: self._check.size_bytes(r.tensor, r.dtype))
+        return reading
+
+
+_SOURCE = TypeAdapter[SourceOutcome](SourceOutcome)
+_READING = TypeAdapter(FileReading)
+_BLOCKS = TypeAdapter(list[BlockRun])
+
+
+def _prove_blocks(runs: Iterable[BlockRun], size_bytes: Callable[[BlockRun], int]) -> None:
+    """Refuse digests of blocks that a tensor does not have; `size_bytes` gives the size of the tensor of a run."""
+    for run in runs:
+        if min(run.tensor, run.first) < 0 or len(run.digests) % DIGEST_BYTES or run.end > block_count(size_bytes(run)):
+            raise ValueError
 
 
 def _full_waves(full: FullVerification, *, commit: bool) -> CheckWaves:
@@ -157,66 +177,6 @@ def _full_waves(full: FullVerification, *, commit: bool) -> CheckWaves:
             FILES: list(sizes.items()),
             GATHERING: [(u.index, u.length_bytes + CALL_BYTES) for u in plan.units if not u.commit],
         }
-    )
-
-
-# Results of checks as JSON values.
-
-
-def _source_json(outcome: SourceOutcome) -> Any:
-    sums, damaged = outcome
-    return {
-        "sha256": list(sums.sha256),
-        "uncovered_bytes": sums.uncovered_bytes,
-        "uncovered": [list(gap) for gap in sums.uncovered],
-        "damaged": damaged,
-    }
-
-
-def _source_outcome(result: Any) -> SourceOutcome:
-    uncovered = tuple((int(offset), int(length)) for offset, length in result["uncovered"])
-    sums = SourceSums(tuple(map(_sha256, result["sha256"])), int(result["uncovered_bytes"]), uncovered)
-    return sums, [str(name) for name in result["damaged"]]
-
-
-def _sha256(text: str) -> str:
-    if len(bytes.fromhex(text)) != hashlib.sha256().digest_size:
-        raise ValueError
-    return text
-
-
-def _blocks_json(runs: Iterable[BlockRun]) -> Any:
-    return [[r.tensor, r.dtype, r.first, b64encode(r.digests).decode()] for r in runs]
-
-
-def _blocks(rows: Any, size_bytes: Callable[[BlockRun], int]) -> list[BlockRun]:
-    """The digests in a result; `size_bytes` gives the size of the tensor of a run."""
-    runs = [BlockRun(int(t), str(d), int(first), b64decode(digests, validate=True)) for t, d, first, digests in rows]
-    for run in runs:
-        if min(run.tensor, run.first) < 0 or len(run.digests) % DIGEST_BYTES or run.end > block_count(size_bytes(run)):
-            raise ValueError
-    return runs
-
-
-def _reading_json(reading: FileReading) -> Any:
-    return {
-        "sha256": reading.sha256,
-        "read_bytes": reading.read_bytes,
-        "problems": [p.model_dump(mode="json") for p in reading.problems],
-        "damaged": [[d.begin, d.end, d.crc32, d.expected] for d in reading.damaged],
-        "blocks": _blocks_json(reading.blocks),
-    }
-
-
-def _reading(result: Any, file: int, size_bytes: Callable[[BlockRun], int]) -> FileReading:
-    sha256 = result["sha256"]
-    return FileReading(
-        file,
-        None if sha256 is None else _sha256(sha256),
-        int(result["read_bytes"]),
-        [VerifyProblem.model_validate(p) for p in result["problems"]],
-        [Damage(file, *map(int, row)) for row in result["damaged"]],
-        _blocks(result["blocks"], size_bytes),
     )
 
 

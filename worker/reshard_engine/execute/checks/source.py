@@ -19,6 +19,7 @@ from reshard_engine.containers.torch_file import checksummed_spans
 from reshard_engine.execute.casts.cast import are_nan
 from reshard_engine.execute.casts.placing import default_kernel
 from reshard_engine.execute.gather import TensorReader
+from reshard_engine.integrity.checksums import Sha256
 from reshard_engine.storage.crc32 import crc32, pieces_of
 
 SOURCE_THREADS = 4
@@ -31,7 +32,7 @@ MAX_UNCOVERED = 10_000
 class SourceSums:
     """The results of reading a whole source file."""
 
-    sha256: tuple[str, ...]
+    sha256: tuple[Sha256, ...]
     """SHA-256 of each object that the file consists of."""
     uncovered_bytes: int
     uncovered: tuple[tuple[int, int], ...]
