@@ -1,4 +1,4 @@
-"""Writes what is generated from code: docs/errors.md, docs/modules.md, pages of reference, pictures of layouts.
+"""Writes what is generated from code: docs/errors.md, docs/modules.md, pages of reference, tables of options, pictures.
 
 `--check` only says whether they are current. What to do about an error is taken from the `fix=` texts of
 the code that raises it, and what a module is for from its docstring: the pages cannot say anything else
@@ -15,6 +15,7 @@ from pathlib import Path
 from keywords_module import KEYWORDS, keywords_module
 from layout_pictures import pictures
 from llms_page import LLMS, llms_page
+from options_tables import CLI, cli_page
 from reference_pages import REST, commands_pages, rest_page
 from settings_page import SETTINGS, settings_page
 
@@ -207,6 +208,7 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield from modules_pages().items()
     yield REST, rest_page()
     yield SETTINGS, settings_page()
+    yield CLI, cli_page()
     yield KEYWORDS, keywords_module()
     yield from commands_pages().items()
     yield from pictures()

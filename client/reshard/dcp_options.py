@@ -43,7 +43,10 @@ class MissingMoments(StrEnum):
 class DcpOptions(FormatOptions):
     """Options of distributed checkpoints."""
 
-    framework: Annotated[Framework | None, Option(label="Framework that loads it", digested="grammar")] = Field(
+    framework: Annotated[
+        Framework | None,
+        Option(label="Framework that loads it", ensure="SRC's", digested="grammar"),
+    ] = Field(
         default=None,
         validation_alias=AliasChoices("framework", "grammar"),
         description="Keys and files as this framework loads them; default: the source's, or accelerate.",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from pydantic import TypeAdapter, ValidationError
 
 from reshard.errors import RequestError
 from reshard.installed_formats import former_names, option_fields, plain_kind
 from reshard.option import Option, Place, Section, option_of
 from reshard.options import ConversionOptions, SourceChoices, SourceSpec
+from reshard.wire_model import said_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 _SECTIONS = tuple(Section)
+_SECTIONS_OF_ENSURE: Mapping[str, str] = {"": Section.TARGET, Section.LAYOUT: "Target layout"}
+"""The parts of the help of `ensure` that have other names than those of a conversion."""
 _WORDS = (
     (re.compile(r"--to ([\w]+)"), r'`to="\1"`'),
     (re.compile(r"\ba ([\w-]+) SRC\b"), r"a \1 source"),
@@ -38,6 +43,8 @@ class Declared:
     """The place of the model that has the field, within a request: `("options", "deepspeed")`."""
     info: FieldInfo
     option: Option
+    as_in_source: bool = False
+    """True if None stands for what the source has, not for the field's default."""
 
     @property
     def name(self) -> str:
@@ -72,7 +79,7 @@ class Declared:
     @property
     def default(self) -> Any:
         """The default of the flag and of the keyword argument; None stands for that of the field."""
-        own = self.option.section and self.option.parse is None
+        own = self.option.section and self.option.parse is None and not self.as_in_source
         return self.info.get_default() if own else None
 
     @property
@@ -105,6 +112,14 @@ class Declared:
     def names_place(self) -> bool:
         """True if the value is a path or a URL."""
         return any(isinstance(m, Place) for m in self.info.metadata)
+
+    def problem_of(self, text: str) -> str | None:
+        """What is wrong with a text as a value of the field, in words; None if nothing is."""
+        try:
+            TypeAdapter(cast("Any", Annotated)[self.info.annotation, *self.info.metadata]).validate_python(text)
+        except ValidationError as error:
+            return said_of(error.errors(include_url=False, include_input=False)[0])
+        return None
 
     def value(self, given: Any) -> Any:
         """The value of the field, from that of the flag or of the keyword argument.
@@ -158,6 +173,28 @@ def present_names(given: Mapping[str, Any], options: Mapping[str, Declared]) -> 
 def choices_of_source() -> dict[str, Declared]:
     """The options that choose what of a checkpoint is read."""
     return {n: d for n, d in options_of_source().items() if d.field in SourceChoices.model_fields}
+
+
+@cache
+def options_of_ensure() -> dict[str, Declared]:
+    """The options that `ensure` has, with its texts and defaults: the source's choices first, then the conversion's."""
+    found = {n: o for n, o in options_of_source().items() if n != "profile"}
+    for name, option in declared_options().items():
+        if (default := option.option.ensure) is not None:
+            section = _SECTIONS_OF_ENSURE.get(option.option.section, option.option.section)
+            text = (
+                f"{option.help.partition('; default:')[0].rstrip('.')}; default: {default}." if default else option.help
+            )
+            shown = replace(option.option, help=text, section=section)
+            found[name] = replace(option, option=shown, as_in_source=bool(default))
+    return found
+
+
+@cache
+def options_of_cuts() -> dict[str, Declared]:
+    """The options that say how tensor parallelism cut either side of a comparison."""
+    found = {n: declared_options()[n] for n in ("rules", "family")}
+    return {n: replace(o, option=replace(o.option, help=o.help.replace("SRC", "side"))) for n, o in found.items()}
 
 
 def _others() -> Iterator[Declared]:

@@ -68,6 +68,10 @@ class Option:
     """Other words for choices, and the choices."""
     label: str = ""
     """The label of the field on pages; by default its name."""
+    of_run: bool = False
+    """True if it says how the conversion runs: the bytes of the target are the same with any value."""
+    ensure: str | None = None
+    """The words for the default of `ensure`, if that has the option; empty for the same default as here."""
     digested: str = ""
     """The name in digests, which stays when an option is renamed; by default that of the field."""
 

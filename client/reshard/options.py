@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from reshard.choices import (
     DTYPE_NAMES,
@@ -131,7 +132,14 @@ class ConversionOptions(RequestModel):
 
     target_profile: Annotated[
         str | None,
-        Option("Storage profile for DST.", Section.TARGET, 9, metavar="NAME", label="Storage profile of the target"),
+        Option(
+            "Storage profile for DST.",
+            Section.TARGET,
+            9,
+            metavar="NAME",
+            label="Storage profile of the target",
+            of_run=True,
+        ),
     ] = Field(default=None, max_length=128)
     dtype: Annotated[
         WeightDtype | None,
@@ -141,6 +149,7 @@ class ConversionOptions(RequestModel):
             1,
             also=DTYPE_NAMES,
             label="Element type",
+            ensure="as in SRC",
         ),
     ] = None
     """Consolidated weights: the type of floats. By default nothing is cast: masters where there are any, and everything
@@ -178,6 +187,7 @@ class ConversionOptions(RequestModel):
             Section.CHECKING,
             4,
             label="Objects of unknown classes",
+            ensure="",
         ),
     ] = OpaquePolicy.REFUSE
     overwrite: Annotated[
@@ -187,11 +197,14 @@ class ConversionOptions(RequestModel):
             Section.TARGET,
             7,
             label="Replace an existing target",
+            of_run=True,
         ),
     ] = False
     pointer: Annotated[
         bool | None,
-        Option("Write `latest` beside DST; default: where its parent is a save directory.", Section.TARGET, 8),
+        Option(
+            "Write `latest` beside DST; default: where its parent is a save directory.", Section.TARGET, 8, of_run=True
+        ),
     ] = Field(default=None, exclude_if=_is_none)
     """`zero` and `universal`: whether `latest` (or `latest_universal`) is written beside the target. By default it is
     where the target's parent is a save directory: it has such a file, holds another tag directory, or holds nothing but
@@ -208,7 +221,7 @@ class ConversionOptions(RequestModel):
     """Policy for finite elements that a narrower type cannot hold. Losses are counted under every policy."""
     verify: Annotated[
         VerifyLevel,
-        Option("`full` also reads all of SRC and of the output.", Section.CHECKING, 1, label="Checks"),
+        Option("`full` also reads all of SRC and of the output.", Section.CHECKING, 1, label="Checks", of_run=True),
     ] = VerifyLevel.DEFAULT
     memory_limit_bytes: Annotated[
         int,
@@ -220,6 +233,8 @@ class ConversionOptions(RequestModel):
             metavar="SIZE",
             parse=parse_size,
             label="Memory limit",
+            of_run=True,
+            ensure="",
         ),
     ] = Field(default=DEFAULT_MEMORY_LIMIT_BYTES, ge=1, le=MOST_BYTES)
     part_bytes: Annotated[
@@ -232,13 +247,18 @@ class ConversionOptions(RequestModel):
             metavar="SIZE",
             parse=parse_size,
             label="Size of a unit of work",
+            of_run=True,
         ),
     ] = Field(default=DEFAULT_PART_BYTES, ge=1 << 10, le=MOST_BYTES)
     """Bytes of one unit of work and of one part of a multipart upload."""
     threads: Annotated[
         int | None,
         Option(
-            "Units in parallel; default: one per core, more for object stores.", Section.RESOURCES, 3, label="Threads"
+            "Units in parallel; default: one per core, more for object stores.",
+            Section.RESOURCES,
+            3,
+            label="Threads",
+            of_run=True,
         ),
     ] = Field(default=None, ge=1, le=1024)
     server_copy: Annotated[
@@ -248,6 +268,7 @@ class ConversionOptions(RequestModel):
             Section.RESOURCES,
             4,
             label="Copies made by the store",
+            of_run=True,
         ),
     ] = ServerCopyPolicy.AUTO
     """With `auto` the object store itself copies ranges that move unchanged within it (server-side copies)."""
@@ -275,21 +296,28 @@ class NativeLayout(FormatOptions):
     """The layout of a native DeepSpeed target. An option that is None is as in the source, or DeepSpeed's default."""
 
     zero_stage: Annotated[
-        ZeroStage | None, Option("ZeRO stage; default: as in SRC.", Section.LAYOUT, 5, label="ZeRO stage")
+        ZeroStage | None, Option("ZeRO stage; default: as in SRC.", Section.LAYOUT, 5, label="ZeRO stage", ensure="")
     ] = None
-    dp: Annotated[int | None, Option("Data-parallel ranks.", Section.LAYOUT, 1, label="Data-parallel ranks (GPUs)")] = (
-        Field(default=None, ge=1, le=1 << 20)
-    )
+    dp: Annotated[
+        int | None,
+        Option(
+            "Data-parallel ranks.",
+            Section.LAYOUT,
+            1,
+            label="Data-parallel ranks (GPUs)",
+            ensure="processes of the launcher / (tp x pp)",
+        ),
+    ] = Field(default=None, ge=1, le=1 << 20)
     """Data-parallel ranks; with sequence parallelism, the product of both. A native target needs this option."""
-    tp: Annotated[int, Option("Tensor-parallel ranks.", Section.LAYOUT, 2, label="Tensor-parallel ranks")] = Field(
-        default=1, ge=1, le=1 << 12
+    tp: Annotated[
+        int, Option("Tensor-parallel ranks.", Section.LAYOUT, 2, label="Tensor-parallel ranks", ensure="as in SRC")
+    ] = Field(default=1, ge=1, le=1 << 12)
+    pp: Annotated[int, Option("Pipeline stages.", Section.LAYOUT, 3, label="Pipeline stages", ensure="as in SRC")] = (
+        Field(default=1, ge=1, le=1 << 12)
     )
-    pp: Annotated[int, Option("Pipeline stages.", Section.LAYOUT, 3, label="Pipeline stages")] = Field(
-        default=1, ge=1, le=1 << 12
-    )
-    ep: Annotated[int, Option("Expert-parallel ranks.", Section.LAYOUT, 4, label="Expert-parallel ranks")] = Field(
-        default=1, ge=1, le=1 << 12
-    )
+    ep: Annotated[
+        int, Option("Expert-parallel ranks.", Section.LAYOUT, 4, label="Expert-parallel ranks", ensure="as in SRC")
+    ] = Field(default=1, ge=1, le=1 << 12)
     partition_method: Annotated[
         str | None,
         Option(
@@ -352,6 +380,7 @@ class DeepSpeedOptions(NativeLayout):
             parse=read_rules,
             takes=Path,
             label="Cut rules",
+            ensure="",
         ),
     ] = Field(default=None, max_length=1 << 16)
     """Rules as YAML (docs/rules.md): how tensor parallelism cuts parameters, if the source does not say."""
@@ -363,6 +392,7 @@ class DeepSpeedOptions(NativeLayout):
             9,
             metavar="NAME",
             label="Family of cut rules",
+            ensure="",
         ),
     ] = Field(default=None, max_length=64)
     """A built-in set of cut rules, such as `gpt-megatron`."""
@@ -457,6 +487,11 @@ class PeftOptions(FormatOptions):
     ] = Field(default=None, min_length=1, max_length=4096)
     """A directory with the base model's weights, or its directory in the cache of the Hugging Face hub. `merge_adapter`
     needs it if the checkpoint has no frozen parameters. It is read with the source's storage profile."""
+
+
+def decides_bytes(info: FieldInfo) -> bool:
+    """True if the bytes of a target may depend on an option's value itself. Files that it names are pinned in plans."""
+    return not option_of(info).of_run and not any(isinstance(m, Place) for m in info.metadata)
 
 
 OptionsT = TypeVar("OptionsT", bound=FormatOptions)

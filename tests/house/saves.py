@@ -40,5 +40,5 @@ def same(a: Path | str, b: Path | str) -> bool:
 
 def wanted(**options: Any) -> Wanted:
     """What `ensure` makes of its arguments."""
-    axes = {axis: options.pop(axis, None) for axis in ("dp", "tp", "pp", "ep")}
-    return Wanted.of(axes, zero_stage=options.pop("zero_stage", None), dtype=options.pop("dtype", None), **options)
+    others = {name: options.pop(name) for name in ("choices", "environ", "loader") if name in options}
+    return Wanted.of(options, **others)

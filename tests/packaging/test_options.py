@@ -11,6 +11,7 @@ from typing import Any
 
 import annotated_types
 import pytest
+import typer
 from fastapi.testclient import TestClient
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -21,6 +22,7 @@ from reshard.choices import TargetFormat
 from reshard.cli import flags as flags_module
 from reshard.cli.flags import ConversionFlags
 from reshard.cli.given import called
+from reshard.dcp_options import Framework
 from reshard.declared import declared_options
 from reshard.ensuring.call import loader_of
 from reshard.ensuring.world import DistributedLayout, Wanted
@@ -29,7 +31,16 @@ from reshard.functions import request_of
 from reshard.installed_formats import option_fields, plain_kind
 from reshard.models.jobs import ConvertRequest, SubmitRequest
 from reshard.models.keywords import ConvertOptions
-from reshard.options import DeepSpeedOptions, NativeLayout, Options, PeftOptions, SourceSpec, WeightsOptions
+from reshard.option import option_of as option_of_field
+from reshard.options import (
+    ConversionOptions,
+    DeepSpeedOptions,
+    NativeLayout,
+    Options,
+    PeftOptions,
+    SourceSpec,
+    WeightsOptions,
+)
 from reshard.wire_model import invalid
 from reshard_engine.plan.planner import request_facts
 from reshard_jobs.queue.idempotency import fingerprint
@@ -157,6 +168,17 @@ def test_defaults_and_bounds_are_the_same(field: str) -> None:
         assert option.max in (None, most.le if most else None)
 
 
+@pytest.mark.parametrize("field", [n for n, f in FIELDS.items() if plain_kind(f) is float])
+def test_a_flag_for_a_fraction_is_checked_as_its_field(field: str) -> None:
+    bounds = {type(m): m for m in FIELDS[field].metadata}
+    option = declared_options()[field]
+    for wrong in (bounds[annotated_types.Gt].gt, bounds[annotated_types.Lt].lt, "nan", "x", -1.0):
+        assert option.problem_of(str(wrong)) is not None
+        with pytest.raises(typer.BadParameter):
+            option_of(flag_of(field)).type_descriptor.parameter_info.parser(str(wrong))
+    assert option_of(flag_of(field)).type_descriptor.parameter_info.parser("3.5") == 3.5
+
+
 def test_the_client_takes_every_option() -> None:
     own = set(ConvertOptions.__annotations__)
     assert own == {*FIELDS, "options", "layout"}
@@ -238,8 +260,8 @@ def test_a_renamed_option_keeps_its_name_in_digests(tmp_path: Path) -> None:
     assert sha256(text.encode()).hexdigest() == "d189cb53ed2acd47f85ae109a46df9f9e01748d1aa1bef3e28d8d075915609c2"
     said = fingerprint(SubmitRequest.model_validate(body).digested())
     assert said == "536317affcb3ce8e01b2fe1b99fd770acef605ef4ccecd4bb56a013b680abfa0"
-    loader = loader_of(tmp_path, None, to="dcp", framework="trainer")
-    key = Wanted.of({"dp": 4}, zero_stage=2, dtype="bf16", environ={}, loader=loader).key()
+    loader = loader_of(tmp_path, None, to="dcp", framework=Framework.TRAINER)
+    key = Wanted.of({"dp": 4, "zero_stage": 2, "dtype": "bf16"}, environ={}, loader=loader).key()
     assert "('framework', {'to': 'dcp', 'grammar': 'trainer', 'source_is_distributed': False})" in key
     layout = DistributedLayout(framework="trainer")
     assert layout.model_dump_json(by_alias=True) == '{"grammar":"trainer"}'
@@ -298,6 +320,11 @@ def test_the_handbook_names_every_option(field: str) -> None:
     name = "--" + flag_of(field).replace("_", "-")
     pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("cli.md", "rules.md", "peft.md"))
     assert re.search(rf"{re.escape(name)}\b", pages), f"{name} is in none of docs/cli.md, rules.md and peft.md"
+
+
+def test_what_keeps_the_bytes_says_so() -> None:
+    said = {n for n, info in ConversionOptions.model_fields.items() if option_of_field(info).of_run}
+    assert said == BYTES_KEPT - set(SourceSpec.model_fields)
 
 
 @pytest.mark.parametrize("field", sorted(set(FIELDS) - BYTES_KEPT - IN_FILES))

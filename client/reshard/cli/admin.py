@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from reshard.choices import TokenScope
-from reshard.cli.flags import choice
+from reshard.cli.flags import choice, signed
 from reshard.cli.help_pages import OPERATION, REMOTE, Commands
 from reshard.cli.local import JsonFlag
 from reshard.errors import RequestError, counted, format_size, printable
@@ -37,26 +39,28 @@ TenantFlag = Annotated[
     typer.Option("--tenant", metavar="NAME", help="The tenant; only the operator may name another than their own."),
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant's name: a-z, 0-9 and '-'.")]
-ReadRoots = Annotated[
-    list[str] | None,
-    typer.Option("--read-root", metavar="URL", help="URL that jobs may read below; may be repeated; none for any."),
-]
-WriteRoots = Annotated[
-    list[str] | None,
-    typer.Option("--write-root", metavar="URL", help="URL that jobs may write below; may be repeated; none for any."),
-]
-Profiles = Annotated[
-    list[str] | None,
-    typer.Option("--profile", metavar="NAME", help="Storage profile of the tenant; may be repeated; none for any."),
-]
-MaxQueued = Annotated[str | None, typer.Option(metavar="N|none", help="The most jobs that may wait.")]
-MaxRunning = Annotated[str | None, typer.Option(metavar="N|none", help="The most jobs that run at once.")]
-MaxWorkers = Annotated[str | None, typer.Option(metavar="N|none", help="The most workers at once, helpers included.")]
-MaxPriority = Annotated[str | None, typer.Option(metavar="N|none", help="The highest priority of a job.")]
-BytesPerDay = Annotated[
-    str | None, typer.Option(metavar="SIZE|none", help="The most bytes of the conversions of 24 hours, such as 10TiB.")
-]
-Weight = Annotated[int | None, typer.Option(min=1, max=1000, help="Share of the workers, relative to others.")]
+
+
+def _places(metavar: str, text: str) -> Any:
+    return Annotated[list[str] | None, typer.Option(metavar=metavar, help=f"{text}; may be repeated; none for any.")]
+
+
+def _limit(text: str, metavar: str = "N|none") -> Any:
+    return Annotated[str | None, typer.Option(metavar=metavar, help=text)]
+
+
+_SETTINGS: Mapping[str, Any] = {
+    "read_root": _places("URL", "URL that jobs may read below"),
+    "write_root": _places("URL", "URL that jobs may write below"),
+    "profile": _places("NAME", "Storage profile of the tenant"),
+    "max_queued": _limit("The most jobs that may wait."),
+    "max_running": _limit("The most jobs that run at once."),
+    "max_workers": _limit("The most workers at once, helpers included."),
+    "max_priority": _limit("The highest priority of a job."),
+    "bytes_per_day": _limit("The most bytes of the conversions of 24 hours, such as 10TiB.", "SIZE|none"),
+    "weight": Annotated[int | None, typer.Option(min=1, max=1000, help="Share of the workers, relative to others.")],
+}
+"""The settings of a tenant: a flag each. The field of one that may be repeated has an `s` behind its name."""
 
 
 def register(app: typer.Typer) -> None:
@@ -108,56 +112,39 @@ def revoke_token(
     _say(_json(token) if as_json else f"{token.id} revoked")
 
 
+def _takes_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag for each setting in place of its parameter `given`, which has those that were given."""
+
+    @wraps(command)
+    def run(name: str, *, as_json: bool, **flags: Any) -> None:
+        # A flag that may be repeated and is not given is an empty list.
+        command(name, given={n: v for n, v in flags.items() if v not in (None, [])}, as_json=as_json)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    made = [inspect.Parameter(n, own["as_json"].kind, default=None, annotation=a) for n, a in _SETTINGS.items()]
+    return signed(run, [own["name"], *made, own["as_json"]])
+
+
 @tenants.command("create")
-def create_tenant(
-    name: Name,
-    *,
-    read_root: ReadRoots = None,
-    write_root: WriteRoots = None,
-    profile: Profiles = None,
-    max_queued: MaxQueued = None,
-    max_running: MaxRunning = None,
-    max_workers: MaxWorkers = None,
-    max_priority: MaxPriority = None,
-    bytes_per_day: BytesPerDay = None,
-    weight: Weight = None,
-    as_json: JsonFlag = False,
-) -> None:
+@_takes_settings
+def create_tenant(name: Name, *, given: Mapping[str, Any], as_json: JsonFlag = False) -> None:
     """Make a tenant. A setting that is not given is the service's own."""
-    numbers = {"max_queued": max_queued, "max_running": max_running, "max_workers": max_workers}
-    numbers |= {"max_priority": max_priority, "bytes_per_day": bytes_per_day}
-    lists = {"read_roots": read_root, "write_roots": write_root, "profiles": profile}
     with _client() as client:
-        made = client.admin.create_tenant(name, _settings(None, lists, numbers, weight))
+        made = client.admin.create_tenant(name, _settings(None, given))
     _say(_json(made) if as_json else made.name)
 
 
 @tenants.command("set")
-def set_tenant(
-    name: Name,
-    *,
-    read_root: ReadRoots = None,
-    write_root: WriteRoots = None,
-    profile: Profiles = None,
-    max_queued: MaxQueued = None,
-    max_running: MaxRunning = None,
-    max_workers: MaxWorkers = None,
-    max_priority: MaxPriority = None,
-    bytes_per_day: BytesPerDay = None,
-    weight: Weight = None,
-    as_json: JsonFlag = False,
-) -> None:
+@_takes_settings
+def set_tenant(name: Name, *, given: Mapping[str, Any], as_json: JsonFlag = False) -> None:
     """Change settings of a tenant; the others stay. `none` makes a setting the service's own again."""
-    numbers = {"max_queued": max_queued, "max_running": max_running, "max_workers": max_workers}
-    numbers |= {"max_priority": max_priority, "bytes_per_day": bytes_per_day}
-    lists = {"read_roots": read_root, "write_roots": write_root, "profiles": profile}
     with _client() as client:
         before = next((tenant for tenant in client.admin.tenants() if tenant.name == name), None)
         if before is None:
             raise RequestError(
                 "request.not_found", f"there is no tenant {printable(name, max_chars=64)!r}", fix="reshard tenants list"
             )
-        changed = client.admin.set_tenant(name, _settings(before, lists, numbers, weight))
+        changed = client.admin.set_tenant(name, _settings(before, given))
     _say(_json(changed) if as_json else changed.name)
 
 
@@ -210,20 +197,19 @@ def audit(
         _say(line)
 
 
-def _settings(
-    before: Tenant | None, lists: dict[str, list[str] | None], numbers: dict[str, str | None], weight: int | None
-) -> TenantSettings:
+def _settings(before: Tenant | None, given: Mapping[str, Any]) -> TenantSettings:
     from reshard.cli.given import settings_of
 
     values: dict[str, Any] = before.model_dump(exclude={"name", "created_at"}) if before is not None else {}
-    values |= {name: None if given == [_NONE] else given for name, given in lists.items() if given}
-    values |= {name: _number(name, given) for name, given in numbers.items() if given is not None}
-    values |= {"weight": weight} if weight is not None else {}
+    for name, value in given.items():
+        if isinstance(value, list):
+            values[f"{name}s"] = None if value == [_NONE] else value
+        else:
+            values[name] = _number(name, value) if isinstance(value, str) else value
     return settings_of(values)
 
 
 def _number(name: str, text: str) -> int | None:
-
     if text == _NONE:
         return None
     if name == "bytes_per_day":

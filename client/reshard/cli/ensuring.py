@@ -6,18 +6,15 @@ import json
 import os
 import shlex
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from reshard.choices import DTYPE_NAMES, EnsureWorkers, OpaquePolicy, TargetFormat, WeightDtype, ZeroStage
-from reshard.cli.flags import CheckpointFlags, MemoryLimitFlag, OptionsCommand, choice, takes_checkpoint, target_among
-from reshard.cli.help_pages import CHECKING, HERE, RESOURCES, SERVICE, SOURCE, TARGET, WORLD
+from reshard.choices import EnsureWorkers, TargetFormat
+from reshard.cli.flags import EnsureFlags, OptionsCommand, choice, takes_ensured, target_among
+from reshard.cli.help_pages import HERE, RESOURCES, SERVICE, TARGET
 from reshard.cli.local import JsonFlag, QuietFlag
 from reshard.cli.output import DISTRIBUTED, followed
-from reshard.option import parse_size, read_rules
 from reshard.progress import progress_shown
 
 
@@ -26,66 +23,23 @@ def register(app: typer.Typer) -> None:
     app.command(cls=OptionsCommand, rich_help_panel=HERE)(ensure)
 
 
-@takes_checkpoint
+@takes_ensured
 def ensure(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Save directory, `checkpoint-N`, or tag directory.")],
     *,
-    dp: Annotated[
-        int | None,
-        typer.Option(
-            help="Data-parallel ranks; default: processes of the launcher / (tp x pp).", rich_help_panel=WORLD
-        ),
-    ] = None,
-    tp: Annotated[
-        int | None, typer.Option(help="Tensor-parallel ranks; default: as in SRC.", rich_help_panel=WORLD)
-    ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages; default: as in SRC.", rich_help_panel=WORLD)] = None,
-    ep: Annotated[
-        int | None, typer.Option(help="Expert-parallel ranks; default: as in SRC.", rich_help_panel=WORLD)
-    ] = None,
-    zero_stage: Annotated[
-        ZeroStage | None, choice(ZeroStage, help="ZeRO stage; default: as in SRC.", rich_help_panel=WORLD)
-    ] = None,
-    dtype: Annotated[
-        WeightDtype | None,
-        choice(
-            WeightDtype, also=DTYPE_NAMES, help="Element type of the model; default: as in SRC.", rich_help_panel=WORLD
-        ),
-    ] = None,
+    flags: EnsureFlags,
     to: Annotated[
         str | None,
         typer.Option(
             metavar="zero|dcp", help="Run that will load it: DeepSpeed, FSDP; default: SRC's.", rich_help_panel=TARGET
         ),
     ] = None,
-    framework: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Framework that loads a dcp: state-dict, torchtitan, accelerate, trainer, lightning.",
-            rich_help_panel=TARGET,
-        ),
-    ] = None,
-    grammar: Annotated[str | None, typer.Option(hidden=True)] = None,
-    flags: CheckpointFlags,
     out: Annotated[
         str | None,
         typer.Option(
             metavar="DIR", help="Save directory to create; default: below .reshard in SRC.", rich_help_panel=TARGET
         ),
     ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Rules (YAML) for a tensor-parallel SRC.", rich_help_panel=SOURCE),
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Built-in set of rules, such as gpt-megatron.", rich_help_panel=SOURCE),
-    ] = None,
-    opaque: Annotated[
-        OpaquePolicy,
-        choice(OpaquePolicy, help="Policy for objects of classes not on the allow-list.", rich_help_panel=CHECKING),
-    ] = (OpaquePolicy.REFUSE),
     url: Annotated[
         str | None,
         typer.Option(
@@ -106,7 +60,6 @@ def ensure(
             rich_help_panel=RESOURCES,
         ),
     ] = EnsureWorkers.AUTO,
-    memory_limit: MemoryLimitFlag = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -115,7 +68,6 @@ def ensure(
     The path is SRC itself if it has that layout, or an earlier result if one exists.
     `OUT=$(reshard ensure SRC --dp 16)` works, because the path is the only output on stdout.
     """
-    spec = flags.spec(source)
     from reshard.ensuring.call import Outcome, ensured, loader_of
     from reshard.ensuring.world import Wanted, world_size
 
@@ -125,26 +77,15 @@ def ensure(
         Outcome.CONVERTED: "converted and verified",
     }
     to = None if to is None else target_among((TargetFormat.ZERO, DISTRIBUTED), to)
-    loader = loader_of(source, flags.tag, to=to, framework=framework or grammar)
+    given = flags.values()
+    loader = loader_of(source, flags.tag, to=to, framework=given.pop("framework", None))
     if loader.distributed:
         said[Outcome.SOURCE] = (
             "nothing was converted: a distributed checkpoint (DCP) loads on any number of ranks as it is; "
             f"for a copy: reshard convert {shlex.quote(source)} DST --to {DISTRIBUTED}{flags.words()}"
         )
-    wanted = Wanted.of(
-        {"dp": dp, "tp": tp, "pp": pp, "ep": ep},
-        zero_stage=zero_stage,
-        dtype=dtype,
-        rules=None if rules is None else read_rules(rules),
-        family=family,
-        opaque=opaque,
-        environ=os.environ,
-        loader=loader,
-    )
-    wanted = replace(wanted, choices=spec.given())
-    if memory_limit is not None:
-        wanted = replace(wanted, memory_limit_bytes=parse_size(memory_limit))
-    if dp is None and not loader.distributed and not quiet and (told := world_size(os.environ)) is not None:
+    wanted = Wanted.of(given, choices=flags.spec(source).given(), environ=os.environ, loader=loader)
+    if wanted.dp is None and not loader.distributed and not quiet and (told := world_size(os.environ)) is not None:
         sys.stderr.write(f"{told[0]} ranks, from {told[1]}; --dp N overrides\n")
     with progress_shown(quiet=quiet) as show:
         result = ensured(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from reshard.choices import TargetFormat
-from reshard.cli.help_pages import RESOURCES, TARGET, HelpedCommand
+from reshard.cli.help_pages import TARGET, HelpedCommand
 from reshard.errors import RequestError, printable
 
 if TYPE_CHECKING:
@@ -134,14 +134,6 @@ def target_among(names: Sequence[str], text: str) -> str:
     return value
 
 
-MemoryLimitFlag = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE",
-        help="Memory for buffers and metadata, such as 1GiB (the default).",
-        rich_help_panel=RESOURCES,
-    ),
-]
 _ToFlag = Annotated[
     str,
     typer.Option(
@@ -176,6 +168,14 @@ class CheckpointFlags:
         """The flags that were given, as keyword arguments."""
         return {name: value for name, value in self._given.items() if value is not None}
 
+    def values(self) -> dict[str, Any]:
+        """The values of the fields whose flags were given, or have a default.
+
+        Raises:
+            RequestError: `request.invalid`.
+        """
+        return _models().values_of(self.options(), self.given())
+
     def spec(self, url: str) -> SourceSpec:
         """Make the wire model of a source.
 
@@ -188,6 +188,24 @@ class CheckpointFlags:
         """The flags of the source that were given, as they are typed behind a command; empty if none was."""
         said = ((option.flag, self._given.get(name)) for name, option in _declared().options_of_source().items())
         return "".join(f" {flag} {shlex.quote(value)}" for flag, value in said if value is not None)
+
+
+class EnsureFlags(CheckpointFlags):
+    """The options of `ensure`: the checkpoint, and the layout that a run needs."""
+
+    @classmethod
+    def options(cls) -> dict[str, Declared]:
+        """The declared options among the flags, by their names."""
+        return _declared().options_of_ensure()
+
+
+class CutFlags(CheckpointFlags):
+    """The options of a comparison that say how tensor parallelism cut its sides."""
+
+    @classmethod
+    def options(cls) -> dict[str, Declared]:
+        """The declared options among the flags, by their names."""
+        return _declared().options_of_cuts()
 
 
 class SourceFlags(CheckpointFlags):
@@ -295,16 +313,21 @@ def _taken_by(command: Any) -> dict[str, tuple[type[CheckpointFlags], str]]:
     return command.callback.takes
 
 
+def signed(function: Any, parameters: Sequence[inspect.Parameter]) -> Any:
+    """The function, with these parameters for whoever asks for its signature, as typer does."""
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    return function
+
+
 def _made(parameters: Sequence[inspect.Parameter]) -> list[Any]:
     """The options of the command line for parameters of a function."""
 
     def command(**_: Any) -> None:
         """Carries the parameters; it is never called."""
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {p.name: p.annotation for p in parameters}
     app = typer.Typer(add_completion=False)
-    app.command()(command)
+    app.command()(signed(command, parameters))
     return [p for p in typer.main.get_command(app).params if p.name != "help"] if parameters else []
 
 
@@ -342,15 +365,27 @@ def _annotation(option: Declared, side: str = "", *, former: str = "") -> Any:
         return Annotated[kind | None, choice(kind, flag, also=option.option.also, **shown)]
     if kind is bool and option.default is not False:
         flag = f"{flag}/--no-{flag.removeprefix('--')}"
-    if kind in (int, float):
+    if kind is int:
         bounds = {word: getattr(m, bound) for m in option.info.metadata for word, bound in _BOUNDS if hasattr(m, bound)}
         shown |= bounds
+    if kind is float:
+        # typer has no word for a bound that is not itself a value.
+        shown |= {"parser": _within(option), "metavar": "X"}
     if option.option.metavar is not None:
         shown["metavar"] = option.option.metavar
     return Annotated[kind | None, typer.Option(flag, **shown)]
 
 
 _BOUNDS = (("min", "ge"), ("max", "le"))
+
+
+def _within(option: Declared) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        if (problem := option.problem_of(text)) is not None:
+            raise typer.BadParameter(f"{printable(text, max_chars=64)} {problem}")
+        return float(text)
+
+    return parse
 
 
 def takes_conversion(command: Callable[..., None]) -> Callable[..., None]:
@@ -363,14 +398,14 @@ def takes_source(command: Callable[..., None]) -> Callable[..., None]:
     return _taking(command, {"flags": (SourceFlags, "")})
 
 
-def takes_checkpoint(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of `CheckpointFlags` in place of its parameter `flags`."""
-    return _taking(command, {"flags": (CheckpointFlags, "")})
+def takes_ensured(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of `EnsureFlags` in place of its parameter `flags`."""
+    return _taking(command, {"flags": (EnsureFlags, "")})
 
 
 def takes_two_sources(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with `--tag-a`, `--tag-b` and the like in place of its parameters `flags_a` and `flags_b`."""
-    return _taking(command, {"flags_a": (SourceFlags, "a"), "flags_b": (SourceFlags, "b")})
+    """The command with `--tag-a`, `--tag-b` and the like in place of `flags_a` and `flags_b`, and with `cuts`."""
+    return _taking(command, {"flags_a": (SourceFlags, "a"), "flags_b": (SourceFlags, "b"), "cuts": (CutFlags, "")})
 
 
 def _taking(
@@ -393,9 +428,6 @@ def _taking(
         }
         command(*args, **made, **kwargs)
 
-    own = inspect.signature(command, eval_str=True)
-    parameters = [p for name, p in own.parameters.items() if name not in taken]
-    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    own = inspect.signature(command, eval_str=True).parameters
     run.takes = taken  # type: ignore[attr-defined]
-    return run
+    return signed(run, [p for name, p in own.items() if name not in taken])

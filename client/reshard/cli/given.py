@@ -23,7 +23,7 @@ def spec_of(url: str, given: Mapping[str, Any]) -> SourceSpec:
         RequestError: `request.invalid`.
     """
     try:
-        return SourceSpec(url=url, **_values(options_of_source(), given))
+        return SourceSpec(url=url, **values_of(options_of_source(), given))
     except ValidationError as error:
         raise invalid(error, called()) from None
 
@@ -35,7 +35,7 @@ def request_of(source: str, target: str, given: Mapping[str, Any], of_formats: s
         RequestError: `request.invalid`.
     """
     of_conversion = {n: o for n, o in declared_options().items() if o.within != ("source",)}
-    said = _values(of_conversion, given) | json.loads(of_formats or "{}")
+    said = values_of(of_conversion, given) | json.loads(of_formats or "{}")
     said |= {"source": spec_of(source, given), "target": target, "to": given["to"]}
     try:
         return ConvertRequest.model_validate(nested(said))
@@ -61,7 +61,11 @@ def called() -> dict[str, str]:
     return {"url": "SRC", "target": "DST", **renamed}
 
 
-def _values(options: Mapping[str, Declared], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of these options that were given, also by a former name."""
+def values_of(options: Mapping[str, Declared], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the fields of these options that were given, also by a former name.
+
+    Raises:
+        RequestError: `request.invalid`.
+    """
     found = present_names(given, options)
     return {options[n].field: options[n].value(value) for n, value in found.items() if n in options}

@@ -20,6 +20,7 @@ import typer
 
 from reshard.cli.flags import (
     ConversionFlags,
+    CutFlags,
     OptionsCommand,
     SourceFlags,
     choice,
@@ -55,7 +56,7 @@ from reshard.cli.output import (
 from reshard.draw.layout import Picture, render
 from reshard.errors import CODES, ExitCode, JobError, RequestError, ReshardError, counted, format_size, printable
 from reshard.local import Finding, environment, load_engine, machine, service
-from reshard.option import parse_percent, read_rules
+from reshard.option import parse_percent
 from reshard.progress import progress_shown
 
 if TYPE_CHECKING:
@@ -390,6 +391,7 @@ def diff(
     *,
     flags_a: SourceFlags,
     flags_b: SourceFlags,
+    cuts: CutFlags,
     states: Annotated[
         States,
         choice(States, help="`weights`: skip optimizer states, counters and client state.", rich_help_panel=COMPARISON),
@@ -420,18 +422,6 @@ def diff(
     every: Annotated[
         bool, typer.Option("--all", help=f"List every difference, not the worst {_SHOWN}.", rich_help_panel=GENERAL)
     ] = False,
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Rules (YAML) for tensor-parallel sides that do not say how they are cut.",
-            rich_help_panel=SOURCE,
-        ),
-    ] = None,
-    family: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Built-in set of rules, such as gpt-megatron.", rich_help_panel=SOURCE),
-    ] = None,
     as_json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
@@ -448,7 +438,7 @@ def diff(
         common=common,
         ignore=tuple(ignore or ()),
         sample=None if sample is None else parse_percent(sample),
-        options=Options(deepspeed=DeepSpeedOptions(rules=None if rules is None else read_rules(rules), family=family)),
+        options=Options(deepspeed=DeepSpeedOptions(**cuts.values())),
     )
     with progress_shown(quiet=quiet) as show:
         report = load_engine().diff(flags_a.spec(a), flags_b.spec(b), options, on_progress=show)

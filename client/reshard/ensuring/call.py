@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Unpack
 
@@ -128,20 +128,17 @@ def ensure(  # noqa: PLR0913 - the options of the one call are its parameters
     """
     said: dict[str, Any] = {**given, **({} if framework is None else {"framework": framework})}
     said = present_names(said, declared_options())
-    axes, name = {"dp": dp, "tp": tp, "pp": pp, "ep": ep}, None if tag is None else str(tag)
-    found = Wanted.of(
-        axes,
-        zero_stage=zero_stage,
-        dtype=dtype,
-        rules=rules,
-        family=family,
-        opaque=opaque,
+    name = None if tag is None else str(tag)
+    wanted = Wanted.of(
+        {
+            "dp": dp, "tp": tp, "pp": pp, "ep": ep, "zero_stage": zero_stage, "dtype": dtype, "rules": rules,
+            "family": family, "opaque": opaque,
+            "memory_limit_bytes": None if memory_limit is None else size_of(memory_limit),
+        },
         environ=os.environ,
         loader=loader_of(src, name, to=to, framework=said.pop("framework", None)),
-    )
-    wanted = replace(found, choices=source_of(src, {**said, "tag": name}).given())
-    if memory_limit is not None:
-        wanted = replace(wanted, memory_limit_bytes=size_of(memory_limit))
+        choices=source_of(src, {**said, "tag": name}).given(),
+    )  # fmt: skip
     return ensured(src, wanted, tag=name, out=out, url=url, timeout_s=timeout_s, workers=workers).path
 
 
@@ -155,7 +152,7 @@ def loader_of(
     """
     path = local_path(os.fspath(src))
     own = path is not None and is_distributed(path if tag is None else os.path.join(path, tag))
-    return Loader(to, framework, source_is_distributed=own)
+    return Loader(to, None if framework is None else str(framework), source_is_distributed=own)
 
 
 def ensured(

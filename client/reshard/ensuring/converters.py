@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from reshard.declared import options_of_ensure
 from reshard.errors import JobError, RequestError, ReshardError, printable
 from reshard.local import load_client, load_engine
 from reshard.models.jobs import ConvertRequest, Inspection, Progress
@@ -65,26 +66,9 @@ def _foreign(fix: str) -> re.Match[str] | None:
 
 _FLAGS = re.compile(r"--[a-z][a-z-]*(?: (?!--)[^\s;,()]+)?(?: --[a-z][a-z-]*(?: (?!--)[^\s;,()]+)?)*")
 """Options in a fix, each with its value, one after another."""
-OPTIONS = frozenset(
-    f"--{name}"
-    for name in (
-        *("dp", "tp", "pp", "ep", "zero-stage", "dtype", "to", "framework", "tag", "out", "rules", "family", "opaque"),
-        *(
-            "model-key",
-            "optimizer-key",
-            "scheduler-key",
-            "param-order",
-            "buffers",
-            "url",
-            "timeout",
-            "memory-limit",
-            "workers",
-            "json",
-            "quiet",
-            "help",
-        ),
-    )
-)
+OPTIONS = {"--to", "--out", "--url", "--timeout", "--workers", "--json", "--quiet", "--help"} | {
+    option.flag for option in options_of_ensure().values()
+}
 """The options of `reshard ensure`."""
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
 from typing import Any
 
 from pydantic import AliasChoices, Field, ValidationError
@@ -133,6 +134,8 @@ class Loader:
 
 
 _OWN = Loader()
+_LISTS: Mapping[str, type[StrEnum]] = {"zero_stage": ZeroStage, "dtype": WeightDtype, "opaque": OpaquePolicy}
+"""The fields of a wanted layout whose values are of closed lists."""
 
 
 @dataclass(frozen=True)
@@ -161,62 +164,39 @@ class Wanted:
     @classmethod
     def of(
         cls,
-        axes: Mapping[str, int | None],
+        given: Mapping[str, Any],
         *,
-        zero_stage: ZeroStage | str | int | None,
-        dtype: WeightDtype | str | None,
-        rules: str | None = None,
-        family: str | None = None,
-        opaque: OpaquePolicy | str = OpaquePolicy.REFUSE,
+        choices: Mapping[str, Any] | None = None,
         environ: Mapping[str, str],
         loader: Loader = _OWN,
     ) -> Wanted:
         """Check the arguments of a call.
 
         Args:
-            axes: `dp`, `tp`, `pp`, `ep`.
-            zero_stage: 0 to 3 or `bf16`.
-            dtype: The model's element type.
-            rules: Rules as YAML.
-            family: Built-in set of such rules.
-            opaque: `refuse`, `keep` or `drop`.
+            given: Fields of this class by their names; None is as if left out, and other names are of no interest.
+            choices: The user's choices where the source's files leave several ways to read them.
             environ: Environment variables, in which launchers tell the number of processes.
             loader: The program that will load the result.
 
         Raises:
             RequestError: `request.invalid`, also if `dp` is not given and no launcher tells the number of processes.
         """
-        for axis, size in axes.items():
-            if size is not None and size < 1:
-                raise RequestError("request.invalid", f"{axis} is {size}", fix=f"--{axis} is 1 or more")
+        said = {f.name: given[f.name] for f in fields(cls) if given.get(f.name) is not None}
+        for axis in ("dp", "tp", "pp", "ep"):
+            if said.get(axis, 1) < 1:
+                raise RequestError("request.invalid", f"{axis} is {said[axis]}", fix=f"--{axis} is 1 or more")
         try:
-            stage = None if zero_stage is None else ZeroStage(str(zero_stage))
-            chosen = None if dtype is None else WeightDtype(dtype)
-            policy = OpaquePolicy(opaque)
+            said |= {name: kind(str(said[name])) for name, kind in _LISTS.items() if name in said}
         except ValueError as error:
             raise RequestError("request.invalid", str(error), fix="reshard ensure --help") from None
-        counted = axes.get("dp") is None and not loader.distributed
-        told = world_size(environ) if counted else None
-        processes = None if told is None else told[0]
-        if counted and processes is None:
+        told = None if "dp" in said or loader.distributed else world_size(environ)
+        if told is None and "dp" not in said and not loader.distributed:
             raise RequestError(
                 "request.invalid",
                 f"no launcher says how many processes there are (none of {', '.join(_LAUNCHERS)}), and no dp was given",
                 fix=_SAY_DP,
             )
-        return cls(
-            dp=axes.get("dp"),
-            tp=axes.get("tp"),
-            pp=axes.get("pp"),
-            ep=axes.get("ep"),
-            zero_stage=stage,
-            dtype=chosen,
-            rules=rules,
-            family=family,
-            opaque=policy,
-            processes=processes,
-            loader=loader,
-        )
+        return cls(**said, processes=None if told is None else told[0], loader=loader, choices=choices or {})
 
     def key(self) -> str:
         """A text that is the same for equal arguments. It says them by the names that earlier results have."""

@@ -88,7 +88,9 @@ class ConvertRequest(ConversionOptions, _Places):
     @classmethod
     def _refuse_options_beside(cls, fields: Any) -> Any:
         """Say the place of options of formats that stand beside the fields of the request."""
-        given = cast("dict[str, Any]", fields) if isinstance(fields, dict) else {}
+        if not isinstance(fields, dict):
+            return fields
+        given = cast("dict[str, Any]", fields)
         known = option_fields() if given.keys() - cls.model_fields.keys() else {}
         wrong = [
             InitErrorDetails(
@@ -103,7 +105,7 @@ class ConvertRequest(ConversionOptions, _Places):
         ]
         if wrong:
             raise ValidationError.from_exception_data(cls.__name__, wrong)
-        return fields
+        return given
 
 
 class Progress(WireModel):

@@ -17,7 +17,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, nodes
 
 from reshard.choices import JobState, TokenScope
 from reshard.draw.layout import STYLE
@@ -285,3 +285,10 @@ cast("dict[str, Any]", _environment.filters).update(
     }
 )
 cast("dict[str, Any]", _environment.globals)["static_url"] = static_url
+
+
+def names_shown(template: str) -> frozenset[str]:
+    """The fields of a form: the names with which its template calls its macros."""
+    text = (_HERE / "templates" / template).read_text(encoding="utf-8")
+    calls = (call for call in _environment.parse(text).find_all(nodes.Call) if call.args)
+    return frozenset(call.args[0].value for call in calls if isinstance(call.args[0], nodes.Const))

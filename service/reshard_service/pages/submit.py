@@ -17,8 +17,7 @@ from markupsafe import Markup
 from pydantic import ValidationError
 from starlette.concurrency import run_in_threadpool
 
-from reshard.choices import NameScheme, OpaquePolicy, TokenScope, VerifyLevel, WeightDtype, ZeroStage
-from reshard.dcp_options import Framework
+from reshard.choices import TokenScope
 from reshard.declared import declared_options
 from reshard.draw.layout import render as drawn
 from reshard.errors import JobError, RequestError, ReshardError
@@ -32,51 +31,24 @@ from reshard_service.api.context import Context, Reader, ServiceContext, Submitt
 from reshard_service.api.engine import inspected, pictured, planned
 from reshard_service.api.jobs import create_job
 from reshard_service.api.problems import of_validation
-from reshard_service.pages.rendering import form_of, placed, render
+from reshard_service.pages.rendering import form_of, names_shown, placed, render
 from reshard_service.pages.route import PageRoute
 from reshard_service.pages.words import label_of, places_in
 from reshard_service.probes.pool import ProbeTimeout
 
 # The form of a submission: its fields as a request, a request as its fields, and errors at their fields.
 
+_OPTIONS = {n: option for n, option in declared_options().items() if n in names_shown("submit.html")}
+"""The options of a conversion that have a field of their own: those that the form's template shows."""
 _PLACES: dict[str, tuple[str, ...]] = {
     "source": ("source", "url"),
-    "tag": ("source", "tag"),
-    "profile": ("source", "profile"),
-    "model_key": ("source", "model_key"),
-    "optimizer_key": ("source", "optimizer_key"),
     "to": ("to",),
     "target": ("target",),
-    "target_profile": ("target_profile",),
-    "dtype": ("dtype",),
-    "zero_stage": ("options", "deepspeed", "zero_stage"),
-    "dp": ("options", "deepspeed", "dp"),
-    "tp": ("options", "deepspeed", "tp"),
-    "pp": ("options", "deepspeed", "pp"),
-    "ep": ("options", "deepspeed", "ep"),
-    "family": ("options", "deepspeed", "family"),
-    "names": ("options", "deepspeed", "names"),
-    "framework": ("options", "dcp", "framework"),
-    "dcp_files": ("options", "dcp", "files"),
-    "target_model_key": ("options", "dcp", "target_model_key"),
-    "target_optimizer_key": ("options", "dcp", "target_optimizer_key"),
-    "max_shard": ("options", "weights", "max_shard_bytes"),
-    "merge_adapter": ("options", "peft", "merge_adapter"),
-    "adapter": ("options", "peft", "adapter"),
-    "model_files": ("model_files",),
-    "opaque": ("opaque",),
-    "verify": ("verify",),
-    "overwrite": ("overwrite",),
-    "exclude_frozen": ("exclude_frozen",),
-    "memory_limit": ("memory_limit_bytes",),
-    "max_workers": ("max_workers",),
-    "priority": ("priority",),
-    "labels": ("labels",),
+    **{name: (*option.within, option.field) for name, option in _OPTIONS.items()},
+    **{name: (name,) for name in ("max_workers", "priority", "labels")},
 }
 """The place of each field in the body of `POST /v1/jobs`."""
-_OPTIONS = {option.place: option for option in declared_options().values()}
-_OPTION_OF = {name: option for name, place in _PLACES.items() if (option := _OPTIONS.get(".".join(place)))}
-_KINDS = {name: option.kind for name, option in _OPTION_OF.items()} | {"max_workers": int, "priority": int}
+_KINDS = {name: option.kind for name, option in _OPTIONS.items()} | {"max_workers": int, "priority": int}
 _WHOLE = re.compile(r"-?[0-9]{1,18}")
 _REST = "more"
 """The field for whatever else a request may say, as JSON."""
@@ -249,7 +221,7 @@ def _rest_of(text: str) -> dict[str, Any]:
 
 
 def _value(name: str, text: str) -> Any:
-    if (option := _OPTION_OF.get(name)) is not None and option.option.parse is parse_size:
+    if (option := _OPTIONS.get(name)) is not None and option.option.parse is parse_size:
         return parse_size(text)
     if _KINDS.get(name) is int and _WHOLE.fullmatch(text):
         return int(text)  # anything else is left to the model, which says what is wrong
@@ -298,13 +270,8 @@ router = APIRouter(include_in_schema=False, route_class=PageRoute)
 _MOST_NAMES = 500
 _OF_SOURCE = ("source", "tag", "profile", "model_key", "optimizer_key")
 """The fields of the first step."""
-_CHOICES: Mapping[str, Any] = {
-    "dtypes": list(WeightDtype),
-    "stages": list(ZeroStage),
-    "schemes": list(NameScheme),
-    "policies": list(OpaquePolicy),
-    "levels": list(VerifyLevel),
-    "frameworks": list(Framework),
+_SHOWN: Mapping[str, Any] = {
+    "options": _OPTIONS,
     "labels": NAMES,
     "in_more": IN_MORE,
 }
@@ -421,7 +388,7 @@ async def _page(  # noqa: PLR0913 - what the page shows
         names=[] if found is None else [t.fqn for t in found.tensors[:_MOST_NAMES]],
         # The same form sent twice makes one job.
         key=key or secrets.token_hex(16),
-        **_CHOICES,
+        **_SHOWN,
     )
 
 

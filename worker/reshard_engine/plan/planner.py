@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from reshard.errors import RequestError, counted
 from reshard.models.jobs import ConvertRequest
+from reshard.options import ConversionOptions, FormatOptions, decides_bytes
 from reshard_engine.checkpoint import Checkpoint
 from reshard_engine.plan.budget import UNIT_BYTES, chunk_bytes_within, metadata_bytes, running_bytes, unit_bytes
 from reshard_engine.plan.model import Chunk, Plan, PlannedFile, RecordSum, ServerCopy, Unit
@@ -248,20 +249,19 @@ def _source(checkpoint: Checkpoint) -> dict[str, object]:
 def request_facts(request: ConvertRequest) -> dict[str, object]:
     """The options of a request that decide the bytes of its target, for the plan's digest."""
     choices = request.source.given()
+    own = {name for name, info in ConversionOptions.model_fields.items() if decides_bytes(info)}
     return {
         "to": str(request.to),
-        "dtype": request.dtype.value if request.dtype else None,
-        "exclude_frozen": request.exclude_frozen,
-        "opaque": request.opaque.value,
-        "replicas": request.replicas.value,
-        "on_overflow": request.on_overflow.value,
+        **request.model_dump(mode="json", include=own),
         # Options that name places are left out: the files that are read there are in the plan, with their pins.
-        "options": {
-            name: found.digested({n: value for n, value in found.given().items() if n not in found.places()})
-            for name, found in request.options.by_format()
-        },
+        "options": {name: _option_facts(found) for name, found in request.options.by_format()},
         **({"choices": choices} if choices else {}),
     }
+
+
+def _option_facts(options: FormatOptions) -> dict[str, object]:
+    fields = type(options).model_fields
+    return options.digested({name: value for name, value in options.given().items() if decides_bytes(fields[name])})
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, object]:
